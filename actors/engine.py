@@ -1,0 +1,257 @@
+"""The engine actor: owns the decider of one replica and the gang that executes for it.
+
+One thread runs the engine; the actor's methods only leave things in its inbox or read what it has put out, so that
+no caller ever
+waits for a step and no step for a caller.
+
+    submit, cancel -> inbox -> [ engine thread: step, step, ... ] -> outbox -> poll
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from actors.gang import Gang
+from raycache.config import Config
+from raycache.engine.build import build_engine, check_model
+from raycache.engine.engine import Engine
+from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
+from raycache.types import EngineInfo, EngineStats, GenerateRequest, RequestOutput
+
+_log = logging.getLogger(__name__)
+_MAX_REBUILDS = 3
+"""Gangs that may be lost one after another without a step in between, before the engine gives up."""
+
+Message = tuple[str, RequestOutput | RayCacheError]
+"""Request id, and an increment or why it was refused."""
+
+
+class EngineActor:
+    """Decider of one replica.
+
+    Args:
+        config: of the service.
+        device: "cpu" or "cuda".
+        places: for the ranks.
+    """
+
+    def __init__(self, config: Config, device: str, places: PlacementGroup) -> None:
+        self._config = config
+        self._device = device
+        self._places = places
+        self._inbox: list[Callable[[], None]] = []
+        self._outbox: list[Message] = []
+        self._changed = threading.Condition()
+        self._progress = ("starting ranks", 0.0)
+        self._failure: RayCacheError | None = None
+        self._is_stopping = False
+        self._engine: Engine | None = None
+        self._gang: Gang | None = None
+        self._epoch = 0
+        self._losses = 0
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._thread.start()
+
+    # --- called by the front end --------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="ask")
+    def progress(self) -> tuple[str, float]:
+        """Phase of the start and its share done; ("ready", 1.0) at the end.
+
+        Raises:
+            RayCacheError: the start failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return self._progress
+
+    @ray.method(concurrency_group="ask")
+    def info(self) -> EngineInfo:
+        """Facts of the engine.
+
+        Raises:
+            EngineStoppedError: it is not ready or has failed.
+        """
+        return self._ready().info
+
+    @ray.method(concurrency_group="ask")
+    def stats(self) -> EngineStats:
+        """Counters and balances.
+
+        Raises:
+            EngineStoppedError: it is not ready or has failed.
+        """
+        return self._ready().stats()
+
+    @ray.method(concurrency_group="ask")
+    def check(self) -> None:
+        """Assert all balances, between two steps."""
+        done = threading.Event()
+        failed: list[AssertionError] = []
+
+        def work() -> None:
+            try:
+                self._ready().check()
+            except AssertionError as cause:
+                failed.append(cause)
+            finally:
+                done.set()
+
+        self._post(work)
+        if not done.wait(self._config.rank_timeout_s):
+            raise EngineStoppedError("the engine did not come to the check in time")
+        if failed:
+            raise failed[0]
+
+    @ray.method(concurrency_group="order")
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request; what comes of it is polled."""
+        self._post(lambda: self._add(request))
+
+    @ray.method(concurrency_group="order")
+    def cancel(self, request_id: str) -> None:
+        """End a request; its pages are free in the next step."""
+        self._post(lambda: self._ready().cancel(request_id))
+
+    @ray.method(concurrency_group="poll")
+    def poll(self, timeout_s: float) -> list[Message]:
+        """What happened since the last poll; waits for the first message.
+
+        Args:
+            timeout_s: after which an empty list is returned.
+        Raises:
+            EngineStoppedError: nothing will ever come.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._outbox or self._failure, timeout_s)
+            messages, self._outbox = self._outbox, []
+        if not messages and self._failure is not None:
+            raise EngineStoppedError(str(self._failure))
+        return messages
+
+    @ray.method(concurrency_group="ask")
+    def stop(self, timeout_s: float) -> None:
+        """End engine and ranks in good order."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    def _post(self, work: Callable[[], None]) -> None:
+        with self._changed:
+            self._inbox.append(work)
+            self._changed.notify_all()
+
+    def _ready(self) -> Engine:
+        if self._failure is not None:
+            raise EngineStoppedError(f"the engine has failed: {self._failure}")
+        if self._engine is None:
+            raise EngineStoppedError(f"the engine is not ready: {self._progress[0]}")
+        return self._engine
+
+    # --- the engine's thread ------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        try:
+            self._start()
+            while not self._is_stopping:
+                self._turn()
+        except RayCacheError as cause:
+            self._fail(cause)
+        except Exception as cause:  # the thread's last resort: whoever polls must hear of it
+            _log.exception("the engine failed")
+            self._fail(EngineStoppedError(f"{type(cause).__name__}: {cause}"))
+        self._end()
+
+    def _start(self) -> None:
+        model = check_model(self._config)
+        gang = self._new_gang()
+        self._engine = build_engine(
+            gang.executor,
+            self._config,
+            model=model,
+            device_type=self._device,
+            num_pages=gang.num_pages,
+            ranks=[{**row, "pages": gang.num_pages} for row in gang.rows],
+        )
+        self._progress = ("ready", 1.0)
+
+    def _turn(self) -> None:
+        """Take the inbox in, then make one step, or wait for something to do."""
+        engine = self._ready()
+        with self._changed:
+            if not self._inbox and not engine.has_requests and not self._is_stopping:
+                self._changed.wait(self._config.rank_timeout_s / 4)
+            inbox, self._inbox = self._inbox, []
+        for work in inbox:
+            work()
+        try:
+            if not engine.has_requests:
+                engine.heartbeat()
+                return
+            outputs = engine.step()
+        except RankLostError as error:
+            self._recover(error)
+            return
+        if outputs:
+            self._losses = 0
+            self._put([(output.request_id, output) for output in outputs])
+
+    def _recover(self, error: RankLostError) -> None:
+        """Replace a lost gang by one of the next epoch; requests go on with the tokens that they have."""
+        assert self._gang is not None and self._engine is not None, "steps come after the start"
+        error = self._gang.explain(error)
+        _log.error("%s; rebuilding the gang as epoch %d", error, self._epoch + 1)
+        self._losses += 1
+        self._gang.kill()
+        if self._losses > _MAX_REBUILDS:
+            raise error
+        wanted = self._gang.num_pages
+        # The pool must not change under requests that were accepted for it.
+        self._config = dataclasses.replace(self._config, num_pages=wanted)
+        self._engine.restart(self._new_gang().executor)
+        self._progress = ("ready", 1.0)
+
+    def _new_gang(self) -> Gang:
+        self._epoch += 1
+        self._gang = Gang(
+            self._config, device=self._device, places=self._places, epoch=self._epoch, on_progress=self._note_progress
+        )
+        return self._gang
+
+    def _note_progress(self, phase: str, share: float) -> None:
+        self._progress = (phase, share)
+
+    def _add(self, request: GenerateRequest) -> None:
+        try:
+            self._ready().add(request)
+        except RayCacheError as cause:
+            self._put([(request.request_id, cause)])
+
+    def _put(self, messages: list[Message]) -> None:
+        with self._changed:
+            self._outbox += messages
+            self._changed.notify_all()
+
+    def _fail(self, error: RayCacheError) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        if self._gang is None:
+            return
+        if self._failure is None and self._engine is not None:
+            try:
+                self._engine.close()
+                self._gang.join(5.0)
+                return
+            except RankLostError as error:
+                _log.warning("ranks were gone before the end: %s", error)
+        self._gang.kill()

@@ -1,0 +1,198 @@
+"""The ranks of one epoch: created, met, loaded, watched, ended. A gang is never repaired: a new one takes its place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.rank import RankActor
+from raycache.config import Config
+from raycache.engine.executors import GangExecutor
+from raycache.engine.runner import Seat
+from raycache.errors import ConfigError, RankLostError, RayCacheError
+from raycache.parallel.board import AckBoard, Lane
+from raycache.parallel.context import DECIDER, Store, build_group, group_handles
+from raycache.parallel.sharding import Split
+
+
+class Gang:
+    """Rank actors of one epoch.
+
+    Args:
+        config: of the service.
+        device: "cpu" or "cuda".
+        places: one bundle per tp group.
+        epoch: number of this gang; handles of others are refused.
+        on_progress: told phase and share (0 to 1) while the gang starts.
+    Raises:
+        RayCacheError: what kept a rank from starting; no actor is left behind.
+
+    Attributes:
+        executor: to hand to an engine.
+        num_pages: that every rank holds.
+        rows: one per rank, for people.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: str,
+        places: PlacementGroup,
+        epoch: int,
+        on_progress: Callable[[str, float], None],
+    ) -> None:
+        self._config = config
+        self._split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+        self._on_progress = on_progress
+        self._running: list[Any] = []
+        self._actors = [self._create(rank, device=device, places=places) for rank in range(config.world_size)]
+        self._board = AckBoard.create(config.world_size)
+        try:
+            wheres = self._get([actor.where.remote() for actor in self._actors], phase="starting ranks")
+            seats = _seats(wheres, device=device)
+            self._meet(seats, wheres, device=device, epoch=epoch)
+            fits = self._get([actor.load.remote() for actor in self._actors], phase="loading weights")
+            self.num_pages = min(fits)
+            self._get([actor.build.remote(self.num_pages) for actor in self._actors], phase="making pools")
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            self._board.unlink()
+        self.rows = [
+            {
+                "rank": seat.rank,
+                "coords": str(self._split.coords(seat.rank)),
+                "node": seat.host,
+                "device": _device(where, seat),
+            }
+            for seat, where in zip(seats, wheres, strict=True)
+        ]
+        self._running = [actor.run.remote() for actor in self._actors]
+
+    def explain(self, error: RankLostError) -> RankLostError:
+        """Ask Ray which rank really ended; the survivors only saw a silent peer.
+
+        Args:
+            error: as the executor saw it.
+        """
+        ended, _ = ray.wait(self._running, num_returns=len(self._running), timeout=1.0)
+        for rank, run in enumerate(self._running):
+            if run in ended:
+                try:
+                    ray.get(run)
+                except ActorDiedError as cause:
+                    text = str(cause).strip().splitlines()[0]
+                    return RankLostError(rank, str(self._split.coords(rank)), error.step, f"its actor died: {text}")
+                except RayTaskError as cause:
+                    if not isinstance(cause.cause, RankLostError):
+                        return RankLostError(rank, str(self._split.coords(rank)), error.step, repr(cause.cause))
+        return error
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the ranks to end after their last plan, then remove them."""
+        ray.wait(self._running, num_returns=len(self._running), timeout=timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """Remove all ranks at once."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _create(self, rank: int, *, device: str, places: PlacementGroup) -> Any:
+        bundle = places.bundle_specs[rank // self._split.tp]
+        options = {
+            "num_cpus": bundle.get("CPU", 0) / self._split.tp,
+            "num_gpus": 1 if device == "cuda" else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                places, placement_group_bundle_index=rank // self._split.tp
+            ),
+            "name": None,
+        }
+        return ray.remote(RankActor).options(**options).remote(self._config, rank)
+
+    def _meet(self, seats: Sequence[Seat], wheres: Sequence[dict[str, Any]], *, device: str, epoch: int) -> None:
+        """Exchange handles; every rank and the decider build their groups from them."""
+        host = ray.util.get_node_ip_address()
+        here = ray.get_runtime_context().get_node_id()
+        self._store = Store(host)
+        handles = group_handles(
+            self._split,
+            backend="nccl" if device == "cuda" else "gloo",
+            store=self._store.address,
+            epoch=epoch,
+            timeout_s=self._config.rank_timeout_s,
+        )
+        for rank, where in enumerate(wheres):
+            if where["node"] != here:
+                # A board is memory of one node: this one never hears of a rank elsewhere, so it must not call it late.
+                self._board.post(rank, Lane.STEP, 2**62)
+        joins = [
+            actor.join.remote(seat, handles, epoch, self._board.path if where["node"] == here else Path())
+            for actor, seat, where in zip(self._actors, seats, wheres, strict=True)
+        ]
+        with ThreadPoolExecutor(1) as pool:
+            control = pool.submit(
+                build_group, handles["control"], member=DECIDER, epoch=epoch, host=host, device=torch.device("cpu")
+            )
+            self._get(joins, phase="joining groups")
+            self.executor = GangExecutor(control.result(), split=self._split, board=self._board)
+
+    def _get(self, refs: list[Any], *, phase: str) -> list[Any]:
+        """Results of all ranks, within the start's deadline."""
+        waited = 0.0
+        pending = list(refs)
+        while pending:
+            self._on_progress(phase, self._board.lines[:, Lane.LOADED].mean() / 1000)
+            ended, pending = ray.wait(pending, num_returns=len(pending), timeout=0.5)
+            for ref in ended:
+                try:
+                    ray.get(ref)
+                except RayTaskError as cause:
+                    raise _ours(cause) from cause
+                except RayActorError as cause:
+                    rank = refs.index(ref)
+                    raise RankLostError(rank, str(self._split.coords(rank)), 0, f"it died while {phase}") from cause
+            waited += 0.5
+            if waited > self._config.start_timeout_s:
+                late = [refs.index(ref) for ref in pending]
+                raise ConfigError(f"ranks {late} are still {phase} after {waited:.0f} s; see --start-timeout-s")
+        try:
+            return ray.get(refs, timeout=60)
+        except GetTimeoutError as cause:
+            raise RankLostError(-1, "unknown", 0, f"answers were lost while {phase}") from cause
+
+
+def _seats(wheres: Sequence[dict[str, Any]], *, device: str) -> list[Seat]:
+    on_node = Counter(where["node"] for where in wheres)
+    cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
+    return [
+        Seat(
+            rank=rank,
+            host=where["host"],
+            # Ray shows each actor only its own GPUs.
+            device="cuda:0" if device == "cuda" else "cpu",
+            ranks_on_node=on_node[where["node"]],
+            num_threads=max(1, cpus[where["node"]] // on_node[where["node"]]),
+        )
+        for rank, where in enumerate(wheres)
+    ]
+
+
+def _device(where: dict[str, Any], seat: Seat) -> str:
+    return f"cuda:{','.join(map(str, where['gpus']))}" if where["gpus"] else seat.device
+
+
+def _ours(error: RayTaskError) -> Exception:
+    """The error that a rank raised, if it is one that we raise on purpose."""
+    return error.cause if isinstance(error.cause, RayCacheError) else error

@@ -1,0 +1,53 @@
+"""A rank as a Ray actor: a thin coat around `RankRunner`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raycache.config import Config
+from raycache.engine.runner import RankRunner, Seat
+from raycache.parallel.context import GroupHandle
+
+
+class RankActor:
+    """One rank. Its calls come in the order of `RankRunner`: where, join, load, build, run.
+
+    Args:
+        config: of the service.
+        rank: world rank.
+    """
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self._config = config
+        self._number = rank
+        self._runner: RankRunner | None = None
+
+    def where(self) -> dict[str, Any]:
+        """Node, address and process of this rank."""
+        context = ray.get_runtime_context()
+        return {"node": context.get_node_id(), "host": ray.util.get_node_ip_address(), "gpus": ray.get_gpu_ids()}
+
+    def join(self, seat: Seat, handles: Mapping[str, GroupHandle], epoch: int, board: Path) -> None:
+        """Become a member of the gang; see `RankRunner.join`."""
+        self._runner = RankRunner(self._config, seat)
+        self._runner.join(handles, epoch=epoch, board=board)
+
+    def load(self) -> int:
+        """Read the weights; pages that fit."""
+        return self._started().load()
+
+    def build(self, num_pages: int) -> None:
+        """Make the pool."""
+        self._started().build(num_pages)
+
+    def run(self) -> None:
+        """Execute plans until the last one."""
+        self._started().run()
+
+    def _started(self) -> RankRunner:
+        assert self._runner is not None, "join comes first"
+        return self._runner

@@ -1,0 +1,1 @@
+"""What an operator runs: command line, HTTP server, placement."""

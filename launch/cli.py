@@ -1,0 +1,148 @@
+"""The command line. What a command needs is imported when it runs, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launch.flags import add_config_flags, settings
+from raycache import __version__
+from raycache.config import Config
+from raycache.errors import RayCacheError
+
+_EXAMPLES = """\
+examples:
+  raycache demo-model models/smollm2        a small real model, without a download
+  raycache doctor models/smollm2 --cp 2     what would run, and what would not
+  raycache launch models/smollm2 --cp 2     serve it, until Ctrl-C
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: without the program's name; None for those of this process.
+    Returns:
+        Exit code: 0 done, 1 the answer is no, 2 what was asked cannot work, 130 interrupted.
+    """
+    options = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except RayCacheError as error:
+        print(f"raycache: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="raycache",
+        description="Serve large language models on Ray; cache hits do not depend on how the model is split.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+        added.set_defaults(command=command)
+        return added
+
+    add_config_flags(add("launch", _launch, "serve a model, in the foreground, until Ctrl-C"))
+    status = add("status", _status, "show the services that run on this machine")
+    status.add_argument("--endpoint", metavar="URL", help="ask this one instead, such as http://HOST:8000")
+    status.add_argument("--json", action="store_true", help="print all figures as JSON")
+    status.add_argument(
+        "--timeout-s", type=_seconds, metavar="SECONDS", default=5.0, help="for an answer (default: %(default)s)"
+    )
+    stop = add("stop", _stop, "stop the services that run on this machine")
+    stop.add_argument("--port", type=int, metavar="N", help="only the one on this port")
+    stop.add_argument(
+        "--grace-s",
+        type=_seconds,
+        metavar="SECONDS",
+        default=30.0,
+        help="to end cleanly before it is killed (default: %(default)s)",
+    )
+    add_config_flags(add("doctor", _doctor, "check what launch would do, without loading weights"))
+    demo = add("demo-model", _demo_model, "write a small real model as a Hugging Face directory")
+    demo.add_argument("directory", metavar="DIR", type=Path)
+    add("version", _version, "print the versions that matter")
+    return parser
+
+
+def _launch(options: argparse.Namespace) -> int:
+    config = Config.from_mapping(settings(options))
+    from launch.cluster import run
+
+    return run(config)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    values = settings(options)
+    from launch.doctor import run
+
+    return run(values)
+
+
+def _demo_model(options: argparse.Namespace) -> int:
+    from launch.demo_model import make_demo_model
+
+    make_demo_model(options.directory)
+    print(f"{options.directory} is ready; serve it with: raycache launch {options.directory}")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from launch import status
+    from launch.service import running
+
+    if options.endpoint:
+        asked = [status.ask(options.endpoint, service=None, timeout_s=options.timeout_s)]
+    else:
+        asked = [status.ask(one.endpoint, service=one, timeout_s=options.timeout_s) for one in running()]
+    if options.json:
+        print(status.as_json(asked))
+    elif asked:
+        print(status.as_table(asked))
+    else:
+        print("no service runs on this machine")
+    return 0 if asked and not any(report.error for report in asked) else 1
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from launch.service import running, stop
+
+    chosen = [one for one in running() if options.port in (None, one.port)]
+    if not chosen:
+        where = "on this machine" if options.port is None else f"on port {options.port}"
+        print(f"no service runs {where}", file=sys.stderr)
+        return 1
+    for service in chosen:
+        print(f"{service.model} at {service.endpoint} (pid {service.pid}): {stop(service, grace_s=options.grace_s)}")
+    return 0
+
+
+def _version(options: argparse.Namespace) -> int:
+    from importlib.metadata import PackageNotFoundError, version
+
+    print("raycache", __version__)
+    for package in ("ray", "torch"):
+        try:
+            print(package, version(package))
+        except PackageNotFoundError:
+            print(package, "not installed")
+    print("python", ".".join(map(str, sys.version_info[:3])))
+    return 0
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value

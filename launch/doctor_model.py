@@ -1,0 +1,126 @@
+"""The doctor's checks that need the model and torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from launch.finding import Finding, Verdict, attempt
+from launch.fit import device_type, plan_memory
+from launch.table import human_bytes
+from raycache.attention.torch_ref import TorchBackend
+from raycache.config import Config
+from raycache.engine.memory_plan import context_len, resolve_dtype
+from raycache.errors import ConfigError
+from raycache.models.base import ModelConfig, check_split, read_config
+from raycache.models.checkpoint import Checkpoint
+from raycache.parallel.sharding import kv_head_range, layer_range
+from raycache.server.chat import ChatTemplate
+from raycache.server.tokenizer import Tokenizer
+
+
+def examine_model(config: Config) -> Iterator[Finding]:
+    """Check the device, the model's directory, the split and the memory that it needs."""
+    device = attempt("device", lambda: _device(config))
+    yield device
+    try:
+        model = read_config(Path(config.model))
+    except ConfigError as refusal:
+        model = None
+        yield Finding("model", Verdict.REFUSED, str(refusal))
+    if not Path(config.model).is_dir():
+        return
+    found = [*_files(config), *(_splits(config, model) if model else [])]
+    yield from found
+    if model and all(one.verdict is not Verdict.REFUSED for one in (device, *found)):
+        yield from _memory(config, model)
+
+
+def _device(config: Config) -> str:
+    gpus = torch.cuda.device_count()
+    if device_type(config) == "cpu":
+        return "cpu"
+    if config.address == "local" and config.world_size > gpus:
+        raise ConfigError(
+            f"{config.world_size} ranks need as many GPUs, torch sees {gpus}; "
+            "use --device cpu, a smaller split, or a cluster with --address"
+        )
+    return f"cuda, {gpus} GPUs: {', '.join(sorted({torch.cuda.get_device_name(index) for index in range(gpus)}))}"
+
+
+def _files(config: Config) -> Iterator[Finding]:
+    folder = Path(config.model)
+    yield attempt("weights", lambda: f"{human_bytes(Checkpoint(folder).num_bytes)} in safetensors files")
+    try:
+        tokenizer = Tokenizer(folder)
+        ChatTemplate.load(tokenizer, path=config.chat_template)
+    except ConfigError as refusal:
+        yield Finding("tokenizer", Verdict.REFUSED, str(refusal))
+        return
+    yield Finding("tokenizer", Verdict.OK, f"{tokenizer.vocab_size} tokens")
+    if not tokenizer.chat_templates and not config.chat_template:
+        yield Finding(
+            "chat template", Verdict.WARNING, "none; chat completions are refused without --chat-template FILE"
+        )
+
+
+def _splits(config: Config, model: ModelConfig) -> Iterator[Finding]:
+    def tensor() -> str:
+        check_split(model, tp=config.tp, pp=1)
+        heads = kv_head_range(model.num_kv_heads, 0, config.tp)
+        own = model.num_heads // config.tp
+        return f"tp={config.tp}: {own} of {model.num_heads} heads and {len(heads)} KV heads per rank"
+
+    def pipeline() -> str:
+        check_split(model, tp=1, pp=config.pp)
+        layers = layer_range(model.num_layers, 0, config.pp)
+        return f"pp={config.pp}: at most {len(layers)} of {model.num_layers} layers per rank"
+
+    share = config.page_size // config.cp
+    yield Finding("model", Verdict.OK, f"{model.name}: {model.model_type}, {model.num_layers} layers, {model.dtype}")
+    yield attempt("tensor split", tensor)
+    yield attempt("pipeline split", pipeline)
+    yield Finding(
+        "context split", Verdict.OK, f"cp={config.cp}: {share} of the {config.page_size} tokens of a page per rank"
+    )
+    yield attempt("context", lambda: f"{context_len(config, model)} tokens of prompt and output")
+    yield attempt("attention", lambda: _attention(config, model))
+
+
+def _attention(config: Config, model: ModelConfig) -> str:
+    offered, where = TorchBackend.capabilities, device_type(config)
+    dtype = str(resolve_dtype(config, device_type=where)).removeprefix("torch.")
+    if where not in offered.device_types or dtype not in offered.dtypes or model.head_dim > offered.max_head_dim:
+        raise ConfigError(
+            f"backend {offered.name} does {sorted(offered.dtypes)} on {sorted(offered.device_types)} "
+            f"with heads of up to {offered.max_head_dim}, wanted are {dtype} on {where} with heads of {model.head_dim}"
+        )
+    return f"backend {offered.name}: {dtype} on {where}, heads of {model.head_dim}"
+
+
+def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
+    try:
+        plan = plan_memory(config, model=model, checkpoint=Checkpoint(Path(config.model)))
+    except ConfigError as refusal:
+        yield Finding("cache", Verdict.REFUSED, str(refusal))
+        return
+    used = plan.weight_bytes + plan.num_pages * plan.page_bytes
+    need = f"about {human_bytes(used)} per rank for weights and cache, {human_bytes(plan.free_bytes)} are free"
+    yield Finding("weights per rank", Verdict.OK, f"about {human_bytes(plan.weight_bytes)}")
+    per_token = human_bytes(plan.page_bytes / plan.page_size)
+    yield Finding("cache per rank", Verdict.OK, f"{per_token} per token, {human_bytes(plan.page_bytes)} per page")
+    if plan.num_pages == 0:
+        yield Finding("cache", Verdict.REFUSED, f"no page fits beside the weights: {need}; split further")
+        return
+    if plan.weight_bytes > plan.free_bytes:
+        yield Finding("memory", Verdict.REFUSED, f"{need}; split further")
+    else:
+        yield Finding("memory", Verdict.WARNING if plan.is_too_large else Verdict.OK, need)
+    holds = f"{plan.num_pages} pages, {plan.num_tokens} tokens in whole"
+    if plan.num_tokens < context_len(config, model):
+        text = f"{holds}, fewer than the context: longer requests are refused; raise kv_memory or cp"
+        yield Finding("cache", Verdict.WARNING, text)
+    else:
+        yield Finding("cache", Verdict.OK, holds)

@@ -1,0 +1,115 @@
+"""What of a model fits on this machine, before its weights are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from raycache.config import Config
+from raycache.engine.memory_plan import pages_that_fit, resolve_dtype
+from raycache.memory.device import page_bytes
+from raycache.models.base import ModelConfig, components
+from raycache.models.checkpoint import Checkpoint
+from raycache.parallel.collectives import Group
+from raycache.parallel.context import ParallelContext
+from raycache.parallel.sharding import Split
+
+_NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of the rank that holds most, if all ranks are on this machine.
+
+    Attributes:
+        weight_bytes: about; what a rank does not split (norms, and the embedding over pp) is not counted twice.
+        page_bytes: one page on this rank.
+        num_pages: pages that every rank can hold.
+        page_size: tokens per page.
+        free_bytes: memory of the device now, divided among the ranks that share it.
+    """
+
+    weight_bytes: int
+    page_bytes: int
+    num_pages: int
+    page_size: int
+    free_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the whole cache holds."""
+        return self.num_pages * self.page_size
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether weights and cache need more than there is."""
+        return self.weight_bytes + self.num_pages * self.page_bytes > self.free_bytes
+
+
+def device_type(config: Config) -> str:
+    """Where ranks on this machine would compute, "cpu" or "cuda"."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -> MemoryPlan:
+    """Work out what the fullest rank would hold.
+
+    Args:
+        config: a split that `check_split` has accepted.
+        model: to serve.
+        checkpoint: its weights, of which only the size is used.
+    Raises:
+        ConfigError: not even one page fits.
+    """
+    where = device_type(config)
+    dtype = resolve_dtype(config, device_type=where)
+    stored = resolve_dtype(dataclasses.replace(config, dtype=model.dtype), device_type=where)
+    weights = checkpoint.num_bytes * dtype.itemsize // stored.itemsize // (config.tp * config.pp)
+    sharing = config.world_size if where == "cpu" else 1
+    free = _free_bytes(where) // sharing
+    contexts = _contexts(config, where=where)
+    sizes = {
+        ctx: page_bytes(
+            components(model, itemsize=dtype.itemsize), num_layers=model.num_layers, page_size=config.page_size, ctx=ctx
+        )
+        for ctx in contexts
+    }
+    fullest = max(contexts, key=lambda ctx: sizes[ctx])
+
+    def fits(asked: Config) -> int:
+        return pages_that_fit(asked, model, ctx=fullest, dtype=dtype, ranks_on_node=sharing)
+
+    pages = fits(config)
+    if config.num_pages == 0 and config.kv_memory == "auto":
+        # "auto" is a share of what is free once the weights are loaded, which they are not yet.
+        share_left = max(0.0, 1 - weights / free)
+        pages = min(pages, int(fits(dataclasses.replace(config, max_running=_NO_LIMIT)) * share_left))
+    return MemoryPlan(weights, sizes[fullest], pages, config.page_size, free)
+
+
+def _contexts(config: Config, *, where: str) -> list[ParallelContext]:
+    """Coordinates of every rank, in groups that only know their size."""
+    split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+    places = [split.coords(rank) for rank in range(split.world_size)]
+    return [
+        ParallelContext(
+            split=split,
+            rank=rank,
+            device=torch.device(where),
+            tp=Group(rank=at.tp, size=split.tp),
+            pp=Group(rank=at.pp, size=split.pp),
+            cp=Group(rank=at.cp, size=split.cp),
+        )
+        for rank, at in enumerate(places)
+    ]
+
+
+def _free_bytes(where: str) -> int:
+    if where == "cuda":
+        return min(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
+    return int(psutil.virtual_memory().available)

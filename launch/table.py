@@ -1,0 +1,28 @@
+"""Plain tables for terminals and pipes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def render(header: Sequence[str], *, rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as their widest cell, two spaces apart, without trailing spaces.
+
+    Args:
+        header: names of the columns.
+        rows: cells, as many per row as there are columns.
+    """
+    lines = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def human_bytes(count: float) -> str:
+    """Bytes as people read them, such as "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

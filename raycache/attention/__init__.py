@@ -1,0 +1,1 @@
+"""Attention over new tokens and a cached prefix, under context parallelism."""

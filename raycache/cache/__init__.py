@@ -1,0 +1,1 @@
+"""Which prefix lies where: decisions only, no tensors."""

@@ -1,0 +1,173 @@
+"""All settings, in one frozen dataclass from which the command line and the YAML file are made.
+
+A field is a flag: `kv_memory` is `--kv-memory` and the YAML key `kv_memory`; its help text and choices stand in the
+    metadata.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycache.errors import ConfigError
+
+_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$", re.IGNORECASE)
+_UNIT = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+
+def _setting(default: Any, text: str, *, group: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": text, "group": group, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that can be set. Checked on construction; what needs the model is checked when that is read.
+
+    Raises:
+        ConfigError: a value cannot work; the message names the setting and what would work.
+    """
+
+    model: str = _setting(
+        "", "directory of a Hugging Face model: config.json, *.safetensors, tokenizer.json", group="model"
+    )
+    served_model_name: str = _setting("", "name that clients use; default: the directory's name", group="model")
+    dtype: str = _setting(
+        "auto",
+        "of weights and cache; auto: the checkpoint's on cuda, float32 on cpu",
+        group="model",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int = _setting(
+        0, "most tokens of prompt and output together; 0: what the model was made for", group="model"
+    )
+
+    tp: int = _setting(1, "tensor-parallel ranks: heads are split over them", group="parallel")
+    pp: int = _setting(1, "pipeline stages: layers are split over them", group="parallel")
+    cp: int = _setting(1, "context-parallel ranks: tokens are split over them", group="parallel")
+    device: str = _setting(
+        "auto",
+        "where ranks compute; auto: cuda if Ray has GPUs, else cpu",
+        group="parallel",
+        choices=("auto", "cpu", "cuda"),
+    )
+    address: str = _setting(
+        "local", "Ray cluster: local starts one, auto finds a running one, else HOST:PORT", group="parallel"
+    )
+    rank_timeout_s: float = _setting(
+        120.0, "seconds after which a rank that does not answer counts as lost", group="parallel"
+    )
+    start_timeout_s: float = _setting(600.0, "seconds that ranks may take to start and load weights", group="parallel")
+
+    page_size: int = _setting(64, "tokens per page of the cache", group="cache")
+    kv_memory: str = _setting(
+        "auto", "cache bytes per rank, such as 4GiB; auto: a share of what is free", group="cache"
+    )
+    num_pages: int = _setting(0, "pages of the cache; 0: as many as kv_memory holds", group="cache")
+    prefix_cache: bool = _setting(True, "reuse cached prefixes", group="cache")
+
+    max_step_tokens: int = _setting(0, "token budget of one step; 0: 512 on cpu, 8192 on cuda", group="scheduler")
+    max_running: int = _setting(64, "most requests in one batch", group="scheduler")
+    max_queue: int = _setting(1024, "most requests that wait; more get 429", group="scheduler")
+
+    host: str = _setting("127.0.0.1", "address that the server binds to", group="server")
+    port: int = _setting(8000, "port that the server binds to; 0: a free one", group="server")
+    api_key: str = _setting(
+        "", "clients must send it as a bearer token; empty: none (or set RAYCACHE_API_KEY)", group="server"
+    )
+    max_body: str = _setting("8MiB", "largest request body", group="server")
+    request_timeout_s: float = _setting(600.0, "seconds after which a request ends; 0: never", group="server")
+    chat_template: str = _setting("", "file with a Jinja chat template, instead of the model's own", group="server")
+    dashboard: bool = _setting(True, "start the Ray dashboard with a local cluster", group="server")
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "page_size", "max_running", "max_queue"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "num_pages", "max_step_tokens", "request_timeout_s"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("rank_timeout_s", "start_timeout_s"):
+            _at_least(name, getattr(self, name), 1)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port} is not a port; use 0 to 65535")
+        if self.page_size % self.cp:
+            near = self.cp * max(1, round(self.page_size / self.cp))
+            raise ConfigError(
+                f"cp={self.cp} does not divide page_size={self.page_size}, the tokens of a page are split over cp; "
+                f"use a cp of {divisors(self.page_size)} or page_size={near}"
+            )
+        for item in dataclasses.fields(self):
+            choices, value = item.metadata["choices"], getattr(self, item.name)
+            if choices and value not in choices:
+                raise ConfigError(f"{item.name}={value!r} is unknown; use one of {', '.join(choices)}")
+        parse_bytes("max_body", self.max_body)
+        if self.kv_memory != "auto":
+            parse_bytes("kv_memory", self.kv_memory)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the gang: tp * pp * cp."""
+        return self.tp * self.pp * self.cp
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Config:
+        """Build from parsed YAML; every key must be a setting and every value of its type.
+
+        Raises:
+            ConfigError: an unknown key (with the nearest known one) or a value of the wrong type.
+        """
+        known = {item.name: item for item in dataclasses.fields(cls)}
+        for key, value in values.items():
+            if key not in known:
+                raise ConfigError(f"unknown setting {key!r}{_nearest(key, known)}")
+            wanted = type(known[key].default)
+            is_number = wanted is float and isinstance(value, int) and not isinstance(value, bool)
+            if type(value) is not wanted and not is_number:
+                raise ConfigError(f"{key} must be of type {wanted.__name__}, got {value!r}")
+        return cls(**values)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Read a size such as "4GiB" or "512 MB" (case does not matter).
+
+    Args:
+        name: the setting's name, for the error message.
+        text: the size.
+    Returns:
+        Bytes, at least 1.
+    Raises:
+        ConfigError: it is not a size.
+    """
+    found = _BYTES.match(text)
+    size = int(float(found[1]) * _UNIT[(found[2] or "B").lower()]) if found else 0
+    if size < 1:
+        raise ConfigError(f"{name}={text!r} is not a size; write a number with a unit, such as 512MiB or 4GiB")
+    return size
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    if not value >= low:
+        raise ConfigError(f"{name} must be at least {low}, got {value}")
+
+
+def _nearest(key: str, known: Mapping[str, Any]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(key, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"

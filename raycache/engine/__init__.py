@@ -1,0 +1,1 @@
+"""The decider (scheduler, plans) and the executors (ranks)."""

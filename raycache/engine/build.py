@@ -1,0 +1,75 @@
+"""Putting an engine together: what is checked before weights load, and what is decided after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raycache.config import Config
+from raycache.engine.engine import Engine, Executor
+from raycache.engine.memory_plan import context_len, step_tokens
+from raycache.engine.scheduler import Scheduler
+from raycache.errors import ConfigError
+from raycache.models.base import ModelConfig, check_split, read_config
+from raycache.models.checkpoint import Checkpoint
+from raycache.types import EngineInfo
+
+
+def check_model(config: Config) -> ModelConfig:
+    """Refuse what cannot work, before a weight is read.
+
+    Raises:
+        CheckpointError: the model's directory is missing something, is damaged or of an unknown kind.
+        ConfigError: the split or the context length does not suit the model.
+    """
+    if not config.model:
+        raise ConfigError("no model given; name the directory of a Hugging Face model")
+    model = read_config(Path(config.model))
+    check_split(model, tp=config.tp, pp=config.pp)
+    context_len(config, model)
+    Checkpoint(Path(config.model))
+    return model
+
+
+def build_engine(
+    executor: Executor,
+    config: Config,
+    *,
+    model: ModelConfig,
+    device_type: str,
+    num_pages: int,
+    ranks: Sequence[Mapping[str, Any]] = (),
+) -> Engine:
+    """The decider for ranks that run.
+
+    Args:
+        executor: the ranks.
+        config: of the service.
+        model: as `check_model` read it.
+        device_type: "cpu" or "cuda".
+        num_pages: that every rank holds.
+        ranks: one row per rank, for people.
+    """
+    max_model_len = min(context_len(config, model), num_pages * config.page_size)
+    info = EngineInfo(
+        model=config.served_model_name or Path(config.model).resolve().name,
+        model_dir=config.model,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_model_len=max_model_len,
+        page_size=config.page_size,
+        num_pages=num_pages,
+        max_queue=config.max_queue,
+        ranks=tuple(ranks),
+    )
+    scheduler = Scheduler(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_step_tokens=step_tokens(config, device_type=device_type),
+        max_running=config.max_running,
+        micro_batches=executor.depth,
+        eos_token_ids=model.eos_token_ids,
+        prefix_cache=config.prefix_cache,
+    )
+    return Engine(executor, info=info, scheduler=scheduler)

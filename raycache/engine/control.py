@@ -1,0 +1,80 @@
+"""The wire between decider and ranks: plans out by broadcast, answers back from the last stage.
+
+A plan is framed as [length: 8 bytes | msgpack]. A frame of FRAME bytes holds the plans of nearly all decode steps,
+so that one
+broadcast is enough; a longer plan is followed by a second broadcast with the rest, known from the length on all
+ranks alike.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raycache.engine.plan import StepPlan, answer_width, emitted_count
+from raycache.errors import RankLostError
+from raycache.parallel.collectives import Group
+from raycache.parallel.sharding import Coords, Split
+
+FRAME = 16 * 1024
+_DECIDER = 0
+
+
+def broadcast_plan(plan: StepPlan, control: Group) -> None:
+    """Send a plan to all ranks (decider's side)."""
+    packed = plan.pack()
+    frame = np.zeros(FRAME, np.uint8)
+    frame[:8] = np.frombuffer(np.int64(len(packed)).tobytes(), np.uint8)
+    head = np.frombuffer(packed[: FRAME - 8], np.uint8)
+    frame[8 : 8 + len(head)] = head
+    control.broadcast(torch.from_numpy(frame), root=_DECIDER)
+    if len(packed) > FRAME - 8:
+        control.broadcast(torch.frombuffer(bytearray(packed[FRAME - 8 :]), dtype=torch.uint8), root=_DECIDER)
+
+
+def receive_plan(control: Group) -> StepPlan:
+    """Wait for the next plan (a rank's side).
+
+    Raises:
+        RankLostError: the decider is gone or has been silent for longer than the group's deadline.
+    """
+    frame = control.broadcast(torch.empty(FRAME, dtype=torch.uint8), root=_DECIDER).numpy()
+    length = int(frame[:8].view(np.int64)[0])
+    packed = frame[8 : 8 + length].tobytes()
+    if length > FRAME - 8:
+        rest = torch.empty(length - (FRAME - 8), dtype=torch.uint8)
+        packed += control.broadcast(rest, root=_DECIDER).numpy().tobytes()
+    return StepPlan.unpack(packed)
+
+
+def answering_ranks(split: Split) -> list[int]:
+    """World ranks that answer, by cp rank: the last stage's, first tp rank."""
+    return [split.rank(Coords(pp=split.pp - 1, cp=cp, tp=0)) for cp in range(split.cp)]
+
+
+def send_answer(plan: StepPlan, answer: NDArray[np.int64], control: Group) -> None:
+    """Send what a cp rank found to the decider.
+
+    Args:
+        plan: that was executed; its number goes first, so that even an empty answer tells that the step is done.
+        answer: [emitted_count, answer_width].
+    """
+    control.send(torch.from_numpy(np.concatenate([[plan.step], answer.reshape(-1)])), to=_DECIDER)
+
+
+def receive_answers(plan: StepPlan, control: Group, *, split: Split) -> list[NDArray[np.int64]]:
+    """Wait for the answers of all cp ranks to a plan.
+
+    Raises:
+        RankLostError: a rank is gone, late, or answers another step.
+    """
+    answers = []
+    width = answer_width(plan)
+    for cp_rank, rank in enumerate(answering_ranks(split)):
+        count = emitted_count(plan, cp_rank=cp_rank, cp_size=split.cp)
+        answer = control.recv(torch.empty(1 + count * width, dtype=torch.int64), source=rank + 1).numpy()
+        if answer[0] != plan.step:
+            raise RankLostError(rank, str(split.coords(rank)), plan.step, f"it answers step {answer[0]}")
+        answers.append(answer[1:].reshape(count, width))
+    return answers

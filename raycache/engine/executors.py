@@ -1,0 +1,75 @@
+"""Ranks as the decider sees them: its own, or a gang behind the control group."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from raycache.engine.control import broadcast_plan, receive_answers
+from raycache.engine.plan import RowResult, StepPlan, read_answers
+from raycache.engine.rank import Rank
+from raycache.errors import RankLostError
+from raycache.parallel.board import AckBoard
+from raycache.parallel.collectives import Group
+from raycache.parallel.sharding import Split
+
+
+class LocalExecutor:
+    """One rank in the decider's own process.
+
+    Args:
+        rank: with the whole model.
+    """
+
+    depth = 1
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._plans: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def collect(self, plan: StepPlan) -> list[RowResult]:
+        assert self._plans.popleft() is plan, "plans are collected in order"
+        return read_answers(plan, [self._rank.execute(plan)])
+
+    def close(self) -> None:
+        self._plans.clear()
+
+
+class GangExecutor:
+    """All ranks of a gang, reached over the control group.
+
+    Args:
+        control: the decider's end of the control group.
+        split: of the gang.
+        board: where the ranks say how far they are.
+    """
+
+    def __init__(self, control: Group, *, split: Split, board: AckBoard) -> None:
+        self._control = control
+        self._split = split
+        self._board = board
+        self.depth = split.pp
+
+    def submit(self, plan: StepPlan) -> None:
+        try:
+            broadcast_plan(plan, self._control)
+        except RankLostError as cause:
+            raise self._blame(plan, cause) from cause
+
+    def collect(self, plan: StepPlan) -> list[RowResult]:
+        try:
+            return read_answers(plan, receive_answers(plan, self._control, split=self._split))
+        except RankLostError as cause:
+            raise self._blame(plan, cause) from cause
+
+    def close(self) -> None:
+        self._control.close()
+
+    def _blame(self, plan: StepPlan, cause: RankLostError) -> RankLostError:
+        """Name the rank that the others wait for."""
+        late = self._board.behind(plan.step)
+        rank = late[0] if late else -1
+        coords = str(self._split.coords(rank)) if late else "unknown"
+        return RankLostError(rank, coords, plan.step, cause.cause)

@@ -1,0 +1,203 @@
+"""One numbered step: the only message from the decider to the ranks, and the answer to it.
+
+The plan travels as msgpack. Ranks keep a table of slots (page table, sampling state), so a plan holds only what
+changed:
+
+    StepPlan 17
+      admits  slot 3: pages of its cached prefix, sampling          overwrites what the slot held
+      rows    slot 3: positions 128..383, 256 tokens, 4 new pages   a prefill chunk
+              slot 0: position 901, 1 token                         decode
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from raycache.parallel.sharding import split_chunk
+from raycache.types import PackedTokens, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A slot gets a new owner.
+
+    Attributes:
+        slot: index into the ranks' table.
+        pages: page ids of the cached prefix.
+        sampling: of the request.
+        seed: of its random numbers.
+        prompt, output: packed tokens so far; empty unless penalties need them.
+    """
+
+    slot: int
+    pages: Sequence[int]
+    sampling: SamplingParams
+    seed: int
+    prompt: PackedTokens = b""
+    output: PackedTokens = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """New tokens of one request.
+
+    Attributes:
+        slot: index into the ranks' table.
+        start: position of the first new token; so many tokens are in the pages already.
+        tokens: packed ids of the new tokens, at least one.
+        new_pages: page ids to append to the slot's page table first.
+        output_position: index of the token to sample after the last new one, or -1 to sample none.
+        targets: packed ids to report the log-probability of, the first for the distribution after the first new
+            token; empty
+            for none.
+    """
+
+    slot: int
+    start: int
+    tokens: PackedTokens
+    new_pages: Sequence[int] = ()
+    output_position: int = -1
+    targets: PackedTokens = b""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the chunk."""
+        return len(self.tokens) // 4
+
+    @property
+    def num_targets(self) -> int:
+        """Positions to score."""
+        return len(self.targets) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What every rank does next.
+
+    Attributes:
+        step: number of the plan, without gaps from 1 within an epoch.
+        rows: the batch; empty for a heartbeat.
+        admits: slots that change owner first.
+        num_top: None when no row wants log-probabilities, else the most alternatives that one wants.
+        is_last: the ranks end after it.
+    """
+
+    step: int
+    rows: Sequence[Row] = ()
+    admits: Sequence[Admit] = ()
+    num_top: int | None = None
+    is_last: bool = False
+
+    def pack(self) -> bytes:
+        """Encode for the wire."""
+        admits = [
+            [a.slot, list(a.pages), asdict(a.sampling), a.seed, bytes(a.prompt), bytes(a.output)] for a in self.admits
+        ]
+        rows = [
+            [r.slot, r.start, bytes(r.tokens), list(r.new_pages), r.output_position, bytes(r.targets)]
+            for r in self.rows
+        ]
+        packed: bytes = msgpack.packb([self.step, rows, admits, self.num_top, self.is_last])
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes | memoryview) -> StepPlan:
+        """Inverse of `pack`."""
+        step, rows, admits, num_top, is_last = msgpack.unpackb(packed, strict_map_key=False)
+        return cls(
+            step=step,
+            rows=[Row(*row) for row in rows],
+            admits=[Admit(a[0], a[1], _sampling(a[2]), *a[3:]) for a in admits],
+            num_top=num_top,
+            is_last=is_last,
+        )
+
+
+def _sampling(wire: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{**wire, "stop": tuple(wire["stop"]), "stop_token_ids": tuple(wire["stop_token_ids"])})
+
+
+def local_positions(plan: StepPlan, *, cp_rank: int, cp_size: int) -> list[NDArray[np.int64]]:
+    """Which new tokens of each row a cp rank computes: indices into the row's chunk, in the order of computation."""
+    empty = np.empty(0, np.int64)
+    return [
+        np.concatenate([np.arange(run.start, run.stop) for run in runs]) if (runs := split) else empty
+        for split in (split_chunk(row.num_tokens, cp_rank, cp_size, turn=i) for i, row in enumerate(plan.rows))
+    ]
+
+
+def emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those of a rank's positions in a row whose logits are used: scored ones, and the last one if a token is
+    sampled."""
+    wanted = positions < row.num_targets
+    if row.output_position >= 0:
+        wanted = wanted | (positions == row.num_tokens - 1)
+    return positions[wanted]
+
+
+def emitted_count(plan: StepPlan, *, cp_rank: int, cp_size: int) -> int:
+    """Length of the answer of a cp rank, in positions."""
+    return sum(
+        len(emitted(row, positions))
+        for row, positions in zip(plan.rows, local_positions(plan, cp_rank=cp_rank, cp_size=cp_size), strict=True)
+    )
+
+
+def answer_width(plan: StepPlan) -> int:
+    """int64 numbers per emitted position: token, then log-probability, top ids and top log-probabilities if wanted."""
+    return 1 if plan.num_top is None else 2 + 2 * plan.num_top
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What came of a row.
+
+    Attributes:
+        token: the sampled one, or None.
+        logprob: of the sampled token, if log-probabilities were wanted.
+        scores: of the targets, in their order.
+    """
+
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    scores: list[TokenLogprob] = field(default_factory=list)
+
+
+def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[RowResult]:
+    """Join the answers of the cp ranks to one result per row.
+
+    Args:
+        plan: that was executed.
+        answers: per cp rank, [emitted_count, answer_width].
+    """
+    results = [RowResult() for _ in plan.rows]
+    scores: list[dict[int, TokenLogprob]] = [{} for _ in plan.rows]
+    for cp_rank, answer in enumerate(answers):
+        lines = iter(answer)
+        for i, positions in enumerate(local_positions(plan, cp_rank=cp_rank, cp_size=len(answers))):
+            row = plan.rows[i]
+            for position in emitted(row, positions):
+                line = next(lines)
+                entry = _read_line(line, num_top=plan.num_top)
+                if position < row.num_targets:
+                    assert entry is not None, "scored rows make the plan want log-probabilities"
+                    scores[i][int(position)] = entry
+                else:
+                    results[i].token, results[i].logprob = int(line[0]), entry
+    for result, found in zip(results, scores, strict=True):
+        result.scores = [found[position] for position in sorted(found)]
+    return results
+
+
+def _read_line(line: NDArray[np.int64], *, num_top: int | None) -> TokenLogprob | None:
+    if num_top is None:
+        return None
+    values = line.view(np.float64)
+    top = zip(line[2 : 2 + num_top].tolist(), values[2 + num_top :].tolist(), strict=True)
+    return TokenLogprob(int(line[0]), float(values[1]), tuple(top))

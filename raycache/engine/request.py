@@ -1,0 +1,137 @@
+"""A request inside the engine: its tokens, its pages and how far it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from raycache.cache.tree import PrefixHandle
+from raycache.types import FinishReason, GenerateRequest, RequestOutput, SamplingParams, TokenLogprob
+
+
+class Phase(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence.
+
+    tokens    [ prompt ......................... | output ... ]
+    computed  [ cached | chunks done so far ]                      state of these is in `pages`
+    pages     [ in the tree, locked by handle ][ own ]
+
+    Attributes:
+        request_id: name given by the client.
+        sampling: how to continue.
+        seed: of its random numbers.
+        order: (priority, arrival number); smaller runs first.
+        deadline: on the engine's clock, seconds; None for none.
+        max_len: most tokens of prompt and output.
+        tokens: packed prompt and output.
+        prompt_len, num_computed, cached_len: in tokens; cached_len is what the last admission found.
+        handle: the locked prefix, while running.
+        pages: page ids in order, while running.
+        own: those of them that the tree did not adopt.
+        slot: on the ranks, while running.
+        is_in_flight: a plan with one of its rows is out.
+        ending: why it ends as soon as it is not in flight, if it was cancelled or is late.
+        prompt_scores: log-probabilities of the prompt's tokens found so far, if wanted; from the second token on.
+    """
+
+    request_id: str
+    sampling: SamplingParams
+    seed: int
+    order: tuple[int, int]
+    deadline: float | None
+    max_len: int
+    tokens: bytearray
+    prompt_len: int
+    phase: Phase = Phase.WAITING
+    num_computed: int = 0
+    cached_len: int = 0
+    handle: PrefixHandle | None = None
+    pages: list[int] = field(default_factory=list)
+    own: set[int] = field(default_factory=set)
+    slot: int = -1
+    is_in_flight: bool = False
+    ending: FinishReason | None = None
+    prompt_scores: list[TokenLogprob | None] = field(default_factory=list)
+
+    @classmethod
+    def create(cls, request: GenerateRequest, *, seed: int, arrival: int, now_s: float, max_model_len: int) -> Request:
+        """Take a client's request in.
+
+        Args:
+            request: checked already.
+            seed: used if its sampling names none.
+            arrival: number of the request.
+            now_s: the engine's clock, seconds.
+            max_model_len: most tokens of prompt and output together.
+        """
+        sampling = request.sampling
+        prompt_len = len(request.prompt)
+        most = max_model_len if sampling.max_tokens is None else prompt_len + sampling.max_tokens
+        return cls(
+            request_id=request.request_id,
+            sampling=sampling,
+            seed=seed if sampling.seed is None else sampling.seed,
+            order=(request.priority, arrival),
+            deadline=None if request.timeout_s is None else now_s + request.timeout_s,
+            max_len=min(most, max_model_len),
+            tokens=bytearray(np.asarray(request.prompt, np.int32).tobytes()),
+            prompt_len=prompt_len,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.tokens) // 4
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled; 1 in decode."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still wanted."""
+        return self.sampling.prompt_logprobs is not None and len(self.prompt_scores) < self.prompt_len
+
+    def packed(self, start: int, stop: int) -> bytes:
+        """Tokens [start, stop), packed."""
+        return bytes(self.tokens[4 * start : 4 * stop])
+
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        self.tokens += token.to_bytes(4, "little", signed=True)
+
+    def output(
+        self,
+        token: int | None = None,
+        *,
+        logprob: TokenLogprob | None = None,
+        reason: FinishReason | None = None,
+    ) -> RequestOutput:
+        """What to tell the client of this step."""
+        is_first = self.num_output <= 1 and token is not None
+        wants_scores = is_first and self.sampling.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=self.request_id,
+            token_ids=() if token is None else (token,),
+            logprobs=None if logprob is None or self.sampling.logprobs is None else (logprob,),
+            prompt_logprobs=tuple(self.prompt_scores) if wants_scores else None,
+            finish_reason=reason,
+            cached_tokens=self.cached_len,
+        )

@@ -1,0 +1,162 @@
+"""The life of a rank in a gang: join, load, build, run. The same under Ray and in plain processes.
+
+join   build the process groups from the handles
+load   read this rank's slices of the weights; says how many pages would fit beside them
+build  make the pool, with the number of pages that all ranks have agreed on
+run    execute plans until the last one
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from raycache.attention.torch_ref import TorchBackend
+from raycache.config import Config
+from raycache.engine.control import answering_ranks, receive_plan, send_answer
+from raycache.engine.memory_plan import pages_that_fit, resolve_dtype
+from raycache.engine.rank import Rank
+from raycache.errors import RankLostError
+from raycache.memory.device import DevicePool
+from raycache.models.base import Model, components, load_model, read_config
+from raycache.models.checkpoint import Checkpoint
+from raycache.parallel.board import AckBoard, Lane
+from raycache.parallel.context import GroupHandle, ParallelContext
+from raycache.parallel.sharding import Split
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits; plain data.
+
+    Attributes:
+        rank: world rank.
+        host: address of its node that the other ranks can reach.
+        device: such as "cpu" or "cuda:0".
+        ranks_on_node: ranks that share the node's memory and cores.
+        num_threads: CPU threads that it may use; 0 leaves torch's choice.
+    """
+
+    rank: int
+    host: str
+    device: str
+    ranks_on_node: int
+    num_threads: int = 0
+
+
+class RankRunner:
+    """One rank's life.
+
+    Args:
+        config: of the service.
+        seat: of this rank.
+    """
+
+    def __init__(self, config: Config, seat: Seat) -> None:
+        self._config = config
+        self._seat = seat
+        self._device = torch.device(seat.device)
+        self._dtype = resolve_dtype(config, device_type=self._device.type)
+        self._ctx = ParallelContext.single(self._device)
+        self._board: AckBoard | None = None
+        self._model: Model | None = None
+        self._rank: Rank | None = None
+        if seat.num_threads:
+            torch.set_num_threads(seat.num_threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def join(self, handles: Mapping[str, GroupHandle], *, epoch: int, board: Path) -> None:
+        """Become a member of the gang.
+
+        Args:
+            handles: all groups of the gang.
+            epoch: of the gang.
+            board: the ack board of this node.
+        Raises:
+            RankLostError: a member did not come in time, or is of another epoch.
+        """
+        split = Split(tp=self._config.tp, pp=self._config.pp, cp=self._config.cp)
+        rank = self._seat.rank
+        self._board = AckBoard(board, num_ranks=split.world_size)
+        self._ctx = ParallelContext.join(
+            split, rank=rank, host=self._seat.host, device=self._device, handles=handles, epoch=epoch
+        )
+        self._board.post(rank, Lane.JOINED, 1)
+
+    def load(self) -> int:
+        """Read this rank's weights.
+
+        Returns:
+            Pages that fit into this rank's memory.
+        Raises:
+            CheckpointError: the model's directory is damaged.
+            ConfigError: not even one sequence fits.
+        """
+        config = read_config(Path(self._config.model))
+        self._model = load_model(
+            config, Checkpoint(Path(self._config.model)), self._ctx, dtype=self._dtype, on_progress=self._on_progress
+        )
+        return pages_that_fit(
+            self._config, config, ctx=self._ctx, dtype=self._dtype, ranks_on_node=self._seat.ranks_on_node
+        )
+
+    def build(self, num_pages: int) -> Rank:
+        """Make the pool and the executor.
+
+        Args:
+            num_pages: the same on all ranks.
+        """
+        assert self._model is not None, "load comes first"
+        config = read_config(Path(self._config.model))
+        pool = DevicePool(
+            components(config, itemsize=self._dtype.itemsize),
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            page_size=self._config.page_size,
+            ctx=self._ctx,
+            dtype=self._dtype,
+        )
+        self._rank = Rank(
+            ctx=self._ctx, config=config, model=self._model, pool=pool, backend=TorchBackend(), dtype=self._dtype
+        )
+        return self._rank
+
+    def run(self) -> None:
+        """Execute plans until the last one, or until the decider is gone.
+
+        Raises:
+            RankLostError: the decider or a peer is gone or late.
+        """
+        assert self._rank is not None and self._board is not None, "join, load and build come first"
+        rank, answers = self._seat.rank, self._seat.rank in answering_ranks(self._ctx.split)
+        step = 0
+        try:
+            while True:
+                plan = receive_plan(self._ctx.control)
+                step = plan.step
+                answer = self._rank.execute(plan)
+                if answers and not plan.is_last:
+                    send_answer(plan, answer, self._ctx.control)
+                self._board.post(rank, Lane.STEP, step)
+                if plan.is_last:
+                    return
+        except BaseException as cause:
+            self._board.post(rank, Lane.FAILED, max(step, 1))
+            if isinstance(cause, RankLostError):
+                raise RankLostError(rank, str(self._ctx.coords), step, cause.cause) from cause
+            _log.exception("rank %d (%s) failed at step %d", rank, self._ctx.coords, step)
+            raise
+        finally:
+            # Whoever waits for this rank fails now instead of at its deadline.
+            self._ctx.close()
+
+    def _on_progress(self, loaded: int, total: int) -> None:
+        if self._board is not None:
+            self._board.post(self._seat.rank, Lane.LOADED, loaded * 1000 // total)

@@ -1,0 +1,262 @@
+"""Chooses the next token of each sequence from its logits.
+
+    logits + logit_bias -> penalties -> / temperature -> top_k -> top_p -> min_p -> draw
+
+That is the order of Hugging Face transformers. Randomness is a function of (seed, position) and of nothing else, and no
+row looks at another, so a request gets the same tokens whatever else is in the batch and on whatever rank.
+
+Sorting a vocabulary costs a hundred times more than finding its likeliest few tokens. So a draw is tried among those
+first; a row for which they do not decide it is tried with more, and sorted whole in the end.
+"""
+
+# Shapes in this file: N rows, M rows that sample, V vocabulary, C candidates of a row, K alternatives to report.
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from raycache.types import SamplingParams
+
+_NUM_CANDIDATES = (256, 8192)  # fixed, so that what is drawn cannot depend on the other rows
+_MIN_TEMPERATURE = 1e-6  # float32 still divides by it; below, the draw is greedy anyway
+
+
+class TokenCounts:
+    """The distinct tokens of one request, and how often its output holds each: what penalties look at.
+
+    Args:
+        prompt: token ids.
+        output: token ids generated so far, when the request does not start with none.
+    """
+
+    def __init__(self, prompt: npt.ArrayLike, output: Sequence[int] = ()) -> None:
+        distinct = np.unique(np.asarray(prompt, np.int64))
+        self._slot_of = {token: slot for slot, token in enumerate(distinct.tolist())}
+        self._ids = distinct
+        self._counts = np.zeros(len(distinct), np.float32)
+        for token in output:
+            self.add(token)
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """Distinct token ids of prompt and output."""
+        return self._ids[: len(self._slot_of)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        """Per entry of `ids`, how often it is in the output; 0 for a token of the prompt alone."""
+        return self._counts[: len(self._slot_of)]
+
+    def add(self, token: int) -> None:
+        """Count one more output token."""
+        slot = self._slot_of.get(token)
+        if slot is None:
+            slot = self._slot_of[token] = len(self._slot_of)
+            if slot == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * slot + 16)
+                self._counts = np.resize(self._counts, 2 * slot + 16)
+            self._ids[slot], self._counts[slot] = token, 0
+        self._counts[slot] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What one row of logits is sampled with.
+
+    Attributes:
+        sampling: the request's wishes.
+        seed: theirs, or the one drawn for the request.
+        position: index of the token in the request's output, counted from its first one also after a preemption.
+        token_counts: needed when sampling.has_penalties, else None.
+    """
+
+    sampling: SamplingParams
+    seed: int
+    position: int
+    token_counts: TokenCounts | None = None
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities, natural log, of the model's own distribution.
+
+    Attributes:
+        token: [N] float32, of the given token.
+        top_ids: [N, K] int64, the most likely tokens, most likely first.
+        top: [N, K] float32, theirs.
+    """
+
+    token: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Choose one token per row.
+
+    Args:
+        logits: [N, V] float32, left as it is.
+        rows: N of them.
+    Returns:
+        [N] int64 token ids, on the device of `logits`.
+    """
+    assert logits.ndim == 2 and len(logits) == len(rows), f"{len(rows)} rows for logits of shape {tuple(logits.shape)}"
+    logits = _adjusted(logits, rows)
+    tokens = logits.argmax(-1)
+    drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
+    if drawn:
+        where = torch.tensor(drawn, device=logits.device)
+        scores = logits if len(drawn) == len(rows) else logits[where]
+        tokens[where] = _draw(scores, [rows[index] for index in drawn])
+    return tokens
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, *, num_top: int) -> Logprobs:
+    """Log-probabilities of given tokens and of the most likely ones.
+
+    Args:
+        logits: [N, V], raw.
+        token_ids: [N] int64.
+        num_top: K, alternatives to report; 0 for none.
+    """
+    scores = logits.float().log_softmax(-1)
+    top, top_ids = _largest(scores, min(num_top, scores.shape[-1]))
+    return Logprobs(token=scores.gather(-1, token_ids[:, None])[:, 0], top_ids=top_ids, top=top)
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on its arguments alone: the same on every machine, for any integers."""
+    digest = hashlib.blake2b(b"%d:%d" % (seed, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Apply logit_bias and penalties; a copy if any row has some."""
+    changed = [index for index, row in enumerate(rows) if row.sampling.logit_bias or row.sampling.has_penalties]
+    if not changed:
+        return logits
+    logits = logits.clone()
+    for index in changed:
+        _add_bias(logits[index], rows[index].sampling)
+        _penalise(logits[index], rows[index])
+    return logits
+
+
+def _add_bias(logits: Tensor, sampling: SamplingParams) -> None:
+    """Add to one row of logits, [V], in place."""
+    if sampling.logit_bias:
+        ids = torch.tensor(list(sampling.logit_bias), device=logits.device)
+        logits[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+
+
+def _penalise(logits: Tensor, row: SampleRow) -> None:
+    """Apply penalties to one row of logits, [V], in place."""
+    sampling = row.sampling
+    if not sampling.has_penalties:
+        return
+    assert row.token_counts is not None, "a row with penalties needs token_counts"
+    ids = torch.tensor(row.token_counts.ids, device=logits.device)
+    counts = torch.tensor(row.token_counts.counts, device=logits.device)
+    seen = logits[ids]
+    seen = torch.where(seen < 0, seen * sampling.repetition_penalty, seen / sampling.repetition_penalty)
+    logits[ids] = seen - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+
+
+def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Sample every row of [M, V]."""
+    filters = _Filters.of(rows, device=logits.device)
+    vocab = logits.shape[-1]
+    scores = logits / filters.temperature
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    waiting = torch.arange(len(rows), device=logits.device)
+    for num_candidates in (*(count for count in _NUM_CANDIDATES if count < vocab), vocab):
+        tokens[waiting], is_certain = _pick(scores, filters, num_candidates=num_candidates)
+        if is_certain.all():
+            break
+        waiting, scores, filters = waiting[~is_certain], scores[~is_certain], filters.take(~is_certain)
+    return tokens
+
+
+class _Filters(NamedTuple):
+    """Sampling parameters of M rows as columns, [M, 1] each."""
+
+    temperature: Tensor  # float32
+    top_k: Tensor  # int64; 0 keeps all
+    top_p: Tensor  # float64
+    min_p: Tensor  # float64
+    uniform: Tensor  # float64
+
+    @classmethod
+    def of(cls, rows: Sequence[SampleRow], *, device: torch.device) -> _Filters:
+        wanted = [row.sampling for row in rows]
+
+        def column(values: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        return cls(
+            temperature=column([max(s.temperature, _MIN_TEMPERATURE) for s in wanted], torch.float32),
+            top_k=column([s.top_k for s in wanted], torch.int64),
+            top_p=column([s.top_p for s in wanted]),
+            min_p=column([s.min_p for s in wanted]),
+            uniform=column([uniform(row.seed, row.position) for row in rows]),
+        )
+
+    def take(self, index: Tensor) -> _Filters:
+        return _Filters(*(column[index] for column in self))
+
+
+def _pick(scores: Tensor, filters: _Filters, *, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """Inverse CDF over the filtered distribution, most likely token first, equal ones by id.
+
+    Every filter keeps a number of the first tokens in that order, so the kept ones are the fewest that any keeps.
+
+    Args:
+        scores: [M, V], logits over temperature.
+        num_candidates: C, how many of the most likely tokens to look at; V for all.
+    Returns:
+        Token ids [M], and whether each is what looking at all tokens would have given.
+    """
+    vocab = scores.shape[-1]
+    best, ids = _largest(scores, num_candidates)
+    probs = scores.softmax(-1)
+    chance = probs.gather(-1, ids).double()  # of each candidate, before any filter
+    upto = chance.cumsum(-1)  # of it and all before it
+    all_mass = probs.sum(-1, keepdim=True, dtype=torch.float64)
+
+    # top_k keeps what equals the k-th, too. A filter that keeps every candidate may keep more than those.
+    kth = best.gather(-1, (filters.top_k.clamp(max=num_candidates) - 1).clamp(min=0))
+    num_kept = torch.where(filters.top_k > 0, (best >= kth).sum(-1, keepdim=True), num_candidates)
+    mass = torch.where(num_kept < num_candidates, upto.gather(-1, num_kept - 1), all_mass)
+    is_known = (filters.top_k == 0) | (filters.top_k >= vocab) | (num_kept < num_candidates)
+
+    by_top_p = (upto - chance < filters.top_p * mass).sum(-1, keepdim=True)
+    by_top_p = torch.where(filters.top_p < 1, by_top_p, num_candidates)
+    by_min_p = ((chance >= filters.min_p * chance[:, :1]) & (chance > 0)).sum(-1, keepdim=True)
+    num_kept = torch.minimum(num_kept, torch.minimum(by_top_p, by_min_p)).clamp(min=1)
+    is_filtered = (filters.top_p < 1) | (filters.min_p > 0)
+    is_known &= ~is_filtered | (num_kept < num_candidates)
+    mass = torch.where(num_kept < num_candidates, upto.gather(-1, num_kept - 1), mass)
+
+    place = (upto <= filters.uniform * mass).sum(-1, keepdim=True)
+    # A token as likely as the last candidate may be preceded by an equal one that is none.
+    found = place.clamp(max=num_candidates - 1)
+    is_known &= (place < num_candidates) & (best.gather(-1, found) > best[:, -1:])
+    tokens = ids.gather(-1, torch.minimum(found, num_kept - 1))
+    return tokens[:, 0], is_known[:, 0]
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row of [N, V] and their places, largest first, equal ones by place."""
+    if count == values.shape[-1]:
+        return values.sort(dim=-1, descending=True, stable=True)
+    _, places = values.topk(count, dim=-1)
+    places = places.sort(dim=-1).values
+    ordered, order = values.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+    return ordered, places.gather(-1, order)

@@ -1,0 +1,453 @@
+"""Which tokens of which requests the ranks compute next, and on which pages.
+
+One step in order: end what is cancelled or late; decode rows of running requests; next chunks of prompts that are
+    under way; new
+requests, while the token budget lasts. When pages run out, cached ones are evicted, then the running request that is
+last in order
+gives its pages back and waits again; what it computed stays in the tree, so it resumes from there unless that is
+evicted too.
+
+The only owner of the page allocator and of the radix tree. Knows no clock: `now_s` is handed in.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raycache.cache.tree import RadixTree
+from raycache.engine.plan import Admit, Row, RowResult, StepPlan
+from raycache.engine.request import Phase, Request
+from raycache.memory.pages import PageAllocator
+from raycache.types import EngineStats, FinishReason, RequestOutput, TokenLogprob
+
+_MAX_SET_ASIDE = 32
+"""Waiting requests that one step looks past because another request is computing their next page."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """A plan in the making, and the requests of its rows.
+
+    Attributes:
+        budget: tokens that may still be added.
+        max_rows: most rows.
+        requests: of the rows, in order.
+    """
+
+    budget: int
+    max_rows: int
+    rows: list[Row] = field(default_factory=list)
+    admits: list[Admit] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    plan: StepPlan = field(default_factory=lambda: StepPlan(0))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no row fits any more."""
+        return self.budget <= 0 or len(self.rows) >= self.max_rows
+
+    def add(self, request: Request, row: Row) -> None:
+        """Append a row."""
+        self.rows.append(row)
+        self.requests.append(request)
+        self.budget -= row.num_tokens
+
+
+class Scheduler:
+    """Decides steps.
+
+    Args:
+        num_pages, page_size: of the pool.
+        max_step_tokens: token budget of a step.
+        max_running: most rows of a batch.
+        micro_batches: plans that may be in flight; running requests are spread over them.
+        eos_token_ids: tokens that end an output.
+        prefix_cache: whether prefixes are matched and kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_step_tokens: int,
+        max_running: int,
+        micro_batches: int,
+        eos_token_ids: tuple[int, ...],
+        prefix_cache: bool,
+    ) -> None:
+        self.page_size = page_size
+        self._max_step_tokens = max_step_tokens
+        self._max_running = max_running
+        self._micro_batches = micro_batches
+        self._eos = frozenset(eos_token_ids)
+        self._prefix_cache = prefix_cache
+        self._allocator = PageAllocator(num_pages)
+        self._tree = RadixTree(page_size)
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._ending: list[Request] = []
+        self._deadlines: list[tuple[float, str]] = []
+        self._free_slots = list(range(max_running))[::-1]
+        self._step = 0
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+
+    # --- requests in and out ------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their first or next admission."""
+        return sum(request.phase is Phase.WAITING for _, request in self._waiting)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its tokens fit the pool."""
+        self._requests[request.request_id] = request
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+        self._queue(request)
+
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        """End a request before its next step; unknown ids are of requests that ended already."""
+        request = self._requests.get(request_id)
+        if request is not None and request.ending is None:
+            request.ending = reason
+            self._ending.append(request)
+
+    def restart(self) -> None:
+        """Take all requests back to the queue and forget all pages: the ranks that held them are gone."""
+        for request in list(self._running):
+            request.is_in_flight = False
+            self._requeue(request)
+        self._allocator.free(self._tree.clear())
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """Plan the next step; None when nothing can run now. Call `take_ended` first."""
+        batch = Batch(budget=self._max_step_tokens, max_rows=self._rows_per_plan())
+        self._running.sort(key=lambda request: request.order)
+        for is_decode in (True, False):
+            for request in [r for r in self._running if not r.is_in_flight and (r.remaining == 1) is is_decode]:
+                if batch.is_full:
+                    break
+                # One that was planned before it may have taken its pages.
+                if request.phase is Phase.RUNNING:
+                    self._continue(request, batch)
+        self._admit(batch)
+        if not batch.rows:
+            return None
+        self._step += 1
+        self._counts["computed_tokens"] += sum(row.num_tokens for row in batch.rows)
+        wanted = [top for request in batch.requests for top in _tops(request)]
+        batch.plan = StepPlan(self._step, batch.rows, batch.admits, num_top=max(wanted, default=None))
+        for request in batch.requests:
+            request.is_in_flight = True
+        return batch
+
+    def heartbeat(self, *, is_last: bool = False) -> StepPlan:
+        """An empty step, that tells the ranks that the decider lives, or that they may end."""
+        self._step += 1
+        return StepPlan(self._step, is_last=is_last)
+
+    def complete(self, batch: Batch, results: list[RowResult]) -> list[RequestOutput]:
+        """Take in what came of a plan.
+
+        Args:
+            batch: as made by `schedule`.
+            results: of its rows.
+        Returns:
+            One increment per request that got a token.
+        """
+        outputs = []
+        for request, row, result in zip(batch.requests, batch.rows, results, strict=True):
+            request.is_in_flight = False
+            request.num_computed = row.start + row.num_tokens
+            request.prompt_scores += [_trim(score, request.sampling.prompt_logprobs) for score in result.scores]
+            self._adopt(request)
+            if result.token is not None and request.ending is None:
+                outputs.append(self._add_token(request, result))
+        return outputs
+
+    def take_ended(self, now_s: float) -> list[RequestOutput]:
+        """End what is cancelled or late and not in flight; the last increments of those requests.
+
+        Args:
+            now_s: clock of the deadlines, seconds.
+        """
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            self.end(heapq.heappop(self._deadlines)[1], FinishReason.TIMEOUT)
+        ready = [request for request in self._ending if not request.is_in_flight]
+        self._ending = [request for request in self._ending if request.is_in_flight]
+        return [
+            self._finish(request, request.ending)
+            for request in ready
+            if request.phase is not Phase.FINISHED and request.ending is not None
+        ]
+
+    def stats(self) -> EngineStats:
+        """Counters and balances."""
+        free, cached = self._allocator.num_free, self._tree.num_cached
+        return EngineStats(
+            steps=self._step,
+            running=len(self._running),
+            waiting=self.num_waiting,
+            finished=dict(self._finished),
+            pages_total=self._allocator.num_pages,
+            pages_free=free,
+            pages_in_use=self._allocator.num_pages - free - cached,
+            pages_cached=cached,
+            pages_locked=self._tree.num_locked,
+            **self._counts,
+        )
+
+    def check(self) -> None:
+        """Assert that every page is in exactly one place and every slot and lock has one owner."""
+        self._tree.check()
+        own = [page for request in self._running for page in request.own]
+        self._allocator.check(in_use=np.asarray(own, np.int32), cached=self._tree.cached_pages())
+        slots = [request.slot for request in self._running]
+        assert sorted(slots + self._free_slots) == list(range(self._max_running)), "a slot is lost or given twice"
+        for request in self._running:
+            assert len(request.pages) * self.page_size >= request.num_computed, "computed tokens without a page"
+        if not self._running:
+            assert self._tree.num_locked == 0, "pages are locked and nothing runs"
+
+    def _rows_per_plan(self) -> int:
+        busy = len(self._running) + min(len(self._waiting), self._max_running - len(self._running))
+        return max(1, -(-busy // self._micro_batches))
+
+    # --- running requests ---------------------------------------------------------------------------------------------
+
+    def _continue(self, request: Request, batch: Batch) -> None:
+        """Give a running request its next tokens; it may lose its pages, or take those of requests behind it."""
+        count = min(request.remaining, batch.budget)
+        new_pages = self._reserve(request, request.num_computed + count, batch)
+        if new_pages is not None:
+            batch.add(request, self._row(request, count, new_pages))
+
+    def _row(self, request: Request, count: int, new_pages: list[int]) -> Row:
+        start = request.num_computed
+        is_sampled = count == request.remaining
+        targets = b""
+        if request.is_scored:
+            targets = request.packed(start + 1, min(start + 1 + count, request.prompt_len))
+        return Row(
+            slot=request.slot,
+            start=start,
+            tokens=request.packed(start, start + count),
+            new_pages=new_pages,
+            output_position=request.num_output if is_sampled else -1,
+            targets=targets,
+        )
+
+    def _reserve(self, request: Request, num_tokens: int, batch: Batch) -> list[int] | None:
+        """Pages so that `num_tokens` fit; None if the request has to wait."""
+        needed = -(-num_tokens // self.page_size) - len(request.pages)
+        while not self._make_free(needed):
+            victim = self._victim(batch, behind=request)
+            if victim is None:
+                if not any(other.is_in_flight for other in self._running):
+                    self._preempt(request)
+                return None
+            self._preempt(victim)
+        pages: list[int] = self._allocator.allocate(max(needed, 0)).tolist()
+        request.pages += pages
+        request.own.update(pages)
+        return pages
+
+    def _make_free(self, count: int) -> bool:
+        missing = count - self._allocator.num_free
+        if missing > 0:
+            evicted = self._tree.evict(missing)
+            self._allocator.free(evicted)
+            self._counts["evicted_pages"] += len(evicted)
+        return self._allocator.num_free >= count
+
+    def _victim(self, batch: Batch, *, behind: Request) -> Request | None:
+        """The last in order of the running requests that neither run in this plan nor in one in flight."""
+        free = [r for r in self._running if not r.is_in_flight and r not in batch.requests and r.order > behind.order]
+        return max(free, key=lambda r: r.order, default=None)
+
+    def _preempt(self, request: Request) -> None:
+        self._counts["preemptions"] += 1
+        self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        self._release(request)
+        if request.is_scored:
+            request.prompt_scores.clear()
+        request.num_computed = 0
+        self._queue(request)
+
+    # --- admission ----------------------------------------------------------------------------------------------------
+
+    def _queue(self, request: Request) -> None:
+        request.phase = Phase.WAITING
+        heapq.heappush(self._waiting, (request.order, request))
+
+    def _admit(self, batch: Batch) -> None:
+        set_aside: list[tuple[tuple[int, int], Request]] = []
+        computing = self._pages_being_computed()
+        while self._waiting and not batch.is_full and self._free_slots and len(set_aside) < _MAX_SET_ASIDE:
+            _, request = self._waiting[0]
+            if request.phase is not Phase.WAITING:
+                heapq.heappop(self._waiting)
+                continue
+            self._lock_prefix(request)
+            if self._next_page(request) in computing:
+                # Another request computes this very page: a step later it can be reused instead of computed twice.
+                self._unlock(request)
+                set_aside.append(heapq.heappop(self._waiting))
+                continue
+            if not self._fits(request, batch):
+                self._unlock(request)
+                break
+            heapq.heappop(self._waiting)
+            self._start(request, batch)
+            if (page := self._next_page(request)) is not None:
+                computing.add(page)
+        for entry in set_aside:
+            heapq.heappush(self._waiting, entry)
+
+    def _lock_prefix(self, request: Request) -> None:
+        is_reused = self._prefix_cache and not request.is_scored
+        handle = self._tree.match(request.tokens if is_reused else request.packed(0, 1), now=self._step)
+        request.handle, request.num_computed = handle, handle.length
+        request.pages = handle.pages.tolist()
+
+    def _unlock(self, request: Request) -> None:
+        assert request.handle is not None, "only locked requests are unlocked"
+        request.handle.release()
+        request.handle, request.num_computed, request.pages = None, 0, []
+
+    def _fits(self, request: Request, batch: Batch) -> bool:
+        """Whether all its tokens find pages next to what the running requests will want in their next steps.
+
+        Requests behind it in order (of a lower priority) may have to give theirs back.
+        """
+        needed = -(-(request.num_tokens + 1) // self.page_size) - len(request.pages)
+        reserve = len(self._running)
+        while self._allocator.num_free + self._tree.num_evictable < needed + reserve:
+            if not self._running:
+                return True  # alone, it fits the pool: checked when it arrived
+            victim = self._victim(batch, behind=request)
+            if victim is None or victim.order[0] <= request.order[0]:
+                return False
+            self._preempt(victim)
+            reserve -= 1
+        return True
+
+    def _start(self, request: Request, batch: Batch) -> None:
+        request.phase = Phase.RUNNING
+        request.slot = self._free_slots.pop()
+        if request.num_output == 0:
+            request.cached_len = request.num_computed
+        self._running.append(request)
+        cached_pages = list(request.pages)
+        count = min(request.remaining, batch.budget)
+        new_pages = self._reserve(request, request.num_computed + count, batch)
+        assert new_pages is not None, "it fits: checked just now"
+        has_penalties = request.sampling.has_penalties
+        batch.admits.append(
+            Admit(
+                slot=request.slot,
+                pages=cached_pages,
+                sampling=request.sampling,
+                seed=request.seed,
+                prompt=request.packed(0, request.prompt_len) if has_penalties else b"",
+                output=request.packed(request.prompt_len, request.num_tokens) if has_penalties else b"",
+            )
+        )
+        batch.add(request, self._row(request, count, new_pages))
+
+    def _pages_being_computed(self) -> set[tuple[object, bytes]]:
+        pages = (self._next_page(request) for request in self._running if request.remaining > 1)
+        return {page for page in pages if page is not None}
+
+    def _next_page(self, request: Request) -> tuple[object, bytes] | None:
+        """Identity of the first whole page behind a request's locked prefix: (place in the tree, its tokens)."""
+        assert request.handle is not None, "running and locked requests have a handle"
+        start, stop = request.handle.length, request.handle.length + self.page_size
+        if not self._prefix_cache or stop > request.num_tokens - 1:
+            return None
+        return request.handle.key, request.packed(start, stop)
+
+    # --- after a step -------------------------------------------------------------------------------------------------
+
+    def _adopt(self, request: Request) -> None:
+        """Hand the whole pages that were computed to the tree, so that others can use them at once."""
+        handle = request.handle
+        assert handle is not None, "running requests have a handle"
+        whole = request.num_computed // self.page_size
+        known = handle.length // self.page_size
+        if not self._prefix_cache or whole == known:
+            return
+        pages = np.asarray(request.pages[known:whole], np.int32)
+        adopted = self._tree.extend(handle, request.tokens, pages, now=self._step)
+        request.own.difference_update(pages[adopted].tolist())
+
+    def _add_token(self, request: Request, result: RowResult) -> RequestOutput:
+        token = result.token
+        assert token is not None, "only rows that sampled come here"
+        if request.num_output == 0:
+            self._counts["prompt_tokens"] += request.prompt_len
+            self._counts["cached_tokens"] += request.cached_len
+        request.append(token)
+        self._counts["output_tokens"] += 1
+        reason = None
+        if token in request.sampling.stop_token_ids or (token in self._eos and not request.sampling.ignore_eos):
+            reason = FinishReason.STOP
+        elif request.num_tokens >= request.max_len:
+            reason = FinishReason.LENGTH
+        if request.sampling.prompt_logprobs is not None and request.num_output == 1:
+            request.prompt_scores.insert(0, None)
+        output = request.output(token, logprob=_trim(result.logprob, request.sampling.logprobs), reason=reason)
+        if reason is not None:
+            self._finish(request, reason)
+        return output
+
+    def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
+        if request.phase is Phase.RUNNING:
+            self._release(request)
+        request.phase = Phase.FINISHED
+        del self._requests[request.request_id]
+        self._finished[reason] += 1
+        return request.output(reason=reason)
+
+    def _release(self, request: Request) -> None:
+        """Give back the slot and all pages of a running request."""
+        assert request.handle is not None, "running requests have a handle"
+        self._allocator.free(np.asarray(sorted(request.own), np.int32))
+        request.handle.release()
+        request.handle, request.pages = None, []
+        request.own.clear()
+        self._free_slots.append(request.slot)
+        self._running.remove(request)
+
+
+def _tops(request: Request) -> list[int]:
+    sampling = request.sampling
+    return [
+        top for top in (sampling.logprobs, sampling.prompt_logprobs if request.is_scored else None) if top is not None
+    ]
+
+
+def _trim(entry: TokenLogprob | None, count: int | None) -> TokenLogprob | None:
+    """Only the alternatives that this request asked for; another row of the batch may have wanted more."""
+    if entry is None or count is None or len(entry.top) <= count:
+        return entry
+    return TokenLogprob(entry.token_id, entry.logprob, entry.top[:count])

@@ -1,0 +1,1 @@
+"""Building blocks of models, each on one rank's share of the weights."""

@@ -1,0 +1,60 @@
+"""Token embedding and language-model head, whose vocabulary is split over tp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from raycache.parallel.collectives import Group
+
+# Shapes in this file: T packed tokens, N tokens to sample after, C hidden size, V vocabulary, R = ceil(V / tp) rows.
+# Weights are [R, C] on every tp rank: the rows past the vocabulary's end, on the last ranks, are zeros.
+
+
+class VocabEmbedding:
+    """Token ids to vectors.
+
+    Args:
+        weight: [R, C].
+        group: the tp group.
+    """
+
+    def __init__(self, weight: Tensor, group: Group) -> None:
+        self.weight = weight
+        self._group = group
+        self._first = group.rank * weight.shape[0]
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """[T] integers in [0, V) -> [T, C] on every rank."""
+        if self._group.size == 1:
+            return F.embedding(ids, self.weight)
+        row = ids - self._first
+        is_elsewhere = (row < 0) | (row >= self.weight.shape[0])
+        found = F.embedding(row.masked_fill_(is_elsewhere, 0), self.weight)
+        return self._group.all_reduce(found.masked_fill_(is_elsewhere[:, None], 0))
+
+
+class VocabHead:
+    """Vectors to logits.
+
+    Args:
+        weight: [R, C]; may be the embedding's own tensor.
+        vocab_size: V.
+        group: the tp group.
+    """
+
+    def __init__(self, weight: Tensor, vocab_size: int, group: Group) -> None:
+        self.weight = weight
+        self._vocab_size = vocab_size
+        self._group = group
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[N, C] -> [N, V] float32 on every rank."""
+        own = F.linear(hidden, self.weight)
+        if self._group.size == 1:
+            return own.float()
+        parts = self._group.all_gather(own)  # [tp, N, R]
+        return parts.transpose(0, 1).flatten(1)[:, : self._vocab_size].float()

@@ -1,0 +1,48 @@
+"""Matrix products whose weight is split over tp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from raycache.parallel.collectives import Group
+
+# Shapes in this file: T packed tokens, I input features, O output features; of this rank where the layer splits them.
+
+
+class ColumnLinear:
+    """Each tp rank computes its own output features: [T, I] -> [T, O / tp]. Nothing is exchanged.
+
+    Args:
+        weight: [O / tp, I]; several matrices over the same input may be stacked.
+        bias: [O / tp], or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowLinear:
+    """Each tp rank multiplies its own input features and the products are summed: [T, I / tp] -> [T, O] on every rank.
+
+    Args:
+        weight: [O, I / tp].
+        bias: [O], or None; added once, to the sum.
+        group: the tp group.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, group: Group) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        summed = self._group.all_reduce(F.linear(x, self.weight))
+        return summed if self.bias is None else summed.add_(self.bias)

@@ -1,0 +1,147 @@
+"""Rotary position embedding and its ways to stretch the context.
+
+Features i and i + D/2 of a head are one pair, turned by position * frequency[i] ("RoFormer", arXiv 2104.09864).
+
+    default  theta^(-2i/D)
+    linear   all divided by `factor` (arXiv 2306.15595)
+    llama3   slow pairs divided by `factor`, fast ones kept, a ramp between (Llama 3.1)
+    yarn     the same with a ramp over the pair's index, and attention sharpened by a factor (arXiv 2309.00071)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+"""Values of `rope_type` that are implemented."""
+
+# Shapes in this file: T packed tokens, H heads, D head size.
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """What config.json says about positions.
+
+    Attributes:
+        kind: one of `ROPE_KINDS`.
+        theta: base of the frequencies.
+        factor: how many times longer the context became (all but default).
+        original_max_position: context of the pretraining, in tokens (llama3, yarn).
+        low_freq_factor, high_freq_factor: llama3: pairs that turn less than `low` times over the original context are
+            slowed down, those that turn more than `high` times are kept.
+        beta_fast, beta_slow: yarn: the same limits, in turns over the original context.
+        attention_factor: yarn: multiplies cos and sin.
+        truncate: yarn: round the ends of the ramp to whole pairs.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each pair: [D / 2] float32 on the CPU."""
+    period = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    plain = 1.0 / period
+    match config.kind:
+        case "default":
+            return plain
+        case "linear":
+            return plain / config.factor
+        case "llama3":
+            return _llama3(plain, config)
+        case "yarn":
+            return _yarn(period, config, head_dim)
+    raise AssertionError(f"rope kind {config.kind!r} was not refused when the config was read")
+
+
+def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    """The attention factor of a yarn config that gives none (arXiv 2309.00071, eq. 22; DeepSeek-V2 adds the mscales).
+
+    Args:
+        factor: how many times longer the context became.
+        mscale, mscale_all_dim: weights above and below the fraction line; 0 for none.
+    """
+
+    def sharpness(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    if mscale and mscale_all_dim:
+        return sharpness(mscale) / sharpness(mscale_all_dim)
+    return sharpness(1.0)
+
+
+def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
+    turns = config.original_max_position / (2 * math.pi / plain)
+    keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return (1 - keep) * plain / config.factor + keep * plain
+
+
+def _yarn(period: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
+    def pair_that_turns(times: float) -> float:
+        wavelength = config.original_max_position / (times * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(config.theta))
+
+    first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # The upper limit is one of features, not of pairs: checkpoints were trained with it.
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = last - first if last != first else 0.001
+    # In this order the result equals that of transformers to the last bit, which counts at far positions.
+    keep = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
+    return 1.0 / (config.factor * period) * (1 - keep) + 1.0 / period * keep
+
+
+class Rotation:
+    """The turn of each of T tokens, computed once per forward and applied in every layer.
+
+    Args:
+        cos, sin: [T, 1, D]; sin is negative in its first half, so that one product turns both halves.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self._cos = cos
+        self._sin = sin
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turn every head: [T, H, D] -> new [T, H, D]."""
+        low, high = x.chunk(2, dim=-1)
+        return torch.cat((high, low), dim=-1).mul_(self._sin).addcmul_(x, self._cos)
+
+
+class Rotary:
+    """Makes rotations from positions.
+
+    Angles are computed per step and not read from a table: a few small operations for all layers together, against
+    64 MiB and more for a context of 128 Ki tokens.
+
+    Args:
+        config: what kind.
+        head_dim: D, even.
+        device: of the positions to come.
+    """
+
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
+        self._inverse = inverse_frequencies(config, head_dim).to(device)
+        self._scale = config.attention_factor
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Angles of positions [T] (any integer dtype); cos and sin are rounded to `dtype` at the end."""
+        angles = (positions.to(torch.float32)[:, None] * self._inverse)[:, None, :]
+        cos, sin = angles.cos(), angles.sin()
+        if self._scale != 1.0:
+            cos, sin = cos * self._scale, sin * self._scale
+        return Rotation(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype))

@@ -1,0 +1,205 @@
+"""In-process use: `LLM(model).generate(prompts)`. The same engine as the server, without Ray."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from raycache.config import Config
+from raycache.engine.build import build_engine, check_model
+from raycache.engine.engine import Executor
+from raycache.engine.executors import LocalExecutor
+from raycache.engine.processes import ProcessGang
+from raycache.engine.runner import RankRunner, Seat
+from raycache.errors import RequestError
+from raycache.server.chat import ChatTemplate
+from raycache.server.output_text import OutputText
+from raycache.server.tokenizer import Tokenizer
+from raycache.types import EngineInfo, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenLogprob
+
+_CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt.
+
+    Attributes:
+        text: without special tokens, cut before a stop string.
+        token_ids: generated, an ending stop token included.
+        finish_reason: why it ended.
+        prompt_token_ids: what was continued.
+        cached_tokens: of the prompt, that were reused from the cache.
+        logprobs: one per token, if asked for.
+        prompt_logprobs: one per prompt token, None for the first, if asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_token_ids: tuple[int, ...]
+    cached_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
+class LLM:
+    """A model in this process, or with tp, pp or cp above 1 in processes that it starts.
+
+    A script that splits the model needs the usual `if __name__ == "__main__":` of multiprocessing.
+
+    Args:
+        model: directory of a Hugging Face model.
+        settings: fields of `Config`, such as tp=2 or num_pages=512.
+    Raises:
+        ConfigError: a setting or the model's directory cannot work.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        # A caller waits for all its prompts anyway: no bound on the queue unless asked for.
+        self.config = Config.from_mapping({"model": str(model), "max_queue": 2**31 - 1, **settings})
+        device_type = self.config.device
+        if device_type == "auto":
+            device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        model_config = check_model(self.config)
+        self.tokenizer = Tokenizer(model)
+        self._gang: ProcessGang | None = None
+        executor: Executor
+        if self.config.world_size == 1:
+            runner = RankRunner(self.config, Seat(rank=0, host="127.0.0.1", device=device_type, ranks_on_node=1))
+            num_pages = runner.load()
+            executor = LocalExecutor(runner.build(num_pages))
+        else:
+            self._gang = ProcessGang(self.config, device_type=device_type)
+            num_pages, executor = self._gang.num_pages, self._gang.executor
+        self._engine = build_engine(
+            executor, self.config, model=model_config, device_type=device_type, num_pages=num_pages
+        )
+        self._ids = itertools.count()
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts of the engine."""
+        return self._engine.info
+
+    def stats(self) -> EngineStats:
+        """Counters and balances of the engine."""
+        return self._engine.stats()
+
+    def check(self) -> None:
+        """Assert that no page, slot or lock is lost."""
+        self._engine.check()
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Continue prompts, all in one batch.
+
+        Args:
+            prompts: texts or token ids.
+            sampling: for all prompts, or one per prompt; default: that of the OpenAI API.
+        Returns:
+            One completion per prompt, in order.
+        Raises:
+            RequestError: a prompt or its sampling is wrong; nothing was run.
+            RankLostError: a rank of a split model died.
+        """
+        each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters", field="sampling")
+        runs = [_Run.start(self.tokenizer, prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+        by_id = {f"llm-{next(self._ids)}": run for run in runs}
+        try:
+            self._run(by_id)
+        finally:
+            # After an error nothing of this call may stay queued.
+            for request_id in by_id:
+                self._engine.cancel(request_id)
+        return [run.completion() for run in runs]
+
+    def chat(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Answer conversations.
+
+        Args:
+            conversations: each a list of messages with "role" and "content".
+            sampling: for all.
+        Raises:
+            RequestError: the model has no chat template, or the template refuses a conversation.
+        """
+        template = ChatTemplate.load(self.tokenizer, path=self.config.chat_template)
+        prompts = [
+            self.tokenizer.encode(template.render(messages), add_special_tokens=False) for messages in conversations
+        ]
+        return self.generate(prompts, sampling)
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._engine.close()
+        if self._gang is not None:
+            self._gang.join(_CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and self._gang is not None:
+            self._gang.kill()
+        else:
+            self.close()
+
+    def _run(self, by_id: Mapping[str, _Run]) -> None:
+        for request_id, new in by_id.items():
+            self._engine.add(GenerateRequest(request_id, new.prompt, new.sampling))
+        while any(run.text.finish_reason is None for run in by_id.values()):
+            for output in self._engine.step():
+                # Requests of an earlier call that failed may still end in this one.
+                run = by_id.get(output.request_id)
+                if run is None or run.text.finish_reason is not None:
+                    continue
+                delta = run.text.push(output)
+                run.pieces.append(delta.text)
+                run.token_ids += delta.token_ids
+                run.logprobs += [entry.logprob for entry in delta.entries if entry.logprob is not None]
+                run.prompt_logprobs += delta.prompt_logprobs or ()
+                if delta.finish_reason is not None and output.finish_reason is None:
+                    self._engine.cancel(output.request_id)
+
+
+@dataclass
+class _Run:
+    """A prompt under way."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    text: OutputText
+    pieces: list[str]
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob | None]
+
+    @classmethod
+    def start(cls, tokenizer: Tokenizer, prompt: str | Sequence[int], sampling: SamplingParams) -> _Run:
+        ids = tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        text = OutputText(tokenizer, prompt=ids, sampling=sampling)
+        return cls(tuple(ids), sampling, text, [], [], [], [])
+
+    def completion(self) -> Completion:
+        assert self.text.finish_reason is not None, "only ended runs have a completion"
+        return Completion(
+            text="".join(self.pieces),
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.text.finish_reason,
+            prompt_token_ids=self.prompt,
+            cached_tokens=self.text.cached_tokens,
+            logprobs=tuple(self.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+        )

@@ -1,0 +1,1 @@
+"""State that tokens leave behind, as data, and the pools that hold it."""

@@ -1,0 +1,71 @@
+"""Which device pages are free.
+
+Page ids are the same on every rank, so there is one allocator per replica and the decider owns it. It counts; it holds
+no tensor.
+
+    stack    [ 9 8 7 6 | . . . . ]     free ids, the next one to go is the last
+    slot_of  page -> its place on the stack, -1 while it is taken
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+PageIds = npt.NDArray[np.int32]
+
+_TAKEN = -1
+
+
+class PageAllocator:
+    """A stack of free page ids; a fresh one hands out 0, 1, 2, ...
+
+    Args:
+        num_pages: pages of the pool, their ids are [0, num_pages).
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages >= 0, f"a pool cannot have {num_pages} pages"
+        self.num_pages = num_pages
+        self.num_free = num_pages
+        # All of them intp, the type that numpy indexes with: any other costs a conversion per use.
+        self._slots = np.arange(num_pages)
+        self._stack = self._slots[::-1].copy()
+        self._slot_of = self._stack.copy()
+
+    def allocate(self, count: int) -> PageIds:
+        """Take `count` pages, most recently freed first; the caller has made sure that num_free suffices."""
+        assert 0 <= count <= self.num_free, f"{count} pages wanted, {self.num_free} of {self.num_pages} are free"
+        top_first = self._stack[self.num_free - count : self.num_free][::-1]
+        self._slot_of[top_first] = _TAKEN
+        self.num_free -= count
+        return top_first.astype(np.int32)
+
+    def free(self, pages: PageIds) -> None:
+        """Give pages back. A page that is free already, or twice in `pages`, is an assertion error.
+
+        Raises:
+            IndexError: a page id is outside the pool.
+        """
+        count, after = len(pages), self.num_free + len(pages)
+        assert after <= self.num_pages, f"{count} pages freed, but only {self.num_pages - self.num_free} are taken"
+        assert pages.dtype == np.int32, f"page ids are int32, not {pages.dtype}"
+        # By way of unsigned, so that a negative id is out of bounds and does not count from the pool's end.
+        top_last = pages[::-1].view(np.uint32).astype(np.intp)
+        is_taken = self._slot_of[top_last] == _TAKEN
+        assert np.count_nonzero(is_taken) == count, f"freed twice: {pages[::-1][~is_taken]}"
+        slots = self._slots[self.num_free : after]
+        self._slot_of[top_last] = slots
+        assert np.count_nonzero(self._slot_of[top_last] == slots) == count, f"a page is twice in one free: {pages}"
+        self._stack[self.num_free : after] = top_last
+        self.num_free = after
+
+    def check(self, *, in_use: PageIds, cached: PageIds) -> None:
+        """Assert that every page is in exactly one place: free, in use by a request, or cached by the tree."""
+        free = self._stack[: self.num_free]
+        assert np.array_equal(self._slot_of[free], self._slots[: self.num_free]), "the stack and its inverse disagree"
+        assert np.count_nonzero(self._slot_of != _TAKEN) == self.num_free, "a taken page has a place on the stack"
+        places = np.bincount(np.concatenate((free, in_use, cached)), minlength=self.num_pages)
+        assert len(places) == self.num_pages, f"a page id is beyond the pool of {self.num_pages} pages"
+        assert (places >= 1).all(), f"lost pages: {np.flatnonzero(places == 0)}"
+        assert (places <= 1).all(), f"pages in two places: {np.flatnonzero(places > 1)}"

@@ -1,0 +1,132 @@
+"""Prometheus metrics of one server: what the engine counts, and the latencies that its front end sees.
+
+All names begin with raycache_ and carry the label model_name. Each server has its own registry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from raycache.types import EngineStats
+
+_GAUGES = {
+    "running": ("requests_running", "Requests in the batch."),
+    "waiting": ("requests_waiting", "Requests that wait."),
+    "pages_total": ("pages", "Pages of the device pool."),
+    "pages_free": ("pages_free", "Pages that hold nothing."),
+    "pages_in_use": ("pages_in_use", "Pages that running requests own."),
+    "pages_cached": ("pages_cached", "Pages of cached prefixes."),
+    "pages_locked": ("pages_locked", "Cached pages that running requests hold."),
+}
+_COUNTERS = {
+    "steps": ("steps", "Steps planned."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that got their first token."),
+    "cached_tokens": ("cached_prompt_tokens", "Prompt tokens that came from the cache."),
+    "computed_tokens": ("computed_tokens", "Tokens that the ranks were asked to compute."),
+    "output_tokens": ("output_tokens", "Tokens generated."),
+    "preemptions": ("preemptions", "Times that a running request gave its pages back."),
+    "evicted_pages": ("evicted_pages", "Cached pages freed to make room."),
+}
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_BETWEEN_TOKENS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+_DURATION_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKENS = tuple(2**power for power in range(0, 21, 2))
+
+
+class Metrics:
+    """The registry of one server.
+
+    Args:
+        model_name: value of the label model_name.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = _EngineCollector(model_name)
+        self._registry.register(self._engine)
+        self._model_name = model_name
+        self.first_token_s = self._histogram("time_to_first_token_seconds", "From arrival.", _FIRST_TOKEN_S)
+        self.between_tokens_s = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a request.", _BETWEEN_TOKENS_S
+        )
+        self.duration_s = self._histogram("request_duration_seconds", "From arrival to the last token.", _DURATION_S)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.output_tokens = self._histogram("request_generation_tokens", "Tokens generated for a request.", _TOKENS)
+
+    def watch(self, prompt_len: int) -> RequestWatch:
+        """Start the clock of a request of so many prompt tokens."""
+        return RequestWatch(self, prompt_len)
+
+    def render(self, stats: EngineStats) -> bytes:
+        """The text that Prometheus reads.
+
+        Args:
+            stats: the engine's counters now.
+        """
+        self._engine.stats = stats
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(f"raycache_{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
+        return metric.labels(model_name=self._model_name)
+
+
+class RequestWatch:
+    """Times of one request, as its client sees them."""
+
+    def __init__(self, metrics: Metrics, prompt_len: int) -> None:
+        self._metrics = metrics
+        self._prompt_len = prompt_len
+        self._start_s = self._last_s = time.monotonic()
+        self._num_tokens = 0
+
+    def tokens(self, count: int) -> None:
+        """So many tokens came; none is allowed."""
+        if not count:
+            return
+        now_s = time.monotonic()
+        since_s = now_s - self._last_s
+        if not self._num_tokens:
+            self._metrics.first_token_s.observe(since_s)
+        else:
+            for _ in range(count):
+                self._metrics.between_tokens_s.observe(since_s / count)
+        self._last_s = now_s
+        self._num_tokens += count
+
+    def finish(self) -> None:
+        """The request ended, in whatever way."""
+        self._metrics.duration_s.observe(time.monotonic() - self._start_s)
+        self._metrics.prompt_tokens.observe(self._prompt_len)
+        self._metrics.output_tokens.observe(self._num_tokens)
+
+
+class _EngineCollector(Collector):
+    """Shows the latest EngineStats."""
+
+    def __init__(self, model_name: str) -> None:
+        self.stats = EngineStats()
+        self._labels = [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        values = dataclasses.asdict(self.stats)
+        for field, (name, text) in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"raycache_{name}", text, labels=["model_name"])
+            gauge.add_metric(self._labels, values[field])
+            yield gauge
+        for field, (name, text) in _COUNTERS.items():
+            counter = CounterMetricFamily(f"raycache_{name}", text, labels=["model_name"])
+            counter.add_metric(self._labels, values[field])
+            yield counter
+        finished = CounterMetricFamily(
+            "raycache_requests_finished", "Requests that ended.", labels=["model_name", "reason"]
+        )
+        for reason, count in self.stats.finished.items():
+            finished.add_metric([*self._labels, reason], count)
+        yield finished

@@ -1,0 +1,189 @@
+"""Safetensors files of a model directory, read slice by slice.
+
+    8 bytes   N, little endian
+    N bytes   JSON: tensor name -> dtype, shape, data_offsets [begin, end) after the header
+    ...       the numbers
+
+All headers are read and checked when a checkpoint is opened, so that a half-downloaded file is refused before the first
+weight is loaded. The numbers are mapped, not read: a rank touches only the bytes of its own slices.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from raycache.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_LFS_POINTER = b"version https://git-lfs"
+_FLOATS = {"F64", "F32", "BF16", "F16"}
+
+
+class WeightSource(Protocol):
+    """Where a model gets its weights from."""
+
+    def read(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """A tensor, or a slice of it along one axis.
+
+        Args:
+            name: as in the Hugging Face checkpoint.
+            shape: that the whole tensor must have.
+            axis: to slice, or None for all of it.
+            start, stop: the slice; stop is at the latest shape[axis], which is what None means.
+        Returns:
+            On the CPU, in the stored dtype; not to be written to.
+        Raises:
+            CheckpointError: there is no such tensor, or it has another shape.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Stored:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The weights of a model directory, in one or many safetensors files.
+
+    Args:
+        model_dir: with model.safetensors, or model.safetensors.index.json and the files that it names.
+    Raises:
+        CheckpointError: a file is missing, cut short, a git-lfs pointer, of another format, or not as the index says.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        self.model_dir = model_dir
+        self._tensors = _scan(model_dir)
+        self._open: dict[Path, Any] = {}
+        self._read: set[str] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in {stored.file for stored in self._tensors.values()})
+
+    def read(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """See `WeightSource.read`."""
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self.model_dir} has no tensor {name}; it is not a whole model of its model_type")
+        if stored.shape != tuple(shape):
+            raise CheckpointError(
+                f"tensor {name} in {stored.file} has shape {list(stored.shape)}, config.json wants {list(shape)}; "
+                f"config.json and weights are not of the same model"
+            )
+        if stored.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"tensor {name} in {stored.file} is {stored.dtype}; quantised weights are not supported, "
+                f"use a checkpoint in BF16, F16 or F32"
+            )
+        self._read.add(name)
+        try:
+            data = self._file(stored.file).get_slice(name)
+            cut: Tensor = data[:] if axis is None else data[(slice(None),) * axis + (slice(start, stop),)]
+        except (SafetensorError, OSError) as cause:
+            raise CheckpointError(
+                f"{stored.file} cannot be read ({cause}); was it changed while it was open?"
+            ) from cause
+        return cut
+
+    def unread(self) -> list[str]:
+        """Names of tensors that were never asked for, sorted; one rank of many reads only its own part."""
+        return sorted(self._tensors.keys() - self._read)
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt", device="cpu")
+        return self._open[path]
+
+
+def _scan(model_dir: Path) -> dict[str, _Stored]:
+    index = model_dir / INDEX
+    if (model_dir / SINGLE).is_file():
+        return _read_header(model_dir / SINGLE)
+    if not index.is_file():
+        raise CheckpointError(_why_no_weights(model_dir))
+    weight_map = _read_index(index)
+    tensors: dict[str, _Stored] = {}
+    for name in sorted(set(weight_map.values())):
+        tensors |= _read_header(model_dir / name)
+    for tensor, name in weight_map.items():
+        if tensor not in tensors or tensors[tensor].file.name != name:
+            raise CheckpointError(f"{index} says that {name} holds tensor {tensor}, it does not; download both again")
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise CheckpointError(f"{index} is not a safetensors index ({cause!r}); download it again") from cause
+    # A name with a folder in it could read any file of the machine.
+    if any(Path(file).name != file for file in names.values()) or not names:
+        raise CheckpointError(f"{index} must name files beside it, at least one; download it again")
+    missing = sorted(file for file in set(names.values()) if not (index.parent / file).is_file())
+    if missing:
+        raise CheckpointError(
+            f"{index.parent} lacks {len(missing)} of {len(set(names.values()))} weight files: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; download them"
+        )
+    return names
+
+
+def _read_header(path: Path) -> dict[str, _Stored]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(len(_LFS_POINTER))
+        if head == _LFS_POINTER:
+            raise CheckpointError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in {path.parent}")
+        file.seek(0)
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size >= _LENGTH_BYTES and length > _MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path} is not a safetensors file; download it again")
+        if size < _LENGTH_BYTES + length:
+            raise CheckpointError(_cut_short(path, size, f"at least {_LENGTH_BYTES + length}"))
+        header = file.read(length)
+    try:
+        rows = {name: row for name, row in json.loads(header).items() if name != "__metadata__"}
+        tensors = {name: _Stored(path, str(row["dtype"]), tuple(row["shape"])) for name, row in rows.items()}
+        end = max((int(row["data_offsets"][1]) for row in rows.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as cause:
+        raise CheckpointError(f"{path} has a damaged header ({cause!r}); download it again") from cause
+    if size != _LENGTH_BYTES + length + end:
+        raise CheckpointError(_cut_short(path, size, str(_LENGTH_BYTES + length + end)))
+    return tensors
+
+
+def _cut_short(path: Path, size: int, expected: str) -> str:
+    return f"{path} has {size} bytes, its header says {expected}; the download is incomplete or damaged, do it again"
+
+
+def _why_no_weights(model_dir: Path) -> str:
+    if not model_dir.is_dir():
+        return f"{model_dir} is not a directory; download the model and give its directory"
+    names = sorted(path.name for path in model_dir.iterdir())
+    if any(name.endswith(".safetensors") for name in names):
+        return f"{model_dir} has safetensors files but neither {SINGLE} nor {INDEX}; download {INDEX}"
+    for suffix, kind in ((".bin", "pickled PyTorch"), (".gguf", "GGUF"), (".pth", "pickled PyTorch")):
+        if any(name.endswith(suffix) for name in names):
+            return f"{model_dir} has only {kind} weights (*{suffix}), which are not read; convert them to {SINGLE}"
+    return f"{model_dir} has no weights; expected {SINGLE}, or {INDEX} and the files that it names"

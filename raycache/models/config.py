@@ -1,0 +1,274 @@
+"""What a model directory says about its model: config.json and generation_config.json.
+
+Every value is checked here, so that the rest can rely on it; what a family cannot do is refused instead of ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from raycache.errors import CheckpointError
+from raycache.layers.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Number formats that weights and cache can have."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only model.
+
+    Attributes:
+        name: the directory's name, for messages.
+        model_type: the family, such as "llama".
+        num_layers, hidden_size, intermediate_size, vocab_size: sizes of the whole model.
+        num_heads, num_kv_heads, head_dim: of its attention.
+        rms_norm_eps: of its norms.
+        max_position_embeddings: tokens of context that it was made for.
+        tie_word_embeddings: the head is the embedding.
+        attention_bias, mlp_bias: whether those projections have a bias.
+        rope: its position embedding.
+        dtype: of the checkpoint, one of `DTYPES`.
+        bos_token_id: begins a text, or None.
+        eos_token_ids: end one, without repeats; those of generation_config.json come first.
+    """
+
+    name: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    rope: RopeConfig
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+class ConfigFile:
+    """One parsed JSON object whose values are asked for by type.
+
+    Args:
+        path: for messages.
+        values: the object.
+    """
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path = path
+        self._values = values
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigFile:
+        """Parse a file.
+
+        Raises:
+            CheckpointError: there is none, or it holds no JSON object.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; is {path.parent} a Hugging Face model directory?") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as cause:
+            raise CheckpointError(f"{path} is not readable JSON ({cause}); download it again") from cause
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}; download it again")
+        return cls(path, values)
+
+    def values(self) -> tuple[Any, ...]:
+        """All values that it has."""
+        return tuple(self._values.values())
+
+    def raw(self, key: str) -> Any:
+        """Whatever stands there, or None."""
+        return self._values.get(key)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer; `default` when it is missing or null, which is an error without one."""
+        value = self._values.get(key)
+        if value is None:
+            return self._default(key, default)
+        if type(value) is not int or value < 1:
+            raise self._wrong(key, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number; as `integer`."""
+        value = self._values.get(key)
+        if value is None:
+            return self._default(key, default)
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise self._wrong(key, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """true or false; as `integer`."""
+        value = self._values.get(key)
+        if value is None:
+            return self._default(key, default)
+        if type(value) is not bool:
+            raise self._wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string; as `integer`."""
+        value = self._values.get(key)
+        if value is None:
+            return self._default(key, default)
+        if type(value) is not str:
+            raise self._wrong(key, "a string")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """A token id or a list of them; a missing or null one is no id."""
+        value = self._values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(i) is not int or i < 0 for i in ids):
+            raise self._wrong(key, "a token id or a list of token ids")
+        return tuple(ids)
+
+    def section(self, key: str) -> ConfigFile:
+        """A nested object, empty when it is missing or null."""
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(key, "an object")
+        return ConfigFile(self.path, value or {})
+
+    def require(self, key: str, served: Any) -> None:
+        """Refuse any value but `served`, the only one that is implemented; missing and null are fine.
+
+        Raises:
+            CheckpointError: it is another value.
+        """
+        value = self._values.get(key)
+        if value is not None and value != served:
+            raise CheckpointError(f"{self.path} has {key}={value!r}, which is not supported; only {served!r} is")
+
+    def _default(self, key: str, default: T | None) -> T:
+        if default is None:
+            raise CheckpointError(f"{self.path} does not say {key}; is the file complete? Download it again")
+        return default
+
+    def _wrong(self, key: str, wanted: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {key} must be {wanted}, got {self._values[key]!r}")
+
+
+def read_dense_config(file: ConfigFile, *, num_kv_heads: int, head_dim: int) -> ModelConfig:
+    """Read the keys that dense decoders share.
+
+    Args:
+        file: config.json.
+        num_kv_heads, head_dim: families differ in what they are when the file does not say.
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+    """
+    num_heads = file.integer("num_attention_heads")
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{file.path}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
+        )
+    if head_dim < 2 or head_dim % 2:
+        raise CheckpointError(
+            f"{file.path}: head_dim={head_dim} must be even; rotary embedding turns pairs of features"
+        )
+    file.require("hidden_act", "silu")
+    _require_language_model(file)
+    return ModelConfig(
+        name=file.path.parent.name,
+        model_type=file.text("model_type"),
+        num_layers=file.integer("num_hidden_layers"),
+        hidden_size=file.integer("hidden_size"),
+        intermediate_size=file.integer("intermediate_size"),
+        vocab_size=file.integer("vocab_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=file.number("rms_norm_eps"),
+        max_position_embeddings=file.integer("max_position_embeddings"),
+        tie_word_embeddings=file.flag("tie_word_embeddings", False),
+        attention_bias=file.flag("attention_bias", False),
+        mlp_bias=file.flag("mlp_bias", False),
+        rope=_read_rope(file),
+        dtype=_read_dtype(file),
+        bos_token_id=next(iter(file.token_ids("bos_token_id")), None),
+        eos_token_ids=_read_eos(file),
+    )
+
+
+def _require_language_model(file: ConfigFile) -> None:
+    architectures = file.raw("architectures")
+    if isinstance(architectures, list) and not any(str(name).endswith("ForCausalLM") for name in architectures):
+        raise CheckpointError(f"{file.path} is of {architectures}, which is no causal language model (...ForCausalLM)")
+
+
+def _read_rope(file: ConfigFile) -> RopeConfig:
+    # `rope_parameters` is what transformers 5 writes, `rope_scaling` what the versions before it wrote.
+    scaling = file.section("rope_scaling")
+    rope = scaling if scaling.values() else file.section("rope_parameters")
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError(f"{file.path} has rope parameters per layer type, which is not supported")
+    for place in (file, rope):
+        place.require("partial_rotary_factor", 1.0)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    theta = rope.number("rope_theta", file.number("rope_theta", 10000.0))
+    max_position = file.integer("max_position_embeddings")
+    original = rope.integer("original_max_position_embeddings", max_position)
+    original = file.integer("original_max_position_embeddings", original)
+    match kind:
+        case "default":
+            return RopeConfig(kind, theta)
+        case "linear":
+            return RopeConfig(kind, theta, rope.number("factor"))
+        case "llama3":
+            return _read_llama3(rope, theta, original)
+        case "yarn":
+            return _read_yarn(rope, theta, original, max_position)
+    raise CheckpointError(f"{file.path}: rope type {kind!r} is not supported; known are {', '.join(ROPE_KINDS)}")
+
+
+def _read_llama3(rope: ConfigFile, theta: float, original: int) -> RopeConfig:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise CheckpointError(f"{rope.path}: low_freq_factor={low} must be below high_freq_factor={high}")
+    return RopeConfig("llama3", theta, rope.number("factor"), original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _read_yarn(rope: ConfigFile, theta: float, original: int, max_position: int) -> RopeConfig:
+    factor = rope.number("factor", max_position / original)
+    inferred = yarn_attention_factor(factor, rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0))
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=rope.number("attention_factor", inferred),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def _read_dtype(file: ConfigFile) -> str:
+    # `torch_dtype` until transformers 4, where the value can have a prefix.
+    dtype = file.text("dtype", file.text("torch_dtype", "float32")).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{file.path}: dtype {dtype!r} is not supported; known are {', '.join(DTYPES)}")
+    return dtype
+
+
+def _read_eos(file: ConfigFile) -> tuple[int, ...]:
+    generation = file.path.with_name("generation_config.json")
+    ids = ConfigFile.read(generation).token_ids("eos_token_id") if generation.exists() else ()
+    return tuple(dict.fromkeys((*ids, *file.token_ids("eos_token_id"))))

@@ -1,0 +1,93 @@
+"""One tp rank's share of the layers of a model, cut out of a weight source.
+
+    column   rows of [O, I] are output features; a rank takes the rows of its heads
+    row      columns of [O, I] are input features; a rank takes the columns of its heads
+    vocab    rows are tokens; ceil(V / tp) each, zeros past the end
+    whole    every rank has all of it
+
+Each matrix is allocated once on the device and slices are copied into it: loading peaks at one slice above the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.models.checkpoint import WeightSource
+from raycache.parallel.sharding import vocab_range
+
+if TYPE_CHECKING:
+    from raycache.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Rows of one weight matrix that a rank takes.
+
+    Attributes:
+        name: of the tensor, without ".weight".
+        size: output features of the whole matrix.
+        taken: those of this rank.
+    """
+
+    name: str
+    size: int
+    taken: range
+
+
+class ShardedWeights:
+    """Reads what one rank needs.
+
+    Args:
+        source: of the weights.
+        ctx: whose share.
+        dtype: that weights are converted to.
+    """
+
+    def __init__(self, source: WeightSource, ctx: ParallelContext, dtype: torch.dtype) -> None:
+        self._source = source
+        self._ctx = ctx
+        self._dtype = dtype
+
+    def whole(self, name: str, *shape: int) -> Tensor:
+        """A tensor that every rank has."""
+        return self._empty(*shape).copy_(self._source.read(name, shape=shape))
+
+    def column(self, parts: Sequence[Columns], *, inputs: int, has_bias: bool) -> ColumnLinear:
+        """Matrices over the same `inputs` features, stacked in the order of `parts`."""
+        weight = self._stack(parts, ".weight", (inputs,))
+        return ColumnLinear(weight, self._stack(parts, ".bias", ()) if has_bias else None)
+
+    def row(self, name: str, *, outputs: int, inputs: int, taken: range, has_bias: bool) -> RowLinear:
+        """A matrix whose input features are split; the bias is whole, for it is added after the sum."""
+        cut = self._source.read(f"{name}.weight", shape=(outputs, inputs), axis=1, start=taken.start, stop=taken.stop)
+        weight = self._empty(outputs, len(taken)).copy_(cut)
+        return RowLinear(weight, self.whole(f"{name}.bias", outputs) if has_bias else None, self._ctx.tp)
+
+    def vocab(self, name: str, *, vocab_size: int, features: int) -> Tensor:
+        """[ceil(V / tp), features], the rows of this rank."""
+        tp = self._ctx.tp
+        taken = vocab_range(vocab_size, tp.rank, tp.size)
+        weight = torch.zeros(-(-vocab_size // tp.size), features, dtype=self._dtype, device=self._ctx.device)
+        shape = (vocab_size, features)
+        weight[: len(taken)] = self._source.read(name, shape=shape, axis=0, start=taken.start, stop=taken.stop)
+        return weight
+
+    def _stack(self, parts: Sequence[Columns], suffix: str, inputs: tuple[int, ...]) -> Tensor:
+        stacked = self._empty(sum(len(part.taken) for part in parts), *inputs)
+        done = 0
+        for part in parts:
+            cut = self._source.read(
+                part.name + suffix, shape=(part.size, *inputs), axis=0, start=part.taken.start, stop=part.taken.stop
+            )
+            stacked[done : done + len(part.taken)] = cut
+            done += len(part.taken)
+        return stacked
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._ctx.device)

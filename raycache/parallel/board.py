@@ -1,0 +1,78 @@
+"""The ack board: how far each rank is, one line of int64 per rank in shared memory.
+
+    rank 0   [ joined | loaded | step | failed ]
+    rank 1   [ ...                             ]
+
+Each rank writes its own line, the decider reads all of them and waits for none: numbers only grow, so a torn view is
+only an old
+one. A gang's board is a file in /dev/shm that is unlinked as soon as every rank has mapped it, so nothing is left
+behind by a crash.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+
+from raycache.errors import ConfigError
+
+
+class Lane(IntEnum):
+    """What a number on the board counts."""
+
+    JOINED = 0  # 1 once the rank is a member of all its groups
+    LOADED = 1  # weights read, in thousandths
+    STEP = 2  # last step completed
+    FAILED = 3  # step during which the rank failed, 0 for none
+
+
+class AckBoard:
+    """One gang's board on one node.
+
+    Args:
+        path: of the shared file.
+        num_ranks: lines.
+    """
+
+    def __init__(self, path: Path, *, num_ranks: int) -> None:
+        self.path = path
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), num_ranks * len(Lane) * 8)
+        self.lines = np.frombuffer(self._map, np.int64).reshape(num_ranks, len(Lane))
+
+    @classmethod
+    def create(cls, num_ranks: int, *, directory: Path = Path("/dev/shm")) -> AckBoard:
+        """Make a new board with all numbers 0.
+
+        Raises:
+            ConfigError: the directory cannot be written.
+        """
+        path = directory / f"raycache-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            with path.open("xb") as file:
+                file.truncate(num_ranks * len(Lane) * 8)
+        except OSError as cause:
+            raise ConfigError(f"cannot make the ack board {path}: {cause}; make {directory} writable") from cause
+        return cls(path, num_ranks=num_ranks)
+
+    def post(self, rank: int, lane: Lane, value: int) -> None:
+        """Set one number of this rank's line."""
+        self.lines[rank, lane] = value
+
+    def low(self, lane: Lane) -> int:
+        """What all ranks have reached."""
+        return int(self.lines[:, lane].min())
+
+    def behind(self, step: int) -> list[int]:
+        """Ranks that have not completed a step; failed ones first."""
+        late = [int(rank) for rank in np.flatnonzero(self.lines[:, Lane.STEP] < step)]
+        return sorted(late, key=lambda rank: (self.lines[rank, Lane.FAILED] == 0, rank))
+
+    def unlink(self) -> None:
+        """Remove the file; mappings stay valid."""
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,118 @@
+"""Collectives over one group of ranks, as this rank sees it.
+
+`Group` is a group of one, where every collective is the identity, so that no caller asks whether there is a group.
+Every call has the deadline that the group was made with; a peer that is gone or late raises RankLostError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raycache.errors import RankLostError
+
+
+class Group:
+    """A group of one rank.
+
+    Attributes:
+        rank: index of this rank in the group.
+        size: number of members.
+    """
+
+    def __init__(self, *, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over members, in place; returns the tensor."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[...] of each member -> [size, ...], in group order; the shape is the same on all members."""
+        return tensor.unsqueeze(0)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """[size, ...] -> [size, ...]: row j goes to member j, row i of the result came from member i."""
+        return tensor
+
+    def broadcast(self, tensor: Tensor, *, root: int) -> Tensor:
+        """Overwrite with the root's values, in place; returns the tensor."""
+        return tensor
+
+    def send(self, tensor: Tensor, *, to: int) -> None:
+        """Send to a member; matched with its `recv` in order."""
+        raise AssertionError("a group of one has nobody to send to")
+
+    def isend(self, tensor: Tensor, *, to: int) -> Callable[[], None]:
+        """Start a send; call the result before the tensor is freed or written."""
+        raise AssertionError("a group of one has nobody to send to")
+
+    def recv(self, tensor: Tensor, *, source: int) -> Tensor:
+        """Receive into the tensor from a member; returns it."""
+        raise AssertionError("a group of one has nobody to receive from")
+
+    def close(self) -> None:
+        """Leave the group; peers that wait for this rank fail."""
+
+
+class TorchGroup(Group):
+    """A group over one torch.distributed process group (gloo or nccl) that no global registry knows.
+
+    Args:
+        backend: a ProcessGroupGloo or ProcessGroupNCCL.
+    """
+
+    def __init__(self, backend: Any, *, rank: int, size: int) -> None:
+        super().__init__(rank=rank, size=size)
+        self._backend = backend
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self._wait(lambda: self._backend.allreduce([tensor]))
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        out = tensor.new_empty((self.size, *tensor.shape))
+        # Gathering no rows is known on all members alike: shapes are equal.
+        if tensor.numel():
+            self._wait(lambda: self._backend._allgather_base(out.view(-1), tensor.contiguous().view(-1)))
+        return out
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        out = torch.empty_like(tensor)
+        if tensor.numel():
+            self._wait(lambda: self._backend.alltoall_base(out.view(-1), tensor.contiguous().view(-1), [], []))
+        return out
+
+    def broadcast(self, tensor: Tensor, *, root: int) -> Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self._wait(lambda: self._backend.broadcast([tensor], options))
+        return tensor
+
+    def send(self, tensor: Tensor, *, to: int) -> None:
+        self.isend(tensor, to=to)()
+
+    def isend(self, tensor: Tensor, *, to: int) -> Callable[[], None]:
+        work = self._backend.send([tensor], to, 0)
+        return lambda: self._wait(lambda: work)
+
+    def recv(self, tensor: Tensor, *, source: int) -> Tensor:
+        self._wait(lambda: self._backend.recv([tensor], source, 0))
+        return tensor
+
+    def close(self) -> None:
+        self._backend = None
+
+    def _wait(self, start: Callable[[], Any]) -> None:
+        try:
+            start().wait()
+        except RuntimeError as cause:
+            # gloo and nccl report a dead peer and a passed deadline as RuntimeError.
+            raise RankLostError(
+                -1, f"member {self.rank} of {self.size}", -1, f"a peer is gone or late: {cause}"
+            ) from cause

@@ -1,0 +1,220 @@
+"""This rank's place in the gang, and the only holder of its process groups.
+
+Groups are built from `GroupHandle`s, which are plain data: a ProcessGroup itself cannot travel between actors. Each
+handle names its
+members, the store at which they meet, and the epoch of the gang, so that a rank of a rebuilt gang never meets one of
+the old.
+Nothing here touches the default group of torch.distributed: two ranks can live in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do not export the stores
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
+
+from raycache.errors import ConfigError, RankLostError
+from raycache.parallel.collectives import Group, TorchGroup
+from raycache.parallel.sharding import Coords, Split
+
+DECIDER = -1
+"""Member id of the decider in the control group; ranks have their world rank."""
+
+
+@dataclass(frozen=True)
+class GroupHandle:
+    """What is needed to build one process group, serialisable.
+
+    Attributes:
+        name: such as "tp.0" ; unique within an epoch.
+        kind: "world", "tp", "pp", "cp", "cache" or "control".
+        members: world ranks in group order; `DECIDER` in the control group.
+        backend: "gloo" or "nccl".
+        store_host, store_port: of the gang's TCPStore.
+        epoch: of the gang; handles of another epoch are refused.
+        timeout_s: deadline of each collective.
+    """
+
+    name: str
+    kind: str
+    members: tuple[int, ...]
+    backend: str
+    store_host: str
+    store_port: int
+    epoch: int
+    timeout_s: float
+
+    def to_wire(self) -> dict[str, Any]:
+        """A dict of plain values."""
+        return {**self.__dict__, "members": list(self.members)}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> GroupHandle:
+        """Inverse of `to_wire`."""
+        return cls(**{**wire, "members": tuple(wire["members"])})
+
+
+def group_handles(
+    split: Split, *, backend: str, store: tuple[str, int], epoch: int, timeout_s: float
+) -> dict[str, GroupHandle]:
+    """All groups of a gang, by name: control, world, cache, and one per row of each axis.
+
+    The cache group holds all ranks with a part of the same pages: in one replica, the same members as world, on the
+        CPU.
+    """
+    world = tuple(range(split.world_size))
+
+    def handle(name: str, kind: str, members: tuple[int, ...], group_backend: str) -> GroupHandle:
+        return GroupHandle(name, kind, members, group_backend, store[0], store[1], epoch, timeout_s)
+
+    handles = [
+        handle("control", "control", (DECIDER, *world), "gloo"),
+        handle("world", "world", world, backend),
+        handle("cache", "cache", world, "gloo"),
+    ]
+    for axis in ("tp", "pp", "cp"):
+        rows = sorted({split.axis_members(axis, rank) for rank in world})
+        handles += [handle(f"{axis}.{row[0]}", axis, row, backend) for row in rows]
+    return {h.name: h for h in handles}
+
+
+class Store:
+    """The meeting point of one gang; the process that makes it hosts it.
+
+    Args:
+        host: address that every rank can reach.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.address = (host, self._store.port)
+
+
+def build_group(handle: GroupHandle, *, member: int, epoch: int, host: str, device: torch.device) -> Group:
+    """Join a group; returns when all members have joined.
+
+    Args:
+        handle: which group.
+        member: this rank's world rank, or `DECIDER`.
+        epoch: the epoch that this process belongs to.
+        host: address of this process that the other members can reach (gloo only).
+        device: of the tensors that will travel (nccl only).
+    Raises:
+        RankLostError: the handle is of another epoch, or the others did not come in time.
+    """
+    if handle.epoch != epoch:
+        raise RankLostError(
+            member, handle.name, -1, f"handle of epoch {handle.epoch} refused, this gang is epoch {epoch}"
+        )
+    if member not in handle.members:
+        raise ConfigError(f"rank {member} is no member of group {handle.name}: {handle.members}")
+    if len(handle.members) == 1:
+        return Group()
+    timeout = timedelta(seconds=handle.timeout_s)
+    index, size = handle.members.index(member), len(handle.members)
+    try:
+        tcp = TCPStore(handle.store_host, handle.store_port, is_master=False, timeout=timeout)
+        store = PrefixStore(f"{handle.epoch}/{handle.name}", tcp)
+        if handle.backend == "gloo":
+            return TorchGroup(_gloo(store, index, size, timeout, host), rank=index, size=size)
+        return TorchGroup(_nccl(store, index, size, timeout, device), rank=index, size=size)
+    except RuntimeError as cause:
+        raise RankLostError(member, handle.name, -1, f"group did not form within {handle.timeout_s:.0f} s") from cause
+
+
+def _gloo(store: PrefixStore, index: int, size: int, timeout: timedelta, host: str) -> ProcessGroupGloo:
+    # Without a device gloo takes the address of the host name, which need not be one that others can reach.
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return ProcessGroupGloo(store, index, size, options)
+
+
+def _nccl(store: PrefixStore, index: int, size: int, timeout: timedelta, device: torch.device) -> Any:
+    # Imported here: a CPU build of torch has no such name.
+    from torch.distributed import ProcessGroupNCCL
+
+    torch.cuda.set_device(device)
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupNCCL(store, index, size, options)
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """This rank's coordinates, groups and device. Passed whole; nothing else holds a process group.
+
+    Attributes:
+        split: sizes of the axes.
+        rank: world rank.
+        device: of weights, cache and activations.
+        tp, pp, cp: this rank's row of each axis.
+        control: decider and all ranks, gloo; index 0 is the decider.
+        world, cache: all ranks, on the device's backend and on the CPU.
+    """
+
+    split: Split
+    rank: int
+    device: torch.device
+    tp: Group = field(default_factory=Group)
+    pp: Group = field(default_factory=Group)
+    cp: Group = field(default_factory=Group)
+    world: Group = field(default_factory=Group)
+    cache: Group = field(default_factory=Group)
+    control: Group = field(default_factory=Group)
+
+    @property
+    def coords(self) -> Coords:
+        """Position in the gang."""
+        return self.split.coords(self.rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether token ids enter here."""
+        return self.pp.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether logits leave here."""
+        return self.pp.rank == self.pp.size - 1
+
+    @classmethod
+    def single(cls, device: torch.device) -> ParallelContext:
+        """A gang of one."""
+        return cls(split=Split(), rank=0, device=device)
+
+    @classmethod
+    def join(
+        cls,
+        split: Split,
+        *,
+        rank: int,
+        host: str,
+        device: torch.device,
+        handles: Mapping[str, GroupHandle],
+        epoch: int,
+    ) -> ParallelContext:
+        """Build every group that this rank is a member of, in the order of `handles`, which is the same on all ranks.
+
+        Raises:
+            RankLostError: another epoch, or a member that did not come in time.
+        """
+        groups = {
+            handle.kind: build_group(handle, member=rank, epoch=epoch, host=host, device=device)
+            for handle in handles.values()
+            if rank in handle.members
+        }
+        return cls(split=split, rank=rank, device=device, **groups)
+
+    def close(self) -> None:
+        """Leave all groups, so that members that still wait for this rank fail at once instead of at their deadline."""
+        for group in (self.tp, self.pp, self.cp, self.world, self.cache, self.control):
+            group.close()

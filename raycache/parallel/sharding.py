@@ -1,0 +1,133 @@
+"""Which rank owns what: pure arithmetic, the only placement rule of the project.
+
+axis  shards
+pp    layers, in runs that differ by at most one
+tp    heads; KV heads fewer than tp are replicated, what has no heads is whole on every tp rank
+cp    the tokens of each page, page_size / cp consecutive tokens per rank
+
+page of S=8 tokens, cp=2:   [ 0 1 2 3 | 4 5 6 7 ]     cp rank 0 holds tokens 0..3 of every page, cp rank 1 tokens 4..7
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Coords:
+    """Position of a rank in the gang; tp is the fastest axis, so that tp ranks are neighbours."""
+
+    pp: int
+    cp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pp={self.pp} cp={self.cp} tp={self.tp}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is split: sizes of the three axes."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.cp
+
+    def coords(self, rank: int) -> Coords:
+        """Coordinates of a world rank."""
+        return Coords(pp=rank // (self.cp * self.tp), cp=rank // self.tp % self.cp, tp=rank % self.tp)
+
+    def rank(self, coords: Coords) -> int:
+        """World rank at coordinates."""
+        return (coords.pp * self.cp + coords.cp) * self.tp + coords.tp
+
+    def axis_members(self, axis: str, rank: int) -> tuple[int, ...]:
+        """World ranks that differ from `rank` in one axis ("tp", "pp" or "cp") only, in order of that axis."""
+        at = self.coords(rank)
+        varied = range({"tp": self.tp, "pp": self.pp, "cp": self.cp}[axis])
+        return tuple(self.rank(Coords(**{"pp": at.pp, "cp": at.cp, "tp": at.tp, axis: i})) for i in varied)
+
+    def cache_members(self, rank: int) -> tuple[int, ...]:
+        """World ranks that hold a part of the same pages: for one replica, all of them."""
+        return tuple(range(self.world_size)) if 0 <= rank < self.world_size else ()
+
+
+def even_range(count: int, part: int, parts: int) -> range:
+    """The `part`-th of `parts` runs of range(count); lengths differ by at most one, longer runs first."""
+    base, extra = divmod(count, parts)
+    start = part * base + min(part, extra)
+    return range(start, start + base + (part < extra))
+
+
+def layer_range(num_layers: int, pp_rank: int, pp_size: int) -> range:
+    """Layers of a pipeline stage."""
+    return even_range(num_layers, pp_rank, pp_size)
+
+
+def kv_head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:
+    """KV heads of a tp rank; with fewer heads than ranks, tp_size / num_kv_heads neighbours share one."""
+    if num_kv_heads >= tp_size:
+        return even_range(num_kv_heads, tp_rank, tp_size)
+    head = tp_rank * num_kv_heads // tp_size
+    return range(head, head + 1)
+
+
+def vocab_range(vocab_size: int, tp_rank: int, tp_size: int) -> range:
+    """Rows of the embedding of a tp rank: ceil(vocab / tp) each, the last ones may be shorter or empty."""
+    rows = -(-vocab_size // tp_size)
+    return range(min(tp_rank * rows, vocab_size), min((tp_rank + 1) * rows, vocab_size))
+
+
+def owned_prefix_len(prefix_len: int, *, page_size: int, cp_rank: int, cp_size: int) -> int:
+    """How many of the first `prefix_len` tokens of a sequence a cp rank holds."""
+    pages, rest = divmod(prefix_len, page_size)
+    share = page_size // cp_size
+    return pages * share + min(max(rest - cp_rank * share, 0), share)
+
+
+def owned_slots(
+    positions: NDArray[np.int64], page_table: NDArray[np.int32], *, page_size: int, cp_rank: int, cp_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where a cp rank writes the tokens that it owns.
+
+    Args:
+        positions: positions in the sequence, length T.
+        page_table: page id per page of the sequence.
+    Returns:
+        (index, slot): index into `positions` of the owned ones, and their slot page_id * (S / cp) + offset in this
+        rank's pool.
+    """
+    share = page_size // cp_size
+    offset = positions % page_size
+    index = np.flatnonzero(offset // share == cp_rank)
+    owned = positions[index]
+    pages: NDArray[np.int64] = page_table[owned // page_size].astype(np.int64)
+    return index, pages * share + owned % share
+
+
+def split_chunk(num_tokens: int, cp_rank: int, cp_size: int, *, turn: int = 0) -> tuple[range, ...]:
+    """The runs of a chunk of new tokens that a cp rank computes, so that causal work is even.
+
+    Token i attends to i + 1 new tokens, so equal runs would give the last rank most of the work. Cut into 2 * cp
+    runs, of which
+    rank r takes run r and run 2 * cp - 1 - r:
+
+        cp=2:  [ 0 | 1 | 1 | 0 ]
+
+    Args:
+        num_tokens: length of the chunk, 1 in decode.
+        turn: rotates the ranks, so that the single tokens of many decode rows do not all fall to rank 0.
+    """
+    if cp_size == 1:
+        return (range(num_tokens),)
+    part = (cp_rank - turn) % cp_size
+    runs = (even_range(num_tokens, i, 2 * cp_size) for i in (part, 2 * cp_size - 1 - part))
+    return tuple(run for run in runs if len(run))

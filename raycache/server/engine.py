@@ -1,0 +1,43 @@
+"""What the server asks of an engine.
+
+Two implementations exist: over the engine actor of a Ray cluster, and in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from raycache.types import EngineInfo, EngineStats, GenerateRequest, RequestOutput
+
+
+class AsyncEngine(Protocol):
+    """An engine that runs requests concurrently; all methods belong to one event loop."""
+
+    async def info(self) -> EngineInfo:
+        """Facts of the engine.
+
+        Raises:
+            EngineStoppedError: it is stopped or has failed.
+        """
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Counters and balances now.
+
+        Raises:
+            EngineStoppedError: it is stopped or has failed.
+        """
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Run one request and give its increments in order; the last one has a finish_reason.
+
+        Closing the generator before that (aclose, or cancelling the task that awaits it) cancels the request.
+
+        Raises:
+            QueueFullError: too many requests wait. All errors are raised at the first iteration.
+            RequestError: the request can never be served.
+            EngineStoppedError: the engine is stopped or has failed.
+        """
+        ...

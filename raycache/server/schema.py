@@ -1,0 +1,255 @@
+"""Request bodies of the OpenAI API, checked strictly.
+
+A value of the wrong type is refused, not converted, and an unknown field is refused, not ignored: a setting that has no
+effect would go unnoticed. Null is the same as absent. Ranges of sampling settings are checked by SamplingParams.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
+
+from raycache.errors import RequestError
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_COMPLETION_LOGPROBS = 20
+_INT32 = 2**31 - 1
+_INT64 = 2**63 - 1
+
+# Clients send these; they tell an operator something or promise something that is true anyway, and change no output.
+_IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+
+def _check_prompts(value: object) -> list[str | list[int]]:
+    match value:
+        case str():
+            return [value]
+        case [] | [[], *_]:
+            raise PydanticCustomError("prompt", "must not be empty")
+        case list() if _are(value, int):
+            return [value]
+        case list() if _are(value, str):
+            return list(value)
+        case list() if _are(value, list) and all(item and _are(item, int) for item in value):
+            return list(value)
+    raise PydanticCustomError("prompt", "must be a string, a list of strings, a list of token ids or a list of those")
+
+
+def _check_stops(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not _are(stops, str):
+        raise PydanticCustomError("stop", "must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise PydanticCustomError(
+            "stop", "must hold at most {limit} strings, got {count}", {"limit": MAX_STOPS, "count": len(stops)}
+        )
+    return stops
+
+
+def _are(values: list[Any], kind: type) -> bool:
+    """Whether all are exactly of that type: True is not an int here."""
+    return set(map(type, values)) <= {kind}
+
+
+class StreamOptions(BaseModel):
+    """How to stream."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class ResponseFormat(BaseModel):
+    """The form of the answer; only free text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str
+
+
+class GenerationBody(BaseModel):
+    """What both endpoints share. The second group is beyond the OpenAI API."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = Field(default=None, ge=-_INT64 - 1, le=_INT64)
+    stop: Annotated[list[str], PlainValidator(_check_stops)] = []
+    logit_bias: dict[str, float] = {}
+
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    priority: int = Field(default=0, ge=-_INT32, le=_INT32)
+    timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    def check(self) -> None:
+        """What does not fit together or is not supported.
+
+        Raises:
+            RequestError: names the field.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream=true", field="stream_options")
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    """Body of /v1/completions. `prompt` is always a list after validation."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_check_prompts)]
+    max_tokens: int | None = Field(default=None, ge=0, le=_INT32)
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    best_of: int | None = None
+    suffix: str = ""
+
+    def check(self) -> None:
+        """See GenerationBody.check."""
+        super().check()
+        if self.best_of is not None and self.best_of != self.n:
+            raise RequestError(f"best_of is not supported; leave it out or set it to n={self.n}", field="best_of")
+        if self.suffix:
+            raise RequestError("suffix is not supported; leave it out", field="suffix")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise RequestError("max_tokens must be at least 1, or 0 with echo=true", field="max_tokens")
+
+
+class ChatBody(GenerationBody):
+    """Body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = Field(default=None, ge=1, le=_INT32)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=_INT32)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = "auto"
+    modalities: list[Literal["text"]] = ["text"]
+    reasoning_effort: str | None = None
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """See GenerationBody.check."""
+        super().check()
+        if self.response_format is not None and self.response_format.type != "text":
+            raise RequestError(
+                f"response_format {self.response_format.type!r} is not supported; only 'text' is",
+                field="response_format",
+            )
+        if self.tool_choice not in ("none", "auto"):
+            raise RequestError("tool_choice must be 'none' or 'auto'; others are not supported", field="tool_choice")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs=true", field="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise RequestError("max_tokens and max_completion_tokens differ; send one of them", field="max_tokens")
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Read a request body.
+
+    Raises:
+        RequestError: it is not UTF-8, not JSON, nested too deeply, or not an object.
+    """
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        if b"\\ud" in body.lower():  # half of a surrogate pair is JSON but not text, and no tokenizer takes it
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
+    except UnicodeEncodeError as error:
+        raise RequestError("the body holds half of a surrogate pair (\\ud800 to \\udfff), which is not text") from error
+    except json.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    except ValueError as error:  # NaN, Infinity, or an integer of thousands of digits
+        raise RequestError("the body holds a number that is not finite or far too long") from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise RequestError('the body must be a JSON object, such as {"model": "...", "prompt": "..."}')
+    return value
+
+
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+def parse_body(kind: type[Body], body: Mapping[str, Any]) -> Body:
+    """Check a request body against its schema.
+
+    Args:
+        kind: CompletionBody or ChatBody.
+        body: as parse_json gives it.
+    Raises:
+        RequestError: names the field and what it must be.
+    """
+    sent = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+    try:
+        parsed = kind.model_validate(sent)
+    except ValidationError as error:
+        raise _first_error(error, known=kind.model_fields) from error
+    parsed.check()
+    return parsed
+
+
+def _first_error(error: ValidationError, *, known: Mapping[str, Any]) -> RequestError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = [part for part in first["loc"] if isinstance(part, int) or not part.startswith("function-")]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    match first["type"]:
+        case "missing":
+            return RequestError(f"{field} is required", field=field)
+        case "extra_forbidden":
+            near = difflib.get_close_matches(str(place[-1]), known, n=1) if len(place) == 1 else []
+            hint = f"; did you mean {near[0]!r}?" if near else " and would have no effect; leave it out"
+            return RequestError(f"{field} is not supported{hint}", field=field)
+    wanted = first["msg"].removeprefix("Input should be ").removeprefix("Input should ")
+    text = wanted if wanted.startswith("must ") else f"must be {wanted}"
+    return RequestError(f"{field} {text}, got {_short(first['input'])}", field=field)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict | list):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,151 @@
+"""The tokenizer of a model directory: text to token ids and back, special tokens, chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from raycache.errors import CheckpointError
+from raycache.server.token_bytes import TokenBytes
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Tokenizer of a Hugging Face model directory.
+
+    Attributes:
+        vocab_size: token ids that it knows lie in [0, vocab_size), added tokens included.
+        special_tokens: name -> text, such as "bos_token" -> "<s>"; the names that chat templates use.
+        chat_templates: name -> Jinja source; the usual name is "default"; empty when the model has none.
+        pieces: token id -> bytes.
+    Raises:
+        CheckpointError: tokenizer.json is missing, damaged or of an unsupported kind.
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        folder = Path(model_dir)
+        self._backend = _load(folder)
+        self.pieces = TokenBytes(self._backend)
+        settings = _read_json(folder / "tokenizer_config.json")
+        self.special_tokens = _special_tokens(settings)
+        self.chat_templates = _chat_templates(folder, settings)
+        self.vocab_size = _vocab_size(self._backend)
+        added = self._backend.get_added_tokens_decoder()
+        named = (self._backend.token_to_id(text) for text in self.special_tokens.values())
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special) | frozenset(
+            token_id for token_id in named if token_id is not None
+        )
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the token that opens a text, if the model has one."""
+        return self.token_id(self.special_tokens.get("bos_token", ""))
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the token that ends a text, if the model has one."""
+        return self.token_id(self.special_tokens.get("eos_token", ""))
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token given as it stands in the vocabulary, or None."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is a mark such as <s> and not text."""
+        return token_id in self._special_ids
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. Releases the interpreter lock, so a long text can be encoded in a thread.
+
+        Args:
+            text: without lone surrogates.
+            add_special_tokens: put what the model expects around a text, such as <s>, as tokenizer.json says. False
+                for a rendered chat template, which writes them itself.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ill-formed UTF-8 gives U+FFFD, unknown ids give nothing."""
+        hidden = self._special_ids if skip_special_tokens else frozenset()
+        kept = [token_id for token_id in token_ids if token_id not in hidden and self.pieces[token_id]]
+        if not kept:
+            return ""
+        joined = self.pieces.at_start(kept[0]) + b"".join(map(self.pieces.__getitem__, kept[1:]))
+        spaces = len(joined) - len(joined.lstrip(b" "))
+        return joined[min(spaces, self.pieces.strip_start) :].decode("utf-8", errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        r"""One token for people: its text, or such as "bytes:\xe2\x82" when it is a part of a character."""
+        piece = self.pieces[token_id]
+        try:
+            return piece.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _load(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing; download it with the model, or make it with "
+            "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged or of a newer format ({error}); download it again") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object; download it again")
+    return value
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _NAMED:
+        match settings.get(name):
+            case str(text) | {"content": str(text)}:
+                found[name] = text
+    return found
+
+
+def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return {"default": path.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is not UTF-8 text ({error}); download it again") from error
+    match settings.get("chat_template"):
+        case str(source):
+            return {"default": source}
+        case list(entries):
+            return {
+                entry["name"]: entry["template"]
+                for entry in entries
+                if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
+            }
+    return {}
+
+
+def _vocab_size(backend: tokenizers.Tokenizer) -> int:
+    # The count is not the bound when ids have gaps.
+    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

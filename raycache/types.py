@@ -1,0 +1,227 @@
+"""The nouns that cross module borders: what a request asks, and what it gets back.
+
+Plain frozen dataclasses with no behaviour but their own validation; they know neither pages nor ranks nor HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from raycache.errors import RequestError
+
+MAX_TOP_LOGPROBS = 20
+"""Most alternatives per position that `logprobs` may ask for (the limit of the OpenAI API)."""
+
+PackedTokens = bytes | bytearray
+"""Token ids as packed little-endian int32: 4 bytes a token, compared with memcmp."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # end-of-sequence token, stop id or stop string
+    LENGTH = "length"  # max_tokens or the model's context length
+    CANCELLED = "cancelled"  # the client went away
+    TIMEOUT = "timeout"  # its deadline passed
+    ERROR = "error"  # the engine failed while it ran
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. The defaults are those of the OpenAI API.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
+        min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1].
+        seed: the same seed gives the same tokens whatever else is in the batch; None draws one.
+        repetition_penalty: > 0; divides positive (multiplies negative) logits of tokens seen in prompt or output
+            ("CTRL", arXiv 1909.05858, section 4.1).
+        presence_penalty: in [-2, 2]; subtracted once from the logit of each token that the output holds.
+        frequency_penalty: in [-2, 2]; subtracted once per occurrence in the output.
+        logit_bias: token id -> value in [-100, 100] added to its logit.
+        stop: texts that end the output; they are not part of it.
+        stop_token_ids: token ids that end the output like the end-of-sequence token does.
+        max_tokens: most tokens to generate; None is up to the context length.
+        ignore_eos: go on after the end-of-sequence token.
+        logprobs: None for none, else how many alternatives to report per generated token (0: the chosen one only).
+        prompt_logprobs: the same for the tokens of the prompt; such a request recomputes its whole prompt.
+    Raises:
+        RequestError: a value is out of its range; `field` names it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_k", self.top_k, 0, 2**31 - 1)
+        _in_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise RequestError("top_p must be above 0, got 0; use temperature=0 for greedy decoding", field="top_p")
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token, bias in self.logit_bias.items():
+            _in_range("logit_bias", bias, -100.0, 100.0)
+            _in_range("logit_bias", token, 0, 2**31 - 1)
+        if any(not text for text in self.stop):
+            raise RequestError("stop must not hold an empty string", field="stop")
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _in_range(name, count, 0, MAX_TOP_LOGPROBS)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    # `not (low <= value)` instead of `value < low`, so that NaN is refused too.
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be between {low} and {high}, got {value}", field=name)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt for the engine.
+
+    Attributes:
+        request_id: unique among the requests in flight.
+        prompt: token ids, at least one.
+        sampling: how to continue it.
+        priority: smaller runs first; equal priorities run in order of arrival.
+        timeout_s: seconds from arrival after which it ends with FinishReason.TIMEOUT; None for none.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    sampling: SamplingParams = SamplingParams()
+    priority: int = 0
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token and of its most likely alternatives, natural log, of the model's own distribution.
+
+    Attributes:
+        token_id: the token at this position.
+        logprob: its log-probability, before temperature, penalties and filters.
+        top: (token id, log-probability) of the most likely tokens, most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to a request; the increments of a request come in order.
+
+    Attributes:
+        request_id: whose.
+        token_ids: tokens generated since the last increment (an ending stop token included).
+        logprobs: one per token in `token_ids`, if asked for.
+        prompt_logprobs: one per prompt token, in the first increment, if asked for; the first token has None.
+        finish_reason: set in the last increment.
+        cached_tokens: prompt tokens that were reused from the cache.
+        error: what failed, with FinishReason.ERROR.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine's counters and balances. Counters only grow while the engine lives.
+
+    Attributes:
+        steps: steps planned.
+        running, waiting: requests now.
+        prompt_tokens: prompt tokens of all requests that got their first token.
+        cached_tokens: those of them that came from the cache.
+        computed_tokens: tokens that the ranks were asked to compute.
+        output_tokens: tokens generated.
+        finished: finish reason -> requests.
+        preemptions: times that a running request gave its pages back.
+        evicted_pages: cached pages freed to make room.
+        pages_total, pages_free, pages_in_use, pages_cached: the device pool; the last three add up to the first.
+        pages_locked: cached pages that running requests hold.
+    """
+
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+    preemptions: int = 0
+    evicted_pages: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_in_use: int = 0
+    pages_cached: int = 0
+    pages_locked: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a front end must know of the engine that it talks to.
+
+    Attributes:
+        model: name that clients use.
+        model_dir: directory of config, weights and tokenizer.
+        vocab_size: token ids lie in [0, vocab_size).
+        eos_token_ids: tokens that end an output.
+        max_model_len: most tokens of prompt and output together.
+        page_size: tokens per page.
+        num_pages: pages of the device pool.
+        max_queue: requests that may wait.
+        ranks: one row per rank for people: rank, coords, node, device, kv bytes.
+    """
+
+    model: str
+    model_dir: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    max_queue: int
+    ranks: tuple[Mapping[str, Any], ...] = ()

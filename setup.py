@@ -1,0 +1,56 @@
+"""Package metadata. Tools are configured in pyproject.toml, development versions pinned in constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# From the oldest that has what is used to below the next major release.
+REQUIRES = [
+    "ray[default]>=2.60,<3",
+    "torch>=2.11,<3",
+    "numpy>=2.0,<3",
+    "msgpack>=1.1,<2",
+    "safetensors>=0.5,<1",
+    "tokenizers>=0.22,<1",
+    "jinja2>=3.1,<4",
+    "starlette>=1.0,<2",
+    "uvicorn>=0.40,<1",
+    "uvloop>=0.21,<1; sys_platform != 'win32'",
+    "httptools>=0.6,<1; sys_platform != 'win32'",
+    "pydantic>=2.10,<3",
+    "prometheus_client>=0.21,<1",
+    "pyyaml>=6.0,<7",
+    "psutil>=6.0,<8",
+]
+DEMO = ["gguf>=0.17,<1"]  # the model's package is installed beside it, see the Makefile
+DEV = [
+    "httpx>=0.28,<1",
+    "hypothesis>=6.130,<7",
+    "import-linter>=2.5,<3",
+    "mypy>=2.0,<3",
+    "openai>=3.0,<4",
+    "pytest>=9.0,<10",
+    "pytest-timeout>=2.4,<3",
+    "ruff>=0.17,<0.18",
+    "setuptools>=77,<90",
+    "transformers>=5.0,<6",
+    "types-psutil>=6.0,<8",
+    "types-PyYAML>=6.0,<7",
+]
+
+setup(
+    name="raycache",
+    version="0.1.0",
+    description="Serves large language models on Ray; cache hits do not depend on how the model is split",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["raycache*", "actors*", "launch*"]),
+    package_dir={"": "."},
+    package_data={"raycache": ["py.typed"], "actors": ["py.typed"], "launch": ["py.typed"]},
+    install_requires=REQUIRES,
+    extras_require={"gpu": ["flashinfer-python>=0.6,<1"], "demo": DEMO, "dev": DEV},
+    entry_points={"console_scripts": ["raycache = raycache.__main__:main"]},
+)

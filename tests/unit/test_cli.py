@@ -1,0 +1,386 @@
+"""The command line: what it answers, what it says about bad input, and what it leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from launch import service
+from launch.cli import main
+from launch.flags import add_config_flags, settings
+from launch.table import human_bytes, render
+from raycache import __version__
+from raycache.config import Config
+from raycache.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FIGURES = {
+    "model": "tiny",
+    "ranks": [{"rank": 0}, {"rank": 1}],
+    "running": 3,
+    "waiting": 1,
+    "pages_in_use": 7,
+    "pages_total": 64,
+    "prompt_tokens": 2000,
+    "cached_tokens": 500,
+    "output_tokens": 42,
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No services but those of the test."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, **options)
+
+
+def parsed(*arguments: str) -> dict[str, Any]:
+    parser = ArgumentParser()
+    add_config_flags(parser)
+    return settings(parser.parse_args(arguments))
+
+
+# --- help, version, errors
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = """
+        import sys
+        from raycache.__main__ import main
+        sys.argv = ["raycache", "launch", "--help"]
+        try:
+            main()
+        except SystemExit as end:
+            assert end.code == 0
+        print(*sys.modules, sep=",", file=sys.stderr)
+    """
+    done = python("-c", textwrap.dedent(code), cwd=ROOT)
+    assert "--kv-memory" in done.stdout
+    loaded = {name.partition(".")[0] for name in done.stderr.strip().split(",")}
+    heavy = {
+        "torch",
+        "ray",
+        "numpy",
+        "pydantic",
+        "starlette",
+        "uvicorn",
+        "tokenizers",
+        "transformers",
+        "yaml",
+        "psutil",
+    }
+    assert "launch" in loaded and not loaded & heavy
+
+
+def test_version_names_the_packages_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["raycache"] == __version__ and {"ray", "torch", "python"} <= said.keys()
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["serve"], ["launch", "m", "--tp", "two"], ["launch", "m", "--device", "tpu"]]
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and "usage: raycache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["launch"], "no model"),
+        (["launch", "m", "--cp", "3"], "cp=3 does not divide page_size=64"),
+        (["launch", "m", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["doctor"], "no model"),
+        (["status", "--endpoint", "file:///etc/passwd"], "is not an endpoint"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("raycache: error: ") and said in error and error.count("\n") == 1
+
+
+def test_a_foreign_package_that_shadows_ours_is_named(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "__init__.py").write_text("raise SystemExit('foreign code ran')")
+    done = python("-m", "raycache", "version", cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and str(tmp_path / "launch") in done.stderr and "foreign code" not in done.stderr
+
+
+def test_a_missing_package_of_ours_is_named(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "raycache", tmp_path / "raycache")
+    # -S: no site-packages, where this checkout may be installed.
+    done = python("-S", "-m", "raycache", "version", cwd=tmp_path)
+    assert done.returncode == 2 and f"'actors' is missing, it should be {tmp_path / 'actors'}" in done.stderr
+
+
+# --- settings
+
+
+def test_every_setting_is_a_flag_with_its_type() -> None:
+    wanted: dict[str, Any] = {}
+    arguments: list[str] = []
+    for field in dataclasses.fields(Config):
+        flag, default = "--" + field.name.replace("_", "-"), field.default
+        if isinstance(default, bool):
+            wanted[field.name] = not default
+            arguments.append(flag.replace("--", "--no-") if default else flag)
+            continue
+        value = {str: (field.metadata["choices"] or ["x"])[-1], int: 2, float: 7.5}[type(default)]
+        wanted[field.name] = value
+        arguments += [value] if field.name == "model" else [flag, str(value)]
+    assert parsed(*arguments) == wanted
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump({"model": "m", "tp": 3, "cp": 2, "api_key": "from file"}))
+    assert parsed("--config", str(file), "--cp", "4") == {"model": "m", "tp": 3, "cp": 4, "api_key": "from file"}
+    monkeypatch.setenv("RAYCACHE_API_KEY", "from environment")
+    assert parsed("--config", str(file))["api_key"] == "from environment"
+    assert parsed("--config", str(file), "--api-key", "flag")["api_key"] == "flag"
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "tp: [", "just text", "1: 2", "tp: 2\ntp", "\x00"])
+def test_a_file_that_holds_no_settings_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="serve.yaml"):
+        parsed("m", "--config", str(file))
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    assert parsed("m", "--config", str(tmp_path / "empty.yaml")) == {"model": "m"}
+
+
+# --- running services
+
+
+def write_state(home: Path, **changes: Any) -> Path:
+    me = psutil.Process()
+    state = service.Service(
+        me.pid, me.create_time(), "http://127.0.0.1:1", "tiny", "local", "", "2024-01-01T00:00:00+00:00"
+    )
+    folder = home / ".raycache" / "run"
+    folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+    path = folder / "1-1.json"
+    path.write_text(json.dumps(dataclasses.asdict(state) | changes))
+    return path
+
+
+def test_a_registered_service_is_found_and_gone_after_its_block(home: Path) -> None:
+    with service.register("http://127.0.0.1:8123", model="tiny", ray_address="local", dashboard="") as mine:
+        assert service.running() == [mine] and mine.port == 8123
+        (file,) = (home / ".raycache" / "run").iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert service.running() == [] and not list(file.parent.iterdir())
+
+
+def test_a_service_is_found_without_the_runtime_folder_it_was_started_with(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with service.register("http://127.0.0.1:8123", model="tiny", ray_address="local", dashboard="") as mine:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
+        assert service.running() == [mine]
+
+
+def test_the_state_of_a_dead_process_is_dropped(home: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    path = write_state(home, pid=ended.pid)
+    assert service.running() == [] and not path.exists()
+
+
+def test_a_process_id_that_was_used_again_is_not_taken_for_the_service(home: Path) -> None:
+    path = write_state(home, create_time_s=psutil.Process().create_time() - 3600)
+    assert service.running() == [] and not path.exists()
+
+
+def test_a_file_that_describes_no_service_is_ignored(home: Path) -> None:
+    path = write_state(home)
+    path.write_text('{"pid": 1}')
+    assert service.running() == []
+
+
+def test_a_state_folder_that_others_can_write_to_is_refused(home: Path) -> None:
+    write_state(home).parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="others than you"):
+        service.running()
+
+
+def test_nothing_running_is_said_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 1
+    assert main(["stop"]) == 1
+    assert main(["stop", "--port", "8000"]) == 1
+    captured = capsys.readouterr()
+    assert "no service runs" in captured.out and "on port 8000" in captured.err
+    assert main(["status", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == []
+
+
+class Answer(BaseHTTPRequestHandler):
+    """A service with a key, as far as `status` can see."""
+
+    def do_GET(self) -> None:
+        known = self.headers["Authorization"] == "Bearer secret"
+        self.send_response(200 if known and self.path == "/status" else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps(FIGURES).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_status_shows_the_figures_of_a_running_service(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYCACHE_API_KEY", "secret")
+    with service.register(endpoint, model="tiny", ray_address="local", dashboard=""):
+        assert main(["status"]) == 0
+        header, row = capsys.readouterr().out.splitlines()
+        assert row.split() == f"{endpoint} tiny {os.getpid()} 2 3 1 7/64 25.0 % 42 ok".split()
+        assert header.index("STATE") == row.index("ok")
+        assert main(["status", "--json"]) == 0
+        (report,) = json.loads(capsys.readouterr().out)
+    assert report["figures"] == FIGURES and report["service"]["pid"] == os.getpid()
+
+
+def test_status_of_a_remote_endpoint_without_its_key_says_which_variable_to_set(
+    endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--endpoint", endpoint]) == 1
+    assert "set RAYCACHE_API_KEY" in capsys.readouterr().out
+
+
+def test_a_service_that_does_not_answer_is_shown_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with service.register("http://127.0.0.1:9", model="tiny", ray_address="local", dashboard=""):
+        assert main(["status"]) == 1
+    assert "no answer: " in capsys.readouterr().out
+
+
+SERVICE = """
+import signal, subprocess, sys, time
+from launch import service
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+with service.register("http://127.0.0.1:8123", model="tiny", ray_address="local", dashboard=""):
+    for name in sys.argv[1:]:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
+    print(child.pid, flush=True)
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        child.kill()
+        child.wait()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., psutil.Process]]:
+    """Start a service that ignores some signals; gives the process that it has started in turn."""
+    services: list[subprocess.Popen[str]] = []
+
+    def start(*ignored: str) -> psutil.Process:
+        # As a person's shell does; a test runner in the background passes on an ignored SIGINT.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        started = subprocess.Popen(
+            [sys.executable, "-c", SERVICE, *ignored], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        signal.signal(signal.SIGINT, before)
+        services.append(started)
+        assert started.stdout is not None
+        child = psutil.Process(int(started.stdout.readline()))
+        threading.Thread(target=started.wait, daemon=True).start()
+        return child
+
+    yield start
+    for started in services:
+        started.kill()
+        started.wait()
+
+
+def test_stop_interrupts_the_service_on_its_port(
+    start: Callable[..., psutil.Process], capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = start()
+    assert main(["stop", "--port", "8124"]) == 1 and len(service.running()) == 1
+    assert main(["stop", "--port", "8123"]) == 0
+    assert capsys.readouterr().out.endswith(": stopped\n")
+    assert gone(child) and service.running() == []
+
+
+@pytest.mark.parametrize(
+    ("ignored", "said"),
+    [
+        (["SIGINT"], "did not stop within 0.5 s, terminated, with 1 processes that it had started"),
+        (["SIGINT", "SIGTERM"], "did not stop within 1 s, killed, with 1 processes that it had started"),
+    ],
+)
+def test_a_service_that_ignores_signals_is_ended_with_what_it_started(
+    ignored: list[str], said: str, start: Callable[..., psutil.Process]
+) -> None:
+    child = start(*ignored)
+    (mine,) = service.running()
+    assert service.stop(mine, grace_s=0.5, terminate_s=0.5) == said
+    assert gone(child) and service.running() == []
+    assert service.stop(mine, grace_s=0.5) == "had ended already"
+
+
+def gone(process: psutil.Process) -> bool:
+    deadline = time.monotonic() + 5
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# --- tables
+
+
+def test_columns_line_up_and_lines_have_no_trailing_spaces() -> None:
+    assert render(("A", "LONG"), rows=[("wide", 1), ("x", "")]).splitlines() == ["A     LONG", "wide  1", "x"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**50, "1024.0 TiB")]
+)
+def test_bytes_are_written_for_people(count: int, text: str) -> None:
+    assert human_bytes(count) == text

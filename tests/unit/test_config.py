@@ -1,0 +1,104 @@
+"""Settings: sizes, types, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raycache.config import Config, divisors, parse_bytes
+from raycache.errors import ConfigError, RayCacheError
+
+
+def test_defaults_are_a_gang_of_one_on_loopback_without_a_key() -> None:
+    config = Config()
+    assert (config.world_size, config.host, config.api_key) == (1, "127.0.0.1", "")
+
+
+def test_world_size_is_the_product_of_all_axes() -> None:
+    assert Config(tp=3, pp=2, cp=4).world_size == 24
+
+
+def test_every_setting_has_a_help_text_and_a_group() -> None:
+    for field in dataclasses.fields(Config):
+        assert field.metadata["help"] and field.metadata["group"], field.name
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("1", 1), ("512B", 512), ("4GiB", 4 * 1024**3), ("1.5 gb", 1_500_000_000), (" 2 kib ", 2048), ("1TB", 10**12)],
+)
+def test_sizes_are_read_with_their_unit(text: str, wanted: int) -> None:
+    assert parse_bytes("kv_memory", text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.5B", "-1GiB", "4 G", "1e9", "nan", "GiB", "4GiBs"])
+def test_what_is_no_size_is_refused_with_the_settings_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="kv_memory"):
+        Config(kv_memory=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tp", 0),
+        ("pp", -1),
+        ("page_size", 0),
+        ("num_pages", -1),
+        ("max_running", 0),
+        ("max_model_len", -5),
+        ("port", 65536),
+        ("port", -1),
+        ("request_timeout_s", math.nan),
+        ("rank_timeout_s", 0.0),
+        ("device", "tpu"),
+        ("dtype", "int8"),
+        ("max_body", "big"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}"):
+        Config.from_mapping({name: value})
+
+
+@given(cp=st.integers(1, 200), page_size=st.integers(1, 512))
+def test_a_page_that_cp_cannot_share_is_refused_and_both_ways_out_work(cp: int, page_size: int) -> None:
+    if page_size % cp == 0:
+        assert Config(cp=cp, page_size=page_size).page_size == page_size
+        return
+    with pytest.raises(ConfigError) as refused:
+        Config(cp=cp, page_size=page_size)
+    assert all(Config(cp=other, page_size=page_size) for other in divisors(page_size))
+    offered = int(str(refused.value).rsplit("page_size=", 1)[1])
+    assert Config(cp=cp, page_size=offered).page_size == offered
+
+
+@given(st.integers(1, 2000))
+def test_divisors_are_all_and_only_those_that_divide(number: int) -> None:
+    assert divisors(number) == sorted(divisors(number))
+    assert set(divisors(number)) == {d for d in range(1, number + 1) if number % d == 0}
+
+
+def test_a_misspelt_setting_names_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match="'page_szie'; did you mean 'page_size'"):
+        Config.from_mapping({"page_szie": 32})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tp", "2"), ("tp", 2.0), ("tp", True), ("prefix_cache", 1), ("host", None), ("model", 7)]
+)
+def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be of type"):
+        Config.from_mapping({name: value})
+
+
+def test_a_whole_number_is_a_number_of_seconds() -> None:
+    assert Config.from_mapping({"request_timeout_s": 30}).request_timeout_s == 30
+
+
+def test_a_refused_setting_is_also_a_value_error_and_one_of_ours() -> None:
+    assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, RayCacheError)

@@ -1,0 +1,146 @@
+"""What the doctor says of models, splits and memory, and that it reads no weight for it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from launch.cli import main
+from launch.doctor import examine, run
+from launch.finding import Finding, Verdict
+from tests.oracle.tiny import make_tiny
+
+KIB = 2**10
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4 layers, 8 heads, 2 KV heads of 16 numbers."""
+    folder = make_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    alphabet = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def examined(model: Path, **settings: Any) -> dict[str, Finding]:
+    found = list(examine({"model": str(model), "device": "cpu", "port": 0, **settings}))
+    return {one.subject: one for one in found}
+
+
+def refused(found: dict[str, Finding]) -> set[str]:
+    return {subject for subject, one in found.items() if one.verdict is Verdict.REFUSED}
+
+
+def test_a_model_that_can_be_served_is_refused_nowhere(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tiny), "--device", "cpu", "--port", "0", "--kv-memory", "1MiB"]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("\nnothing refused\n") and "backend torch: float32 on cpu, heads of 16" in said
+
+
+@pytest.mark.parametrize(
+    ("split", "page_bytes"),
+    [
+        # k and v, KV heads, numbers, bytes, layers, tokens
+        ({}, 2 * 2 * 16 * 4 * 4 * 64),
+        ({"tp": 2}, 2 * 1 * 16 * 4 * 4 * 64),
+        ({"tp": 4}, 2 * 1 * 16 * 4 * 4 * 64),  # more ranks than KV heads
+        ({"pp": 3}, 2 * 2 * 16 * 4 * 2 * 64),  # the fullest of 2 + 1 + 1 layers
+        ({"cp": 4}, 2 * 2 * 16 * 4 * 4 * 16),
+        ({"dtype": "bfloat16"}, 2 * 2 * 16 * 2 * 4 * 64),
+        ({"tp": 2, "pp": 2, "cp": 2, "page_size": 32}, 2 * 1 * 16 * 4 * 2 * 16),
+    ],
+)
+def test_the_cache_is_counted_for_the_fullest_rank(tiny: Path, split: dict[str, Any], page_bytes: int) -> None:
+    found = examined(tiny, kv_memory="10MiB", **split)
+    size = f"{page_bytes / KIB:.1f} KiB per page"
+    assert found["cache per rank"].text.endswith(size)
+    pages = 10 * KIB**2 // page_bytes
+    assert found["cache"].text.startswith(f"{pages} pages, {pages * split.get('page_size', 64)} tokens")
+
+
+def test_weights_are_divided_over_tensor_and_pipeline_ranks_and_converted(tiny: Path) -> None:
+    def weights(**split: int | str) -> float:
+        return float(examined(tiny, **split)["weights per rank"].text.split()[1])
+
+    whole = (tiny / "model.safetensors").stat().st_size / KIB
+    assert weights() == pytest.approx(whole, rel=0.01)
+    assert weights(tp=2, pp=2, cp=2) == pytest.approx(whole / 4, rel=0.01)
+    assert weights(dtype="float16") == pytest.approx(whole / 2, rel=0.01)
+
+
+def test_all_refusals_are_shown_and_not_the_first_only(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {"tp": 3, "pp": 5, "cp": 7, "max_model_len": 5000, "max_body": "much", "chat_template": "/nowhere"}
+    found = list(examine({"model": str(tiny), "device": "cpu", "port": 0, **wrong}))
+    texts = " ".join(one.text for one in found if one.verdict is Verdict.REFUSED)
+    for name in ("tp=3", "pp=5", "cp=7", "max_model_len=5000", "max_body='much'", "/nowhere"):
+        assert name in texts
+    assert run({"model": str(tiny), **wrong}) == 1
+    assert capsys.readouterr().out.endswith("6 refused: launch would not start\n")
+
+
+def test_settings_that_only_together_do_not_work_are_refused_once(tiny: Path) -> None:
+    found = list(examine({"model": str(tiny), "device": "cpu", "port": 0, "cp": 6, "page_size": 32}))
+    assert [one.subject for one in found if one.verdict is Verdict.REFUSED] == ["settings"]
+    assert not refused(examined(tiny, cp=3, page_size=96))
+
+
+def test_an_unknown_setting_is_refused_and_the_rest_is_examined(tiny: Path) -> None:
+    found = examined(tiny, tensor_parallel=2)
+    assert "'tensor_parallel'" in found["settings"].text and found["model"].verdict is Verdict.OK
+
+
+def test_a_missing_directory_is_one_refusal(tmp_path: Path) -> None:
+    found = examined(tmp_path / "nothing")
+    assert refused(found) == {"model"} and "not a directory" in found["model"].text
+
+
+def test_an_empty_directory_lacks_config_weights_and_tokenizer(tmp_path: Path) -> None:
+    assert refused(examined(tmp_path)) == {"model", "weights", "tokenizer"}
+
+
+def test_a_half_downloaded_file_is_refused(tiny: Path, tmp_path: Path) -> None:
+    for file in tiny.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[: 10000 if file.suffix == ".safetensors" else None])
+    found = examined(tmp_path)
+    assert refused(found) == {"weights"} and "incomplete" in found["weights"].text
+
+
+def test_weights_beyond_the_memory_are_refused_without_reading_them(tiny: Path, tmp_path: Path) -> None:
+    for file in tiny.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    size = 8 * 2**40
+    header = json.dumps({"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.write(len(header).to_bytes(8, "little") + header)
+        weights.truncate(8 + len(header) + size)  # takes no disk: nothing is written there
+    found = examined(tmp_path, kv_memory="1MiB")
+    assert refused(found) == {"memory"} and "8.0 TiB" in found["weights per rank"].text
+    assert refused(examined(tmp_path)) == {"cache"}
+
+
+def test_a_cache_below_the_context_is_a_warning(tiny: Path) -> None:
+    found = examined(tiny, num_pages=10)
+    assert found["cache"].verdict is Verdict.WARNING and "640 tokens" in found["cache"].text
+
+
+def test_a_port_in_use_is_refused(tiny: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert refused(examined(tiny, port=taken.getsockname()[1])) == {"endpoint"}
+
+
+def test_more_cuda_ranks_than_gpus_are_refused(tiny: Path) -> None:
+    assert "device" in refused(examined(tiny, device="cuda", cp=64))
+
+
+def test_a_cluster_elsewhere_is_a_warning(tiny: Path) -> None:
+    assert examined(tiny, address="10.0.0.1:6379")["cluster"].verdict is Verdict.WARNING

@@ -1,0 +1,196 @@
+"""Models against transformers on the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from raycache.errors import CheckpointError, ConfigError
+from raycache.models.base import check_split, components, load_model, read_config
+from raycache.models.checkpoint import Checkpoint
+from raycache.parallel.collectives import Group
+from raycache.parallel.context import ParallelContext
+from raycache.parallel.sharding import Split
+from tests.oracle.tiny import ROPES, make_tiny, oracle_logits
+
+CPU = torch.device("cpu")
+IDS = torch.randint(3, 515, (200,), generator=torch.Generator().manual_seed(1))
+
+
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def quiet(done: int, total: int) -> None:
+    assert 0 < done <= total
+
+
+def logits(model_dir: Path, ids: Tensor, ctx: ParallelContext) -> Tensor:
+    config = read_config(model_dir)
+    model = load_model(config, Checkpoint(model_dir), ctx, torch.float32, on_progress=quiet)
+    with torch.inference_mode():
+        return model.logits(model.forward(model.embed(ids), torch.arange(len(ids)), causal))
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"llama-{kind}": ("llama", {"rope_parameters": rope}) for kind, rope in ROPES.items()},
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-all-heads-keep-kv": ("llama", {"num_key_value_heads": 8}),
+    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
+    "llama-head-wider-than-hidden": ("llama", {"head_dim": 32}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied-yarn": ("qwen3", {"tie_word_embeddings": True, "rope_parameters": ROPES["yarn"]}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("tiny")
+
+    def make(variant: str) -> Path:
+        model_type, settings = VARIANTS[variant]
+        model_dir = root / variant
+        return model_dir if model_dir.exists() else make_tiny(model_dir, model_type, **settings)
+
+    return make
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers_and_every_tensor_is_used(tiny: Callable[[str], Path], variant: str) -> None:
+    model_dir = tiny(variant)
+    config, checkpoint = read_config(model_dir), Checkpoint(model_dir)
+    model = load_model(config, checkpoint, ParallelContext.single(CPU), torch.float32, on_progress=quiet)
+    with torch.inference_mode():
+        ours = model.logits(model.forward(model.embed(IDS), torch.arange(len(IDS)), causal))
+    oracle = oracle_logits(model_dir, IDS)
+    assert (ours - oracle).abs().max() < 1e-5 * oracle.std()  # tied heads have logits of spread 8
+    assert checkpoint.unread() == []
+
+
+class ThreadGroup(Group):
+    """Ranks as threads of this process: a real sum and a real gather, without processes."""
+
+    def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__(rank=rank, size=len(board))
+        self._board, self._barrier = board, barrier
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self._board[self.rank] = tensor.clone()
+        self._barrier.wait()
+        gathered = torch.stack(self._board)
+        self._barrier.wait()
+        return gathered
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(self.all_gather(tensor).sum(0))
+
+
+def on_threads(size: int, run: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
+    board, barrier, results = [None] * size, threading.Barrier(size, timeout=60), [torch.empty(0)] * size
+
+    def rank(index: int) -> None:
+        try:
+            results[index] = run(ThreadGroup(index, board, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("variant", ["llama-biases", "llama-tied", "llama-one-kv-head", "qwen3-tied-yarn"])
+def test_any_tp_gives_the_same_logits_on_every_rank(tiny: Callable[[str], Path], variant: str, tp: int) -> None:
+    model_dir = tiny(variant)
+    whole = logits(model_dir, IDS, ParallelContext.single(CPU))
+
+    def share(group: ThreadGroup) -> Tensor:
+        return logits(model_dir, IDS, ParallelContext(Split(tp=tp), group.rank, CPU, tp=group))
+
+    for rank_logits in on_threads(tp, share):
+        torch.testing.assert_close(rank_logits, whole, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("variant", ["llama-tied", "qwen3"])
+def test_pipeline_stages_give_the_same_logits(tiny: Callable[[str], Path], variant: str, pp: int) -> None:
+    model_dir = tiny(variant)
+    config, source = read_config(model_dir), Checkpoint(model_dir)
+    seen: list[int] = []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append(layer)
+        return causal(layer, q, k, v)
+
+    stages = [
+        load_model(config, source, ParallelContext(Split(pp=pp), rank, CPU, pp=Group(rank=rank, size=pp)),
+                   torch.float32, on_progress=quiet)
+        for rank in range(pp)
+    ]  # fmt: skip
+    with torch.inference_mode():
+        hidden = stages[0].embed(IDS)
+        for stage in stages:
+            hidden = stage.forward(hidden, torch.arange(len(IDS)), attend)
+        ours = stages[-1].logits(hidden)
+    assert torch.equal(ours, logits(model_dir, IDS, ParallelContext.single(CPU)))
+    assert seen == [0, 1, 2, 3]
+
+
+def test_bfloat16_stays_close_to_transformers(tiny: Callable[[str], Path]) -> None:
+    model_dir = tiny("qwen3")
+    config = read_config(model_dir)
+    model = load_model(config, Checkpoint(model_dir), ParallelContext.single(CPU), torch.bfloat16, on_progress=quiet)
+    with torch.inference_mode():
+        ours = model.logits(model.forward(model.embed(IDS), torch.arange(len(IDS)), causal))
+    assert ours.dtype == torch.float32
+    assert (ours - oracle_logits(model_dir, IDS)).abs().mean() < 0.05
+
+
+def test_no_tokens_are_no_work(tiny: Callable[[str], Path]) -> None:
+    none = logits(tiny("llama-biases"), IDS[:0], ParallelContext.single(CPU))
+    assert none.shape == (0, 515)
+
+
+def test_the_component_is_keys_and_values_of_every_layer(tiny: Callable[[str], Path]) -> None:
+    (kv,) = components(read_config(tiny("qwen3")), itemsize=2)
+    assert (kv.name, kv.layers, kv.itemsize) == ("kv", (0, 1, 2, 3), 2)
+    assert [(field.name, field.shape, field.head_axis) for field in kv.fields] == [("k", (2, 16), 0), ("v", (2, 16), 0)]
+
+
+def test_a_split_is_refused_with_the_values_that_meet_every_condition(tiny: Callable[[str], Path]) -> None:
+    config = read_config(tiny("qwen3"))
+    smollm = dataclasses.replace(config, name="smol", num_heads=9, num_kv_heads=3, intermediate_size=1536)
+    for tp in (1, 3):
+        check_split(smollm, tp=tp, pp=4)
+    with pytest.raises(ConfigError, match=r"^tp=2 does not divide num_attention_heads=9 of smol; use one of \[1, 3\]$"):
+        check_split(smollm, tp=2, pp=1)
+    with pytest.raises(ConfigError, match=r"tp=9 does not divide intermediate_size=1536 .* one of \[1, 3\]"):
+        check_split(smollm, tp=9, pp=1)
+    twelve = dataclasses.replace(smollm, num_heads=12, num_kv_heads=6)
+    with pytest.raises(ConfigError, match=r"tp=4 neither divides nor .* num_key_value_heads=6 .* \[1, 2, 3, 6, 12\]"):
+        check_split(twelve, tp=4, pp=1)
+    with pytest.raises(ConfigError, match=r"pp=5 exceeds num_hidden_layers=4"):
+        check_split(config, tp=1, pp=5)
+
+
+def test_loading_a_wrong_config_names_the_tensor(tiny: Callable[[str], Path]) -> None:
+    model_dir = tiny("llama-tied")
+    config = dataclasses.replace(read_config(model_dir), intermediate_size=192)
+    with pytest.raises(CheckpointError, match=r"mlp\.gate_proj\.weight .* \[96, 64\], config\.json wants \[192, 64\]"):
+        load_model(config, Checkpoint(model_dir), ParallelContext.single(CPU), torch.float32, on_progress=quiet)

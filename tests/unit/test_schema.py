@@ -1,0 +1,171 @@
+"""Request bodies: what is taken, and that each refusal names the field and the limit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raycache.errors import RequestError
+from raycache.server.schema import ChatBody, CompletionBody, parse_body, parse_json
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return parse_body(CompletionBody, {"model": "m", "prompt": "x", **fields})
+
+
+def chat(**fields: Any) -> ChatBody:
+    return parse_body(ChatBody, {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields})
+
+
+def refused(error: pytest.ExceptionInfo[RequestError]) -> tuple[str | None, str]:
+    return error.value.field, str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sent", "taken"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_a_prompt_is_texts_or_token_ids(sent: Any, taken: Any) -> None:
+    assert completion(prompt=sent).prompt == taken
+
+
+@pytest.mark.parametrize("sent", [[], [[]], [[1], []], [1, True], [1, "a"], [[1.0]], {"a": 1}, 5, [["a"]], [None]])
+def test_other_prompts_are_refused(sent: Any) -> None:
+    with pytest.raises(RequestError, match="^prompt must") as error:
+        completion(prompt=sent)
+    assert error.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"temperature": "0.5"}, "temperature", "valid number"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"max_tokens": 1.0}, "max_tokens", "valid integer"),
+        ({"max_tokens": "5"}, "max_tokens", "valid integer"),
+        ({"max_tokens": -1}, "max_tokens", "0"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"stream": 1}, "stream", "valid boolean"),
+        ({"n": 0}, "n", "1"),
+        ({"n": 129}, "n", "128"),
+        ({"logprobs": 21}, "logprobs", "20"),
+        ({"stop": ["a"] * 17}, "stop", "16"),
+        ({"stop": [1]}, "stop", "string"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids[0]", "valid integer"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5", "valid number"),
+        ({"best_of": 2}, "best_of", "n=1"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "not supported"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
+        ({"nonsense": 1}, "nonsense", "no effect"),
+        ({"timeout_s": 0}, "timeout_s", "greater than 0"),
+        ({"seed": 2**63}, "seed", str(2**63 - 1)),
+        ({"model": 1}, "model", "valid string"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_limit(fields: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(RequestError) as error:
+        completion(**fields)
+    named, text = refused(error)
+    assert named == field
+    assert field in text
+    assert words in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"modalities": ["audio"]}, "modalities[0]"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": ["hello"]}, "messages[0]"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"functions": []}, "functions"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+def test_chat_fields_that_cannot_be_served_are_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as error:
+        chat(**fields)
+    assert error.value.field == field
+
+
+def test_null_is_absent_and_harmless_fields_are_taken() -> None:
+    body = chat(
+        temperature=None, stop=None, max_tokens=None, user="u", store=False, metadata={}, parallel_tool_calls=True
+    )
+    assert body.temperature == 1.0
+    assert body.stop == []
+
+
+def test_missing_fields_are_named() -> None:
+    with pytest.raises(RequestError, match="prompt is required"):
+        parse_body(CompletionBody, {"model": "m"})
+    with pytest.raises(RequestError, match="model is required"):
+        parse_body(ChatBody, {"messages": []})
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'"x"', "must be a JSON object"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
+        (b'{"a": NaN}', "not finite"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "too long"),
+        (b'{"a": "\\uD800"}', "surrogate"),
+        (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+    ],
+)
+def test_bodies_that_are_not_json_objects_are_refused(body: bytes, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        parse_json(body)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_taken_or_refused(body: bytes) -> None:
+    try:
+        parse_json(body)
+    except RequestError as error:
+        assert error.message
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(name=st.sampled_from([*CompletionBody.model_fields, *ChatBody.model_fields]), value=_JSON)
+def test_any_value_of_any_field_is_taken_or_refused(name: str, value: Any) -> None:
+    for kind, base in ((CompletionBody, {"prompt": "x"}), (ChatBody, {"messages": [{"role": "user", "content": "x"}]})):
+        try:
+            parse_body(kind, {"model": "m", **base, name: value})
+        except RequestError as error:
+            assert error.message
+            assert error.field
+
+
+def test_escaped_text_outside_the_basic_plane_is_taken() -> None:
+    assert parse_json(json.dumps({"a": "🎉"}).encode()) == {"a": "🎉"}
