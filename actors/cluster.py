@@ -62,6 +62,9 @@ def connect(config: Config) -> Cluster:
     except (RuntimeError, ValueError, ConnectionError, OSError, TimeoutError) as cause:
         disconnect(temp_dir)
         raise ConfigError(_explain(config.address, cause)) from cause
+    except KeyboardInterrupt:
+        disconnect(temp_dir)
+        raise
     address: dict[str, Any] = context.address_info  # type: ignore[attr-defined]  # a base class lacks it
     url = address.get("webui_url") or ""
     return Cluster(address=str(address["gcs_address"]), dashboard_url=f"http://{url}" if url else "", temp_dir=temp_dir)

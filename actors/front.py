@@ -103,18 +103,21 @@ class RayEngine:
     def _start_polling(self) -> None:
         if self._polling is None or self._polling.done():
             self._polling = asyncio.get_running_loop().create_task(self._poll())
+            self._polling.add_done_callback(self._on_polling_over)
 
     async def _poll(self) -> None:
-        try:
-            while True:
-                messages: list[Message] = await self._await(self._actor.poll.remote(_POLL_TIMEOUT_S))
-                for request_id, message in messages:
-                    queue = self._queues.get(request_id)
-                    if queue is not None:
-                        queue.put_nowait(message)
-        except EngineStoppedError as error:
-            for queue in self._queues.values():
-                queue.put_nowait(error)
+        while True:
+            messages: list[Message] = await self._await(self._actor.poll.remote(_POLL_TIMEOUT_S))
+            for request_id, message in messages:
+                queue = self._queues.get(request_id)
+                if queue is not None:
+                    queue.put_nowait(message)
+
+    def _on_polling_over(self, task: asyncio.Task[None]) -> None:
+        """Whatever ended the polling, nobody may wait for ever."""
+        error = None if task.cancelled() else task.exception()
+        for queue in self._queues.values():
+            queue.put_nowait(EngineStoppedError(str(error or "the server is stopping")))
 
     def _ask(self, method: str) -> Any:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,12 +17,13 @@ from raycache.engine.engine import Executor
 from raycache.engine.executors import LocalExecutor
 from raycache.engine.processes import ProcessGang
 from raycache.engine.runner import RankRunner, Seat
-from raycache.errors import RequestError
+from raycache.errors import EngineStoppedError, RankLostError, RequestError
 from raycache.server.chat import ChatTemplate
 from raycache.server.output_text import OutputText
 from raycache.server.tokenizer import Tokenizer
 from raycache.types import EngineInfo, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenLogprob
 
+_log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -81,6 +83,7 @@ class LLM:
             executor, self.config, model=model_config, device_type=device_type, num_pages=num_pages
         )
         self._ids = itertools.count()
+        self._is_closed = False
 
     @property
     def info(self) -> EngineInfo:
@@ -108,7 +111,10 @@ class LLM:
         Raises:
             RequestError: a prompt or its sampling is wrong; nothing was run.
             RankLostError: a rank of a split model died.
+            EngineStoppedError: the model is closed.
         """
+        if self._is_closed:
+            raise EngineStoppedError("this LLM is closed; make another")
         each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters", field="sampling")
@@ -140,8 +146,14 @@ class LLM:
         return self.generate(prompts, sampling)
 
     def close(self) -> None:
-        """End the ranks."""
-        self._engine.close()
+        """End the ranks. A model that is closed takes no more prompts."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._engine.close()
+        except RankLostError as error:
+            _log.warning("ranks were gone before the end: %s", error)
         if self._gang is not None:
             self._gang.join(_CLOSE_TIMEOUT_S)
 

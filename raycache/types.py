@@ -83,6 +83,8 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _in_range("logit_bias", bias, -100.0, 100.0)
             _in_range("logit_bias", token, 0, 2**31 - 1)
+        if self.seed is not None:
+            _in_range("seed", self.seed, -(2**63), 2**63 - 1)
         if any(not text for text in self.stop):
             raise RequestError("stop must not hold an empty string", field="stop")
         if self.max_tokens is not None:

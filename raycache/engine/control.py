@@ -8,6 +8,8 @@ ranks alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,16 +23,30 @@ FRAME = 16 * 1024
 _DECIDER = 0
 
 
-def broadcast_plan(plan: StepPlan, control: Group) -> None:
-    """Send a plan to all ranks (decider's side)."""
+def broadcast_plan(plan: StepPlan, control: Group) -> Callable[[], None]:
+    """Start to send a plan to all ranks (decider's side).
+
+    Does not wait: a rank takes a plan when it is done with the one before, and the last stage is only done when its
+    answer is taken, so a decider that waited here with several plans in flight would wait forever.
+
+    Returns:
+        To be called once the plan is answered: raises RankLostError if a rank did not take it.
+    """
     packed = plan.pack()
     frame = np.zeros(FRAME, np.uint8)
     frame[:8] = np.frombuffer(np.int64(len(packed)).tobytes(), np.uint8)
     head = np.frombuffer(packed[: FRAME - 8], np.uint8)
     frame[8 : 8 + len(head)] = head
-    control.broadcast(torch.from_numpy(frame), root=_DECIDER)
+    sent = [control.ibroadcast(torch.from_numpy(frame), root=_DECIDER)]
     if len(packed) > FRAME - 8:
-        control.broadcast(torch.frombuffer(bytearray(packed[FRAME - 8 :]), dtype=torch.uint8), root=_DECIDER)
+        rest = torch.frombuffer(bytearray(packed[FRAME - 8 :]), dtype=torch.uint8)
+        sent.append(control.ibroadcast(rest, root=_DECIDER))
+
+    def wait() -> None:
+        for part in sent:
+            part()
+
+    return wait
 
 
 def receive_plan(control: Group) -> StepPlan:

@@ -58,6 +58,8 @@ class Engine:
         self._executor = executor
         self._scheduler = scheduler
         self._in_flight: deque[Batch] = deque()
+        # Kept over a step that fails: these increments are told once.
+        self._outputs: list[RequestOutput] = []
         self._arrivals = 0
         self._random = random.SystemRandom()
         self._finish_times: deque[float] = deque(maxlen=64)
@@ -101,9 +103,8 @@ class Engine:
         Raises:
             RankLostError: the gang is lost; `restart` goes on with another.
         """
-        outputs: list[RequestOutput] = []
         while len(self._in_flight) < self._executor.depth:
-            outputs += self._scheduler.take_ended(time.monotonic())
+            self._outputs += self._scheduler.take_ended(time.monotonic())
             batch = self._scheduler.schedule()
             if batch is None:
                 break
@@ -113,7 +114,8 @@ class Engine:
             batch = self._in_flight[0]
             results = self._executor.collect(batch.plan)
             self._in_flight.popleft()
-            outputs += self._scheduler.complete(batch, results)
+            self._outputs += self._scheduler.complete(batch, results)
+        outputs, self._outputs = self._outputs, []
         self._finish_times.extend(time.monotonic() for output in outputs if output.finish_reason is not None)
         return outputs
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 
 from raycache.engine.control import broadcast_plan, receive_answers
 from raycache.engine.plan import RowResult, StepPlan, read_answers
@@ -11,6 +13,9 @@ from raycache.errors import RankLostError
 from raycache.parallel.board import AckBoard
 from raycache.parallel.collectives import Group
 from raycache.parallel.sharding import Split
+
+_BLAME_S = 1.0
+"""How long to wait for the survivors of a lost gang to say that they lost a peer; who says nothing is to blame."""
 
 
 class LocalExecutor:
@@ -50,26 +55,32 @@ class GangExecutor:
         self._control = control
         self._split = split
         self._board = board
+        self._sending: deque[Callable[[], None]] = deque()
         self.depth = split.pp
 
     def submit(self, plan: StepPlan) -> None:
-        try:
-            broadcast_plan(plan, self._control)
-        except RankLostError as cause:
-            raise self._blame(plan, cause) from cause
+        self._sending.append(broadcast_plan(plan, self._control))
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         try:
-            return read_answers(plan, receive_answers(plan, self._control, split=self._split))
+            answers = receive_answers(plan, self._control, split=self._split)
+            self._sending.popleft()()
         except RankLostError as cause:
             raise self._blame(plan, cause) from cause
+        return read_answers(plan, answers)
 
     def close(self) -> None:
-        self._control.close()
+        try:
+            for sent in self._sending:
+                sent()
+        finally:
+            self._control.close()
 
     def _blame(self, plan: StepPlan, cause: RankLostError) -> RankLostError:
         """Name the rank that the others wait for."""
-        late = self._board.behind(plan.step)
-        rank = late[0] if late else -1
-        coords = str(self._split.coords(rank)) if late else "unknown"
+        deadline = time.monotonic() + _BLAME_S
+        while len(suspects := self._board.suspects(plan.step)) > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        rank = suspects[0] if suspects else -1
+        coords = str(self._split.coords(rank)) if suspects else "unknown"
         return RankLostError(rank, coords, plan.step, cause.cause)

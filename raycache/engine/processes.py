@@ -96,10 +96,11 @@ class ProcessGang:
         split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
         store = Store(_HOST)
         board = AckBoard.create(split.world_size)
-        invitations = invite(config, device_type=device_type, store=store, board=board, epoch=1)
         self._store = store
-        self._processes = [RankProcess(_run_rank, invitation) for invitation in invitations]
+        self._processes: list[RankProcess] = []
         try:
+            invitations = invite(config, device_type=device_type, store=store, board=board, epoch=1)
+            self._processes += [RankProcess(_run_rank, invitation) for invitation in invitations]
             with ThreadPoolExecutor(1) as pool:
                 # Joining is a meeting: the decider has to be on its way while it waits for the ranks' answers.
                 joining = pool.submit(

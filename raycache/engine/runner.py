@@ -147,10 +147,11 @@ class RankRunner:
                 self._board.post(rank, Lane.STEP, step)
                 if plan.is_last:
                     return
-        except BaseException as cause:
+        except RankLostError as cause:
+            self._board.post(rank, Lane.LOST, max(step, 1))
+            raise RankLostError(rank, str(self._ctx.coords), step, cause.cause) from cause
+        except BaseException:
             self._board.post(rank, Lane.FAILED, max(step, 1))
-            if isinstance(cause, RankLostError):
-                raise RankLostError(rank, str(self._ctx.coords), step, cause.cause) from cause
             _log.exception("rank %d (%s) failed at step %d", rank, self._ctx.coords, step)
             raise
         finally:

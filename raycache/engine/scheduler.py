@@ -88,7 +88,9 @@ class Scheduler:
         self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
+        # Those that end while they wait stay in the heap until they come up, or are too many.
         self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._num_waiting = 0
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._ending: list[Request] = []
@@ -103,7 +105,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for their first or next admission."""
-        return sum(request.phase is Phase.WAITING for _, request in self._waiting)
+        return self._num_waiting
 
     @property
     def has_requests(self) -> bool:
@@ -189,7 +191,10 @@ class Scheduler:
             now_s: clock of the deadlines, seconds.
         """
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            self.end(heapq.heappop(self._deadlines)[1], FinishReason.TIMEOUT)
+            request = self._requests.get(heapq.heappop(self._deadlines)[1])
+            # The id may be of a later request by now: ids are unique only among those in flight.
+            if request is not None and request.deadline is not None and request.deadline <= now_s:
+                self.end(request.request_id, FinishReason.TIMEOUT)
         ready = [request for request in self._ending if not request.is_in_flight]
         self._ending = [request for request in self._ending if request.is_in_flight]
         return [
@@ -223,11 +228,13 @@ class Scheduler:
         assert sorted(slots + self._free_slots) == list(range(self._max_running)), "a slot is lost or given twice"
         for request in self._running:
             assert len(request.pages) * self.page_size >= request.num_computed, "computed tokens without a page"
+        waiting = sum(request.phase is Phase.WAITING for _, request in self._waiting)
+        assert waiting == self._num_waiting, f"{self._num_waiting} waiting requests counted, there are {waiting}"
         if not self._running:
             assert self._tree.num_locked == 0, "pages are locked and nothing runs"
 
     def _rows_per_plan(self) -> int:
-        busy = len(self._running) + min(len(self._waiting), self._max_running - len(self._running))
+        busy = len(self._running) + min(self._num_waiting, self._max_running - len(self._running))
         return max(1, -(-busy // self._micro_batches))
 
     # --- running requests ---------------------------------------------------------------------------------------------
@@ -260,7 +267,7 @@ class Scheduler:
         while not self._make_free(needed):
             victim = self._victim(batch, behind=request)
             if victim is None:
-                if not any(other.is_in_flight for other in self._running):
+                if not batch.rows and not any(other.is_in_flight for other in self._running):
                     self._preempt(request)
                 return None
             self._preempt(victim)
@@ -297,7 +304,15 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         request.phase = Phase.WAITING
+        self._num_waiting += 1
         heapq.heappush(self._waiting, (request.order, request))
+
+    def _unqueue(self) -> None:
+        """Count a waiting request out; the heap is made anew when half of it has ended."""
+        self._num_waiting -= 1
+        if len(self._waiting) > 2 * self._num_waiting + 64:
+            self._waiting = [entry for entry in self._waiting if entry[1].phase is Phase.WAITING]
+            heapq.heapify(self._waiting)
 
     def _admit(self, batch: Batch) -> None:
         set_aside: list[tuple[tuple[int, int], Request]] = []
@@ -353,6 +368,7 @@ class Scheduler:
 
     def _start(self, request: Request, batch: Batch) -> None:
         request.phase = Phase.RUNNING
+        self._num_waiting -= 1
         request.slot = self._free_slots.pop()
         if request.num_output == 0:
             request.cached_len = request.num_computed
@@ -421,9 +437,12 @@ class Scheduler:
         return output
 
     def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
-        if request.phase is Phase.RUNNING:
-            self._release(request)
+        was_running = request.phase is Phase.RUNNING
         request.phase = Phase.FINISHED
+        if was_running:
+            self._release(request)
+        else:
+            self._unqueue()
         del self._requests[request.request_id]
         self._finished[reason] += 1
         return request.output(reason=reason)

@@ -1,7 +1,7 @@
 """The ack board: how far each rank is, one line of int64 per rank in shared memory.
 
-    rank 0   [ joined | loaded | step | failed ]
-    rank 1   [ ...                             ]
+    rank 0   [ joined | loaded | step | failed | lost ]
+    rank 1   [ ...                                    ]
 
 Each rank writes its own line, the decider reads all of them and waits for none: numbers only grow, so a torn view is
 only an old
@@ -29,6 +29,7 @@ class Lane(IntEnum):
     LOADED = 1  # weights read, in thousandths
     STEP = 2  # last step completed
     FAILED = 3  # step during which the rank failed, 0 for none
+    LOST = 4  # step after which the rank ended because another one was gone or late, 0 for none
 
 
 class AckBoard:
@@ -68,10 +69,15 @@ class AckBoard:
         """What all ranks have reached."""
         return int(self.lines[:, lane].min())
 
-    def behind(self, step: int) -> list[int]:
-        """Ranks that have not completed a step; failed ones first."""
-        late = [int(rank) for rank in np.flatnonzero(self.lines[:, Lane.STEP] < step)]
-        return sorted(late, key=lambda rank: (self.lines[rank, Lane.FAILED] == 0, rank))
+    def suspects(self, step: int) -> list[int]:
+        """Ranks that may have kept a step from being completed: those that failed, else those that are late and silent.
+
+        Who has lost a peer is a victim.
+        """
+        late = self.lines[:, Lane.STEP] < step
+        failed = late & (self.lines[:, Lane.FAILED] > 0)
+        silent = late & (self.lines[:, Lane.LOST] == 0)
+        return [int(rank) for rank in np.flatnonzero(failed if failed.any() else silent)]
 
     def unlink(self) -> None:
         """Remove the file; mappings stay valid."""

@@ -44,6 +44,10 @@ class Group:
         """Overwrite with the root's values, in place; returns the tensor."""
         return tensor
 
+    def ibroadcast(self, tensor: Tensor, *, root: int) -> Callable[[], None]:
+        """Start a broadcast; call the result before the tensor is read, freed or written."""
+        return lambda: None
+
     def send(self, tensor: Tensor, *, to: int) -> None:
         """Send to a member; matched with its `recv` in order."""
         raise AssertionError("a group of one has nobody to send to")
@@ -89,10 +93,14 @@ class TorchGroup(Group):
         return out
 
     def broadcast(self, tensor: Tensor, *, root: int) -> Tensor:
+        self.ibroadcast(tensor, root=root)()
+        return tensor
+
+    def ibroadcast(self, tensor: Tensor, *, root: int) -> Callable[[], None]:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self._wait(lambda: self._backend.broadcast([tensor], options))
-        return tensor
+        work = self._backend.broadcast([tensor], options)
+        return lambda: self._wait(lambda: work)
 
     def send(self, tensor: Tensor, *, to: int) -> None:
         self.isend(tensor, to=to)()

@@ -9,6 +9,7 @@ Nothing here touches the default group of torch.distributed: two ranks can live 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -94,8 +95,11 @@ class Store:
     """
 
     def __init__(self, host: str) -> None:
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.address = (host, self._store.port)
+        # A TCPStore that opens its own socket listens on every interface of the machine.
+        with socket.create_server((host, 0)) as server:
+            port = server.getsockname()[1]
+            self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+        self.address = (host, port)
 
 
 def build_group(handle: GroupHandle, *, member: int, epoch: int, host: str, device: torch.device) -> Group:

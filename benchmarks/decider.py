@@ -1,0 +1,317 @@
+"""What the decider costs per step: schedule, pack, broadcast, collect and complete, without a model.
+
+The decider is the real one, and so are the wire and the rank processes; but a rank answers every plan at once, with
+token 0. All requests are in decode.
+
+    python -m benchmarks.decider --cp 8 --batch 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.figures import percentile, write_json
+from raycache.config import Config
+from raycache.engine.control import answering_ranks, broadcast_plan, receive_answers, receive_plan, send_answer
+from raycache.engine.engine import Engine
+from raycache.engine.plan import RowResult, StepPlan, answer_width, emitted_count, read_answers
+from raycache.engine.processes import Invitation, RankProcess, invite
+from raycache.engine.scheduler import Batch, Scheduler
+from raycache.parallel.board import AckBoard, Lane
+from raycache.parallel.collectives import Group
+from raycache.parallel.context import DECIDER, Store, build_group
+from raycache.parallel.sharding import Split
+from raycache.types import EngineInfo, GenerateRequest, RequestOutput, SamplingParams
+
+_HOST = "127.0.0.1"
+_PAGE_SIZE = 64
+_VOCAB_SIZE = 1000
+_WARM_STEPS = 50
+
+
+def main() -> None:
+    options = _options()
+    split = Split(tp=options.tp, pp=options.pp, cp=options.cp)
+    print(f"decider, {split.world_size} ranks (tp={split.tp} pp={split.pp} cp={split.cp}), batch of {options.batch}")
+    spent = Spent()
+    alone = measure(EchoExecutor(split, spent), spent, options=options)
+    report("in this process, without ranks", alone)
+    with null_gang(split) as control:
+        executor = WireExecutor(TimedGroup(control, spent), split=split, spent=spent)
+        wired = measure(executor, spent, options=options)
+    report("with rank processes", wired)
+    if options.json:
+        write_json(options.json, {"split": vars(split), "batch": options.batch, "alone": alone, "ranks": wired})
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decider", description=__doc__.split("\n")[0])
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=64, help="requests in decode (default: %(default)s)")
+    parser.add_argument("--prompt-len", type=int, default=500, help="tokens of each prompt (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="steps to time (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="print the functions that take the most time")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures")
+    return parser.parse_args()
+
+
+class Spent:
+    """Seconds per part of the step under way."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def on(self, part: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self.parts[part] += time.perf_counter() - start_s
+
+    def take(self) -> dict[str, float]:
+        parts, self.parts = dict(self.parts), defaultdict(float)
+        return parts
+
+
+class TimedScheduler(Scheduler):
+    """The scheduler, with its time told."""
+
+    def __init__(self, spent: Spent, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._spent = spent
+
+    def take_ended(self, now_s: float) -> list[RequestOutput]:
+        with self._spent.on("schedule"):
+            return super().take_ended(now_s)
+
+    def schedule(self) -> Batch | None:
+        with self._spent.on("schedule"):
+            return super().schedule()
+
+    def complete(self, batch: Batch, results: list[RowResult]) -> list[RequestOutput]:
+        with self._spent.on("complete"):
+            return super().complete(batch, results)
+
+
+class TimedGroup(Group):
+    """The decider's end of a control group, with its time told."""
+
+    def __init__(self, group: Group, spent: Spent) -> None:
+        super().__init__(rank=group.rank, size=group.size)
+        self._group = group
+        self._spent = spent
+
+    def ibroadcast(self, tensor: Tensor, *, root: int) -> Callable[[], None]:
+        with self._spent.on("broadcast"):
+            return self._group.ibroadcast(tensor, root=root)
+
+    def recv(self, tensor: Tensor, *, source: int) -> Tensor:
+        with self._spent.on("wait for answers"):
+            return self._group.recv(tensor, source=source)
+
+
+class WireExecutor:
+    """The executor of a gang, with its time told."""
+
+    def __init__(self, control: Group, *, split: Split, spent: Spent) -> None:
+        self._control = control
+        self._split = split
+        self._spent = spent
+        self.depth = split.pp
+
+    def submit(self, plan: StepPlan) -> None:
+        with self._spent.on("submit"):
+            broadcast_plan(plan, self._control)
+
+    def collect(self, plan: StepPlan) -> list[RowResult]:
+        with self._spent.on("collect"):
+            return read_answers(plan, receive_answers(plan, self._control, split=self._split))
+
+    def close(self) -> None:
+        self._control.close()
+
+
+class EchoExecutor:
+    """Packs plans and reads answers like the executor of a gang, and sends nothing."""
+
+    def __init__(self, split: Split, spent: Spent) -> None:
+        self._spent = spent
+        self._answers = [NullAnswers(cp_rank=rank, cp_size=split.cp) for rank in range(split.cp)]
+        self.depth = split.pp
+
+    def submit(self, plan: StepPlan) -> None:
+        with self._spent.on("submit"):
+            plan.pack()
+
+    def collect(self, plan: StepPlan) -> list[RowResult]:
+        answers = [answer(plan) for answer in self._answers]
+        with self._spent.on("collect"):
+            return read_answers(plan, answers)
+
+    def close(self) -> None:
+        pass
+
+
+class NullAnswers:
+    """What a cp rank without a model answers: token 0 everywhere. Shapes are kept, so that they cost no time."""
+
+    def __init__(self, *, cp_rank: int, cp_size: int) -> None:
+        self._cp_rank = cp_rank
+        self._cp_size = cp_size
+        self._by_shape: dict[bytes, NDArray[np.int64]] = {}
+
+    def __call__(self, plan: StepPlan) -> NDArray[np.int64]:
+        shape = bytes(row.output_position >= 0 for row in plan.rows) + b"".join(
+            len(row.tokens).to_bytes(4, "little") for row in plan.rows
+        )
+        if shape not in self._by_shape:
+            count = emitted_count(plan, cp_rank=self._cp_rank, cp_size=self._cp_size)
+            self._by_shape[shape] = np.zeros((count, answer_width(plan)), np.int64)
+        return self._by_shape[shape]
+
+
+@contextmanager
+def null_gang(split: Split) -> Iterator[Group]:
+    """Rank processes without a model; the decider's end of their control group."""
+    config = Config(model="none", tp=split.tp, pp=split.pp, cp=split.cp, page_size=_PAGE_SIZE)
+    store, board = Store(_HOST), AckBoard.create(split.world_size)
+    invitations = invite(config, device_type="cpu", store=store, board=board, epoch=1)
+    ranks = [RankProcess(_run_null_rank, invitation) for invitation in invitations]
+    handle = invitations[0].handles["control"]
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(build_group, handle, member=DECIDER, epoch=1, host=_HOST, device=torch.device("cpu"))
+            for rank in ranks:
+                rank.receive()
+            control = joining.result()
+        yield control
+    finally:
+        board.unlink()
+        for rank in ranks:
+            rank.process.join(5.0)
+            rank.process.kill()
+
+
+def _run_null_rank(connection: Connection, invitation: Invitation) -> None:
+    config, seat = invitation.config, invitation.seat
+    split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+    torch.set_num_threads(1)
+    board = AckBoard(invitation.board, num_ranks=split.world_size)
+    control = build_group(
+        invitation.handles["control"], member=seat.rank, epoch=1, host=_HOST, device=torch.device("cpu")
+    )
+    connection.send("joined")
+    answers = seat.rank in answering_ranks(split)
+    answer = NullAnswers(cp_rank=split.coords(seat.rank).cp, cp_size=split.cp)
+    is_last = False
+    while not is_last:
+        plan = receive_plan(control)
+        is_last = plan.is_last
+        if answers and not is_last:
+            send_answer(plan, answer(plan), control)
+        board.post(seat.rank, Lane.STEP, plan.step)
+
+
+def measure(executor: Any, spent: Spent, *, options: argparse.Namespace) -> dict[str, Any]:
+    """Time steps with all requests in decode.
+
+    Returns:
+        Milliseconds: "p50" and "p99" of a step, "parts" with the mean of each part.
+    """
+    engine = _engine(executor, spent, options=options)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    for i in range(options.batch):
+        prompt = [(i * 7919 + j) % _VOCAB_SIZE for j in range(options.prompt_len)]
+        engine.add(GenerateRequest(f"r{i}", prompt, sampling))
+    while engine.stats().output_tokens < options.batch * 2:
+        engine.step()
+    for _ in range(_WARM_STEPS):
+        engine.step()
+    spent.take()
+    profile = cProfile.Profile()
+    seconds, parts = [], []
+    gc.collect()
+    for _ in range(options.steps):
+        start_s = time.perf_counter()
+        if options.profile:
+            profile.runcall(engine.step)
+        else:
+            engine.step()
+        seconds.append(time.perf_counter() - start_s)
+        parts.append(spent.take())
+    engine.check()
+    engine.close()
+    if options.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(10)
+    return _figures(seconds, parts)
+
+
+def _engine(executor: Any, spent: Spent, *, options: argparse.Namespace) -> Engine:
+    longest = options.prompt_len + options.steps + _WARM_STEPS + 100
+    num_pages = options.batch * (longest // _PAGE_SIZE + 2)
+    info = EngineInfo(
+        model="none",
+        model_dir="",
+        vocab_size=_VOCAB_SIZE,
+        eos_token_ids=(),
+        max_model_len=longest,
+        page_size=_PAGE_SIZE,
+        num_pages=num_pages,
+        max_queue=options.batch,
+    )
+    scheduler = TimedScheduler(
+        spent,
+        num_pages=num_pages,
+        page_size=_PAGE_SIZE,
+        max_step_tokens=8192,
+        max_running=options.batch,
+        micro_batches=executor.depth,
+        eos_token_ids=(),
+        prefix_cache=True,
+    )
+    return Engine(executor, info=info, scheduler=scheduler)
+
+
+def _figures(seconds: list[float], parts: list[dict[str, float]]) -> dict[str, Any]:
+    def mean_ms(part: str) -> float:
+        return 1e3 * sum(each.get(part, 0.0) for each in parts) / len(parts)
+
+    mean = {part: mean_ms(part) for part in ("schedule", "broadcast", "wait for answers", "complete")}
+    # What is sent and waited for lies within submit and collect.
+    mean["pack"] = mean_ms("submit") - mean["broadcast"]
+    mean["read answers"] = mean_ms("collect") - mean["wait for answers"]
+    mean["rest"] = 1e3 * sum(seconds) / len(seconds) - sum(mean.values())
+    order = ("schedule", "pack", "broadcast", "wait for answers", "read answers", "complete", "rest")
+    return {
+        "p50": 1e3 * percentile(seconds, 50),
+        "p99": 1e3 * percentile(seconds, 99),
+        "parts": {part: mean[part] for part in order},
+    }
+
+
+def report(title: str, figures: dict[str, Any]) -> None:
+    print(f"\n{title}: p50 {figures['p50']:.3f} ms, p99 {figures['p99']:.3f} ms per step")
+    total = sum(figures["parts"].values())
+    for part, mean in figures["parts"].items():
+        print(f"  {part:18} {mean:7.3f} ms  {100 * mean / total:5.1f} %")
+
+
+if __name__ == "__main__":
+    main()

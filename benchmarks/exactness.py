@@ -1,0 +1,147 @@
+"""Greedy tokens of a real model against transformers, for every split and every kind of hit.
+
+    python -m benchmarks.exactness MODEL                          the whole matrix, some 20 minutes on two cores
+    python -m benchmarks.exactness MODEL --prompts 4 --splits 1,1,1 3,1,2
+
+For each split (tp, pp, cp): all prompts cold and batched together, again from the cache, one by one, and once more after other
+prompts have pushed them out. A run is right when every token of every prompt equals transformers' greedy tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from raycache import LLM, SamplingParams
+from raycache.llm import Completion
+from raycache.server.tokenizer import Tokenizer
+
+SPLITS = ((1, 1, 1), (3, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (3, 1, 2), (1, 2, 2))
+NEW_TOKENS = 64
+_ROOT = Path(__file__).resolve().parent.parent
+_SOURCES = ("LICENSE", "README.md", "CONTRIBUTING.md", "docs/adr/0001-layout.md", "docs/adr/0002-one-decider.md")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt and what transformers continues it with."""
+
+    prompt: list[int]
+    wanted: list[int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One pass over all prompts.
+
+    Attributes:
+        kind: of the pass.
+        equal: prompts whose tokens are all equal.
+        total: prompts.
+        cached: prompt tokens that came from the cache.
+        seconds: of the pass.
+    """
+
+    kind: str
+    equal: int
+    total: int
+    cached: int
+    seconds: float
+
+
+def make_prompts(model: Path, count: int, *, shortest: int = 50, longest: int = 1500) -> list[list[int]]:
+    """Stretches of English text of evenly spread lengths, every third one sharing its beginning with the one before."""
+    tokenizer = Tokenizer(model)
+    text = tokenizer.encode("\n".join((_ROOT / name).read_text() for name in _SOURCES), add_special_tokens=False)
+    lengths = [shortest + (longest - shortest) * i // max(count - 1, 1) for i in range(count)]
+    draw = random.Random(5)
+    prompts: list[list[int]] = []
+    for i, length in enumerate(lengths):
+        start = draw.randrange(len(text) - length)
+        prompt = text[start : start + length]
+        if i % 3 == 2:
+            shared = prompts[-1][: len(prompts[-1]) * 2 // 3]
+            prompt = (shared + prompt)[:length]
+        prompts.append(prompt)
+    return prompts
+
+
+def reference(model: Path, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> list[Case]:
+    """Greedy tokens of transformers, one prompt at a time."""
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    oracle.generation_config.eos_token_id = None
+    cases = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        out = oracle.generate(ids, max_new_tokens=new_tokens, do_sample=False, attention_mask=torch.ones_like(ids))
+        cases.append(Case(list(prompt), out[0, len(prompt) :].tolist()))
+    return cases
+
+
+def run_split(model: Path, cases: Sequence[Case], *, tp: int, pp: int, cp: int) -> list[Outcome]:
+    """All kinds of hits on one split."""
+    sampling = SamplingParams(temperature=0, max_tokens=len(cases[0].wanted), ignore_eos=True)
+    need = sum(-(-(len(case.prompt) + NEW_TOKENS) // 64) for case in cases)
+    outcomes = []
+
+    def measure(kind: str, generate: Callable[[], list[Completion]], expected: Sequence[Case]) -> None:
+        begin = time.monotonic()
+        found = generate()
+        llm.check()
+        equal = sum(list(one.token_ids) == case.wanted for one, case in zip(found, expected, strict=True))
+        cached = sum(one.cached_tokens for one in found)
+        outcomes.append(Outcome(kind, equal, len(expected), cached, time.monotonic() - begin))
+
+    with LLM(str(model), tp=tp, pp=pp, cp=cp, device="cpu", num_pages=need + 8, max_running=16) as llm:
+        prompts = [case.prompt for case in cases]
+        measure("cold, batched", lambda: llm.generate(prompts, sampling), cases)
+        measure("from cache, batched", lambda: llm.generate(prompts, sampling), cases)
+        few = cases[:: max(1, len(cases) // 3)]
+        one_by_one = [case.prompt for case in few]
+        measure(
+            "from cache, alone", lambda: list(itertools.chain(*(llm.generate([p], sampling) for p in one_by_one))), few
+        )
+        # The same lengths with other tokens: three quarters of the pool is needed for them.
+        fillers = [[(token + 7) % 40000 + 100 for token in case.prompt] for case in cases[len(cases) // 4 :]]
+        llm.generate(fillers, SamplingParams(temperature=0, max_tokens=1))
+        measure("after eviction", lambda: llm.generate(prompts[::-1], sampling), cases[::-1])
+        assert llm.stats().evicted_pages > 0, "the pool was too large for eviction"
+    return outcomes
+
+
+def main() -> int:
+    """Print one line per split and kind of hit; 1 if a token differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--splits", nargs="+", default=[",".join(map(str, split)) for split in SPLITS])
+    options = parser.parse_args()
+    cases = reference(options.model, make_prompts(options.model, options.prompts), new_tokens=NEW_TOKENS)
+    print(
+        f"{len(cases)} prompts of {len(cases[0].prompt)} to {len(cases[-1].prompt)} tokens, {NEW_TOKENS} new tokens each"
+    )
+    wrong = 0
+    for split in options.splits:
+        tp, pp, cp = (int(size) for size in split.split(","))
+        for outcome in run_split(options.model, cases, tp=tp, pp=pp, cp=cp):
+            wrong += outcome.total - outcome.equal
+            print(
+                f"tp={tp} pp={pp} cp={cp}  {outcome.kind:20} {outcome.equal:3} of {outcome.total} equal"
+                f"  {outcome.cached:6} tokens cached  {outcome.seconds:6.1f} s",
+                flush=True,
+            )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""A whole service in the test's process: ranks and engine as actors, the HTTP server on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from actors.cluster import reserve
+from actors.front import RayEngine
+from launch.http import build_app
+from launch.serve import bind, serve
+from raycache.config import Config
+from raycache.server.tokenizer import Tokenizer
+from raycache.types import EngineInfo
+
+
+@dataclass
+class Service:
+    """A service that runs."""
+
+    engine: RayEngine
+    info: EngineInfo
+    client: openai.AsyncOpenAI
+
+
+@asynccontextmanager
+async def serving(model: Path, **settings: Any) -> AsyncIterator[Service]:
+    """Start a service, and end it with nothing left."""
+    config = Config(model=str(model), device="cpu", port=0, rank_timeout_s=60, **settings)
+    places = reserve(config, device="cpu", on_wait=lambda missing: None)
+    engine = RayEngine(config, device="cpu", places=places)
+    try:
+        info = engine.wait_ready(timeout_s=120, on_progress=lambda phase, share: None)
+        app = build_app(engine, config=config, info=info, tokenizer=Tokenizer(model))
+        stop, started = asyncio.Event(), asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(serve(app, sock=bind(config), stop=stop, on_started=started.set_result))
+        endpoint = await started
+        async with openai.AsyncOpenAI(base_url=f"{endpoint}/v1", api_key="none", max_retries=0) as client:
+            yield Service(engine, info, client)
+        stop.set()
+        await task
+    finally:
+        engine.stop()

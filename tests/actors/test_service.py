@@ -1,0 +1,116 @@
+"""The service over Ray actors: equal to transformers, clean after cancellations, alive after the loss of a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.cluster import Cluster
+from tests.actors.serving import Service, serving
+
+_PAGE = 16
+_GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+
+
+def prompts(count: int, *, shared: int, length: int) -> list[list[int]]:
+    draw = random.Random(count)
+    prefix = [draw.randrange(3, 260) for _ in range(shared)]
+    return [prefix + [draw.randrange(3, 260) for _ in range(length)] for _ in range(count)]
+
+
+def greedy(model: Path, prompt: list[int], count: int) -> list[int]:
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    oracle.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    out = oracle.generate(ids, max_new_tokens=count, do_sample=False, attention_mask=torch.ones_like(ids))
+    return out[0, len(prompt) :].tolist()
+
+
+async def complete(service: Service, prompt: list[int], count: int) -> tuple[list[int], int]:
+    """Tokens and cached tokens of one streamed completion."""
+    stream = await service.client.completions.create(
+        model=service.info.model,
+        prompt=prompt,
+        max_tokens=count,
+        stream=True,
+        stream_options={"include_usage": True},
+        **_GREEDY,
+    )
+    tokens: list[int] = []
+    cached = -1
+    async for chunk in stream:
+        for choice in chunk.choices:
+            tokens += choice.model_dump().get("token_ids") or []
+        if chunk.usage is not None:
+            cached = chunk.usage.prompt_tokens_details.cached_tokens
+    return tokens, cached
+
+
+@pytest.mark.parametrize(("tp", "pp", "cp"), [(2, 1, 2), (1, 2, 1)])
+def test_streams_equal_transformers_cold_and_cached(cluster: Cluster, model: Path, tp: int, pp: int, cp: int) -> None:
+    async def run() -> None:
+        async with serving(model, tp=tp, pp=pp, cp=cp, page_size=_PAGE, num_pages=64) as service:
+            cases = prompts(3, shared=50, length=20)
+            wanted = [greedy(model, prompt, 12) for prompt in cases]
+            cold = await complete(service, cases[0], 12)
+            assert cold == (wanted[0], 0)
+            together = await asyncio.gather(*(complete(service, prompt, 12) for prompt in cases))
+            assert [tokens for tokens, _ in together] == wanted
+            # 70 tokens are 4 whole pages; the others share 50, which are 3.
+            assert [cached for _, cached in together] == [4 * _PAGE, 3 * _PAGE, 3 * _PAGE]
+            await service.engine.check()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_64_streams_with_random_cancellations_leave_no_page_in_use(cluster: Cluster, model: Path) -> None:
+    draw = random.Random(64)
+
+    async def one(service: Service, prompt: list[int], patience: int) -> None:
+        stream = await service.client.completions.create(
+            model=service.info.model, prompt=prompt, max_tokens=48, stream=True, **_GREEDY
+        )
+        seen = 0
+        async for _ in stream:
+            seen += 1
+            if seen == patience:
+                await stream.close()
+                return
+
+    async def run() -> None:
+        # 64 sequences of up to 9 pages want far more than 120 pages, so requests are preempted too.
+        async with serving(model, cp=2, page_size=_PAGE, num_pages=120, max_running=32) as service:
+            cases = prompts(64, shared=40, length=40)
+            await asyncio.gather(*(one(service, prompt, draw.choice([1, 5, 20, 10**6])) for prompt in cases))
+            for _ in range(100):
+                stats = await service.engine.stats()
+                if not stats.running and not stats.waiting:
+                    break
+                await asyncio.sleep(0.1)
+            assert (stats.running, stats.waiting, stats.pages_in_use, stats.pages_locked) == (0, 0, 0, 0)
+            assert stats.finished["cancelled"] > 0 and stats.finished["length"] > 0
+            await service.engine.check()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_a_killed_rank_is_replaced_and_its_requests_go_on_with_the_same_tokens(cluster: Cluster, model: Path) -> None:
+    async def run() -> None:
+        async with serving(model, tp=2, page_size=_PAGE, num_pages=64) as service:
+            case = prompts(1, shared=30, length=10)[0]
+            running = asyncio.create_task(complete(service, case, 400))
+            while (await service.engine.stats()).output_tokens < 20:
+                await asyncio.sleep(0.02)
+            ranks = [p for p in psutil.process_iter(["name"]) if "RankActor" in p.info["name"]]
+            ranks[0].kill()
+            tokens, _ = await asyncio.wait_for(running, 120)
+            assert tokens == greedy(model, case, 400)
+            await service.engine.check()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
