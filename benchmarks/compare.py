@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,8 +82,8 @@ class InProcess:
         ]
 
 
-def main() -> None:
-    options = _options()
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _options(argv)
     torch.set_num_threads(options.threads)
     print(f"{options.model}, float32 on {options.threads} CPU threads, {options.rounds} rounds")
     bench = Comparison(options)
@@ -96,9 +97,10 @@ def main() -> None:
     }
     if options.json:
         write_json(options.json, figures)
+    return 0
 
 
-def _options() -> argparse.Namespace:
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare", description="RayCache and transformers, in turns."
     )
@@ -110,7 +112,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=16, help="requests in one batch (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 class Comparison:
@@ -185,4 +187,4 @@ def _told(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

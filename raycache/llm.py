@@ -73,7 +73,8 @@ class LLM:
         self._gang: ProcessGang | None = None
         executor: Executor
         if self.config.world_size == 1:
-            runner = RankRunner(self.config, Seat(rank=0, host="127.0.0.1", device=device_type, ranks_on_node=1))
+            device = "cuda:0" if device_type == "cuda" else "cpu"
+            runner = RankRunner(self.config, Seat(rank=0, host="127.0.0.1", device=device, ranks_on_node=1))
             num_pages = runner.load()
             executor = LocalExecutor(runner.build(num_pages))
         else:

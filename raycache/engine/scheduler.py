@@ -142,6 +142,7 @@ class Scheduler:
         """Plan the next step; None when nothing can run now. Call `take_ended` first."""
         batch = Batch(budget=self._max_step_tokens, max_rows=self._rows_per_plan())
         self._running.sort(key=lambda request: request.order)
+        self._make_way(batch)
         for is_decode in (True, False):
             for request in [r for r in self._running if not r.is_in_flight and (r.remaining == 1) is is_decode]:
                 if batch.is_full:
@@ -314,6 +315,21 @@ class Scheduler:
             self._waiting = [entry for entry in self._waiting if entry[1].phase is Phase.WAITING]
             heapq.heapify(self._waiting)
 
+    def _make_way(self, batch: Batch) -> None:
+        """Preempt requests of lower priority for the first that waits. Comes before they are planned in this step."""
+        while self._waiting and self._waiting[0][1].phase is not Phase.WAITING:
+            heapq.heappop(self._waiting)
+        if not self._waiting or not self._running:
+            return
+        request = self._waiting[0][1]
+        while (victim := self._victim(batch, behind=request)) and victim.order[0] > request.order[0]:
+            self._lock_prefix(request)
+            is_ready = bool(self._free_slots) and self._fits(request)
+            self._unlock(request)
+            if is_ready:
+                return
+            self._preempt(victim)
+
     def _admit(self, batch: Batch) -> None:
         set_aside: list[tuple[tuple[int, int], Request]] = []
         computing = self._pages_being_computed()
@@ -328,7 +344,7 @@ class Scheduler:
                 self._unlock(request)
                 set_aside.append(heapq.heappop(self._waiting))
                 continue
-            if not self._fits(request, batch):
+            if not self._fits(request):
                 self._unlock(request)
                 break
             heapq.heappop(self._waiting)
@@ -349,22 +365,12 @@ class Scheduler:
         request.handle.release()
         request.handle, request.num_computed, request.pages = None, 0, []
 
-    def _fits(self, request: Request, batch: Batch) -> bool:
-        """Whether all its tokens find pages next to what the running requests will want in their next steps.
-
-        Requests behind it in order (of a lower priority) may have to give theirs back.
-        """
+    def _fits(self, request: Request) -> bool:
+        """Whether all its tokens find pages next to what the running requests will want in their next steps."""
+        if not self._running:
+            return True  # alone, it fits the pool: checked when it arrived
         needed = -(-(request.num_tokens + 1) // self.page_size) - len(request.pages)
-        reserve = len(self._running)
-        while self._allocator.num_free + self._tree.num_evictable < needed + reserve:
-            if not self._running:
-                return True  # alone, it fits the pool: checked when it arrived
-            victim = self._victim(batch, behind=request)
-            if victim is None or victim.order[0] <= request.order[0]:
-                return False
-            self._preempt(victim)
-            reserve -= 1
-        return True
+        return self._allocator.num_free + self._tree.num_evictable >= needed + len(self._running)
 
     def _start(self, request: Request, batch: Batch) -> None:
         request.phase = Phase.RUNNING

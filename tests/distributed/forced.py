@@ -73,7 +73,7 @@ def scripted_plans(sequences: Sequence[Sequence[int]], *, seed: int) -> list[Ste
 
 
 def forced_logits(
-    model: Path, plans: list[StepPlan], *, tp: int, pp: int, cp: int
+    model: Path, plans: list[StepPlan], *, tp: int, pp: int, cp: int, device: str = "cpu"
 ) -> dict[tuple[int, int], NDArray[np.float32]]:
     """Run plans on a gang of processes.
 
@@ -81,10 +81,10 @@ def forced_logits(
         (slot, position in the sequence) -> logits of the next token.
     """
     config = Config(
-        model=str(model), tp=tp, pp=pp, cp=cp, device="cpu", page_size=PAGE_SIZE, num_pages=NUM_PAGES, rank_timeout_s=60
+        model=str(model), tp=tp, pp=pp, cp=cp, device=device, page_size=PAGE_SIZE, num_pages=NUM_PAGES, rank_timeout_s=60
     )
     store, board = Store("127.0.0.1"), AckBoard.create(config.world_size)
-    invitations = invite(config, device_type="cpu", store=store, board=board, epoch=1)
+    invitations = invite(config, device_type=device, store=store, board=board, epoch=1)
     processes = [RankProcess(_run_plans, invitation) for invitation in invitations]
     control = build_group(
         invitations[0].handles["control"], member=DECIDER, epoch=1, host="127.0.0.1", device=torch.device("cpu")
@@ -117,7 +117,7 @@ def _run_plans(connection: Connection, invitation: Invitation) -> None:
         logits = rank.forward(plan)
         if logits is None:
             continue
-        lines = iter(logits.numpy())
+        lines = iter(logits.cpu().numpy())
         mine = local_positions(plan, cp_rank=rank.ctx.cp.rank, cp_size=rank.ctx.cp.size)
         for row, positions in zip(plan.rows, mine, strict=True):
             for position in emitted(row, positions):

