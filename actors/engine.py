@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -57,6 +58,10 @@ class EngineActor:
         self._losses = 0
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._thread.start()
+
+    def __repr__(self) -> str:
+        """What the Ray dashboard and logs call it."""
+        return f"engine of {self._config.served_model_name or Path(self._config.model).name}"
 
     # --- called by the front end --------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -138,7 +137,7 @@ class Gang:
                 # A board is memory of one node: this one never hears of a rank elsewhere, so it must not call it late.
                 self._board.post(rank, Lane.STEP, 2**62)
         joins = [
-            actor.join.remote(seat, handles, epoch, self._board.path if where["node"] == here else Path())
+            actor.join.remote(seat, handles, epoch, self._board.path if where["node"] == here else None)
             for actor, seat, where in zip(self._actors, seats, wheres, strict=True)
         ]
         with ThreadPoolExecutor(1) as pool:

@@ -11,6 +11,7 @@ import ray
 from raycache.config import Config
 from raycache.engine.runner import RankRunner, Seat
 from raycache.parallel.context import GroupHandle
+from raycache.parallel.sharding import Split
 
 
 class RankActor:
@@ -26,12 +27,17 @@ class RankActor:
         self._number = rank
         self._runner: RankRunner | None = None
 
+    def __repr__(self) -> str:
+        """What the Ray dashboard and logs call it."""
+        split = Split(tp=self._config.tp, pp=self._config.pp, cp=self._config.cp)
+        return f"rank {self._number} ({split.coords(self._number)})"
+
     def where(self) -> dict[str, Any]:
         """Node, address and process of this rank."""
         context = ray.get_runtime_context()
         return {"node": context.get_node_id(), "host": ray.util.get_node_ip_address(), "gpus": ray.get_gpu_ids()}
 
-    def join(self, seat: Seat, handles: Mapping[str, GroupHandle], epoch: int, board: Path) -> None:
+    def join(self, seat: Seat, handles: Mapping[str, GroupHandle], epoch: int, board: Path | None) -> None:
         """Become a member of the gang; see `RankRunner.join`."""
         self._runner = RankRunner(self._config, seat)
         self._runner.join(handles, epoch=epoch, board=board)

@@ -150,7 +150,8 @@ class Comparison:
         return _told(f"{self._options.concurrency} requests, tokens/s", ours, theirs, unit=1, bar="at least 4")
 
     def prefix(self) -> dict[str, Any]:
-        cold, warm = [], []
+        cold: list[float] = []
+        warm: list[float] = []
         for _ in range(self._options.rounds):
             prefix = self.prompt(_PREFIX_LEN, output_len=1)
             for times in (cold, warm):

@@ -91,7 +91,7 @@ def reference(model: Path, prompts: Sequence[Sequence[int]], *, new_tokens: int)
 def run_split(model: Path, cases: Sequence[Case], *, tp: int, pp: int, cp: int) -> list[Outcome]:
     """All kinds of hits on one split."""
     sampling = SamplingParams(temperature=0, max_tokens=len(cases[0].wanted), ignore_eos=True)
-    need = sum(-(-(len(case.prompt) + NEW_TOKENS) // 64) for case in cases)
+    need = sum(-(-(len(case.prompt) + len(case.wanted)) // 64) for case in cases)
     outcomes = []
 
     def measure(kind: str, generate: Callable[[], list[Completion]], expected: Sequence[Case]) -> None:
@@ -102,7 +102,7 @@ def run_split(model: Path, cases: Sequence[Case], *, tp: int, pp: int, cp: int) 
         cached = sum(one.cached_tokens for one in found)
         outcomes.append(Outcome(kind, equal, len(expected), cached, time.monotonic() - begin))
 
-    with LLM(str(model), tp=tp, pp=pp, cp=cp, device="cpu", num_pages=need + 8, max_running=16) as llm:
+    with LLM(str(model), tp=tp, pp=pp, cp=cp, device="cpu", num_pages=need + 2, max_running=16) as llm:
         prompts = [case.prompt for case in cases]
         measure("cold, batched", lambda: llm.generate(prompts, sampling), cases)
         measure("from cache, batched", lambda: llm.generate(prompts, sampling), cases)
@@ -111,8 +111,8 @@ def run_split(model: Path, cases: Sequence[Case], *, tp: int, pp: int, cp: int) 
         measure(
             "from cache, alone", lambda: list(itertools.chain(*(llm.generate([p], sampling) for p in one_by_one))), few
         )
-        # The same lengths with other tokens: three quarters of the pool is needed for them.
-        fillers = [[(token + 7) % 40000 + 100 for token in case.prompt] for case in cases[len(cases) // 4 :]]
+        # The same lengths with other tokens: most of what is cached has to go for them.
+        fillers = [[(token + 7) % 40000 + 100 for token in case.prompt] for case in cases]
         llm.generate(fillers, SamplingParams(temperature=0, max_tokens=1))
         measure("after eviction", lambda: llm.generate(prompts[::-1], sampling), cases[::-1])
         assert llm.stats().evicted_pages > 0, "the pool was too large for eviction"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ class Transformers:
     """
 
     def __init__(self, model: str) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        # Any: its generate() is typed for subclasses that mypy does not see.
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: Iterable[Prompt]) -> list[Reply]:

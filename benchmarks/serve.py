@@ -1,4 +1,4 @@
-"""Replays a trace of conversations against the server, with the prefix cache on and off, and plain transformers beside it.
+"""Replays a trace of conversations against the server, with the prefix cache on and off, next to plain transformers.
 
     python -m benchmarks.serve models/smollm2 --trace conversation_trace.jsonl --requests 64 --cp 2
     python -m benchmarks.serve models/smollm2 --synthetic --requests 32
@@ -71,10 +71,11 @@ def main() -> int:
     prompts, title = _prompts(options)
     best = bound([prompt.tokens for prompt in prompts], page_size=page_size)
     prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    output_tokens = sum(prompt.output_len for prompt in prompts)
     print(
-        f"{title}: {len(prompts)} requests, {prompt_tokens} prompt tokens (longest "
-        f"{max(len(prompt.tokens) for prompt in prompts)}), {sum(prompt.output_len for prompt in prompts)} output tokens\n"
-        f"bound of the hit rate, in pages of {page_size} tokens without limit: {best:.1%}\n\n{_HEADER}",
+        f"{title}: {len(prompts)} requests, {prompt_tokens} prompt tokens (longest {longest}), {output_tokens} output "
+        f"tokens\nbound of the hit rate, pages of {page_size} tokens, unlimited pool: {best:.1%}\n\n{_header()}",
         flush=True,
     )
     figures: dict[str, list[dict[str, Any]]] = {}
@@ -170,7 +171,9 @@ def _replay(name: str, endpoint: str, prompts: Sequence[Prompt], *, options: arg
     return Run(name, replies, evicted_pages=after["evicted_pages"] - before["evicted_pages"])
 
 
-_HEADER = f"{'':26} {'TTFT ms p50':>11} {'p99':>8} {'ITL ms p50':>11} {'p99':>8} {'tokens/s':>9} {'hit rate':>9} {'evicted':>8}"
+def _header() -> str:
+    times = f"{'TTFT ms p50':>11} {'p99':>8} {'ITL ms p50':>11} {'p99':>8}"
+    return f"{'':26} {times} {'tokens/s':>9} {'hit rate':>9} {'evicted':>8}"
 
 
 def _line(name: str, figures: dict[str, Any]) -> str:

@@ -4,8 +4,8 @@ A trace has one JSON object per line, in the format of the Mooncake traces:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
-hash_ids name the blocks of 512 tokens of a prompt, the last of which may be shorter. Prompts that begin with the same ids
-begin with the same tokens:
+hash_ids name the blocks of 512 tokens of a prompt, the last of which may be shorter. Prompts that begin with the same
+ids begin with the same tokens:
 
     request 0   [ 0 ][ 1 ][ 2 ]              0 - 1 - 2        a group is a whole tree below a block, so that what
     request 1   [ 0 ][ 1 ][ 3 ]                 ` 3           requests share is kept, and the share of requests that

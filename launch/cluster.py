@@ -23,6 +23,8 @@ from raycache.engine.build import check_model
 from raycache.server.tokenizer import Tokenizer
 from raycache.types import EngineInfo
 
+_TOKEN_HINT = " (if it asks for a token: `ray get-auth-token` prints it)"
+
 
 def run(config: Config) -> int:
     """Serve a model until SIGINT or SIGTERM.
@@ -35,7 +37,7 @@ def run(config: Config) -> int:
         RayCacheError: why it cannot serve; nothing is left running.
     """
     with contextlib.ExitStack() as cleanup:
-        cleanup.enter_context(_terminate_like_interrupt())
+        cleanup.enter_context(_signals_unwind())
         sock = cleanup.enter_context(contextlib.closing(bind(config)))
         progress = cleanup.enter_context(_Progress())
         progress.show("checking the model", 0.0)
@@ -94,7 +96,7 @@ def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config)
             f"model      {info.model} (context of {info.max_model_len} tokens)",
             f"cache      {info.num_pages} pages of {info.page_size} tokens: {tokens} tokens fit",
             f"endpoint   {endpoint}/v1",
-            f"dashboard  {dashboard or 'none'}",
+            f"dashboard  {dashboard + _TOKEN_HINT if dashboard else 'none'}",
             "Ctrl-C stops it.",
         ]
     )
@@ -132,14 +134,18 @@ class _Progress:
 
 
 @contextlib.contextmanager
-def _terminate_like_interrupt() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as SIGINT does, so that what was started is stopped."""
+def _signals_unwind() -> Iterator[None]:
+    """Let SIGTERM and SIGINT unwind the stack, so that what was started is stopped.
+
+    SIGINT too: a shell starts background jobs with SIGINT ignored, and Python keeps that.
+    """
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before: object = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)  # type: ignore[arg-type]
+        for number, handler in before.items():
+            signal.signal(number, handler)

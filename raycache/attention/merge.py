@@ -51,8 +51,9 @@ def merge(outs: Tensor, lses: Tensor) -> Tensor:
     Returns:
         [T, Hq, D], finite wherever one part holds a key.
     """
-    weights = torch.softmax(lses, dim=0).to(outs.dtype)
-    return torch.einsum("pthd,pth->thd", outs, weights)
+    # In the precision of the weights: summed in half precision, each part would round once more.
+    merged = torch.einsum("pthd,pth->thd", outs.to(lses.dtype), torch.softmax(lses, dim=0))
+    return merged.to(outs.dtype)
 
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -72,19 +72,23 @@ class RankRunner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def join(self, handles: Mapping[str, GroupHandle], *, epoch: int, board: Path) -> None:
+    def join(self, handles: Mapping[str, GroupHandle], *, epoch: int, board: Path | None) -> None:
         """Become a member of the gang.
 
         Args:
             handles: all groups of the gang.
             epoch: of the gang.
-            board: the ack board of this node.
+            board: of the decider, or None on another node than its: a board is memory of one node.
         Raises:
             RankLostError: a member did not come in time, or is of another epoch.
         """
         split = Split(tp=self._config.tp, pp=self._config.pp, cp=self._config.cp)
         rank = self._seat.rank
-        self._board = AckBoard(board, num_ranks=split.world_size)
+        if board is None:
+            self._board = AckBoard.create(split.world_size)
+            self._board.unlink()
+        else:
+            self._board = AckBoard(board, num_ranks=split.world_size)
         self._ctx = ParallelContext.join(
             split, rank=rank, host=self._seat.host, device=self._device, handles=handles, epoch=epoch
         )

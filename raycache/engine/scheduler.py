@@ -24,6 +24,9 @@ from raycache.engine.request import Phase, Request
 from raycache.memory.pages import PageAllocator
 from raycache.types import EngineStats, FinishReason, RequestOutput, TokenLogprob
 
+_MAX_SCORED_TOKENS = 1024
+"""Longest chunk whose every position is scored: each takes a row of the size of the vocabulary."""
+
 _MAX_SET_ASIDE = 32
 """Waiting requests that one step looks past because another request is computing their next page."""
 
@@ -242,7 +245,7 @@ class Scheduler:
 
     def _continue(self, request: Request, batch: Batch) -> None:
         """Give a running request its next tokens; it may lose its pages, or take those of requests behind it."""
-        count = min(request.remaining, batch.budget)
+        count = _chunk_len(request, batch)
         new_pages = self._reserve(request, request.num_computed + count, batch)
         if new_pages is not None:
             batch.add(request, self._row(request, count, new_pages))
@@ -380,7 +383,7 @@ class Scheduler:
             request.cached_len = request.num_computed
         self._running.append(request)
         cached_pages = list(request.pages)
-        count = min(request.remaining, batch.budget)
+        count = _chunk_len(request, batch)
         new_pages = self._reserve(request, request.num_computed + count, batch)
         assert new_pages is not None, "it fits: checked just now"
         has_penalties = request.sampling.has_penalties
@@ -416,7 +419,10 @@ class Scheduler:
         assert handle is not None, "running requests have a handle"
         whole = request.num_computed // self.page_size
         known = handle.length // self.page_size
-        if not self._prefix_cache or whole == known:
+        # A prompt that is scored is computed again even where it is cached. With the cached pages locked beside the new
+        # ones it would take twice the pages, and a prompt of more than half the pool would never end.
+        is_again = request.is_scored and request.num_computed < request.prompt_len
+        if not self._prefix_cache or whole == known or is_again:
             return
         pages = np.asarray(request.pages[known:whole], np.int32)
         adopted = self._tree.extend(handle, request.tokens, pages, now=self._step)
@@ -462,6 +468,11 @@ class Scheduler:
         request.own.clear()
         self._free_slots.append(request.slot)
         self._running.remove(request)
+
+
+def _chunk_len(request: Request, batch: Batch) -> int:
+    """Tokens of a request's next row."""
+    return min(request.remaining, batch.budget, _MAX_SCORED_TOKENS if request.is_scored else request.remaining)
 
 
 def _tops(request: Request) -> list[int]:

@@ -81,7 +81,14 @@ def forced_logits(
         (slot, position in the sequence) -> logits of the next token.
     """
     config = Config(
-        model=str(model), tp=tp, pp=pp, cp=cp, device=device, page_size=PAGE_SIZE, num_pages=NUM_PAGES, rank_timeout_s=60
+        model=str(model),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        device=device,
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        rank_timeout_s=60,
     )
     store, board = Store("127.0.0.1"), AckBoard.create(config.world_size)
     invitations = invite(config, device_type=device, store=store, board=board, epoch=1)

@@ -104,8 +104,10 @@ class Expected:
             wanted = sampling.prompt_logprobs
             assert self.scores == (None if wanted is None else prompt_scores(prompt, num_top=wanted))
         if sampling.logprobs is not None:
-            texts = [[*prompt, *self.tokens[:i]] for i in range(len(self.got))]
-            right = [logprob(text, text_token, num_top=sampling.logprobs) for text, text_token in zip(texts, self.got)]
+            right = [
+                logprob([*prompt, *self.tokens[:i]], token, num_top=sampling.logprobs)
+                for i, token in enumerate(self.got)
+            ]
             assert self.logprobs == right
 
 
@@ -614,6 +616,15 @@ def test_prompt_logprobs_recompute_the_prompt_and_leave_it_for_others() -> None:
         assert all(output.prompt_logprobs is None for output in outputs[1:])
     add(engine, "c", prompt)
     assert engine.step()[0].cached_tokens == 28
+
+
+def test_prompt_logprobs_of_a_cached_prompt_of_more_than_half_the_pool_end() -> None:
+    engine, _ = make_engine(num_pages=8, page_size=4)
+    prompt = prompt_of(0, 24)
+    add(engine, "cached", prompt)
+    run(engine)
+    right = add(engine, "scored", prompt, sampling=SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=0))
+    assert run(engine) == {"scored": right}
 
 
 def test_top_logprobs_of_one_request_do_not_show_in_another() -> None:

@@ -1,0 +1,341 @@
+"""Groups of ranks, in threads: built from handles, refused across epochs, lost when a member goes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raycache.engine.control import FRAME, broadcast_plan, receive_answers, receive_plan, send_answer
+from raycache.engine.plan import Row, StepPlan
+from raycache.errors import ConfigError, RankLostError
+from raycache.parallel.collectives import Group
+from raycache.parallel.context import (
+    DECIDER,
+    GroupHandle,
+    ParallelContext,
+    Store,
+    build_group,
+    group_handles,
+)
+from raycache.parallel.sharding import Coords, Split
+
+CPU = torch.device("cpu")
+HOST = "127.0.0.1"
+T = TypeVar("T")
+
+
+def world_handle(store: Store, members: Sequence[int], *, epoch: int = 1, timeout_s: float = 20) -> GroupHandle:
+    return GroupHandle("world", "world", tuple(members), "gloo", *store.address, epoch, timeout_s)
+
+
+def together(handle: GroupHandle, work: Callable[[Group, int], T]) -> list[T]:
+    """Let all members of a group do the same work, each in its own thread."""
+
+    def member(rank: int) -> T:
+        group = build_group(handle, member=rank, epoch=handle.epoch, host=HOST, device=CPU)
+        try:
+            return work(group, rank)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(len(handle.members)) as pool:
+        return list(pool.map(member, handle.members))
+
+
+# --- handles ----------------------------------------------------------------------------------------------------------
+
+
+def test_handles_name_every_row_of_every_axis() -> None:
+    split = Split(tp=2, pp=2, cp=2)
+    handles = group_handles(split, backend="nccl", store=(HOST, 1), epoch=3, timeout_s=5.0)
+    by_kind: dict[str, list[tuple[int, ...]]] = {}
+    for name, handle in handles.items():
+        assert handle.name == name
+        assert (handle.store_host, handle.store_port, handle.epoch, handle.timeout_s) == (HOST, 1, 3, 5.0)
+        by_kind.setdefault(handle.kind, []).append(handle.members)
+    assert by_kind == {
+        "control": [(DECIDER, *range(8))],
+        "world": [tuple(range(8))],
+        "cache": [tuple(range(8))],
+        "tp": [(0, 1), (2, 3), (4, 5), (6, 7)],
+        "cp": [(0, 2), (1, 3), (4, 6), (5, 7)],
+        "pp": [(0, 4), (1, 5), (2, 6), (3, 7)],
+    }
+    assert {handle.kind for handle in handles.values() if handle.backend == "gloo"} == {"control", "cache"}
+
+
+def test_a_handle_travels_as_plain_data() -> None:
+    handle = GroupHandle("tp.0", "tp", (0, 1), "gloo", HOST, 1234, 7, 1.5)
+    assert GroupHandle.from_wire(msgpack.unpackb(msgpack.packb(handle.to_wire()))) == handle
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_a_handle_of_another_epoch_is_refused_at_once(epoch: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankLostError, match=f"epoch {epoch} refused, this gang is epoch 2"):
+        build_group(world_handle(Store(HOST), (0, 1), epoch=epoch), member=0, epoch=2, host=HOST, device=CPU)
+    assert time.monotonic() - start < 1
+
+
+def test_who_is_no_member_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rank 5 is no member"):
+        build_group(world_handle(Store(HOST), (0, 1)), member=5, epoch=1, host=HOST, device=CPU)
+
+
+def test_a_member_that_does_not_come_is_missed_at_the_deadline() -> None:
+    handle = world_handle(Store(HOST), (0, 1), timeout_s=1)
+    start = time.monotonic()
+    with pytest.raises(RankLostError, match="did not form within 1 s"):
+        build_group(handle, member=0, epoch=1, host=HOST, device=CPU)
+    assert time.monotonic() - start < 10
+
+
+def test_groups_of_two_epochs_do_not_meet_in_one_store() -> None:
+    store = Store(HOST)
+    old = world_handle(store, (0, 1), epoch=1, timeout_s=2)
+    new = world_handle(store, (0, 1), epoch=2, timeout_s=2)
+
+    def join(rank: int) -> str:
+        handle = old if rank else new
+        try:
+            build_group(handle, member=rank, epoch=handle.epoch, host=HOST, device=CPU)
+        except RankLostError as error:
+            return error.cause
+        return "met"
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all("did not form" in cause for cause in pool.map(join, (0, 1)))
+
+
+def test_the_store_listens_on_its_own_address_alone() -> None:
+    store = Store(HOST)
+    wanted = f":{store.address[1]:04X}"
+    listening = [
+        line.split()[1]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+        if line.split()[1].endswith(wanted) and line.split()[3] == "0A"
+    ]
+    assert listening == [f"0100007F{wanted}"]
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_one_is_the_identity() -> None:
+    group, tensor = Group(), torch.arange(6.0).view(1, 6)
+    assert (group.rank, group.size) == (0, 1)
+    assert torch.equal(group.all_reduce(tensor), tensor)
+    assert torch.equal(group.all_gather(tensor), tensor[None])
+    assert torch.equal(group.all_to_all(tensor), tensor)
+    assert torch.equal(group.broadcast(tensor, root=0), tensor)
+    group.ibroadcast(tensor, root=0)()
+    group.close()
+
+
+def test_a_handle_of_one_member_needs_no_store() -> None:
+    handle = GroupHandle("tp.0", "tp", (3,), "gloo", "nowhere.invalid", 1, 1, 1.0)
+    assert build_group(handle, member=3, epoch=1, host=HOST, device=CPU).size == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_of_any_dtype(size: int, dtype: torch.dtype) -> None:
+    def make(rank: int) -> Tensor:
+        return torch.arange(size * 4).view(size, 4).to(dtype) + 10 * rank
+
+    def work(group: Group, rank: int) -> dict[str, Tensor]:
+        mine = make(rank)
+        # Views with strides, as models give them.
+        strided = torch.stack([mine, mine], -1)[..., 0]
+        found = {
+            "all_gather": group.all_gather(strided),
+            "all_to_all": group.all_to_all(strided),
+            "empty": group.all_gather(mine[:0]),
+            "broadcast": group.broadcast(make(rank), root=1),
+        }
+        if dtype.is_floating_point:
+            found["all_reduce"] = group.all_reduce(make(rank))
+        return found
+
+    every = together(world_handle(Store(HOST), range(size)), work)
+    for rank, found in enumerate(every):
+        assert torch.equal(found["all_gather"], torch.stack([make(r) for r in range(size)]))
+        assert torch.equal(found["all_to_all"], torch.stack([make(r)[rank] for r in range(size)]))
+        assert found["empty"].shape == (size, 0, 4)
+        assert torch.equal(found["broadcast"], make(1))
+        if dtype.is_floating_point:
+            assert torch.equal(found["all_reduce"], sum((make(r) for r in range(size)), torch.zeros(1, dtype=dtype)))
+
+
+def test_messages_of_a_pair_arrive_in_order() -> None:
+    def work(group: Group, rank: int) -> list[int]:
+        if rank == 0:
+            sent = [group.isend(torch.tensor([i]), to=1) for i in range(20)]
+            for wait in sent:
+                wait()
+            return []
+        return [int(group.recv(torch.zeros(1, dtype=torch.int64), source=0)) for _ in range(20)]
+
+    assert together(world_handle(Store(HOST), (0, 1)), work)[1] == list(range(20))
+
+
+def test_a_peer_that_leaves_is_noticed_long_before_the_deadline() -> None:
+    start = time.monotonic()
+
+    def work(group: Group, rank: int) -> str:
+        if rank == 1:
+            time.sleep(0.3)
+            return ""
+        with pytest.raises(RankLostError, match="gone or late") as lost:
+            group.recv(torch.zeros(4), source=1)
+        return lost.value.cause
+
+    together(world_handle(Store(HOST), (0, 1), timeout_s=60), work)
+    assert time.monotonic() - start < 10
+
+
+def test_a_peer_that_is_silent_is_lost_at_the_deadline() -> None:
+    done = threading.Event()
+
+    def work(group: Group, rank: int) -> float:
+        start = time.monotonic()
+        if rank == 1:
+            done.wait(20)
+            return 0.0
+        with pytest.raises(RankLostError, match="gone or late"):
+            group.all_reduce(torch.zeros(4))
+        done.set()
+        return time.monotonic() - start
+
+    waited = together(world_handle(Store(HOST), (0, 1), timeout_s=2), work)[0]
+    assert 1 < waited < 10
+
+
+# --- the wire of plans and answers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, FRAME // 4 - 10, FRAME // 4, 40_000])
+def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(num_tokens: int) -> None:
+    split = Split(tp=2, cp=2)
+    tokens = np.random.default_rng(0).integers(0, 2**31 - 1, num_tokens).astype("<i4").tobytes()
+    row = Row(0, 0, tokens, output_position=0)
+    plans = [StepPlan(step, [row, row]) for step in (1, 2, 3)]
+    handle = group_handles(split, backend="gloo", store=Store(HOST).address, epoch=1, timeout_s=20)["control"]
+
+    def work(group: Group, member: int) -> Any:
+        if member == DECIDER:
+            answers = []
+            for plan in plans:
+                sent = broadcast_plan(plan, group)
+                answers.append([answer.tolist() for answer in receive_answers(plan, group, split=split)])
+                sent()
+            return answers
+        received = []
+        for _ in plans:
+            received.append(receive_plan(group))
+            at = split.coords(member)
+            if at.tp == 0:
+                # The sampled token of row 0 is on the cp rank that has its last token, that of row 1 on the next one.
+                count = sum(1 for turn in range(2) if (at.cp - turn) % 2 == 0)
+                send_answer(received[-1], np.full((count, 1), 100 + member, np.int64), group)
+        return received
+
+    answers, *received = together(handle, work)
+    assert all(plans_of_rank == plans for plans_of_rank in received)
+    assert answers == [[[[100]], [[102]]]] * 3
+
+
+def test_an_answer_to_another_step_is_a_lost_rank() -> None:
+    split = Split()
+    handle = group_handles(split, backend="gloo", store=Store(HOST).address, epoch=1, timeout_s=20)["control"]
+
+    def work(group: Group, member: int) -> None:
+        if member == DECIDER:
+            sent = broadcast_plan(StepPlan(8), group)
+            with pytest.raises(RankLostError, match="rank 0 .* lost at step 8: it answers step 7"):
+                receive_answers(StepPlan(8), group, split=split)
+            sent()
+            return
+        receive_plan(group)
+        send_answer(StepPlan(7), np.empty((0, 1), np.int64), group)
+
+    together(handle, work)
+
+
+def test_plans_can_be_in_flight_while_the_last_stage_waits_for_its_answer_to_be_taken() -> None:
+    split = Split(pp=3)
+    handle = group_handles(split, backend="gloo", store=Store(HOST).address, epoch=1, timeout_s=20)["control"]
+    plans = [StepPlan(step) for step in range(1, 10)]
+
+    def work(group: Group, member: int) -> list[int]:
+        if member == DECIDER:
+            sent = [broadcast_plan(plan, group) for plan in plans[:3]]
+            for i, plan in enumerate(plans):
+                receive_answers(plan, group, split=split)
+                sent[i]()
+                sent += [broadcast_plan(later, group) for later in plans[i + 3 : i + 4]]
+            return []
+        steps = []
+        for _ in plans:
+            plan = receive_plan(group)
+            steps.append(plan.step)
+            if member == 2:
+                send_answer(plan, np.empty((0, 1), np.int64), group)
+        return steps
+
+    assert together(handle, work)[1:] == [list(range(1, 10))] * 3
+
+
+# --- contexts ---------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_a_gang_join_all_their_groups_in_one_process() -> None:
+    split = Split(tp=2, pp=2, cp=2)
+    handles = group_handles(split, backend="gloo", store=Store(HOST).address, epoch=4, timeout_s=30)
+
+    def member(rank: int) -> list[float]:
+        if rank == DECIDER:
+            build_group(handles["control"], member=DECIDER, epoch=4, host=HOST, device=CPU).close()
+            return []
+        ctx = ParallelContext.join(split, rank=rank, host=HOST, device=CPU, handles=handles, epoch=4)
+        at = ctx.coords
+        assert at == split.coords(rank)
+        assert (ctx.tp.rank, ctx.pp.rank, ctx.cp.rank, ctx.world.rank) == (at.tp, at.pp, at.cp, rank)
+        assert (ctx.is_first_stage, ctx.is_last_stage) == (at.pp == 0, at.pp == 1)
+        sums = [group.all_reduce(torch.tensor([float(rank)])).item() for group in (ctx.tp, ctx.pp, ctx.cp, ctx.world)]
+        ctx.close()
+        return sums
+
+    with ThreadPoolExecutor(9) as pool:
+        _, *found = pool.map(member, range(-1, 8))
+    for rank, sums in enumerate(found):
+        members = [split.axis_members(axis, rank) for axis in ("tp", "pp", "cp")]
+        assert sums == [*map(sum, members), 28]
+
+
+def test_a_single_rank_is_first_and_last_stage() -> None:
+    ctx = ParallelContext.single(CPU)
+    assert ctx.coords == Coords(pp=0, cp=0, tp=0)
+    assert ctx.is_first_stage and ctx.is_last_stage
+    ctx.close()
+
+
+def test_nothing_is_left_in_the_default_group_of_torch() -> None:
+    code = (
+        "import torch.distributed as dist; from raycache.parallel import context;"
+        "context.Store('127.0.0.1'); assert not dist.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
