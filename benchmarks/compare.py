@@ -106,9 +106,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("model", metavar="MODEL", help="directory of a model")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
-    parser.add_argument("--prompt-len", type=int, default=128, help="tokens (default: %(default)s)")
-    parser.add_argument("--output-len", type=int, default=48, help="tokens (default: %(default)s)")
+    # With a thread per core, any other process makes all threads of a parallel region wait for the one that it stops.
+    parser.add_argument("--threads", type=int, default=1, help="of torch, for both (default: %(default)s)")
+    parser.add_argument("--prompt-len", type=int, default=64, help="tokens (default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=16, help="requests in one batch (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures")

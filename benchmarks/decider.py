@@ -28,8 +28,9 @@ from torch import Tensor
 
 from benchmarks.figures import percentile, write_json
 from raycache.config import Config
-from raycache.engine.control import answering_ranks, broadcast_plan, receive_answers, receive_plan, send_answer
+from raycache.engine.control import answering_ranks, receive_plan, send_answer
 from raycache.engine.engine import Engine
+from raycache.engine.executors import GangExecutor
 from raycache.engine.plan import RowResult, StepPlan, answer_width, emitted_count, read_answers
 from raycache.engine.processes import Invitation, RankProcess, invite
 from raycache.engine.scheduler import Batch, Scheduler
@@ -52,9 +53,8 @@ def main() -> None:
     spent = Spent()
     alone = measure(EchoExecutor(split, spent), spent, options=options)
     report("in this process, without ranks", alone)
-    with null_gang(split) as control:
-        executor = WireExecutor(TimedGroup(control, spent), split=split, spent=spent)
-        wired = measure(executor, spent, options=options)
+    with null_gang(split) as (control, board):
+        wired = measure(TimedExecutor(control, spent, split=split, board=board), spent, options=options)
     report("with rank processes", wired)
     if options.json:
         write_json(options.json, {"split": vars(split), "batch": options.batch, "alone": alone, "ranks": wired})
@@ -123,29 +123,24 @@ class TimedGroup(Group):
             return self._group.ibroadcast(tensor, root=root)
 
     def recv(self, tensor: Tensor, *, source: int) -> Tensor:
-        with self._spent.on("wait for answers"):
+        with self._spent.on("wait for ranks"):
             return self._group.recv(tensor, source=source)
 
 
-class WireExecutor:
+class TimedExecutor(GangExecutor):
     """The executor of a gang, with its time told."""
 
-    def __init__(self, control: Group, *, split: Split, spent: Spent) -> None:
-        self._control = control
-        self._split = split
+    def __init__(self, control: Group, spent: Spent, *, split: Split, board: AckBoard) -> None:
+        super().__init__(TimedGroup(control, spent), split=split, board=board)
         self._spent = spent
-        self.depth = split.pp
 
     def submit(self, plan: StepPlan) -> None:
         with self._spent.on("submit"):
-            broadcast_plan(plan, self._control)
+            super().submit(plan)
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         with self._spent.on("collect"):
-            return read_answers(plan, receive_answers(plan, self._control, split=self._split))
-
-    def close(self) -> None:
-        self._control.close()
+            return super().collect(plan)
 
 
 class EchoExecutor:
@@ -188,8 +183,8 @@ class NullAnswers:
 
 
 @contextmanager
-def null_gang(split: Split) -> Iterator[Group]:
-    """Rank processes without a model; the decider's end of their control group."""
+def null_gang(split: Split) -> Iterator[tuple[Group, AckBoard]]:
+    """Rank processes without a model; the decider's end of their control group, and their board."""
     config = Config(model="none", tp=split.tp, pp=split.pp, cp=split.cp, page_size=_PAGE_SIZE)
     store, board = Store(_HOST), AckBoard.create(split.world_size)
     invitations = invite(config, device_type="cpu", store=store, board=board, epoch=1)
@@ -201,7 +196,7 @@ def null_gang(split: Split) -> Iterator[Group]:
             for rank in ranks:
                 rank.receive()
             control = joining.result()
-        yield control
+        yield control, board
     finally:
         board.unlink()
         for rank in ranks:
@@ -293,12 +288,12 @@ def _figures(seconds: list[float], parts: list[dict[str, float]]) -> dict[str, A
     def mean_ms(part: str) -> float:
         return 1e3 * sum(each.get(part, 0.0) for each in parts) / len(parts)
 
-    mean = {part: mean_ms(part) for part in ("schedule", "broadcast", "wait for answers", "complete")}
+    mean = {part: mean_ms(part) for part in ("schedule", "broadcast", "wait for ranks", "complete")}
     # What is sent and waited for lies within submit and collect.
     mean["pack"] = mean_ms("submit") - mean["broadcast"]
-    mean["read answers"] = mean_ms("collect") - mean["wait for answers"]
+    mean["read answers"] = mean_ms("collect") - mean["wait for ranks"]
     mean["rest"] = 1e3 * sum(seconds) / len(seconds) - sum(mean.values())
-    order = ("schedule", "pack", "broadcast", "wait for answers", "read answers", "complete", "rest")
+    order = ("schedule", "pack", "broadcast", "wait for ranks", "read answers", "complete", "rest")
     return {
         "p50": 1e3 * percentile(seconds, 50),
         "p99": 1e3 * percentile(seconds, 99),

@@ -3,8 +3,8 @@
     python -m benchmarks.exactness MODEL                          the whole matrix, some 20 minutes on two cores
     python -m benchmarks.exactness MODEL --prompts 4 --splits 1,1,1 3,1,2
 
-For each split (tp, pp, cp): all prompts cold and batched together, again from the cache, one by one, and once more after other
-prompts have pushed them out. A run is right when every token of every prompt equals transformers' greedy tokens.
+For each split (tp, pp, cp): all prompts cold and batched together, again from the cache, some one by one, and all once
+more after other prompts have pushed them out. A run is right when every token of every prompt equals transformers' greedy tokens.
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ def main() -> int:
     parser.add_argument("--splits", nargs="+", default=[",".join(map(str, split)) for split in SPLITS])
     options = parser.parse_args()
     cases = reference(options.model, make_prompts(options.model, options.prompts), new_tokens=NEW_TOKENS)
-    print(
-        f"{len(cases)} prompts of {len(cases[0].prompt)} to {len(cases[-1].prompt)} tokens, {NEW_TOKENS} new tokens each"
-    )
+    print(f"{len(cases)} prompts of {len(cases[0].prompt)} to {len(cases[-1].prompt)} tokens, {NEW_TOKENS} new each")
     wrong = 0
     for split in options.splits:
         tp, pp, cp = (int(size) for size in split.split(","))

@@ -36,6 +36,11 @@ HOST = "127.0.0.1"
 T = TypeVar("T")
 
 
+@pytest.fixture
+def store() -> Store:
+    return Store(HOST)
+
+
 def world_handle(store: Store, members: Sequence[int], *, epoch: int = 1, timeout_s: float = 20) -> GroupHandle:
     return GroupHandle("world", "world", tuple(members), "gloo", *store.address, epoch, timeout_s)
 
@@ -82,28 +87,27 @@ def test_a_handle_travels_as_plain_data() -> None:
 
 
 @pytest.mark.parametrize("epoch", [1, 3])
-def test_a_handle_of_another_epoch_is_refused_at_once(epoch: int) -> None:
+def test_a_handle_of_another_epoch_is_refused_at_once(store: Store, epoch: int) -> None:
     start = time.monotonic()
     with pytest.raises(RankLostError, match=f"epoch {epoch} refused, this gang is epoch 2"):
-        build_group(world_handle(Store(HOST), (0, 1), epoch=epoch), member=0, epoch=2, host=HOST, device=CPU)
+        build_group(world_handle(store, (0, 1), epoch=epoch), member=0, epoch=2, host=HOST, device=CPU)
     assert time.monotonic() - start < 1
 
 
-def test_who_is_no_member_is_refused() -> None:
+def test_who_is_no_member_is_refused(store: Store) -> None:
     with pytest.raises(ConfigError, match="rank 5 is no member"):
-        build_group(world_handle(Store(HOST), (0, 1)), member=5, epoch=1, host=HOST, device=CPU)
+        build_group(world_handle(store, (0, 1)), member=5, epoch=1, host=HOST, device=CPU)
 
 
-def test_a_member_that_does_not_come_is_missed_at_the_deadline() -> None:
-    handle = world_handle(Store(HOST), (0, 1), timeout_s=1)
+def test_a_member_that_does_not_come_is_missed_at_the_deadline(store: Store) -> None:
+    handle = world_handle(store, (0, 1), timeout_s=1)
     start = time.monotonic()
     with pytest.raises(RankLostError, match="did not form within 1 s"):
         build_group(handle, member=0, epoch=1, host=HOST, device=CPU)
     assert time.monotonic() - start < 10
 
 
-def test_groups_of_two_epochs_do_not_meet_in_one_store() -> None:
-    store = Store(HOST)
+def test_groups_of_two_epochs_do_not_meet_in_one_store(store: Store) -> None:
     old = world_handle(store, (0, 1), epoch=1, timeout_s=2)
     new = world_handle(store, (0, 1), epoch=2, timeout_s=2)
 
@@ -119,8 +123,7 @@ def test_groups_of_two_epochs_do_not_meet_in_one_store() -> None:
         assert all("did not form" in cause for cause in pool.map(join, (0, 1)))
 
 
-def test_the_store_listens_on_its_own_address_alone() -> None:
-    store = Store(HOST)
+def test_the_store_listens_on_its_own_address_alone(store: Store) -> None:
     wanted = f":{store.address[1]:04X}"
     listening = [
         line.split()[1]
@@ -152,7 +155,7 @@ def test_a_handle_of_one_member_needs_no_store() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize("size", [2, 3])
-def test_collectives_of_any_dtype(size: int, dtype: torch.dtype) -> None:
+def test_collectives_of_any_dtype(store: Store, size: int, dtype: torch.dtype) -> None:
     def make(rank: int) -> Tensor:
         return torch.arange(size * 4).view(size, 4).to(dtype) + 10 * rank
 
@@ -170,7 +173,7 @@ def test_collectives_of_any_dtype(size: int, dtype: torch.dtype) -> None:
             found["all_reduce"] = group.all_reduce(make(rank))
         return found
 
-    every = together(world_handle(Store(HOST), range(size)), work)
+    every = together(world_handle(store, range(size)), work)
     for rank, found in enumerate(every):
         assert torch.equal(found["all_gather"], torch.stack([make(r) for r in range(size)]))
         assert torch.equal(found["all_to_all"], torch.stack([make(r)[rank] for r in range(size)]))
@@ -180,7 +183,7 @@ def test_collectives_of_any_dtype(size: int, dtype: torch.dtype) -> None:
             assert torch.equal(found["all_reduce"], sum((make(r) for r in range(size)), torch.zeros(1, dtype=dtype)))
 
 
-def test_messages_of_a_pair_arrive_in_order() -> None:
+def test_messages_of_a_pair_arrive_in_order(store: Store) -> None:
     def work(group: Group, rank: int) -> list[int]:
         if rank == 0:
             sent = [group.isend(torch.tensor([i]), to=1) for i in range(20)]
@@ -189,10 +192,10 @@ def test_messages_of_a_pair_arrive_in_order() -> None:
             return []
         return [int(group.recv(torch.zeros(1, dtype=torch.int64), source=0)) for _ in range(20)]
 
-    assert together(world_handle(Store(HOST), (0, 1)), work)[1] == list(range(20))
+    assert together(world_handle(store, (0, 1)), work)[1] == list(range(20))
 
 
-def test_a_peer_that_leaves_is_noticed_long_before_the_deadline() -> None:
+def test_a_peer_that_leaves_is_noticed_long_before_the_deadline(store: Store) -> None:
     start = time.monotonic()
 
     def work(group: Group, rank: int) -> str:
@@ -203,11 +206,11 @@ def test_a_peer_that_leaves_is_noticed_long_before_the_deadline() -> None:
             group.recv(torch.zeros(4), source=1)
         return lost.value.cause
 
-    together(world_handle(Store(HOST), (0, 1), timeout_s=60), work)
+    together(world_handle(store, (0, 1), timeout_s=60), work)
     assert time.monotonic() - start < 10
 
 
-def test_a_peer_that_is_silent_is_lost_at_the_deadline() -> None:
+def test_a_peer_that_is_silent_is_lost_at_the_deadline(store: Store) -> None:
     done = threading.Event()
 
     def work(group: Group, rank: int) -> float:
@@ -220,7 +223,7 @@ def test_a_peer_that_is_silent_is_lost_at_the_deadline() -> None:
         done.set()
         return time.monotonic() - start
 
-    waited = together(world_handle(Store(HOST), (0, 1), timeout_s=2), work)[0]
+    waited = together(world_handle(store, (0, 1), timeout_s=2), work)[0]
     assert 1 < waited < 10
 
 
@@ -228,12 +231,12 @@ def test_a_peer_that_is_silent_is_lost_at_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, FRAME // 4 - 10, FRAME // 4, 40_000])
-def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(num_tokens: int) -> None:
+def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(store: Store, num_tokens: int) -> None:
     split = Split(tp=2, cp=2)
     tokens = np.random.default_rng(0).integers(0, 2**31 - 1, num_tokens).astype("<i4").tobytes()
     row = Row(0, 0, tokens, output_position=0)
     plans = [StepPlan(step, [row, row]) for step in (1, 2, 3)]
-    handle = group_handles(split, backend="gloo", store=Store(HOST).address, epoch=1, timeout_s=20)["control"]
+    handle = group_handles(split, backend="gloo", store=store.address, epoch=1, timeout_s=20)["control"]
 
     def work(group: Group, member: int) -> Any:
         if member == DECIDER:
@@ -258,9 +261,9 @@ def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(num_toke
     assert answers == [[[[100]], [[102]]]] * 3
 
 
-def test_an_answer_to_another_step_is_a_lost_rank() -> None:
+def test_an_answer_to_another_step_is_a_lost_rank(store: Store) -> None:
     split = Split()
-    handle = group_handles(split, backend="gloo", store=Store(HOST).address, epoch=1, timeout_s=20)["control"]
+    handle = group_handles(split, backend="gloo", store=store.address, epoch=1, timeout_s=20)["control"]
 
     def work(group: Group, member: int) -> None:
         if member == DECIDER:
@@ -275,9 +278,9 @@ def test_an_answer_to_another_step_is_a_lost_rank() -> None:
     together(handle, work)
 
 
-def test_plans_can_be_in_flight_while_the_last_stage_waits_for_its_answer_to_be_taken() -> None:
+def test_plans_can_be_in_flight_while_the_last_stage_waits_for_its_answer_to_be_taken(store: Store) -> None:
     split = Split(pp=3)
-    handle = group_handles(split, backend="gloo", store=Store(HOST).address, epoch=1, timeout_s=20)["control"]
+    handle = group_handles(split, backend="gloo", store=store.address, epoch=1, timeout_s=20)["control"]
     plans = [StepPlan(step) for step in range(1, 10)]
 
     def work(group: Group, member: int) -> list[int]:
@@ -302,9 +305,9 @@ def test_plans_can_be_in_flight_while_the_last_stage_waits_for_its_answer_to_be_
 # --- contexts ---------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_of_a_gang_join_all_their_groups_in_one_process() -> None:
+def test_ranks_of_a_gang_join_all_their_groups_in_one_process(store: Store) -> None:
     split = Split(tp=2, pp=2, cp=2)
-    handles = group_handles(split, backend="gloo", store=Store(HOST).address, epoch=4, timeout_s=30)
+    handles = group_handles(split, backend="gloo", store=store.address, epoch=4, timeout_s=30)
 
     def member(rank: int) -> list[float]:
         if rank == DECIDER:
