@@ -4,7 +4,8 @@
     python -m benchmarks.exactness MODEL --prompts 4 --splits 1,1,1 3,1,2
 
 For each split (tp, pp, cp): all prompts cold and batched together, again from the cache, some one by one, and all once
-more after other prompts have pushed them out. A run is right when every token of every prompt equals transformers' greedy tokens.
+more after other prompts have pushed them out. A run is right when every token of every prompt equals transformers'
+greedy tokens.
 """
 
 from __future__ import annotations

@@ -119,15 +119,18 @@ class LLM:
         each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters", field="sampling")
-        runs = [_Run.start(self.tokenizer, prompt, params) for prompt, params in zip(prompts, each, strict=True)]
-        by_id = {f"llm-{next(self._ids)}": run for run in runs}
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+            raise RequestError("generate takes a list of prompts; put a single one into a list", field="prompt")
+        by_id: dict[str, _Run] = {}
         try:
+            for prompt, params in zip(prompts, each, strict=True):
+                self._add(prompt, params, by_id)
             self._run(by_id)
         finally:
             # After an error nothing of this call may stay queued.
             for request_id in by_id:
                 self._engine.cancel(request_id)
-        return [run.completion() for run in runs]
+        return [run.completion() for run in by_id.values()]
 
     def chat(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: SamplingParams | None = None
@@ -155,6 +158,8 @@ class LLM:
             self._engine.close()
         except RankLostError as error:
             _log.warning("ranks were gone before the end: %s", error)
+            if self._gang is not None:
+                self._gang.kill()
         if self._gang is not None:
             self._gang.join(_CLOSE_TIMEOUT_S)
 
@@ -169,9 +174,15 @@ class LLM:
         else:
             self.close()
 
+    def _add(self, prompt: str | Sequence[int], sampling: SamplingParams, by_id: dict[str, _Run]) -> None:
+        ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt)
+        request_id = f"llm-{next(self._ids)}"
+        self._engine.add(GenerateRequest(request_id, ids, sampling))
+        # Only now: the engine has checked the ids.
+        text = OutputText(self.tokenizer, prompt=ids, sampling=sampling)
+        by_id[request_id] = _Run(ids, text, [], [], [], [])
+
     def _run(self, by_id: Mapping[str, _Run]) -> None:
-        for request_id, new in by_id.items():
-            self._engine.add(GenerateRequest(request_id, new.prompt, new.sampling))
         while any(run.text.finish_reason is None for run in by_id.values()):
             for output in self._engine.step():
                 # Requests of an earlier call that failed may still end in this one.
@@ -192,18 +203,11 @@ class _Run:
     """A prompt under way."""
 
     prompt: tuple[int, ...]
-    sampling: SamplingParams
     text: OutputText
     pieces: list[str]
     token_ids: list[int]
     logprobs: list[TokenLogprob]
     prompt_logprobs: list[TokenLogprob | None]
-
-    @classmethod
-    def start(cls, tokenizer: Tokenizer, prompt: str | Sequence[int], sampling: SamplingParams) -> _Run:
-        ids = tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
-        text = OutputText(tokenizer, prompt=ids, sampling=sampling)
-        return cls(tuple(ids), sampling, text, [], [], [], [])
 
     def completion(self) -> Completion:
         assert self.text.finish_reason is not None, "only ended runs have a completion"

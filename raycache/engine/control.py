@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raycache.engine.plan import StepPlan, answer_width, emitted_count
+from raycache.engine.plan import StepPlan, answer_width, emissions
 from raycache.errors import RankLostError
 from raycache.parallel.collectives import Group
 from raycache.parallel.sharding import Coords, Split
@@ -87,8 +87,8 @@ def receive_answers(plan: StepPlan, control: Group, *, split: Split) -> list[NDA
     """
     answers = []
     width = answer_width(plan)
-    for cp_rank, rank in enumerate(answering_ranks(split)):
-        count = emitted_count(plan, cp_rank=cp_rank, cp_size=split.cp)
+    for rank, places in zip(answering_ranks(split), emissions(plan, cp_size=split.cp), strict=True):
+        count = sum(len(positions) for _, positions in places)
         answer = control.recv(torch.empty(1 + count * width, dtype=torch.int64), source=rank + 1).numpy()
         if answer[0] != plan.step:
             raise RankLostError(rank, str(split.coords(rank)), plan.step, f"it answers step {answer[0]}")

@@ -79,6 +79,7 @@ class GangExecutor:
     def _blame(self, plan: StepPlan, cause: RankLostError) -> RankLostError:
         """Name the rank that the others wait for."""
         deadline = time.monotonic() + _BLAME_S
+        time.sleep(_BLAME_S / 10)
         while len(suspects := self._board.suspects(plan.step)) > 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         rank = suspects[0] if suspects else -1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import psutil
@@ -32,6 +34,13 @@ def resolve_dtype(config: Config, *, device_type: str) -> torch.dtype:
             f"dtype {name!r} of {config.model} is not supported; use --dtype with one of {', '.join(_DTYPES)}"
         )
     return _DTYPES[name]
+
+
+def usable_cpus() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def step_tokens(config: Config, *, device_type: str) -> int:

@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from raycache.parallel.sharding import split_chunk
 from raycache.types import PackedTokens, SamplingParams, TokenLogprob
 
+_NONE: NDArray[np.int64] = np.empty(0, np.int64)
+_FIRST: NDArray[np.int64] = np.zeros(1, np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Admit:
@@ -125,28 +128,42 @@ def _sampling(wire: dict[str, Any]) -> SamplingParams:
 
 def local_positions(plan: StepPlan, *, cp_rank: int, cp_size: int) -> list[NDArray[np.int64]]:
     """Which new tokens of each row a cp rank computes: indices into the row's chunk, in the order of computation."""
-    empty = np.empty(0, np.int64)
-    return [
-        np.concatenate([np.arange(run.start, run.stop) for run in runs]) if (runs := split) else empty
-        for split in (split_chunk(row.num_tokens, cp_rank, cp_size, turn=i) for i, row in enumerate(plan.rows))
-    ]
+    return [_positions(row, cp_rank, cp_size, turn=i) for i, row in enumerate(plan.rows)]
 
 
 def emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of a rank's positions in a row whose logits are used: scored ones, and the last one if a token is
-    sampled."""
+    """Those of a rank's positions in a row whose logits are used: scored ones, and the last if a token is sampled."""
+    if row.num_tokens == 1:
+        return positions if row.targets or row.output_position >= 0 else _NONE
     wanted = positions < row.num_targets
     if row.output_position >= 0:
         wanted = wanted | (positions == row.num_tokens - 1)
     return positions[wanted]
 
 
+def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, NDArray[np.int64]]]]:
+    """Per cp rank what its answer holds: (row, positions in the row), in order, without rows that give nothing."""
+    found: list[list[tuple[int, NDArray[np.int64]]]] = [[] for _ in range(cp_size)]
+    for i, row in enumerate(plan.rows):
+        # A single token is on one rank only: decode batches are walked once and not once per rank.
+        ranks = (i % cp_size,) if row.num_tokens == 1 else range(cp_size)
+        for rank in ranks:
+            positions = emitted(row, _positions(row, rank, cp_size, turn=i))
+            if len(positions):
+                found[rank].append((i, positions))
+    return found
+
+
 def emitted_count(plan: StepPlan, *, cp_rank: int, cp_size: int) -> int:
     """Length of the answer of a cp rank, in positions."""
-    return sum(
-        len(emitted(row, positions))
-        for row, positions in zip(plan.rows, local_positions(plan, cp_rank=cp_rank, cp_size=cp_size), strict=True)
-    )
+    return sum(len(positions) for _, positions in emissions(plan, cp_size=cp_size)[cp_rank])
+
+
+def _positions(row: Row, cp_rank: int, cp_size: int, *, turn: int) -> NDArray[np.int64]:
+    if row.num_tokens == 1:
+        return _FIRST if turn % cp_size == cp_rank else _NONE
+    runs = split_chunk(row.num_tokens, cp_rank, cp_size, turn=turn)
+    return np.concatenate([_NONE, *(np.arange(run.start, run.stop) for run in runs)])
 
 
 def answer_width(plan: StepPlan) -> int:
@@ -178,20 +195,21 @@ def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[R
     """
     results = [RowResult() for _ in plan.rows]
     scores: list[dict[int, TokenLogprob]] = [{} for _ in plan.rows]
-    for cp_rank, answer in enumerate(answers):
+    for answer, places in zip(answers, emissions(plan, cp_size=len(answers)), strict=True):
         lines = iter(answer)
-        for i, positions in enumerate(local_positions(plan, cp_rank=cp_rank, cp_size=len(answers))):
+        for i, positions in places:
             row = plan.rows[i]
-            for position in emitted(row, positions):
+            for position in positions.tolist():
                 line = next(lines)
                 entry = _read_line(line, num_top=plan.num_top)
                 if position < row.num_targets:
                     assert entry is not None, "scored rows make the plan want log-probabilities"
-                    scores[i][int(position)] = entry
+                    scores[i][position] = entry
                 else:
                     results[i].token, results[i].logprob = int(line[0]), entry
     for result, found in zip(results, scores, strict=True):
-        result.scores = [found[position] for position in sorted(found)]
+        if found:
+            result.scores = [found[position] for position in sorted(found)]
     return results
 
 

@@ -8,18 +8,19 @@ a fraction of a second.
 from __future__ import annotations
 
 import multiprocessing
-import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from raycache.config import Config
 from raycache.engine.executors import GangExecutor
+from raycache.engine.memory_plan import usable_cpus
 from raycache.engine.runner import RankRunner, Seat
 from raycache.errors import ConfigError, RankLostError, RayCacheError
 from raycache.parallel.board import AckBoard
@@ -27,6 +28,9 @@ from raycache.parallel.context import DECIDER, GroupHandle, Store, build_group, 
 from raycache.parallel.sharding import Split
 
 _HOST = "127.0.0.1"
+_IDLE_S = 14 * 24 * 3600.0
+"""How long a rank waits for a plan. Nobody beats while a script does other things, and none has to: on one machine a
+decider that ends closes its connections."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ def invite(config: Config, *, device_type: str, store: Store, board: AckBoard, e
         epoch=epoch,
         timeout_s=config.rank_timeout_s,
     )
-    threads = max(1, (os.cpu_count() or 1) // split.world_size)
+    handles["control"] = replace(handles["control"], timeout_s=_IDLE_S)
+    threads = max(1, usable_cpus() // split.world_size)
     return [
         Invitation(
             config=config,
@@ -100,23 +105,24 @@ class ProcessGang:
         self._processes: list[RankProcess] = []
         try:
             invitations = invite(config, device_type=device_type, store=store, board=board, epoch=1)
-            self._processes += [RankProcess(_run_rank, invitation) for invitation in invitations]
+            for invitation in invitations:
+                self._processes.append(RankProcess(_run_rank, invitation))
+            handle = replace(invitations[0].handles["control"], timeout_s=config.rank_timeout_s)
             with ThreadPoolExecutor(1) as pool:
                 # Joining is a meeting: the decider has to be on its way while it waits for the ranks' answers.
                 joining = pool.submit(
-                    build_group,
-                    invitations[0].handles["control"],
-                    member=DECIDER,
-                    epoch=1,
-                    host=_HOST,
-                    device=torch.device("cpu"),
+                    build_group, handle, member=DECIDER, epoch=1, host=_HOST, device=torch.device("cpu")
                 )
-                self.num_pages = min(process.receive() for process in self._processes)
+                try:
+                    self.num_pages = min(self._receive(config.start_timeout_s))
+                except BaseException:
+                    # Or the decider would wait for members that do not come.
+                    store.close()
+                    raise
                 control = joining.result()
             for process in self._processes:
                 process.send(self.num_pages)
-            for process in self._processes:
-                process.receive()
+            self._receive(config.start_timeout_s)
         except BaseException:
             self.kill()
             raise
@@ -129,6 +135,21 @@ class ProcessGang:
         for process in self._processes:
             process.process.join(timeout_s)
         self.kill()
+
+    def _receive(self, timeout_s: float) -> list[Any]:
+        """The next value of every rank, by rank; the first one that fails is told at once."""
+        deadline = time.monotonic() + timeout_s
+        found: dict[int, Any] = {}
+        while missing := {p.connection: rank for rank, p in enumerate(self._processes) if rank not in found}:
+            ready = wait(missing, timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise RankLostError(
+                    min(missing.values()), "", 0, f"no answer after {timeout_s:.0f} s; see --start-timeout-s"
+                )
+            for connection in ready:
+                rank = missing[cast(Connection, connection)]
+                found[rank] = self._processes[rank].receive()
+        return [found[rank] for rank in sorted(found)]
 
     def kill(self) -> None:
         """End all ranks at once."""
@@ -149,14 +170,14 @@ class RankProcess:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["raycache.engine.processes"])
         self._rank = invitation.seat.rank
-        self._connection, theirs = context.Pipe()
+        self.connection, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(theirs, invitation), daemon=True, name=f"rank {self._rank}")
         self.process.start()
         theirs.close()
 
     def send(self, value: Any) -> None:
         """Send a value to the rank."""
-        self._connection.send(value)
+        self.connection.send(value)
 
     def receive(self) -> Any:
         """The rank's next value.
@@ -166,8 +187,8 @@ class RankProcess:
             RankLostError: it ended without a word.
         """
         try:
-            value = self._connection.recv()
-        except EOFError as cause:
+            value = self.connection.recv()
+        except (EOFError, ConnectionError) as cause:
             self.process.join()
             raise RankLostError(self._rank, "", 0, f"process ended with code {self.process.exitcode}") from cause
         if isinstance(value, BaseException):

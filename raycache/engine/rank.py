@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raycache.attention.base import AttentionBackend
 from raycache.engine.inputs import StepInputs, build_inputs
-from raycache.engine.plan import Admit, Row, StepPlan, answer_width, emitted, local_positions
+from raycache.engine.plan import Admit, Row, StepPlan, answer_width, emissions
 from raycache.engine.sampler import SampleRow, TokenCounts, logprobs, sample
 from raycache.memory.device import DevicePool
 from raycache.models.base import Model, ModelConfig
@@ -153,10 +153,10 @@ class Rank:
         targets: list[int] = []
         sampled: list[int] = []
         rows: list[SampleRow] = []
-        every = local_positions(plan, cp_rank=self.ctx.cp.rank, cp_size=self.ctx.cp.size)
-        for row, positions in zip(plan.rows, every, strict=True):
+        for i, positions in emissions(plan, cp_size=self.ctx.cp.size)[self.ctx.cp.rank]:
+            row = plan.rows[i]
             wanted = np.frombuffer(row.targets, np.int32)
-            for position in emitted(row, positions):
+            for position in positions.tolist():
                 if position < len(wanted):
                     targets.append(int(wanted[position]))
                     continue

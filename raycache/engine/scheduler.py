@@ -268,6 +268,8 @@ class Scheduler:
     def _reserve(self, request: Request, num_tokens: int, batch: Batch) -> list[int] | None:
         """Pages so that `num_tokens` fit; None if the request has to wait."""
         needed = -(-num_tokens // self.page_size) - len(request.pages)
+        if needed <= 0:
+            return []
         while not self._make_free(needed):
             victim = self._victim(batch, behind=request)
             if victim is None:
@@ -275,7 +277,7 @@ class Scheduler:
                     self._preempt(request)
                 return None
             self._preempt(victim)
-        pages: list[int] = self._allocator.allocate(max(needed, 0)).tolist()
+        pages: list[int] = self._allocator.allocate(needed).tolist()
         request.pages += pages
         request.own.update(pages)
         return pages

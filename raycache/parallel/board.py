@@ -70,14 +70,17 @@ class AckBoard:
         return int(self.lines[:, lane].min())
 
     def suspects(self, step: int) -> list[int]:
-        """Ranks that may have kept a step from being completed: those that failed, else those that are late and silent.
+        """Ranks that may have kept a step from being completed: those that failed, else those that say nothing.
 
-        Who has lost a peer is a victim.
+        Who has lost a peer is a victim. Of the silent ones those that are late come first; a stage of a pipeline may
+        have ended after its part of the step. Ranks of other nodes never join this board.
         """
-        late = self.lines[:, Lane.STEP] < step
-        failed = late & (self.lines[:, Lane.FAILED] > 0)
-        silent = late & (self.lines[:, Lane.LOST] == 0)
-        return [int(rank) for rank in np.flatnonzero(failed if failed.any() else silent)]
+        joined = self.lines[:, Lane.JOINED] > 0
+        failed = joined & (self.lines[:, Lane.FAILED] > 0)
+        silent = joined & (self.lines[:, Lane.LOST] == 0)
+        late = silent & (self.lines[:, Lane.STEP] < step)
+        found = next((ranks for ranks in (failed, late) if ranks.any()), silent)
+        return [int(rank) for rank in np.flatnonzero(found)]
 
     def unlink(self) -> None:
         """Remove the file; mappings stay valid."""

@@ -101,6 +101,10 @@ class Store:
             self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
         self.address = (host, port)
 
+    def close(self) -> None:
+        """End the meeting: who still waits for others fails at once."""
+        del self._store
+
 
 def build_group(handle: GroupHandle, *, member: int, epoch: int, host: str, device: torch.device) -> Group:
     """Join a group; returns when all members have joined.

@@ -1,4 +1,5 @@
-"""A model that is a hash: its next token depends on every token before it, read back from simulated pages.
+"""A model that is a hash: its next token depends on every token before it, read back from simulated pages, and on its
+number in the output, as that of a sampled one does.
 
 An executor of plans that shares no code with the ranks. Each computed token is kept at its (page, offset); a page is
 wiped when it is handed out. So a wrong page, a page that is used twice or too early, or a token that was never computed
@@ -21,9 +22,9 @@ VOCAB = 13
 EOS = 0
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    """What the model says after a sequence."""
-    return _number(tokens) % VOCAB
+def next_token(tokens: Sequence[int], *, position: int) -> int:
+    """What the model says after a sequence, as token number `position` of the output."""
+    return _number([*tokens, -3, position]) % VOCAB
 
 
 def logprob(tokens: Sequence[int], token: int, *, num_top: int) -> TokenLogprob:
@@ -37,7 +38,7 @@ def continuation(prompt: Sequence[int], sampling: SamplingParams, *, max_len: in
     tokens = list(prompt)
     most = max_len if sampling.max_tokens is None else min(max_len, len(prompt) + sampling.max_tokens)
     while True:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, position=len(tokens) - len(prompt)))
         if tokens[-1] in sampling.stop_token_ids or (tokens[-1] == EOS and not sampling.ignore_eos):
             return tokens[len(prompt) :], FinishReason.STOP
         if len(tokens) >= most:
@@ -124,7 +125,7 @@ class TwinExecutor:
             assert plan.num_top is not None
             result.scores.append(logprob(tokens[: row.start + i + 1], target, num_top=plan.num_top))
         if row.output_position >= 0:
-            result.token = next_token(tokens)
+            result.token = next_token(tokens, position=row.output_position)
             if plan.num_top is not None:
                 result.logprob = logprob(tokens, result.token, num_top=plan.num_top)
         return result

@@ -559,6 +559,17 @@ def test_a_request_that_is_first_in_order_keeps_its_pages_while_another_decodes(
     assert engine.stats().computed_tokens < 2 * (24 + 2 + 3 + 12)
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_prompt_that_runs_out_of_pages_does_not_take_those_of_a_row_in_the_same_plan(prefix_cache: bool) -> None:
+    engine, _ = make_engine(num_pages=20, page_size=1, max_step_tokens=2, prefix_cache=prefix_cache)
+    right = {"low": add(engine, "low", [1, 2], max_tokens=17, priority=1)}
+    found = {"low": [token for _ in range(2) for output in engine.step() for token in output.token_ids]}
+    right["high"] = add(engine, "high", prompt_of(0, 12), max_tokens=3)
+    for name, tokens in run(engine).items():
+        found.setdefault(name, []).extend(tokens)
+    assert found == right
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_lost_gang_does_not_change_the_tokens(depth: int) -> None:
     engine, executor = make_engine(depth=depth, max_step_tokens=16)
@@ -619,7 +630,7 @@ def test_prompt_logprobs_recompute_the_prompt_and_leave_it_for_others() -> None:
 
 
 def test_prompt_logprobs_of_a_cached_prompt_of_more_than_half_the_pool_end() -> None:
-    engine, _ = make_engine(num_pages=8, page_size=4)
+    engine, _ = make_engine(num_pages=8, page_size=4, max_step_tokens=4)
     prompt = prompt_of(0, 24)
     add(engine, "cached", prompt)
     run(engine)

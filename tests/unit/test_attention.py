@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -283,7 +284,7 @@ def test_parts_of_the_keys_merge_to_the_whole(
     q = torch.randn(tokens, kv_heads * group, 8, generator=random, dtype=torch.float64)
     k, v = torch.randn(2, keys, kv_heads, 8, generator=random, dtype=torch.float64)
     cuts = [0, *sorted(data.draw(st.sets(st.integers(1, keys - 1), max_size=3) if keys > 1 else st.just(set()))), keys]
-    parts = [attend_all(q, k[a:b], v[a:b], scale=0.3) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [attend_all(q, k[a:b], v[a:b], scale=0.3) for a, b in itertools.pairwise(cuts)]
     # A part without keys: its numbers do not count.
     parts.append((torch.full_like(q, 7.0), torch.full(q.shape[:2], float("-inf"), dtype=torch.float64)))
     merged = merge(torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]))

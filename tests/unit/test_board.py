@@ -57,28 +57,42 @@ def test_low_is_what_all_have_reached(board: AckBoard) -> None:
     assert board.low(Lane.STEP) == 5
 
 
-def test_nobody_is_suspected_of_a_step_that_all_have_completed(board: AckBoard) -> None:
+@pytest.fixture
+def gang(board: AckBoard) -> AckBoard:
+    """A board that all ranks have joined."""
     for rank in range(4):
-        board.post(rank, Lane.STEP, 8)
-    assert board.suspects(8) == []
+        board.post(rank, Lane.JOINED, 1)
+    return board
 
 
-def test_who_is_late_and_silent_is_suspected(board: AckBoard) -> None:
+def test_ranks_that_never_joined_this_board_are_not_suspected(board: AckBoard) -> None:
+    board.post(1, Lane.JOINED, 1)
+    assert board.suspects(8) == [1]
+
+
+def test_who_is_silent_is_suspected_even_after_its_part_of_the_step(gang: AckBoard) -> None:
+    gang.post(0, Lane.STEP, 9)
+    for rank in (1, 2, 3):
+        gang.post(rank, Lane.LOST, 8)
+    assert gang.suspects(8) == [0]
+
+
+def test_who_is_late_and_silent_is_suspected(gang: AckBoard) -> None:
     for rank, step in enumerate((8, 7, 8, 7)):
-        board.post(rank, Lane.STEP, step)
-    assert board.suspects(8) == [1, 3]
+        gang.post(rank, Lane.STEP, step)
+    assert gang.suspects(8) == [1, 3]
 
 
-def test_who_lost_a_peer_is_a_victim(board: AckBoard) -> None:
+def test_who_lost_a_peer_is_a_victim(gang: AckBoard) -> None:
     for rank in (0, 1, 3):
-        board.post(rank, Lane.LOST, 8)
-    assert board.suspects(8) == [2]
+        gang.post(rank, Lane.LOST, 8)
+    assert gang.suspects(8) == [2]
 
 
-def test_who_failed_is_to_blame_before_those_who_are_silent(board: AckBoard) -> None:
-    board.post(0, Lane.LOST, 8)
-    board.post(3, Lane.FAILED, 8)
-    assert board.suspects(8) == [3]
+def test_who_failed_is_to_blame_before_those_who_are_silent(gang: AckBoard) -> None:
+    gang.post(0, Lane.LOST, 8)
+    gang.post(3, Lane.FAILED, 8)
+    assert gang.suspects(8) == [3]
 
 
 def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(store: S
         return received
 
     answers, *received = together(handle, work)
-    assert all(plans_of_rank == plans for plans_of_rank in received)
+    assert [[plan.pack() for plan in mine] for mine in received] == [[plan.pack() for plan in plans]] * 4
     assert answers == [[[[100]], [[102]]]] * 3
 
 
@@ -306,7 +306,7 @@ def test_plans_can_be_in_flight_while_the_last_stage_waits_for_its_answer_to_be_
 
 
 def test_ranks_of_a_gang_join_all_their_groups_in_one_process(store: Store) -> None:
-    split = Split(tp=2, pp=2, cp=2)
+    split = Split(tp=2, pp=2)
     handles = group_handles(split, backend="gloo", store=store.address, epoch=4, timeout_s=30)
 
     def member(rank: int) -> list[float]:
@@ -322,11 +322,11 @@ def test_ranks_of_a_gang_join_all_their_groups_in_one_process(store: Store) -> N
         ctx.close()
         return sums
 
-    with ThreadPoolExecutor(9) as pool:
-        _, *found = pool.map(member, range(-1, 8))
+    with ThreadPoolExecutor(5) as pool:
+        _, *found = pool.map(member, range(-1, 4))
     for rank, sums in enumerate(found):
         members = [split.axis_members(axis, rank) for axis in ("tp", "pp", "cp")]
-        assert sums == [*map(sum, members), 28]
+        assert sums == [*map(sum, members), 6]
 
 
 def test_a_single_rank_is_first_and_last_stage() -> None:
