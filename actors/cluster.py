@@ -46,8 +46,7 @@ def connect(config: Config) -> Cluster:
     if ray.is_initialized():
         raise ConfigError("this process is connected to Ray already; disconnect with ray.shutdown() first")
     is_local = config.address == "local"
-    # Ray's sockets lie below it and their paths may have 107 bytes, so it has to be short.
-    temp_dir = Path(tempfile.mkdtemp(prefix="raycache-", dir="/tmp")) if is_local else None
+    temp_dir = _temp_dir() if is_local else None
     options: dict[str, Any] = {"address": config.address}
     if temp_dir is not None:
         options.update(include_dashboard=config.dashboard, dashboard_host="127.0.0.1", _temp_dir=str(temp_dir))
@@ -68,6 +67,12 @@ def connect(config: Config) -> Cluster:
     address: dict[str, Any] = context.address_info  # type: ignore[attr-defined]  # a base class lacks it
     url = address.get("webui_url") or ""
     return Cluster(address=str(address["gcs_address"]), dashboard_url=f"http://{url}" if url else "", temp_dir=temp_dir)
+
+
+def _temp_dir() -> Path:
+    # Ray's sockets lie below it, some 80 characters further down, and a socket's path may have 107.
+    folder = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="raycache-", dir=folder if len(folder) < 12 else "/tmp"))
 
 
 def disconnect(temp_dir: Path | None) -> None:

@@ -231,6 +231,8 @@ class EngineActor:
         return self._gang
 
     def _note_progress(self, phase: str, share: float) -> None:
+        if self._is_stopping:
+            raise EngineStoppedError(f"stopped while {phase}")
         self._progress = (phase, share)
 
     def _add(self, request: GenerateRequest) -> None:

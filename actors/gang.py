@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ class Gang:
         device: "cpu" or "cuda".
         places: one bundle per tp group.
         epoch: number of this gang; handles of others are refused.
-        on_progress: told phase and share (0 to 1) while the gang starts.
+        on_progress: told phase and share (0 to 1) while the gang starts; what it raises ends the start.
     Raises:
         RayCacheError: what kept a rank from starting; no actor is left behind.
 
@@ -144,12 +145,18 @@ class Gang:
             control = pool.submit(
                 build_group, handles["control"], member=DECIDER, epoch=epoch, host=host, device=torch.device("cpu")
             )
-            self._get(joins, phase="joining groups")
+            try:
+                self._get(joins, phase="joining groups")
+            except BaseException:
+                # Or the decider would wait for members that do not come.
+                self._store.close()
+                raise
             self.executor = GangExecutor(control.result(), split=self._split, board=self._board)
+        self._board.unlink()  # all that will map it have done so
 
     def _get(self, refs: list[Any], *, phase: str) -> list[Any]:
         """Results of all ranks, within the start's deadline."""
-        waited = 0.0
+        begin = time.monotonic()
         pending = list(refs)
         while pending:
             self._on_progress(phase, self._board.lines[:, Lane.LOADED].mean() / 1000)
@@ -162,7 +169,7 @@ class Gang:
                 except RayActorError as cause:
                     rank = refs.index(ref)
                     raise RankLostError(rank, str(self._split.coords(rank)), 0, f"it died while {phase}") from cause
-            waited += 0.5
+            waited = time.monotonic() - begin
             if waited > self._config.start_timeout_s:
                 late = [refs.index(ref) for ref in pending]
                 raise ConfigError(f"ranks {late} are still {phase} after {waited:.0f} s; see --start-timeout-s")

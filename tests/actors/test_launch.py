@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,14 +17,24 @@ import psutil
 import pytest
 
 
-def traces() -> set[str]:
-    """What a service leaves in shared and temporary memory while it runs."""
-    return {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob("raycache-*")}
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder for temporary files, with a path short enough for Ray's sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def start(model: Path, *flags: str) -> subprocess.Popen[str]:
+def traces(scratch: Path, processes: list[psutil.Process]) -> set[str]:
+    """What the processes of a service left behind in shared memory and temporary files."""
+    boards = (path for process in processes for path in Path("/dev/shm").glob(f"raycache-{process.pid}-*"))
+    return {str(path) for path in (*boards, *scratch.glob("raycache-*"))}
+
+
+def start(model: Path, scratch: Path, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "raycache", "launch", str(model), "--device", "cpu", "--port", "0", *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ))
+    env = {**os.environ, "TMPDIR": str(scratch)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
 
 def endpoint_of(process: subprocess.Popen[str]) -> str:
@@ -39,9 +52,8 @@ def is_gone(processes: list[psutil.Process], *, within_s: float) -> bool:
     return not alive
 
 
-def test_interrupt_leaves_no_process_no_shared_memory_and_no_ray_files(model: Path) -> None:
-    before = traces()
-    process = start(model, "--cp", "2", "--num-pages", "32", "--no-dashboard")
+def test_interrupt_leaves_no_process_no_shared_memory_and_no_ray_files(model: Path, scratch: Path) -> None:
+    process = start(model, scratch, "--cp", "2", "--num-pages", "32", "--no-dashboard")
     try:
         endpoint = endpoint_of(process)
         answer = httpx.post(
@@ -53,34 +65,37 @@ def test_interrupt_leaves_no_process_no_shared_memory_and_no_ray_files(model: Pa
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert is_gone(children, within_s=10)
-        assert traces() == before
+        assert traces(scratch, children) == set()
     finally:
         process.kill()
 
 
-def test_interrupt_while_starting_leaves_nothing(model: Path) -> None:
-    before = traces()
-    process = start(model, "--no-dashboard")
+@pytest.mark.parametrize("phase", ["starting Ray", "starting ranks"])
+def test_interrupt_while_starting_leaves_nothing(model: Path, scratch: Path, phase: str) -> None:
+    process = start(model, scratch, "--cp", "2", "--no-dashboard")
     try:
-        deadline = time.monotonic() + 30
-        while not (children := psutil.Process(process.pid).children(recursive=True)) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        assert process.stdout is not None
+        while line := process.stdout.readline():
+            if line.startswith(phase):
+                break
+        time.sleep(1)
+        children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         assert process.wait(40) == 130
         assert is_gone(children, within_s=10)
-        assert traces() == before
+        assert traces(scratch, children) == set()
     finally:
         process.kill()
 
 
-def test_a_port_in_use_is_refused_before_anything_starts(model: Path) -> None:
+def test_a_port_in_use_is_refused_before_anything_starts(model: Path, scratch: Path) -> None:
     import socket
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        process = start(model, "--port", port)
+        process = start(model, scratch, "--port", port)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "in use" in output and port in output
