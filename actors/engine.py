@@ -26,7 +26,7 @@ from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
 from raycache.types import EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 _log = logging.getLogger(__name__)
-_MAX_REBUILDS = 3
+_MAX_REBUILDS = 4
 """Gangs that may be lost one after another without a step in between, before the engine gives up."""
 
 Message = tuple[str, RequestOutput | RayCacheError]

@@ -71,17 +71,17 @@ class LLM:
         model_config = check_model(self.config)
         self.tokenizer = Tokenizer(model)
         self._gang: ProcessGang | None = None
-        executor: Executor
+        self._executor: Executor
         if self.config.world_size == 1:
             device = "cuda:0" if device_type == "cuda" else "cpu"
             runner = RankRunner(self.config, Seat(rank=0, host="127.0.0.1", device=device, ranks_on_node=1))
             num_pages = runner.load()
-            executor = LocalExecutor(runner.build(num_pages))
+            self._executor = LocalExecutor(runner.build(num_pages))
         else:
             self._gang = ProcessGang(self.config, device_type=device_type)
-            num_pages, executor = self._gang.num_pages, self._gang.executor
+            num_pages, self._executor = self._gang.num_pages, self._gang.executor
         self._engine = build_engine(
-            executor, self.config, model=model_config, device_type=device_type, num_pages=num_pages
+            self._executor, self.config, model=model_config, device_type=device_type, num_pages=num_pages
         )
         self._ids = itertools.count()
         self._is_closed = False
@@ -126,6 +126,12 @@ class LLM:
             for prompt, params in zip(prompts, each, strict=True):
                 self._add(prompt, params, by_id)
             self._run(by_id)
+        except RequestError:
+            raise
+        except BaseException:
+            # An interrupt can come in the middle of a step.
+            self._abandon_step()
+            raise
         finally:
             # After an error nothing of this call may stay queued.
             for request_id in by_id:
@@ -173,6 +179,15 @@ class LLM:
             self._gang.kill()
         else:
             self.close()
+
+    def _abandon_step(self) -> None:
+        """After a step that did not end: an own rank starts anew with an empty cache, ranks of a gang are lost."""
+        if self._gang is None:
+            self._executor.close()
+            self._engine.restart(self._executor)
+        else:
+            self._is_closed = True
+            self._gang.kill()
 
     def _add(self, prompt: str | Sequence[int], sampling: SamplingParams, by_id: dict[str, _Run]) -> None:
         ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt)

@@ -35,11 +35,13 @@ class Request:
         deadline: on the engine's clock, seconds; None for none.
         max_len: most tokens of prompt and output.
         tokens: packed prompt and output.
-        prompt_len, num_computed, cached_len: in tokens; cached_len is what the last admission found.
+        prompt_len, num_computed, cached_len: in tokens; cached_len is what the first admission found.
         handle: the locked prefix, while running.
         pages: page ids in order, while running.
         own: those of them that the tree did not adopt.
         slot: on the ranks, while running.
+        num_admissions: times that it began to run.
+        num_losses: gangs that were lost while it was in flight, one after another.
         is_in_flight: a plan with one of its rows is out.
         ending: why it ends as soon as it is not in flight, if it was cancelled or is late.
         prompt_scores: log-probabilities of the prompt's tokens found so far, if wanted; from the second token on.
@@ -60,6 +62,8 @@ class Request:
     pages: list[int] = field(default_factory=list)
     own: set[int] = field(default_factory=set)
     slot: int = -1
+    num_admissions: int = 0
+    num_losses: int = 0
     is_in_flight: bool = False
     ending: FinishReason | None = None
     prompt_scores: list[TokenLogprob | None] = field(default_factory=list)
@@ -134,4 +138,5 @@ class Request:
             prompt_logprobs=tuple(self.prompt_scores) if wants_scores else None,
             finish_reason=reason,
             cached_tokens=self.cached_len,
+            error="the ranks were lost each time that it ran" if reason is FinishReason.ERROR else None,
         )

@@ -24,6 +24,9 @@ from raycache.engine.request import Phase, Request
 from raycache.memory.pages import PageAllocator
 from raycache.types import EngineStats, FinishReason, RequestOutput, TokenLogprob
 
+_MAX_LOSSES = 3
+"""Gangs that a request may be in flight on when they are lost; fewer than an engine rebuilds one after another."""
+
 _MAX_SCORED_TOKENS = 1024
 """Longest chunk whose every position is scored: each takes a row of the size of the vocabulary."""
 
@@ -133,9 +136,15 @@ class Scheduler:
             self._ending.append(request)
 
     def restart(self) -> None:
-        """Take all requests back to the queue and forget all pages: the ranks that held them are gone."""
+        """Take all requests back to the queue and forget all pages: the ranks that held them are gone.
+
+        One that was in flight at too many losses may be their cause and ends with an error.
+        """
         for request in list(self._running):
+            request.num_losses += request.is_in_flight
             request.is_in_flight = False
+            if request.num_losses >= _MAX_LOSSES:
+                self.end(request.request_id, FinishReason.ERROR)
             self._requeue(request)
         self._allocator.free(self._tree.clear())
 
@@ -180,7 +189,7 @@ class Scheduler:
         """
         outputs = []
         for request, row, result in zip(batch.requests, batch.rows, results, strict=True):
-            request.is_in_flight = False
+            request.is_in_flight, request.num_losses = False, 0
             request.num_computed = row.start + row.num_tokens
             request.prompt_scores += [_trim(score, request.sampling.prompt_logprobs) for score in result.scores]
             self._adopt(request)
@@ -381,8 +390,9 @@ class Scheduler:
         request.phase = Phase.RUNNING
         self._num_waiting -= 1
         request.slot = self._free_slots.pop()
-        if request.num_output == 0:
+        if request.num_admissions == 0:
             request.cached_len = request.num_computed
+        request.num_admissions += 1
         self._running.append(request)
         cached_pages = list(request.pages)
         count = _chunk_len(request, batch)
