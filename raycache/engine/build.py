@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from raycache.errors import ConfigError
 from raycache.models.base import ModelConfig, check_split, read_config
 from raycache.models.checkpoint import Checkpoint
 from raycache.types import EngineInfo
+
+_log = logging.getLogger(__name__)
 
 
 def check_model(config: Config) -> ModelConfig:
@@ -63,10 +66,17 @@ def build_engine(
         max_queue=config.max_queue,
         ranks=tuple(ranks),
     )
+    budget = step_tokens(config, device_type=device_type)
+    if budget <= config.max_running:
+        _log.warning(
+            "max_step_tokens=%d is not above max_running=%d: a full batch of decodes leaves no token for new prompts",
+            budget,
+            config.max_running,
+        )
     scheduler = Scheduler(
         num_pages=num_pages,
         page_size=config.page_size,
-        max_step_tokens=step_tokens(config, device_type=device_type),
+        max_step_tokens=budget,
         max_running=config.max_running,
         micro_batches=executor.depth,
         eos_token_ids=model.eos_token_ids,

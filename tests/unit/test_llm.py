@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -345,3 +346,20 @@ def test_a_closed_model_takes_no_prompts(model: Path) -> None:
     llm.close()
     with pytest.raises(EngineStoppedError, match="closed"):
         llm.generate([[1]])
+
+
+def test_an_interrupted_call_does_not_spoil_the_next(
+    llm: LLM, prompts: list[list[int]], expected: list[tuple[int, ...]]
+) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1400, ignore_eos=True))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert tokens_of(llm, prompts) == expected
