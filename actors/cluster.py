@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
@@ -72,7 +73,11 @@ def connect(config: Config) -> Cluster:
 def _temp_dir() -> Path:
     # Ray's sockets lie below it, some 80 characters further down, and a socket's path may have 107.
     folder = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="raycache-", dir=folder if len(folder) < 12 else "/tmp"))
+    made = Path(tempfile.mkdtemp(prefix="raycache-", dir=folder if len(folder) < 12 else "/tmp"))
+    # When its start is interrupted, Ray ends its processes at exit and no sooner, and until then they write there.
+    # Exit handlers run in reverse: this one, registered before Ray's, comes after them.
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
 
 
 def disconnect(temp_dir: Path | None) -> None:
