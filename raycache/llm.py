@@ -126,7 +126,7 @@ class LLM:
             for prompt, params in zip(prompts, each, strict=True):
                 self._add(prompt, params, by_id)
             self._run(by_id)
-        except RequestError:
+        except (RequestError, RankLostError):
             raise
         except BaseException:
             # An interrupt can come in the middle of a step.
@@ -186,7 +186,6 @@ class LLM:
             self._executor.close()
             self._engine.restart(self._executor)
         else:
-            self._is_closed = True
             self._gang.kill()
 
     def _add(self, prompt: str | Sequence[int], sampling: SamplingParams, by_id: dict[str, _Run]) -> None:
