@@ -6,6 +6,8 @@ import atexit
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +23,9 @@ from raycache.errors import ConfigError
 
 _MAX_RANKS_PER_CPU = 16
 """On CPU ranks share cores; beyond this they only wait for each other."""
+_LOOK_TIMEOUT_S = 20.0
+_WATCH = 'exec 3<&0; (read _ <&3; while [ -e "$1" ]; do rm -rf "$1"; sleep 2; done) &'
+"""Shell script: when its input ends, remove a folder."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ def connect(config: Config) -> Cluster:
     if ray.is_initialized():
         raise ConfigError("this process is connected to Ray already; disconnect with ray.shutdown() first")
     is_local = config.address == "local"
+    if not is_local:
+        _look(config.address)
     temp_dir = _temp_dir() if is_local else None
     options: dict[str, Any] = {"address": config.address}
     if temp_dir is not None:
@@ -61,7 +68,7 @@ def connect(config: Config) -> Cluster:
         )
     except (RuntimeError, ValueError, ConnectionError, OSError, TimeoutError) as cause:
         disconnect(temp_dir)
-        raise ConfigError(_explain(config.address, cause)) from cause
+        raise ConfigError(_explain(config.address, f"{type(cause).__name__}: {cause}")) from cause
     except KeyboardInterrupt:
         disconnect(temp_dir)
         raise
@@ -77,7 +84,30 @@ def _temp_dir() -> Path:
     # When its start is interrupted, Ray ends its processes at exit and no sooner, and until then they write there.
     # Exit handlers run in reverse: this one, registered before Ray's, comes after them.
     atexit.register(shutil.rmtree, made, ignore_errors=True)
+    _watch(made)
     return made
+
+
+def _watch(folder: Path) -> None:
+    """Have a folder removed also when this process is killed. Ray's processes end then, their files would stay."""
+    end, _ = os.pipe()  # the other end stays open, and this one unread, as long as this process lives
+    command = ["sh", "-c", _WATCH, "sh", str(folder)]
+    quiet = subprocess.DEVNULL
+    subprocess.run(command, stdin=end, stdout=quiet, stderr=quiet, start_new_session=True, check=True)
+    os.close(end)
+
+
+def _look(address: str) -> None:
+    """Ask a cluster whether it would take this process: `ray.init` itself takes a quarter of an hour to say no."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status"]
+    if address != "auto":
+        command += ["--address", address]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as cause:
+        raise ConfigError(_explain(address, f"no answer within {_LOOK_TIMEOUT_S:.0f} s")) from cause
+    if done.returncode:
+        raise ConfigError(_explain(address, (done.stderr.strip() or "`ray status` fails").splitlines()[-1]))
 
 
 def disconnect(temp_dir: Path | None) -> None:
@@ -124,7 +154,8 @@ def _bundle(config: Config, *, device: str) -> dict[str, float]:
         gpus = [int(node.get("GPU", 0)) for node in nodes]
         if sum(gpus) < config.world_size:
             raise ConfigError(
-                f"{split} needs {config.world_size} GPUs, the cluster has {sum(gpus)}; use a smaller split"
+                f"{split} needs {config.world_size} GPUs, the cluster has {sum(gpus)}; "
+                f"use {'a smaller split' if sum(gpus) else '--device cpu'}"
             )
         if max(gpus) < config.tp:
             raise ConfigError(
@@ -137,7 +168,8 @@ def _bundle(config: Config, *, device: str) -> dict[str, float]:
             "use a smaller split"
         )
     # Ranks wait for each other most of the time, so several may share a core; half of it is left to others.
-    return {"CPU": min(1.0, sum(cpus) / config.world_size / 2) * config.tp}
+    share = min(1.0, sum(cpus) / config.world_size / 2, max(cpus) / config.tp)
+    return {"CPU": share * config.tp}
 
 
 def _brief(resources: dict[str, float]) -> str:
@@ -151,10 +183,15 @@ def _runtime_env() -> dict[str, Any]:
     return {"env_vars": {"PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root}}
 
 
-def _explain(address: str, cause: Exception) -> str:
-    text = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-    if "ersion mismatch" in str(cause):
-        return f"the Ray cluster at {address} does not run this Ray {ray.__version__}; install the same there: {text}"
+def _explain(address: str, reason: str) -> str:
+    text = " ".join(reason.split()).removeprefix("ValueError: ").removeprefix("RuntimeError: ").rstrip(".")
     if address == "local":
         return f"a local Ray cluster did not start: {text}"
+    if "ersion mismatch" in text:
+        return f"the Ray cluster at {address} does not run this Ray {ray.__version__}; install the same there: {text}"
+    if "AuthToken" in text:
+        return (
+            f"the Ray cluster at {address} wants its token; set RAY_AUTH_MODE=token and put the token that "
+            "`ray get-auth-token` prints there into ~/.ray/auth_token here"
+        )
     return f"no Ray cluster at {address}: {text}; start one with `ray start --head` or use --address local"

@@ -212,16 +212,22 @@ class EngineActor:
         """Replace a lost gang by one of the next epoch; requests go on with the tokens that they have."""
         assert self._gang is not None and self._engine is not None, "steps come after the start"
         error = self._gang.explain(error)
-        _log.error("%s; rebuilding the gang as epoch %d", error, self._epoch + 1)
-        self._losses += 1
         self._gang.kill()
-        if self._losses > _MAX_REBUILDS:
-            raise error
-        wanted = self._gang.num_pages
         # The pool must not change under requests that were accepted for it.
-        self._config = dataclasses.replace(self._config, num_pages=wanted)
-        self._engine.restart(self._new_gang().executor)
+        self._config = dataclasses.replace(self._config, num_pages=self._gang.num_pages)
+        self._engine.restart(self._rebuilt(error).executor)
         self._progress = ("ready", 1.0)
+
+    def _rebuilt(self, error: RankLostError) -> Gang:
+        """The next gang that starts whole: one can lose a rank while it starts, as a running one can."""
+        while self._losses < _MAX_REBUILDS:
+            self._losses += 1
+            _log.error("%s; rebuilding the gang as epoch %d", error, self._epoch + 1)
+            try:
+                return self._new_gang()
+            except RankLostError as cause:
+                error = cause
+        raise error
 
     def _new_gang(self) -> Gang:
         self._epoch += 1

@@ -23,6 +23,8 @@ from raycache.errors import ConfigError, EngineStoppedError, RayCacheError
 from raycache.types import EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 _POLL_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 60.0
+"""For any answer of the engine actor; it has threads that do not wait for a step."""
 _STOP_TIMEOUT_S = 15.0
 
 
@@ -53,11 +55,11 @@ class RayEngine:
             RayCacheError: why the start failed.
         """
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            phase, share = self._ask("progress")
+        while (left_s := deadline - time.monotonic()) > 0:
+            phase, share = self._ask("progress", timeout_s=left_s)
             on_progress(phase, share)
             if phase == "ready":
-                info: EngineInfo = self._ask("info")
+                info: EngineInfo = self._ask("info", timeout_s=_ANSWER_TIMEOUT_S)
                 return info
             time.sleep(0.2)
         raise ConfigError(f"the ranks are not ready after {timeout_s:.0f} s ({phase}); see --start-timeout-s")
@@ -73,6 +75,15 @@ class RayEngine:
     async def check(self) -> None:
         """Assert all balances of the engine."""
         await self._await(self._actor.check.remote())
+
+    async def watch(self) -> None:
+        """Wait as long as the engine lives.
+
+        Raises:
+            EngineStoppedError: it has ended, for good.
+        """
+        # Not the polling itself: whoever gives up waiting here must not end it.
+        await asyncio.shield(self._start_polling())
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         self._start_polling()
@@ -100,10 +111,11 @@ class RayEngine:
         ray.kill(self._actor)
         remove_placement_group(self._places)
 
-    def _start_polling(self) -> None:
+    def _start_polling(self) -> asyncio.Task[None]:
         if self._polling is None or self._polling.done():
             self._polling = asyncio.get_running_loop().create_task(self._poll())
             self._polling.add_done_callback(self._on_polling_over)
+        return self._polling
 
     async def _poll(self) -> None:
         while True:
@@ -119,21 +131,36 @@ class RayEngine:
         for queue in self._queues.values():
             queue.put_nowait(EngineStoppedError(str(error or "the server is stopping")))
 
-    def _ask(self, method: str) -> Any:
+    def _ask(self, method: str, *, timeout_s: float) -> Any:
         try:
-            return ray.get(getattr(self._actor, method).remote())
+            return ray.get(getattr(self._actor, method).remote(), timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise EngineStoppedError(_silent(timeout_s)) from error
         except RayTaskError as error:
             raise _ours(error) from error
         except RayActorError as error:
-            raise EngineStoppedError(f"the engine actor died: {error}") from error
+            raise EngineStoppedError(_died(error)) from error
 
     async def _await(self, ref: Any) -> Any:
         try:
-            return await ref
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await ref
+        except TimeoutError as error:
+            raise EngineStoppedError(_silent(_ANSWER_TIMEOUT_S)) from error
         except RayTaskError as error:
             raise _ours(error) from error
         except RayActorError as error:
-            raise EngineStoppedError(f"the engine actor died: {error}") from error
+            raise EngineStoppedError(_died(error)) from error
+
+
+def _silent(timeout_s: float) -> str:
+    return f"the engine actor has not answered for {timeout_s:.0f} s"
+
+
+def _died(error: RayActorError) -> str:
+    """One line: Ray adds the actor's ids, and the whole log of a constructor that failed."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"the engine actor died: {lines[0] if len(lines) == 1 else f'{lines[0]} {lines[-1]}'}"
 
 
 def _ours(error: RayTaskError) -> Exception:

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -55,9 +55,11 @@ class Gang:
         self._split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
         self._on_progress = on_progress
         self._running: list[Any] = []
-        self._actors = [self._create(rank, device=device, places=places) for rank in range(config.world_size)]
+        self._actors: list[Any] = []
         self._board = AckBoard.create(config.world_size)
         try:
+            for rank in range(config.world_size):
+                self._actors.append(self._create(rank, device=device, places=places))
             wheres = self._get([actor.where.remote() for actor in self._actors], phase="starting ranks")
             seats = _seats(wheres, device=device)
             self._meet(seats, wheres, device=device, epoch=epoch)
@@ -91,7 +93,7 @@ class Gang:
             if run in ended:
                 try:
                     ray.get(run)
-                except ActorDiedError as cause:
+                except RayActorError as cause:
                     text = str(cause).strip().splitlines()[0]
                     return RankLostError(rank, str(self._split.coords(rank)), error.step, f"its actor died: {text}")
                 except RayTaskError as cause:

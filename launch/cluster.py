@@ -20,6 +20,7 @@ from launch.serve import bind, serve
 from launch.service import register
 from raycache.config import Config
 from raycache.engine.build import check_model
+from raycache.server.chat import ChatTemplate
 from raycache.server.tokenizer import Tokenizer
 from raycache.types import EngineInfo
 
@@ -27,14 +28,14 @@ _TOKEN_HINT = " (if it asks for a token: `ray get-auth-token` prints it)"
 
 
 def run(config: Config) -> int:
-    """Serve a model until SIGINT or SIGTERM.
+    """Serve a model until SIGINT, SIGTERM or SIGHUP, or until its engine fails for good.
 
     Args:
         config: of the service.
     Returns:
         Exit status.
     Raises:
-        RayCacheError: why it cannot serve; nothing is left running.
+        RayCacheError: why it cannot serve, or serve on; nothing is left running.
     """
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(_signals_unwind())
@@ -43,6 +44,7 @@ def run(config: Config) -> int:
         progress.show("checking the model", 0.0)
         check_model(config)
         tokenizer = Tokenizer(config.model)
+        ChatTemplate.load(tokenizer, path=config.chat_template)  # or it would be refused after the weights are loaded
         progress.show("starting Ray", 0.0)
         cluster = connect(config)
         cleanup.callback(disconnect, cluster.temp_dir)
@@ -55,15 +57,21 @@ def run(config: Config) -> int:
         info = engine.wait_ready(timeout_s=config.start_timeout_s, on_progress=progress.show)
         app = build_app(engine, config=config, info=info, tokenizer=tokenizer)
         progress.close()
-        asyncio.run(_serve(app, sock, config=config, info=info, cluster=cluster))
+        cleanup.callback(_ignore, _stop_signals())
+        asyncio.run(_serve(app, sock, engine=engine, config=config, info=info, cluster=cluster))
     return 0
 
 
-async def _serve(app: object, sock: socket.socket, *, config: Config, info: EngineInfo, cluster: Cluster) -> None:
+async def _serve(
+    app: object, sock: socket.socket, *, engine: RayEngine, config: Config, info: EngineInfo, cluster: Cluster
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _stop_signals():
         loop.add_signal_handler(number, stop.set)
+    watch = loop.create_task(engine.watch())
+    # Whoever runs this command can start it again; a server that only answers 503 helps nobody.
+    watch.add_done_callback(lambda ended: stop.set())
     with contextlib.ExitStack() as registered:
 
         def on_started(endpoint: str) -> None:
@@ -74,6 +82,9 @@ async def _serve(app: object, sock: socket.socket, *, config: Config, info: Engi
 
         await serve(app, sock=sock, stop=stop, on_started=on_started)  # type: ignore[arg-type]
     print("stopping", file=sys.stderr, flush=True)
+    if watch.done():
+        watch.result()
+    watch.cancel()
 
 
 def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config) -> str:
@@ -135,17 +146,31 @@ class _Progress:
 
 @contextlib.contextmanager
 def _signals_unwind() -> Iterator[None]:
-    """Let SIGTERM and SIGINT unwind the stack, so that what was started is stopped.
+    """Let the signals that stop unwind the stack, so that what was started is stopped.
 
     SIGINT too: a shell starts background jobs with SIGINT ignored, and Python keeps that.
     """
+    numbers = _stop_signals()
 
     def interrupt(number: int, frame: object) -> None:
+        _ignore(numbers)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """SIGHUP is one (the terminal was closed), unless it is ignored: then nohup wants us to go on."""
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    return numbers if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*numbers, signal.SIGHUP]
+
+
+def _ignore(numbers: list[signal.Signals]) -> None:
+    """An impatient second signal must not end the stopping half-way, with Ray's processes left; it has deadlines."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
