@@ -78,9 +78,9 @@ def connect(config: Config) -> Cluster:
 
 
 def _temp_dir() -> Path:
-    # Ray's sockets lie below it, some 80 characters further down, and a socket's path may have 107.
+    # Ray's sockets lie up to 64 characters below it, and a socket's path may have 107.
     folder = tempfile.gettempdir()
-    made = Path(tempfile.mkdtemp(prefix="raycache-", dir=folder if len(folder) < 12 else "/tmp"))
+    made = Path(tempfile.mkdtemp(prefix="raycache-", dir=folder if len(folder) < 25 else "/tmp"))
     # When its start is interrupted, Ray ends its processes at exit and no sooner, and until then they write there.
     # Exit handlers run in reverse: this one, registered before Ray's, comes after them.
     atexit.register(shutil.rmtree, made, ignore_errors=True)

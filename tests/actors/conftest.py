@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,3 +27,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "tiny"
     make_tiny(folder, "qwen3", max_position_embeddings=2048)
     return tiny_tokenizers.byte_level(folder)
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder for temporary files, with a path short enough for Ray's sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    """A folder for temporary files, with a path short enough for Ray's sockets."""
-    folder = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def traces(scratch: Path, processes: list[psutil.Process]) -> set[str]:
-    """What the processes of a service left behind in shared memory and temporary files."""
-    boards = (path for process in processes for path in Path("/dev/shm").glob(f"raycache-{process.pid}-*"))
-    return {str(path) for path in (*boards, *scratch.glob("raycache-*"))}
-
-
-def start(model: Path, scratch: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "raycache", "launch", str(model), "--device", "cpu", "--port", "0", *flags]
-    env = {**os.environ, "TMPDIR": str(scratch)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-
-
-def endpoint_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if line.startswith("endpoint"):
-            return line.split()[1]
-    pytest.fail("no endpoint was printed:\n" + "".join(seen))
-
-
-def is_gone(processes: list[psutil.Process], *, within_s: float) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=within_s)
-    return not alive
+from tests.actors.launched import endpoint_of, is_gone, start, traces
 
 
 def test_interrupt_leaves_no_process_no_shared_memory_and_no_ray_files(model: Path, scratch: Path) -> None:
