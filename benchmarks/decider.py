@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.figures import percentile, write_json
+from raycache.cache.sequences import SequenceCache, SpaceSizes
 from raycache.config import Config
 from raycache.engine.control import answering_ranks, receive_plan, send_answer
 from raycache.engine.engine import Engine
@@ -273,13 +274,12 @@ def _engine(executor: Any, spent: Spent, *, options: argparse.Namespace) -> Engi
     )
     scheduler = TimedScheduler(
         spent,
-        num_pages=num_pages,
-        page_size=_PAGE_SIZE,
+        cache=SequenceCache(SpaceSizes(num_pages=num_pages, page_size=_PAGE_SIZE), is_kept=True),
         max_step_tokens=8192,
         max_running=options.batch,
         micro_batches=executor.depth,
         eos_token_ids=(),
-        prefix_cache=True,
+        restore_interval=0,
     )
     return Engine(executor, info=info, scheduler=scheduler)
 

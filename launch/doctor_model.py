@@ -14,9 +14,9 @@ from raycache.attention.torch_ref import TorchBackend
 from raycache.config import Config
 from raycache.engine.memory_plan import context_len, resolve_dtype
 from raycache.errors import ConfigError
-from raycache.models.base import ModelConfig, check_split, read_config
+from raycache.models.base import ModelConfig, check_split, check_weights, head_counts, read_config
 from raycache.models.checkpoint import Checkpoint
-from raycache.parallel.sharding import kv_head_range, layer_range
+from raycache.parallel.sharding import Split, layer_range
 from raycache.server.chat import ChatTemplate
 from raycache.server.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ def _device(config: Config) -> str:
 
 def _files(config: Config) -> Iterator[Finding]:
     folder = Path(config.model)
-    yield attempt("weights", lambda: f"{human_bytes(Checkpoint(folder).num_bytes)} in safetensors files")
+    yield attempt("weights", lambda: _weights(folder))
     try:
         tokenizer = Tokenizer(folder)
         ChatTemplate.load(tokenizer, path=config.chat_template)
@@ -66,15 +66,20 @@ def _files(config: Config) -> Iterator[Finding]:
         )
 
 
+def _weights(folder: Path) -> str:
+    checkpoint = Checkpoint(folder)
+    check_weights(read_config(folder), checkpoint)
+    return f"{human_bytes(checkpoint.num_bytes)} in safetensors files"
+
+
 def _splits(config: Config, model: ModelConfig) -> Iterator[Finding]:
     def tensor() -> str:
-        check_split(model, tp=config.tp, pp=1)
-        heads = kv_head_range(model.num_kv_heads, 0, config.tp)
-        own = model.num_heads // config.tp
-        return f"tp={config.tp}: {own} of {model.num_heads} heads and {len(heads)} KV heads per rank"
+        check_split(model, Split(tp=config.tp, cp=config.cp))
+        counts = ", ".join(f"{count.name} {count.count}" for count in head_counts(model))
+        return f"tp={config.tp}, cp={config.cp} divide {counts}"
 
     def pipeline() -> str:
-        check_split(model, tp=1, pp=config.pp)
+        check_split(model, Split(pp=config.pp))
         layers = layer_range(model.num_layers, 0, config.pp)
         return f"pp={config.pp}: at most {len(layers)} of {model.num_layers} layers per rank"
 
@@ -92,12 +97,12 @@ def _splits(config: Config, model: ModelConfig) -> Iterator[Finding]:
 def _attention(config: Config, model: ModelConfig) -> str:
     offered, where = TorchBackend.capabilities, device_type(config)
     dtype = str(resolve_dtype(config, device_type=where)).removeprefix("torch.")
-    if where not in offered.device_types or dtype not in offered.dtypes or model.head_dim > offered.max_head_dim:
+    if where not in offered.device_types or dtype not in offered.dtypes:
         raise ConfigError(
-            f"backend {offered.name} does {sorted(offered.dtypes)} on {sorted(offered.device_types)} "
-            f"with heads of up to {offered.max_head_dim}, wanted are {dtype} on {where} with heads of {model.head_dim}"
+            f"backend {offered.name} does {sorted(offered.dtypes)} on {sorted(offered.device_types)}, "
+            f"wanted is {dtype} on {where}"
         )
-    return f"backend {offered.name}: {dtype} on {where}, heads of {model.head_dim}"
+    return f"backend {offered.name}: {dtype} on {where}"
 
 
 def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
@@ -106,7 +111,7 @@ def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
     except ConfigError as refusal:
         yield Finding("cache", Verdict.REFUSED, str(refusal))
         return
-    used = plan.weight_bytes + plan.num_pages * plan.page_bytes
+    used = plan.weight_bytes + plan.cache_bytes
     need = f"about {human_bytes(used)} per rank for weights and cache, {human_bytes(plan.free_bytes)} are free"
     yield Finding("weights per rank", Verdict.OK, f"about {human_bytes(plan.weight_bytes)}")
     per_token = human_bytes(plan.page_bytes / plan.page_size)

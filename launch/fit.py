@@ -9,8 +9,9 @@ import psutil
 import torch
 
 from raycache.config import Config
-from raycache.engine.memory_plan import pages_that_fit, resolve_dtype
-from raycache.memory.device import page_bytes
+from raycache.engine.memory_plan import cache_format, pages_that_fit, pool_bytes, resolve_dtype
+from raycache.memory.component import FULL
+from raycache.memory.device import unit_bytes
 from raycache.models.base import ModelConfig, components
 from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.collectives import Group
@@ -18,6 +19,7 @@ from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 
 _NO_LIMIT = 2**31 - 1
+_MANY_PAGES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class MemoryPlan:
 
     Attributes:
         weight_bytes: about; what a rank does not split (norms, and the embedding over pp) is not counted twice.
-        page_bytes: one page on this rank.
+        page_bytes: one page of the sequence on this rank, without what restore points need.
+        cache_bytes: all pools of this rank.
         num_pages: pages that every rank can hold.
         page_size: tokens per page.
         free_bytes: memory of the device now, divided among the ranks that share it.
@@ -34,6 +37,7 @@ class MemoryPlan:
 
     weight_bytes: int
     page_bytes: int
+    cache_bytes: int
     num_pages: int
     page_size: int
     free_bytes: int
@@ -46,7 +50,7 @@ class MemoryPlan:
     @property
     def is_too_large(self) -> bool:
         """Whether weights and cache need more than there is."""
-        return self.weight_bytes + self.num_pages * self.page_bytes > self.free_bytes
+        return self.weight_bytes + self.cache_bytes > self.free_bytes
 
 
 def device_type(config: Config) -> str:
@@ -73,13 +77,12 @@ def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -
     sharing = config.world_size if where == "cpu" else 1
     free = _free_bytes(where) // sharing
     contexts = _contexts(config, where=where)
-    sizes = {
-        ctx: page_bytes(
-            components(model, itemsize=dtype.itemsize), num_layers=model.num_layers, page_size=config.page_size, ctx=ctx
-        )
-        for ctx in contexts
-    }
-    fullest = max(contexts, key=lambda ctx: sizes[ctx])
+    fmt = cache_format(config, dtype=dtype)
+
+    def cache_bytes(ctx: ParallelContext, num_pages: int) -> int:
+        return pool_bytes(config, model, num_pages=num_pages, fmt=fmt, ctx=ctx)
+
+    fullest = max(contexts, key=lambda ctx: cache_bytes(ctx, _MANY_PAGES))
 
     def fits(asked: Config) -> int:
         return pages_that_fit(asked, model, ctx=fullest, dtype=dtype, ranks_on_node=sharing)
@@ -89,7 +92,14 @@ def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -
         # "auto" is a share of what is free once the weights are loaded, which they are not yet.
         share_left = max(0.0, 1 - weights / free)
         pages = min(pages, int(fits(dataclasses.replace(config, max_running=_NO_LIMIT)) * share_left))
-    return MemoryPlan(weights, sizes[fullest], pages, config.page_size, free)
+    page = sum(
+        unit_bytes(
+            part, num_layers=model.num_layers, page_size=config.page_size, split=fullest.split, at=fullest.coords
+        )
+        for part in components(model, fmt)
+        if part.space == FULL
+    )
+    return MemoryPlan(weights, page, cache_bytes(fullest, pages), pages, config.page_size, free)
 
 
 def _contexts(config: Config, *, where: str) -> list[ParallelContext]:

@@ -76,7 +76,22 @@ class Config:
         "auto", "cache bytes per rank, such as 4GiB; auto: a share of what is free", group="cache"
     )
     num_pages: int = _setting(0, "pages of the cache; 0: as many as kv_memory holds", group="cache")
+    kv_dtype: str = _setting(
+        "auto",
+        "of cached latents (MLA); auto: as dtype, fp8: 8 bits with a scale per 128 numbers",
+        group="cache",
+        choices=("auto", "fp8"),
+    )
     prefix_cache: bool = _setting(True, "reuse cached prefixes", group="cache")
+    restore_interval: int = _setting(
+        2048,
+        "tokens between restore points inside long prompts, for recurrent and window layers; 0: only where prompts end "
+        "and branch",
+        group="cache",
+    )
+    restore_points: int = _setting(
+        0, "restore points that the cache keeps at most; 0: as many as suit num_pages", group="cache"
+    )
 
     max_step_tokens: int = _setting(0, "token budget of one step; 0: 512 on cpu, 8192 on cuda", group="scheduler")
     max_running: int = _setting(64, "most requests in one batch", group="scheduler")
@@ -95,7 +110,8 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "page_size", "max_running", "max_queue"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "num_pages", "max_step_tokens", "request_timeout_s"):
+        optional = ("max_model_len", "num_pages", "max_step_tokens", "request_timeout_s")
+        for name in (*optional, "restore_interval", "restore_points"):
             _at_least(name, getattr(self, name), 0)
         for name in ("rank_timeout_s", "start_timeout_s"):
             _at_least(name, getattr(self, name), 1)

@@ -37,6 +37,7 @@ class Completion:
         finish_reason: why it ended.
         prompt_token_ids: what was continued.
         cached_tokens: of the prompt, that were reused from the cache.
+        cut_by: the component, such as "state", whose missing rows kept more from being reused, or "".
         logprobs: one per token, if asked for.
         prompt_logprobs: one per prompt token, None for the first, if asked for.
     """
@@ -48,6 +49,7 @@ class Completion:
     cached_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    cut_by: str = ""
 
 
 class LLM:
@@ -233,4 +235,5 @@ class _Run:
             cached_tokens=self.text.cached_tokens,
             logprobs=tuple(self.logprobs),
             prompt_logprobs=tuple(self.prompt_logprobs),
+            cut_by=self.text.cut_by,
         )

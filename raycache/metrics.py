@@ -23,6 +23,7 @@ _GAUGES = {
     "pages_in_use": ("pages_in_use", "Pages that running requests own."),
     "pages_cached": ("pages_cached", "Pages of cached prefixes."),
     "pages_locked": ("pages_locked", "Cached pages that running requests hold."),
+    "restore_points": ("restore_points", "Positions that hybrid models can continue cached prefixes from."),
 }
 _COUNTERS = {
     "steps": ("steps", "Steps planned."),
@@ -32,6 +33,7 @@ _COUNTERS = {
     "output_tokens": ("output_tokens", "Tokens generated."),
     "preemptions": ("preemptions", "Times that a running request gave its pages back."),
     "evicted_pages": ("evicted_pages", "Cached pages freed to make room."),
+    "evicted_restore_points": ("evicted_restore_points", "Restore points given up to make room."),
 }
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN_TOKENS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
@@ -124,6 +126,13 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"raycache_{name}", text, labels=["model_name"])
             counter.add_metric(self._labels, values[field])
             yield counter
+        for index, (name, text) in enumerate((("slots", "in all"), ("slots_free", "that nobody holds"))):
+            gauge = GaugeMetricFamily(
+                f"raycache_{name}", f"Window pages and recurrent states {text}.", labels=["model_name", "component"]
+            )
+            for space, counts in self.stats.spaces.items():
+                gauge.add_metric([*self._labels, space], counts[index])
+            yield gauge
         finished = CounterMetricFamily(
             "raycache_requests_finished", "Requests that ended.", labels=["model_name", "reason"]
         )

@@ -155,6 +155,7 @@ class RequestOutput:
         prompt_logprobs: one per prompt token, in the first increment, if asked for; the first token has None.
         finish_reason: set in the last increment.
         cached_tokens: prompt tokens that were reused from the cache.
+        cut_by: the component, such as "state", that kept more cached tokens from being reused, or "".
         error: what failed, with FinishReason.ERROR.
     """
 
@@ -164,6 +165,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    cut_by: str = ""
     error: str | None = None
 
 
@@ -183,6 +185,9 @@ class EngineStats:
         evicted_pages: cached pages freed to make room.
         pages_total, pages_free, pages_in_use, pages_cached: the device pool; the last three add up to the first.
         pages_locked: cached pages that running requests hold.
+        restore_points: positions that sequences with windows or recurrent states can be continued from.
+        evicted_restore_points: those that were given up to make room.
+        spaces: window and state spaces -> (total, free) pages or slots.
     """
 
     steps: int = 0
@@ -200,6 +205,9 @@ class EngineStats:
     pages_in_use: int = 0
     pages_cached: int = 0
     pages_locked: int = 0
+    restore_points: int = 0
+    evicted_restore_points: int = 0
+    spaces: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,72 +1,166 @@
 """Attention over a part of the keys, and joining the parts by log-sum-exp.
 
 The softmax over a set of keys that is split into parts is the mean of the parts' results, weighted by the parts'
-sums of
-exponentials ("Online normalizer calculation for softmax", arXiv 1805.02867):
+sums of exponentials ("Online normalizer calculation for softmax", arXiv 1805.02867):
 
     out = sum_p exp(lse_p - lse) * out_p        lse = log sum_p exp(lse_p)
 
-Shapes in this file: T queries, L keys, Hq query heads, Hkv key heads, D head size, P parts. Query head h reads key head
-h // (Hq / Hkv).
+Shapes in this file: T queries, L keys, Hq query heads, Hkv key heads, D size of queries and keys, Dv of values, P
+parts. Query head h reads key head h // (Hq / Hkv). Log-sum-exps are float32 (float64 for float64).
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+Part = tuple[Tensor, Tensor]
+"""out [T, Hq, Dv] over some of the keys, and the log-sum-exp of their scores [T, Hq]: -inf where there are none."""
+
+MAX_SCORES = 1 << 28  # numbers that a device without a fused kernel holds at once
 
 
-def attend_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums and log-sum-exps are taken: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def no_keys(q: Tensor, value_dim: int) -> Part:
+    """The part without keys, for queries [T, Hq, D]; new tensors, to be filled."""
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=wide(q.dtype), device=q.device)
+    return q.new_zeros((*q.shape[:2], value_dim)), lse
+
+
+def attend_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Part:
     """Every query sees every key.
 
     Args:
-        q: [T, Hq, D].
-        k, v: [L, Hkv, D], L >= 1.
-    Returns:
-        out [T, Hq, D] in q's dtype, and the log-sum-exp of the scores [T, Hq] in float32 (float64 for float64).
+        q: [T, Hq, D], T >= 1.
+        k: [L, Hkv, D], L >= 1.
+        v: [L, Hkv, Dv].
+        scale: of the scores.
     """
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     # The queries that share a key head go into one row of queries, so that each key is read once: [Hkv, T * group, D].
     folded = q.view(tokens, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-    out, lse = _softmax_attention(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None], causal=False, scale=scale)
-    out = out.reshape(kv_heads, tokens, -1, dim).transpose(0, 1).reshape(tokens, heads, dim)
+    out, lse = _softmax_attention(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale)
+    out = out.reshape(kv_heads, tokens, -1, out.shape[-1]).transpose(0, 1).reshape(tokens, heads, -1)
     return out, lse.reshape(kv_heads, tokens, -1).transpose(0, 1).reshape(tokens, heads)
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Part:
     """Query i sees keys 0..i; shapes as in `attend_all` with L = T."""
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(group, dim=1).transpose(0, 1)[None] for x in (k, v))
-    out, lse = _softmax_attention(q.transpose(0, 1)[None], keys, values, causal=True, scale=scale)
+    keys, values = (_one_per_head(x, q.shape[1]) for x in (k, v))
+    out, lse = _softmax_attention(q.transpose(0, 1)[None], keys, values, scale=scale, is_causal=True)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-def merge(outs: Tensor, lses: Tensor) -> Tensor:
-    """Join parts of the same queries.
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float) -> Part:
+    """Query i sees the keys j where mask [T, L] is true, maybe none; other shapes as in `attend_all`."""
+    keys, values = (_one_per_head(x, q.shape[1]) for x in (k, v))
+    out, lse = _softmax_attention(q.transpose(0, 1)[None], keys, values, scale=scale, mask=mask)
+    # Kernels call the log-sum-exp over nothing 0, and a plain softmax over it is not a number.
+    is_blind = ~mask.any(-1)[:, None]
+    return (
+        out[0].transpose(0, 1).masked_fill(is_blind[..., None], 0),
+        lse[0].transpose(0, 1).masked_fill(is_blind, float("-inf")),
+    )
+
+
+def attend_run(q: Tensor, k: Tensor, v: Tensor, run: range, *, scale: float) -> Part:
+    """The queries of a run of a chunk see all keys of the chunk before the run, and causally those of the run.
 
     Args:
-        outs: [P, T, Hq, D]; where lse is -inf the part holds no key, and its out may be anything finite.
-        lses: [P, T, Hq].
-    Returns:
-        [T, Hq, D], finite wherever one part holds a key.
+        q: [len(run), Hq, D].
+        k: [L, Hkv, D], of the whole chunk.
+        v: [L, Hkv, Dv].
+        run: of the chunk.
+        scale: of the scores.
     """
+    own = slice(run.start, run.stop)
+    part = attend_causal(q, k[own], v[own], scale=scale)
+    if run.start == 0:
+        return part
+    return join(part, attend_all(q, k[: run.start], v[: run.start], scale=scale))
+
+
+def join(one: Part, other: Part) -> Part:
+    """Two parts of the same queries as one, in the dtype of the first."""
+    (out, lse), (other_out, other_lse) = one, other
+    # The difference of two empty parts is not a number; either may win.
+    weight = torch.sigmoid(other_lse - lse).nan_to_num_(nan=0.0)[..., None]
+    joined = torch.lerp(out.to(lse.dtype), other_out.to(lse.dtype), weight)
+    return joined.to(out.dtype), torch.logaddexp(lse, other_lse)
+
+
+def merge(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Join all parts of the same queries.
+
+    Args:
+        outs: [P, T, Hq, Dv]; where lse is -inf the part holds no key, and its out may be anything finite.
+        lses: [P, T, Hq].
+        sinks: [Hq], scores of one more key per head whose value is zero, or None.
+    Returns:
+        [T, Hq, Dv], finite wherever one part holds a key.
+    """
+    if sinks is None:
+        weights = torch.softmax(lses, dim=0)
+    else:
+        scores = sinks.to(lses.dtype).expand(1, *lses.shape[1:])
+        weights = torch.softmax(torch.cat([lses, scores]), dim=0)[:-1]
     # In the precision of the weights: summed in half precision, each part would round once more.
-    merged = torch.einsum("pthd,pth->thd", outs.to(lses.dtype), torch.softmax(lses, dim=0))
+    merged = torch.einsum("pthd,pth->thd", outs.to(lses.dtype), weights)
     return merged.to(outs.dtype)
 
 
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """[1, H, T, D] x [1, H, L, D] -> [1, H, T, D] and [1, H, T]."""
+def _one_per_head(x: Tensor, heads: int) -> Tensor:
+    """[L, Hkv, D] -> [1, Hq, L, D]."""
+    if x.shape[1] < heads:
+        x = x.repeat_interleave(heads // x.shape[1], dim=1)
+    return x.transpose(0, 1)[None]
+
+
+def _softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool = False, mask: Tensor | None = None
+) -> Part:
+    """[1, H, T, D] x [1, H, L, D] -> [1, H, T, Dv] and [1, H, T]."""
     if q.device.type == "cpu":
-        # The kernel behind scaled_dot_product_attention on CPU; called directly because only it returns the
-        # log-sum-exp.
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = flash(q, k, v, 0.0, causal, attn_mask=None, scale=scale)
-        return out, lse
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores.masked_fill_(future, float("-inf"))
+        return _fused(q, k, v, scale=scale, is_causal=is_causal, mask=mask)
+    if is_causal:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    rows = max(1, MAX_SCORES // (k.shape[1] * k.shape[2]))
+    if q.shape[2] <= rows:
+        return _spelled_out(q, k, v, scale=scale, mask=mask)
+    masks = [None] * -(-q.shape[2] // rows) if mask is None else mask.split(rows)
+    parts = [_spelled_out(some, k, v, scale=scale, mask=m) for some, m in zip(q.split(rows, 2), masks, strict=True)]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool, mask: Tensor | None) -> Part:
+    """The kernel behind scaled_dot_product_attention on CPU, called directly: only so does it return log-sum-exps."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    dim, value_dim = q.shape[-1], v.shape[-1]
+    # It wants one size of all three; zeros add nothing to scores, and results of zeros are cut off.
+    if value_dim < dim:
+        v = functional.pad(v, (0, dim - value_dim))
+    elif value_dim > dim:
+        q, k = (functional.pad(x, (0, value_dim - dim)) for x in (q, k))
+    added = None if mask is None else _as_scores(mask, wide(q.dtype))
+    out, lse = flash(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
+    return out[..., :value_dim], lse
+
+
+def _spelled_out(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None) -> Part:
+    dtype = wide(q.dtype)
+    scores = torch.matmul(q.to(dtype), k.to(dtype).mT) * scale
+    if mask is not None:
+        scores += _as_scores(mask, dtype)
     lse = scores.logsumexp(-1)
-    return torch.matmul((scores - lse[..., None]).exp(), v.float()).to(q.dtype), lse
+    return torch.matmul((scores - lse[..., None]).exp(), v.to(dtype)).to(q.dtype), lse
+
+
+def _as_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a key is seen, -inf elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))

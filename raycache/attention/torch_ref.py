@@ -7,6 +7,9 @@
 3. Causal part: this rank's queries against the chunk's keys.
 4. Prefix part: all queries against this rank's tokens; partial results go back to the queries' ranks by all-to-all.
 5. Merge.
+
+    full.py    keys and values, all or a window    latent.py   MLA      sparse.py  which tokens an indexer selects
+    states.py  recurrent layers                    layout.py   what all of them share in a step
 """
 
 from __future__ import annotations
@@ -14,14 +17,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raycache.attention.base import Capabilities
-from raycache.attention.merge import attend_all, attend_causal, merge
+from raycache.attention.base import Capabilities, LatentProjection, Selection
+from raycache.attention.full import FullAttention
+from raycache.attention.latent import LatentAttention, LatentLayer
+from raycache.attention.layout import StepLayout
+from raycache.attention.sparse import Indexer, TorchSelection, see_all
+from raycache.attention.states import Recurrence
 from raycache.engine.inputs import StepInputs
-from raycache.memory.device import KVView
+from raycache.memory.views import IndexView, KVView, LatentView, StateView
+
+EXPANDED_BYTES = 128 << 20
 
 
 class TorchBackend:
-    """Plain torch attention."""
+    """Plain torch attention.
+
+    Args:
+        expanded_bytes: bound on the keys and values that a rank makes of cached latents at a time, but one token's.
+    """
 
     capabilities = Capabilities(
         name="torch",
@@ -30,89 +43,87 @@ class TorchBackend:
         max_head_dim=1024,
     )
 
-    def plan(self, inputs: StepInputs, *, scale: float) -> TorchStep:
-        return TorchStep(inputs, scale=scale)
+    def __init__(self, *, expanded_bytes: int = EXPANDED_BYTES) -> None:
+        self._expanded_bytes = expanded_bytes
+
+    def plan(self, inputs: StepInputs) -> TorchStep:
+        """Prepare one step."""
+        return TorchStep(inputs, expanded_bytes=self._expanded_bytes)
 
 
 class TorchStep:
-    """Attention of one step."""
+    """Attention of one step; see AttentionStep. What a kind of layer needs is planned when its first layer comes."""
 
-    def __init__(self, inputs: StepInputs, *, scale: float) -> None:
+    def __init__(self, inputs: StepInputs, *, expanded_bytes: int) -> None:
         self._inputs = inputs
-        self._scale = scale
-        self._has_chunks = any(row.runs for row in inputs.rows)
-        self._cp_has_chunks = any(len(row.tokens) > 1 for row in inputs.rows)
+        self._layout = StepLayout(inputs)
+        self._full: dict[str, FullAttention] = {}
+        self._indexers: dict[str, Indexer] = {}
+        self._latent = LatentAttention(self._layout, expanded_bytes=expanded_bytes)
+        self._recurrence: Recurrence | None = None
 
-    def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        inputs = self._inputs
-        q_all, k_all, v_all = self._gather(q, k, v)
-        view.write(inputs.slots, k_all[inputs.owned], v_all[inputs.owned])
-        out_all, lse_all = self._prefix_part(view, q_all)
-        if inputs.ctx.cp.size == 1 and not self._cp_has_chunks:
-            return out_all
-        outs, lses = self._return_to_queries(out_all, lse_all, num_local=q.shape[0])
-        if self._has_chunks:
-            out, lse = self._causal_part(q, k_all, v_all)
-            outs, lses = torch.cat([outs, out[None]]), torch.cat([lses, lse[None]])
-        return merge(outs, lses)
+    def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
+        """Keys and values."""
+        places = self._inputs.places[view.space]
+        if view.space not in self._full:
+            self._full[view.space] = FullAttention(self._layout, places.prefixes, window=view.window)
+        plan = self._full[view.space]
+        every_q, every_k, every_v = self._gather(q, k, v)
+        view.write(places.slots, every_k[places.owned], every_v[places.owned])
+        cached = plan.cached(view, every_q, scale=scale) if self._layout.has_cached else None
+        causal = plan.causal(q, every_k, every_v, scale=scale) if self._layout.has_causal else None
+        if cached is None and causal is None:
+            return torch.empty_like(q)
+        return self._layout.combine(cached, causal, sinks)
+
+    def attend_latent(
+        self,
+        view: LatentView,
+        q: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        projection: LatentProjection,
+        *,
+        scale: float,
+        selection: Selection | None,
+    ) -> Tensor:
+        """Latents."""
+        if selection is None:
+            selection = see_all(self._inputs)
+        assert isinstance(selection, TorchSelection), "a selection is used by the backend that made it"
+        return self._latent.attend(LatentLayer(view, projection, scale, selection), q, latent, rope)
+
+    def select(self, view: IndexView, q: Tensor, k: Tensor, weights: Tensor, *, top_k: int) -> TorchSelection:
+        """Index keys."""
+        if view.space not in self._indexers:
+            self._indexers[view.space] = Indexer(self._layout, self._inputs.places[view.space].prefixes)
+        return self._indexers[view.space].select(view, q, k, weights, top_k=top_k)
+
+    def to_heads(self, local: Tensor) -> Tensor:
+        """Tokens for heads."""
+        return self._inputs.exchange.to_heads(local)
+
+    def to_tokens(self, every: Tensor) -> Tensor:
+        """Heads for tokens."""
+        return self._inputs.exchange.to_tokens(every)
+
+    def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Short convolution."""
+        return self._recurrent_plan().convolve(view, name, x, weight, bias)
+
+    def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+        """Linear attention."""
+        return self._recurrent_plan().scan(view, q, k, v, g, beta)
+
+    def _recurrent_plan(self) -> Recurrence:
+        if self._recurrence is None:
+            self._recurrence = Recurrence(self._layout)
+        return self._recurrence
 
     def _gather(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's [T_local, H, D] -> all cp ranks' [T, H, D]."""
-        inputs = self._inputs
-        if inputs.ctx.cp.size == 1:
+        if self._inputs.ctx.cp.size == 1:
             return q, k, v
         heads = [q.shape[1], k.shape[1], v.shape[1]]
-        mine = q.new_zeros((inputs.padded_len, sum(heads), q.shape[2]))
-        mine[: q.shape[0]] = torch.cat([q, k, v], dim=1)
-        every = inputs.ctx.cp.all_gather(mine).flatten(0, 1)[inputs.gather]
-        q_all, k_all, v_all = every.split(heads, dim=1)
-        return q_all.contiguous(), k_all, v_all
-
-    def _prefix_part(self, view: KVView, q: Tensor) -> tuple[Tensor, Tensor]:
-        """All queries [T, Hq, D] against the tokens in this rank's pages."""
-        out = torch.zeros_like(q)
-        lse = _no_keys(q)
-        for row in self._inputs.rows:
-            if row.prefix:
-                tokens = slice(row.tokens.start, row.tokens.stop)
-                keys, values = view.read(row.prefix)
-                out[tokens], lse[tokens] = attend_all(q[tokens], keys, values, scale=self._scale)
-        return out, lse
-
-    def _return_to_queries(self, out: Tensor, lse: Tensor, *, num_local: int) -> tuple[Tensor, Tensor]:
-        """Parts of all queries on this rank -> parts of this rank's queries, [cp, T_local, ...]."""
-        inputs = self._inputs
-        if inputs.ctx.cp.size == 1:
-            return out[None], lse[None]
-        both = torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1)[inputs.scatter]
-        parts = inputs.ctx.cp.all_to_all(both.unflatten(0, (inputs.ctx.cp.size, inputs.padded_len)))[:, :num_local]
-        return parts[..., :-1].to(out.dtype), parts[..., -1]
-
-    def _causal_part(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's queries [T_local, Hq, D] against the new keys [T, Hkv, D] of their row up to themselves."""
-        out = torch.zeros_like(q)
-        lse = _no_keys(q)
-        for row in self._inputs.rows:
-            keys, values = (x[row.tokens.start : row.tokens.stop] for x in (k, v))
-            place = row.local.start
-            for run in row.runs:
-                mine = slice(place, place + len(run))
-                out[mine], lse[mine] = self._run_of_chunk(q[mine], keys, values, run)
-                place += len(run)
-        return out, lse
-
-    def _run_of_chunk(self, q: Tensor, k: Tensor, v: Tensor, run: range) -> tuple[Tensor, Tensor]:
-        """Queries of a run: all keys before the run, and causally those of the run itself."""
-        own = slice(run.start, run.stop)
-        out, lse = attend_causal(q, k[own], v[own], scale=self._scale)
-        if run.start == 0:
-            return out, lse
-        before, before_lse = attend_all(q, k[: run.start], v[: run.start], scale=self._scale)
-        merged = merge(torch.stack([out, before]), torch.stack([lse, before_lse]))
-        return merged, torch.logaddexp(lse, before_lse)
-
-
-def _no_keys(q: Tensor) -> Tensor:
-    """Log-sum-exp over nothing, for queries [T, Hq, D]."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
+        every_q, every_k, every_v = self._inputs.exchange.gather(torch.cat([q, k, v], dim=1)).split(heads, dim=1)
+        return every_q.contiguous(), every_k, every_v

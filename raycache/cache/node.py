@@ -8,12 +8,32 @@ The tree decides when; this is how, at the cost of the bytes that have to be com
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
 
 _STRIDE_BYTES = 1 << 20  # of one memcmp; what differs is looked for inside the last one
+
+
+Parts = Mapping[str, Sequence[int]]
+"""Component space -> window pages, oldest first, or the one state slot, that continuing from a position needs."""
+
+
+@dataclass(slots=True, eq=False)
+class RestorePoint:
+    """What is needed beside the pages of the sequence to continue from the end of a node.
+
+    Attributes:
+        parts: held by the tree; empty once they are lost.
+        lost: the component space whose rows were taken to make room; the others went with them.
+    """
+
+    parts: Parts
+    lost: str = ""
 
 
 class Node:
@@ -26,11 +46,23 @@ class Node:
         locks: handles that end here.
         locked_children: children that are protected.
         last_used: when a handle last came to end here; what was used below counts once that is evicted.
-        in_heap: whether the heap of free leaves has an entry for it.
+        entry: number of its entry in the heap of free leaves, 0 for none.
+        point: restore point at its end, if there is or was one.
         num_pages: length of the run.
     """
 
-    __slots__ = ("_ids", "children", "in_heap", "key", "last_used", "locked_children", "locks", "num_pages", "parent")
+    __slots__ = (
+        "_ids",
+        "children",
+        "entry",
+        "key",
+        "last_used",
+        "locked_children",
+        "locks",
+        "num_pages",
+        "parent",
+        "point",
+    )
 
     def __init__(self, parent: Node | None, key: bytearray, ids: PageIds, last_used: int) -> None:
         self.parent = parent
@@ -39,7 +71,8 @@ class Node:
         self.locks = 0
         self.locked_children = 0
         self.last_used = last_used
-        self.in_heap = False
+        self.entry = 0
+        self.point: RestorePoint | None = None
         self.num_pages = len(ids)
         self._ids = ids  # may be longer than the run, by room to grow
 
@@ -52,6 +85,11 @@ class Node:
     def is_protected(self) -> bool:
         """Whether a handle ends here or below."""
         return self.locks + self.locked_children > 0
+
+    @property
+    def has_point(self) -> bool:
+        """Whether a sequence can be continued from its end, in models that need more than the sequence's pages."""
+        return self.point is not None and not self.point.lost
 
     @property
     def is_free_leaf(self) -> bool:

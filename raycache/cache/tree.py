@@ -11,17 +11,24 @@ walk that locks or unlocks stops at the first ancestor that is protected anyway:
 
     locked by handles, + children that are protected      0 + 1 - 1 + 0
                                                                 ` 0 + 0   <- free leaf: the only kind that is evicted
+
+Models with windows or recurrent states can be continued only from restore points, which stand at the ends of nodes:
+
+    [The cat ... ]* - [ sat ... ] - [ on ... ]*      a match of all three nodes, or of the first; not of two
+
+A restore point goes as a whole, least recently used first; pages behind the last one of a prefix are of no use and are
+evicted before all others.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from raycache.cache.node import Node
+from raycache.cache.node import Node, Parts, RestorePoint
 from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
 
@@ -34,15 +41,21 @@ class RadixTree:
 
     Args:
         page_size: tokens per page.
+        point_spaces: component spaces that a restore point has parts of; none if the sequence's pages are enough.
+        on_drop: takes the parts of restore points that are given up.
     Attributes:
         num_cached: pages that the tree owns.
         num_locked: those of them that handles protect.
         num_nodes: runs of pages, for a look at the tree's shape.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(
+        self, page_size: int, *, point_spaces: Sequence[str] = (), on_drop: Callable[[Parts], None] = lambda parts: None
+    ) -> None:
         assert page_size >= 1, f"a page cannot have {page_size} tokens"
         self.page_size = page_size
+        self._spaces = tuple(point_spaces)
+        self._on_drop = on_drop
         self.num_cached = 0
         self.num_locked = 0
         self.num_nodes = 0
@@ -51,6 +64,13 @@ class RadixTree:
         # Free leaves by time of last use, one entry each. Out-of-date entries are put right when they are popped.
         self._heap: list[tuple[int, int, Node]] = []
         self._num_pushes = 0  # makes heap entries unique, and ties first come, first served
+        # Nodes with a restore point, least recently used first: a dict keeps its order.
+        self._points: dict[Node, None] = {}
+
+    @property
+    def num_points(self) -> int:
+        """Restore points."""
+        return len(self._points)
 
     @property
     def num_evictable(self) -> int:
@@ -58,7 +78,7 @@ class RadixTree:
         return self.num_cached - self.num_locked
 
     def match(self, tokens: PackedTokens, *, now: int) -> PrefixHandle:
-        """Find the longest cached prefix and lock exactly it.
+        """Find the longest cached prefix that can be continued, and lock exactly it.
 
         Args:
             tokens: the whole prompt, at least one token; the last token is never part of the match, so that there is
@@ -83,8 +103,46 @@ class RadixTree:
         start = handle.length * _TOKEN_BYTES
         limit = (len(tokens) - _TOKEN_BYTES) // self._page_bytes * self._page_bytes
         node, end = self._walk(handle.node, tokens, start, limit)
+        handle.known_length = end // _TOKEN_BYTES
+        if self._spaces:
+            node, end, handle.cut_by = self._last_point(node, end, above=handle.node)
         handle.length = end // _TOKEN_BYTES
         self._move_lock(handle, node, now)
+        self._touch_point(node)
+
+    def keep(self, handle: PrefixHandle, parts: Parts) -> bool:
+        """Make the end of a handle a restore point.
+
+        Args:
+            handle: not empty.
+            parts: one entry per point space; the tree's from now on if it takes them.
+        Returns:
+            Whether it took them; not if there is a restore point already.
+        """
+        node = handle.node
+        assert set(parts) == set(self._spaces), f"a restore point has parts of {self._spaces}, got {set(parts)}"
+        assert node.parent is not None, "there is nothing to restore before the first page"
+        if not node.has_point:
+            node.point = RestorePoint(parts)
+            self._points[node] = None
+            return True
+        self._touch_point(node)
+        return False
+
+    def evict_point(self, space: str) -> bool:
+        """Give up the least recently used restore point, because `space` needs room; False if there is none."""
+        if not self._points:
+            return False
+        node = next(iter(self._points))
+        self._drop_point(node, lost=space)
+        if node.entry:
+            node.entry = 0  # its entry in the heap is void, the new one comes before the pages of restore points
+            self._push_free_leaf(node)
+        return True
+
+    def point_parts(self) -> list[Parts]:
+        """Parts of all restore points: for checks."""
+        return [node.point.parts for node in self._points if node.point is not None]
 
     def extend(self, handle: PrefixHandle, tokens: PackedTokens, pages: PageIds, *, now: int) -> npt.NDArray[np.bool_]:
         """Adopt pages that the request has computed, and lengthen its handle over them.
@@ -120,9 +178,11 @@ class RadixTree:
         evicted: list[PageIds] = []
         missing = num_pages
         while missing > 0 and self._heap:
-            pushed_use, _, node = heapq.heappop(self._heap)
-            node.in_heap = False
-            if node.last_used > pushed_use or not node.is_free_leaf:
+            pushed_value, entry, node = heapq.heappop(self._heap)
+            if entry != node.entry:
+                continue
+            node.entry = 0
+            if self._value(node) > pushed_value or not node.is_free_leaf:
                 self._push_free_leaf(node)
                 continue
             count = min(missing, node.num_pages)
@@ -150,10 +210,11 @@ class RadixTree:
         assert len(np.unique(pages)) == len(pages), "a page is in the tree twice"
         locked = sum(node.num_pages for node in nodes if node.is_protected)
         assert self.num_locked == locked, f"{self.num_locked} locked pages counted, there are {locked}"
-        queued = [node for _, _, node in self._heap]
-        assert len(set(queued)) == len(queued), "a node is in the heap twice"
-        assert set(queued) == {node for node in nodes if node.in_heap}, "in_heap and the heap disagree"
-        assert all(pushed_use <= node.last_used for pushed_use, _, node in self._heap), "a heap entry is too young"
+        queued = [(value, node) for value, entry, node in self._heap if entry == node.entry]
+        assert len({node for _, node in queued}) == len(queued), "a node is in the heap twice"
+        assert {node for _, node in queued} == {node for node in nodes if node.entry}, "entries and the heap disagree"
+        assert all(value <= self._value(node) for value, node in queued), "a heap entry is too young"
+        assert set(self._points) == {node for node in nodes if node.has_point}, "restore points are lost"
 
     def _check_node(self, node: Node) -> None:
         assert len(node.key) == node.num_pages * self._page_bytes, "a node's tokens and pages differ in number"
@@ -163,7 +224,7 @@ class RadixTree:
         for first_page, child in node.children.items():
             assert child.parent is node and child.num_pages > 0, "a child is empty or has another parent"
             assert child.key.startswith(first_page) and len(first_page) == self._page_bytes, "a child's name is wrong"
-        assert node.in_heap or not node.is_free_leaf, "a free leaf is not in the heap"
+        assert node.entry or not node.is_free_leaf, "a free leaf is not in the heap"
 
     def _walk(self, node: Node, tokens: PackedTokens, offset: int, limit: int) -> tuple[Node, int]:
         """Follow tokens[offset:limit] (in bytes, whole pages) down from `node`.
@@ -179,6 +240,36 @@ class RadixTree:
             node = child if matched == len(child.key) else self._split(child, matched)
             offset += matched
         return node, offset
+
+    def _last_point(self, node: Node, end: int, *, above: Node) -> tuple[Node, int, str]:
+        """The last restore point at or before `end` (in bytes), the end of `node`, and not before `above`.
+
+        Returns:
+            Its node, the byte where that ends, and the component space that kept the match from going further.
+        """
+        reasons = []
+        while node is not above and not node.has_point:
+            assert node.parent is not None, "every node is below the one that the walk began at"
+            reasons.append(node.point.lost if node.point is not None else "")
+            end -= len(node.key)
+            node = node.parent
+        # What was lost nearest to the end of the match; where nothing was ever kept, every part lacks alike.
+        lost = next(filter(None, reasons), self._spaces[0])
+        return node, end, lost if reasons else ""
+
+    def _drop_point(self, node: Node, *, lost: str) -> None:
+        assert node.point is not None, "only restore points are dropped"
+        del self._points[node]
+        self._on_drop(node.point.parts)
+        node.point.parts, node.point.lost = {}, lost
+
+    def _touch_point(self, node: Node) -> None:
+        if node in self._points:
+            self._points[node] = self._points.pop(node)
+
+    def _value(self, node: Node) -> int:
+        """What a free leaf is worth, the smallest goes first: nothing if no prefix can be continued behind it."""
+        return node.last_used if node.has_point or not self._spaces else -1
 
     def _split(self, node: Node, size: int) -> Node:
         """Cut a node after `size` bytes. The upper part is new, so that handles of the lower end stay as they are."""
@@ -197,7 +288,7 @@ class RadixTree:
         node = handle.node
         self.num_cached += len(pages)
         # Growing in place keeps a long output one node. It would move the end of other handles, and of the root.
-        if node.parent is not None and not node.children and node.locks == 1:
+        if node.parent is not None and not node.children and node.locks == 1 and node.point is None:
             node.append(tokens, pages)
             self.num_locked += len(pages)
             return
@@ -211,6 +302,9 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         self.num_cached -= count
+        if node.has_point:
+            self._drop_point(node, lost="")
+        node.point = None
         if count < node.num_pages:
             node.drop_back(count, page_bytes=self._page_bytes)
             self._push_free_leaf(node)
@@ -253,10 +347,10 @@ class RadixTree:
             node.locked_children -= 1
 
     def _push_free_leaf(self, node: Node) -> None:
-        if node.is_free_leaf and not node.in_heap:
+        if node.is_free_leaf and not node.entry:
             self._num_pushes += 1
-            heapq.heappush(self._heap, (node.last_used, self._num_pushes, node))
-            node.in_heap = True
+            node.entry = self._num_pushes
+            heapq.heappush(self._heap, (self._value(node), node.entry, node))
 
     def _nodes(self) -> Iterator[Node]:
         waiting = [self._root]
@@ -271,17 +365,26 @@ class PrefixHandle:
 
     Attributes:
         length: tokens that it covers, a multiple of the page size.
+        known_length: tokens whose pages were found; more than `length` where no restore point follows.
+        cut_by: the component space that made the difference.
         node: where it ends; the tree's own.
         is_released: whether it is of no use any more.
     """
 
-    __slots__ = ("_tree", "is_released", "length", "node")
+    __slots__ = ("_tree", "cut_by", "is_released", "known_length", "length", "node")
 
     def __init__(self, tree: RadixTree, node: Node) -> None:
         self.length = 0
+        self.known_length = 0
+        self.cut_by = ""
         self.node = node
         self._tree = tree
         self.is_released = False
+
+    @property
+    def parts(self) -> Parts:
+        """Parts of the restore point at its end; none before the first page."""
+        return self.node.point.parts if self.node.point is not None else {}
 
     @property
     def key(self) -> Hashable:

@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raycache.cache.sequences import SequenceCache, SpaceSizes
 from raycache.config import Config
 from raycache.engine.engine import Engine, Executor
-from raycache.engine.memory_plan import context_len, step_tokens
+from raycache.engine.memory_plan import cache_format, context_len, pool_sizes, resolve_dtype, step_tokens
 from raycache.engine.scheduler import Scheduler
 from raycache.errors import ConfigError
-from raycache.models.base import ModelConfig, check_split, read_config
+from raycache.memory.component import Reuse
+from raycache.models.base import ModelConfig, check_split, check_weights, components, read_config
 from raycache.models.checkpoint import Checkpoint
+from raycache.parallel.sharding import Split
 from raycache.types import EngineInfo
 
 _log = logging.getLogger(__name__)
@@ -29,9 +32,9 @@ def check_model(config: Config) -> ModelConfig:
     if not config.model:
         raise ConfigError("no model given; name the directory of a Hugging Face model")
     model = read_config(Path(config.model))
-    check_split(model, tp=config.tp, pp=config.pp)
+    check_split(model, Split(tp=config.tp, pp=config.pp, cp=config.cp))
     context_len(config, model)
-    Checkpoint(Path(config.model))
+    check_weights(model, Checkpoint(Path(config.model)))
     return model
 
 
@@ -74,12 +77,26 @@ def build_engine(
             config.max_running,
         )
     scheduler = Scheduler(
-        num_pages=num_pages,
-        page_size=config.page_size,
+        cache=SequenceCache(
+            space_sizes(config, model, device_type=device_type, num_pages=num_pages), is_kept=config.prefix_cache
+        ),
         max_step_tokens=budget,
         max_running=config.max_running,
         micro_batches=executor.depth,
         eos_token_ids=model.eos_token_ids,
-        prefix_cache=config.prefix_cache,
+        restore_interval=config.restore_interval,
     )
     return Engine(executor, info=info, scheduler=scheduler)
+
+
+def space_sizes(config: Config, model: ModelConfig, *, device_type: str, num_pages: int) -> SpaceSizes:
+    """What the decider must know of the ranks' pools."""
+    fmt = cache_format(config, dtype=resolve_dtype(config, device_type=device_type))
+    sizes = pool_sizes(config, model, num_pages=num_pages, fmt=fmt)
+    parts = components(model, fmt)
+    return SpaceSizes(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        windows={p.space: (p.window, sizes[p.space]) for p in parts if p.reuse is Reuse.LAST_WINDOW},
+        states={p.space: sizes[p.space] for p in parts if p.reuse is Reuse.STATE_HERE},
+    )

@@ -132,6 +132,10 @@ class Engine:
         self._executor = executor
         self._scheduler.restart()
 
+    def evict(self, space: str) -> bool:
+        """Evict the least recently used page ("full") or restore point (a window or state space); False if none."""
+        return self._scheduler.evict(space)
+
     def stats(self) -> EngineStats:
         """Counters and balances."""
         return self._scheduler.stats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ import torch
 
 from raycache.config import Config, parse_bytes
 from raycache.errors import ConfigError
-from raycache.memory.device import page_bytes
+from raycache.memory.component import FULL, CacheFormat, Component, Reuse, window_pages
+from raycache.memory.device import unit_bytes
 from raycache.models.base import ModelConfig, components, read_config
 from raycache.parallel.context import ParallelContext
+from raycache.parallel.sharding import Coords, Split
 
+_MOST_PAGES = 2**31 - 1
+_TOKENS_PER_POINT = 1024
 _CPU_SHARE = 0.2
 _CUDA_SHARE = 0.9
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,35 +53,95 @@ def step_tokens(config: Config, *, device_type: str) -> int:
     return config.max_step_tokens or (8192 if device_type == "cuda" else 512)
 
 
+def cache_format(config: Config, *, dtype: torch.dtype) -> CacheFormat:
+    """How rows are stored.
+
+    Args:
+        config: of the service.
+        dtype: of the activations.
+    """
+    return CacheFormat(str(dtype).removeprefix("torch."), has_fp8_latent=config.kv_dtype == "fp8")
+
+
+def pool_sizes(config: Config, model: ModelConfig, *, num_pages: int, fmt: CacheFormat) -> dict[str, int]:
+    """Pages or slots of every component space, so that every running request finds what it needs.
+
+    A running request holds two states (the one that it goes on from, and the one at the last page boundary) and the
+    window's pages twice over; restore points share the rest. Their number grows with the pages of the sequence, by no
+    more than that they take as much memory.
+
+    Args:
+        config: of the service.
+        model: to serve.
+        num_pages: of the sequence.
+        fmt: of the rows.
+    """
+    parts = components(model, fmt)
+    num_layers, page_size = model.num_layers, config.page_size
+
+    def whole_bytes(part: Component) -> int:
+        return unit_bytes(part, num_layers=num_layers, page_size=page_size, split=Split(), at=Coords(0, 0, 0))
+
+    windows = {part.space: window_pages(part.window, config.page_size) for part in parts}
+    token_bytes = sum(whole_bytes(part) for part in parts if part.space == FULL) / page_size
+    point_bytes = sum(whole_bytes(part) * max(1, windows[part.space]) for part in parts if part.space != FULL)
+    tokens_per_point = max(_TOKENS_PER_POINT, point_bytes / max(token_bytes, 1))
+    points = config.restore_points or 1 + int(num_pages * config.page_size / tokens_per_point)
+    sizes = {FULL: num_pages}
+    for part in parts:
+        if part.reuse is Reuse.STATE_HERE:
+            sizes[part.space] = 2 * config.max_running + points
+        if part.reuse is Reuse.LAST_WINDOW:
+            per_request = 2 * windows[part.space] + 1  # those before a row, those after it, and a checkpoint's
+            sizes[part.space] = config.max_running * per_request + points * windows[part.space]
+    return sizes
+
+
 def pages_that_fit(
     config: Config, model: ModelConfig, *, ctx: ParallelContext, dtype: torch.dtype, ranks_on_node: int
 ) -> int:
-    """Pages that a rank can hold beside its weights.
+    """Pages of the sequence that a rank can hold beside its weights, with what else its components need.
 
     Args:
-        config: num_pages wins over kv_memory; "auto" takes a share of what is free, but not more than a full batch
-            of the
-            longest sequences needs.
+        config: num_pages wins over kv_memory; "auto" takes a share of what is free, but not more than a full batch of
+            the longest sequences needs.
         model: to serve.
         ctx: of the rank.
-        dtype: of the cache.
+        dtype: of the activations.
         ranks_on_node: among which a node's memory is divided (cpu only).
     Raises:
         ConfigError: it holds no page.
     """
     if config.num_pages:
         return config.num_pages
-    size = page_bytes(
-        components(model, itemsize=dtype.itemsize), num_layers=model.num_layers, page_size=config.page_size, ctx=ctx
-    )
-    if config.kv_memory != "auto":
-        pages = parse_bytes("kv_memory", config.kv_memory) // size
+    fmt = cache_format(config, dtype=dtype)
+    most = config.max_running * -(-context_len(config, model) // config.page_size)
+    if config.kv_memory == "auto":
+        memory = _free_bytes(ctx.device, ranks_on_node)
     else:
-        full_batch = config.max_running * -(-context_len(config, model) // config.page_size)
-        pages = min(_free_bytes(ctx.device, ranks_on_node) // size, full_batch)
+        memory, most = parse_bytes("kv_memory", config.kv_memory), _MOST_PAGES
+
+    def is_too_much(num_pages: int) -> bool:
+        return pool_bytes(config, model, num_pages=num_pages, fmt=fmt, ctx=ctx) > memory
+
+    pages = bisect.bisect_left(range(most + 1), True, lo=1, key=is_too_much) - 1
     if pages < 1:
-        raise ConfigError(f"kv_memory={config.kv_memory} holds no page; one takes {size} bytes on each rank")
-    return int(pages)
+        least = pool_bytes(config, model, num_pages=1, fmt=fmt, ctx=ctx)
+        raise ConfigError(
+            f"kv_memory={config.kv_memory} holds no page; one, with what {config.max_running} running requests need "
+            f"beside it, takes {least} bytes on each rank; raise kv_memory or lower max_running"
+        )
+    return pages
+
+
+def pool_bytes(config: Config, model: ModelConfig, *, num_pages: int, fmt: CacheFormat, ctx: ParallelContext) -> int:
+    """Bytes of a rank's whole pool with so many pages of the sequence."""
+    sizes = pool_sizes(config, model, num_pages=num_pages, fmt=fmt)
+    return sum(
+        sizes[part.space]
+        * unit_bytes(part, num_layers=model.num_layers, page_size=config.page_size, split=ctx.split, at=ctx.coords)
+        for part in components(model, fmt)
+    )
 
 
 def context_len(config: Config, model: ModelConfig) -> int:

@@ -11,8 +11,9 @@ changed:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -25,6 +26,11 @@ from raycache.types import PackedTokens, SamplingParams, TokenLogprob
 _NONE: NDArray[np.int64] = np.empty(0, np.int64)
 _FIRST: NDArray[np.int64] = np.zeros(1, np.int64)
 
+PageLists = Mapping[str, Sequence[int]]
+"""Component space -> page ids, in the order of the sequence; -1 stands for a page that is not kept."""
+
+NO_PAGES: PageLists = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class Admit:
@@ -32,14 +38,14 @@ class Admit:
 
     Attributes:
         slot: index into the ranks' table.
-        pages: page ids of the cached prefix.
+        pages: of the cached prefix.
         sampling: of the request.
         seed: of its random numbers.
         prompt, output: packed tokens so far; empty unless penalties need them.
     """
 
     slot: int
-    pages: Sequence[int]
+    pages: PageLists
     sampling: SamplingParams
     seed: int
     prompt: PackedTokens = b""
@@ -54,19 +60,22 @@ class Row:
         slot: index into the ranks' table.
         start: position of the first new token; so many tokens are in the pages already.
         tokens: packed ids of the new tokens, at least one.
-        new_pages: page ids to append to the slot's page table first.
+        new_pages: to append to the slot's page tables first.
         output_position: index of the token to sample after the last new one, or -1 to sample none.
         targets: packed ids to report the log-probability of, the first for the distribution after the first new
-            token; empty
-            for none.
+            token; empty for none.
+        read_state: slot of the recurrent states after `start` tokens, -1 at the beginning of a sequence.
+        write_state: slot for the states after the last new token; may be the same. -1 when the model has none.
     """
 
     slot: int
     start: int
     tokens: PackedTokens
-    new_pages: Sequence[int] = ()
+    new_pages: PageLists = field(default_factory=lambda: NO_PAGES)
     output_position: int = -1
     targets: PackedTokens = b""
+    read_state: int = -1
+    write_state: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -100,10 +109,19 @@ class StepPlan:
     def pack(self) -> bytes:
         """Encode for the wire."""
         admits = [
-            [a.slot, list(a.pages), asdict(a.sampling), a.seed, bytes(a.prompt), bytes(a.output)] for a in self.admits
+            [a.slot, _lists(a.pages), asdict(a.sampling), a.seed, bytes(a.prompt), bytes(a.output)] for a in self.admits
         ]
         rows = [
-            [r.slot, r.start, bytes(r.tokens), list(r.new_pages), r.output_position, bytes(r.targets)]
+            [
+                r.slot,
+                r.start,
+                bytes(r.tokens),
+                _lists(r.new_pages) if r.new_pages else {},
+                r.output_position,
+                bytes(r.targets),
+                r.read_state,
+                r.write_state,
+            ]
             for r in self.rows
         ]
         packed: bytes = msgpack.packb([self.step, rows, admits, self.num_top, self.is_last])
@@ -120,6 +138,10 @@ class StepPlan:
             num_top=num_top,
             is_last=is_last,
         )
+
+
+def _lists(pages: PageLists) -> dict[str, list[int]]:
+    return {space: list(ids) for space, ids in pages.items()}
 
 
 def _sampling(wire: dict[str, Any]) -> SamplingParams:

@@ -1,13 +1,12 @@
 """A rank: executes plans and decides nothing.
 
 Holds its part of the weights, its part of every page, and a table of slots that plans refer to. A plain class: an
-actor, a process
-or the caller itself runs it.
+actor, a process or the caller itself runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +18,7 @@ from raycache.attention.base import AttentionBackend
 from raycache.engine.inputs import StepInputs, build_inputs
 from raycache.engine.plan import Admit, Row, StepPlan, answer_width, emissions
 from raycache.engine.sampler import SampleRow, TokenCounts, logprobs, sample
+from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.device import DevicePool
 from raycache.models.base import Model, ModelConfig
 from raycache.parallel.context import ParallelContext
@@ -26,30 +26,47 @@ from raycache.types import SamplingParams
 
 
 @dataclass(slots=True)
+class PageTable:
+    """Page ids of a sequence in one component space, grown by doubling."""
+
+    ids: NDArray[np.int32]
+    num_pages: int
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> PageTable:
+        """With these pages."""
+        return cls(np.asarray(ids, np.int32), len(ids))
+
+    @property
+    def valid(self) -> NDArray[np.int32]:
+        """The ids, a view."""
+        return self.ids[: self.num_pages]
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Add pages at the end."""
+        wanted = self.num_pages + len(ids)
+        if wanted > len(self.ids):
+            self.ids = np.concatenate([self.valid, np.empty(max(wanted, 8), np.int32)])
+        self.ids[self.num_pages : wanted] = ids
+        self.num_pages = wanted
+
+
+@dataclass(slots=True)
 class Slot:
     """What a rank remembers of a running request.
 
     Attributes:
-        pages: page ids, grown by doubling; the first `num_pages` are valid.
+        tables: component space -> its pages.
         sampling, seed: how to choose its tokens.
         counts: of tokens so far, if penalties need them.
         num_counted: tokens of the sequence that `counts` knows.
     """
 
-    pages: NDArray[np.int32]
-    num_pages: int
+    tables: dict[str, PageTable]
     sampling: SamplingParams
     seed: int
     counts: TokenCounts | None = None
     num_counted: int = 0
-
-    def append(self, page_ids: NDArray[np.int32]) -> None:
-        """Add pages at the end."""
-        wanted = self.num_pages + len(page_ids)
-        if wanted > len(self.pages):
-            self.pages = np.concatenate([self.pages[: self.num_pages], np.empty(max(wanted, 8), np.int32)])
-        self.pages[self.num_pages : wanted] = page_ids
-        self.num_pages = wanted
 
     def count(self, row: Row) -> None:
         """Learn the output tokens that come back as input. Under cp another rank may have sampled them."""
@@ -102,31 +119,30 @@ class Rank:
             Logits [N, vocab] in float32 of the positions that this cp rank emits; None before the last stage.
         """
         for admit in plan.admits:
-            self._slots[admit.slot] = _new_slot(admit)
+            self._slots[admit.slot] = _new_slot(admit, self.pool.windows)
         for row in plan.rows:
             slot = self._slots[row.slot]
-            slot.append(np.asarray(row.new_pages, np.int32))
+            for space, ids in row.new_pages.items():
+                slot.tables[space].append(ids)
             slot.count(row)
         if not plan.rows:
             return None
-        tables = {row.slot: (slot := self._slots[row.slot]).pages[: slot.num_pages] for row in plan.rows}
-        inputs = build_inputs(plan, tables, page_size=self.pool.page_size, ctx=self.ctx)
+        tables = {
+            row.slot: {space: table.valid for space, table in self._slots[row.slot].tables.items()} for row in plan.rows
+        }
+        inputs = build_inputs(plan, tables, page_size=self.pool.page_size, windows=self.pool.windows, ctx=self.ctx)
         hidden = self._run_stage(inputs)
         return self.model.logits(hidden[inputs.logits]) if self.ctx.is_last_stage else None
 
     def _run_stage(self, inputs: StepInputs) -> Tensor:
-        step = self.backend.plan(inputs, scale=self.config.head_dim**-0.5)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return step.attend(self.pool.view("kv", layer), q, k, v)
-
+        run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions)
         if self.ctx.is_first_stage:
             hidden = self.model.embed(inputs.ids)
         else:
             hidden = torch.empty((len(inputs.ids), self.config.hidden_size), dtype=self.dtype, device=self.ctx.device)
             if len(inputs.ids):
                 self.ctx.pp.recv(hidden, source=self.ctx.pp.rank - 1)
-        hidden = self.model.forward(hidden, inputs.positions, attend)
+        hidden = self.model.forward(hidden, run)
         if not self.ctx.is_last_stage and len(inputs.ids):
             # One send stays in flight, so that this stage takes the next micro-batch while the next stage is still
             # busy.
@@ -169,16 +185,14 @@ class Rank:
         return targets, sampled, rows
 
 
-def _new_slot(admit: Admit) -> Slot:
+def _new_slot(admit: Admit, spaces: Iterable[str]) -> Slot:
     counts = None
     if admit.sampling.has_penalties:
         counts = TokenCounts(
             prompt=np.frombuffer(admit.prompt, np.int32).tolist(), output=np.frombuffer(admit.output, np.int32).tolist()
         )
-    pages = np.asarray(admit.pages, np.int32)
     return Slot(
-        pages=pages,
-        num_pages=len(pages),
+        tables={space: PageTable.of(admit.pages.get(space, ())) for space in spaces},
         sampling=admit.sampling,
         seed=admit.seed,
         counts=counts,

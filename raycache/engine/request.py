@@ -7,7 +7,7 @@ from enum import Enum
 
 import numpy as np
 
-from raycache.cache.tree import PrefixHandle
+from raycache.cache.sequences import Holding
 from raycache.types import FinishReason, GenerateRequest, RequestOutput, SamplingParams, TokenLogprob
 
 
@@ -24,8 +24,7 @@ class Request:
     """One sequence.
 
     tokens    [ prompt ......................... | output ... ]
-    computed  [ cached | chunks done so far ]                      state of these is in `pages`
-    pages     [ in the tree, locked by handle ][ own ]
+    computed  [ cached | chunks done so far ]                      state of these is in what it holds
 
     Attributes:
         request_id: name given by the client.
@@ -36,9 +35,10 @@ class Request:
         max_len: most tokens of prompt and output.
         tokens: packed prompt and output.
         prompt_len, num_computed, cached_len: in tokens; cached_len is what the first admission found.
-        handle: the locked prefix, while running.
-        pages: page ids in order, while running.
-        own: those of them that the tree did not adopt.
+        num_planned: as num_computed, once the row in flight is done.
+        cut_by: the component that kept the first admission from finding more, or "".
+        cuts: positions, ascending, at which a chunk ends and leaves a restore point.
+        holding: of the cache, while running.
         slot: on the ranks, while running.
         num_admissions: times that it began to run.
         num_losses: gangs that were lost while it was in flight, one after another.
@@ -58,9 +58,10 @@ class Request:
     phase: Phase = Phase.WAITING
     num_computed: int = 0
     cached_len: int = 0
-    handle: PrefixHandle | None = None
-    pages: list[int] = field(default_factory=list)
-    own: set[int] = field(default_factory=set)
+    num_planned: int = 0
+    cut_by: str = ""
+    cuts: list[int] = field(default_factory=list)
+    holding: Holding | None = None
     slot: int = -1
     num_admissions: int = 0
     num_losses: int = 0
@@ -138,5 +139,6 @@ class Request:
             prompt_logprobs=tuple(self.prompt_scores) if wants_scores else None,
             finish_reason=reason,
             cached_tokens=self.cached_len,
+            cut_by=self.cut_by,
             error="the ranks were lost each time that it ran" if reason is FinishReason.ERROR else None,
         )

@@ -18,7 +18,7 @@ import torch
 from raycache.attention.torch_ref import TorchBackend
 from raycache.config import Config
 from raycache.engine.control import answering_ranks, receive_plan, send_answer
-from raycache.engine.memory_plan import pages_that_fit, resolve_dtype
+from raycache.engine.memory_plan import cache_format, pages_that_fit, pool_sizes, resolve_dtype
 from raycache.engine.rank import Rank
 from raycache.errors import RankLostError
 from raycache.memory.device import DevicePool
@@ -119,13 +119,13 @@ class RankRunner:
         """
         assert self._model is not None, "load comes first"
         config = read_config(Path(self._config.model))
+        fmt = cache_format(self._config, dtype=self._dtype)
         pool = DevicePool(
-            components(config, itemsize=self._dtype.itemsize),
+            components(config, fmt),
             num_layers=config.num_layers,
-            num_pages=num_pages,
+            sizes=pool_sizes(self._config, config, num_pages=num_pages, fmt=fmt),
             page_size=self._config.page_size,
             ctx=self._ctx,
-            dtype=self._dtype,
         )
         self._rank = Rank(
             ctx=self._ctx, config=config, model=self._model, pool=pool, backend=TorchBackend(), dtype=self._dtype

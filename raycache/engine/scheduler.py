@@ -1,13 +1,14 @@
 """Which tokens of which requests the ranks compute next, and on which pages.
 
 One step in order: end what is cancelled or late; decode rows of running requests; next chunks of prompts that are
-    under way; new
-requests, while the token budget lasts. When pages run out, cached ones are evicted, then the running request that is
-last in order
-gives its pages back and waits again; what it computed stays in the tree, so it resumes from there unless that is
-evicted too.
+under way; new requests, while the token budget lasts. When pages run out, cached ones are evicted, then the running
+request that is last in order gives its pages back and waits again; what it computed stays in the tree, so it resumes
+from there unless that is evicted too.
 
-The only owner of the page allocator and of the radix tree. Knows no clock: `now_s` is handed in.
+Models with windows or recurrent states can be continued only from restore points. Chunks end where one is worth keeping
+(cuts): at the last page boundary of a prompt, where prompts branch, and at intervals.
+
+Where sequences live is decided in cache/sequences.py. Knows no clock: `now_s` is handed in.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from raycache.cache.tree import RadixTree
-from raycache.engine.plan import Admit, Row, RowResult, StepPlan
+from raycache.cache.sequences import Room, SequenceCache
+from raycache.engine.cuts import Cuts
+from raycache.engine.plan import NO_PAGES, Admit, Row, RowResult, StepPlan
 from raycache.engine.request import Phase, Request
-from raycache.memory.pages import PageAllocator
+from raycache.engine.waiting import WaitingQueue
 from raycache.types import EngineStats, FinishReason, RequestOutput, TokenLogprob
 
 _MAX_LOSSES = 3
@@ -67,36 +67,32 @@ class Scheduler:
     """Decides steps.
 
     Args:
-        num_pages, page_size: of the pool.
+        cache: where sequences live.
         max_step_tokens: token budget of a step.
         max_running: most rows of a batch.
         micro_batches: plans that may be in flight; running requests are spread over them.
         eos_token_ids: tokens that end an output.
-        prefix_cache: whether prefixes are matched and kept.
+        restore_interval: tokens between restore points inside a prompt; 0 for none inside.
     """
 
     def __init__(
         self,
         *,
-        num_pages: int,
-        page_size: int,
+        cache: SequenceCache,
         max_step_tokens: int,
         max_running: int,
         micro_batches: int,
         eos_token_ids: tuple[int, ...],
-        prefix_cache: bool,
+        restore_interval: int,
     ) -> None:
-        self.page_size = page_size
+        self.page_size = cache.page_size
+        self._cache = cache
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
         self._micro_batches = micro_batches
         self._eos = frozenset(eos_token_ids)
-        self._prefix_cache = prefix_cache
-        self._allocator = PageAllocator(num_pages)
-        self._tree = RadixTree(page_size)
-        # Those that end while they wait stay in the heap until they come up, or are too many.
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
-        self._num_waiting = 0
+        self._cuts = Cuts(cache, interval=restore_interval)
+        self._waiting = WaitingQueue()
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._ending: list[Request] = []
@@ -111,7 +107,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for their first or next admission."""
-        return self._num_waiting
+        return len(self._waiting)
 
     @property
     def has_requests(self) -> bool:
@@ -126,7 +122,8 @@ class Scheduler:
         self._requests[request.request_id] = request
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.request_id))
-        self._queue(request)
+        self._waiting.push(request)
+        self._cuts.ask(request, self._running)
 
     def end(self, request_id: str, reason: FinishReason) -> None:
         """End a request before its next step; unknown ids are of requests that ended already."""
@@ -146,7 +143,7 @@ class Scheduler:
             if request.num_losses >= _MAX_LOSSES:
                 self.end(request.request_id, FinishReason.ERROR)
             self._requeue(request)
-        self._allocator.free(self._tree.clear())
+        self._cache.clear()
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -192,7 +189,7 @@ class Scheduler:
             request.is_in_flight, request.num_losses = False, 0
             request.num_computed = row.start + row.num_tokens
             request.prompt_scores += [_trim(score, request.sampling.prompt_logprobs) for score in result.scores]
-            self._adopt(request)
+            self._advance(request)
             if result.token is not None and request.ending is None:
                 outputs.append(self._add_token(request, result))
         return outputs
@@ -216,51 +213,53 @@ class Scheduler:
             if request.phase is not Phase.FINISHED and request.ending is not None
         ]
 
+    def evict(self, space: str) -> bool:
+        """See `SequenceCache.evict`."""
+        return self._cache.evict(space)
+
     def stats(self) -> EngineStats:
         """Counters and balances."""
-        free, cached = self._allocator.num_free, self._tree.num_cached
         return EngineStats(
             steps=self._step,
             running=len(self._running),
             waiting=self.num_waiting,
             finished=dict(self._finished),
-            pages_total=self._allocator.num_pages,
-            pages_free=free,
-            pages_in_use=self._allocator.num_pages - free - cached,
-            pages_cached=cached,
-            pages_locked=self._tree.num_locked,
+            spaces=self._cache.shared_counts(),
+            **self._cache.counts(),
             **self._counts,
         )
 
     def check(self) -> None:
         """Assert that every page is in exactly one place and every slot and lock has one owner."""
-        self._tree.check()
-        own = [page for request in self._running for page in request.own]
-        self._allocator.check(in_use=np.asarray(own, np.int32), cached=self._tree.cached_pages())
+        self._cache.check([request.holding for request in self._running if request.holding is not None])
+        self._waiting.check()
         slots = [request.slot for request in self._running]
         assert sorted(slots + self._free_slots) == list(range(self._max_running)), "a slot is lost or given twice"
         for request in self._running:
-            assert len(request.pages) * self.page_size >= request.num_computed, "computed tokens without a page"
-        waiting = sum(request.phase is Phase.WAITING for _, request in self._waiting)
-        assert waiting == self._num_waiting, f"{self._num_waiting} waiting requests counted, there are {waiting}"
-        if not self._running:
-            assert self._tree.num_locked == 0, "pages are locked and nothing runs"
+            assert request.holding is not None, "running requests hold something of the cache"
+            assert len(request.holding.pages) * self.page_size >= request.num_computed, "computed tokens without a page"
 
     def _rows_per_plan(self) -> int:
-        busy = len(self._running) + min(self._num_waiting, self._max_running - len(self._running))
+        busy = len(self._running) + min(self.num_waiting, self._max_running - len(self._running))
         return max(1, -(-busy // self._micro_batches))
 
     # --- running requests ---------------------------------------------------------------------------------------------
 
     def _continue(self, request: Request, batch: Batch) -> None:
         """Give a running request its next tokens; it may lose its pages, or take those of requests behind it."""
-        count = _chunk_len(request, batch)
-        new_pages = self._reserve(request, request.num_computed + count, batch)
-        if new_pages is not None:
-            batch.add(request, self._row(request, count, new_pages))
+        count = self._chunk_len(request, batch)
+        room = self._reserve(request, count, batch)
+        if room is not None:
+            batch.add(request, self._row(request, count, room))
 
-    def _row(self, request: Request, count: int, new_pages: list[int]) -> Row:
+    def _chunk_len(self, request: Request, batch: Batch) -> int:
+        """Tokens of a request's next row."""
+        count = min(request.remaining, batch.budget, _MAX_SCORED_TOKENS if request.is_scored else request.remaining)
+        return count if count == 1 else min(count, self._cuts.next(request) - request.num_computed)
+
+    def _row(self, request: Request, count: int, room: Room) -> Row:
         start = request.num_computed
+        request.num_planned = start + count
         is_sampled = count == request.remaining
         targets = b""
         if request.is_scored:
@@ -269,35 +268,25 @@ class Scheduler:
             slot=request.slot,
             start=start,
             tokens=request.packed(start, start + count),
-            new_pages=new_pages,
+            new_pages=room.new_pages or NO_PAGES,
             output_position=request.num_output if is_sampled else -1,
             targets=targets,
+            read_state=room.read_state,
+            write_state=room.write_state,
         )
 
-    def _reserve(self, request: Request, num_tokens: int, batch: Batch) -> list[int] | None:
-        """Pages so that `num_tokens` fit; None if the request has to wait."""
-        needed = -(-num_tokens // self.page_size) - len(request.pages)
-        if needed <= 0:
-            return []
-        while not self._make_free(needed):
+    def _reserve(self, request: Request, count: int, batch: Batch) -> Room | None:
+        """Room for `count` more tokens; None if the request has to wait."""
+        assert request.holding is not None, "running requests hold something of the cache"
+        start = request.num_computed
+        while (room := self._cache.make_room(request.holding, start, start + count)) is None:
             victim = self._victim(batch, behind=request)
             if victim is None:
                 if not batch.rows and not any(other.is_in_flight for other in self._running):
                     self._preempt(request)
                 return None
             self._preempt(victim)
-        pages: list[int] = self._allocator.allocate(needed).tolist()
-        request.pages += pages
-        request.own.update(pages)
-        return pages
-
-    def _make_free(self, count: int) -> bool:
-        missing = count - self._allocator.num_free
-        if missing > 0:
-            evicted = self._tree.evict(missing)
-            self._allocator.free(evicted)
-            self._counts["evicted_pages"] += len(evicted)
-        return self._allocator.num_free >= count
+        return room
 
     def _victim(self, batch: Batch, *, behind: Request) -> Request | None:
         """The last in order of the running requests that neither run in this plan nor in one in flight."""
@@ -313,29 +302,15 @@ class Scheduler:
         if request.is_scored:
             request.prompt_scores.clear()
         request.num_computed = 0
-        self._queue(request)
+        self._waiting.push(request)
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
-    def _queue(self, request: Request) -> None:
-        request.phase = Phase.WAITING
-        self._num_waiting += 1
-        heapq.heappush(self._waiting, (request.order, request))
-
-    def _unqueue(self) -> None:
-        """Count a waiting request out; the heap is made anew when half of it has ended."""
-        self._num_waiting -= 1
-        if len(self._waiting) > 2 * self._num_waiting + 64:
-            self._waiting = [entry for entry in self._waiting if entry[1].phase is Phase.WAITING]
-            heapq.heapify(self._waiting)
-
     def _make_way(self, batch: Batch) -> None:
         """Preempt requests of lower priority for the first that waits. Comes before they are planned in this step."""
-        while self._waiting and self._waiting[0][1].phase is not Phase.WAITING:
-            heapq.heappop(self._waiting)
-        if not self._waiting or not self._running:
+        request = self._waiting.first()
+        if request is None or not self._running:
             return
-        request = self._waiting[0][1]
         while (victim := self._victim(batch, behind=request)) and victim.order[0] > request.order[0]:
             self._lock_prefix(request)
             is_ready = bool(self._free_slots) and self._fits(request)
@@ -345,71 +320,72 @@ class Scheduler:
             self._preempt(victim)
 
     def _admit(self, batch: Batch) -> None:
-        set_aside: list[tuple[tuple[int, int], Request]] = []
+        set_aside: list[Request] = []
         computing = self._pages_being_computed()
-        while self._waiting and not batch.is_full and self._free_slots and len(set_aside) < _MAX_SET_ASIDE:
-            _, request = self._waiting[0]
-            if request.phase is not Phase.WAITING:
-                heapq.heappop(self._waiting)
-                continue
+        while not batch.is_full and self._free_slots and len(set_aside) < _MAX_SET_ASIDE:
+            request = self._waiting.first()
+            if request is None:
+                break
             self._lock_prefix(request)
-            if self._next_page(request) in computing:
-                # Another request computes this very page: a step later it can be reused instead of computed twice.
+            if self._next_page(request) in computing or self._cuts.is_worth_waiting(request, self._running):
+                # Another request computes what this one needs: a little later it can be reused, not computed twice.
                 self._unlock(request)
-                set_aside.append(heapq.heappop(self._waiting))
+                set_aside.append(self._waiting.set_aside())
                 continue
             if not self._fits(request):
                 self._unlock(request)
                 break
-            heapq.heappop(self._waiting)
+            self._waiting.pop()
             self._start(request, batch)
             if (page := self._next_page(request)) is not None:
                 computing.add(page)
-        for entry in set_aside:
-            heapq.heappush(self._waiting, entry)
+        self._waiting.put_back(set_aside)
 
     def _lock_prefix(self, request: Request) -> None:
-        is_reused = self._prefix_cache and not request.is_scored
-        handle = self._tree.match(request.tokens if is_reused else request.packed(0, 1), now=self._step)
-        request.handle, request.num_computed = handle, handle.length
-        request.pages = handle.pages.tolist()
+        holding = self._cache.begin(request.tokens, is_matched=not request.is_scored, now=self._step)
+        request.holding, request.num_computed = holding, holding.handle.length
 
     def _unlock(self, request: Request) -> None:
-        assert request.handle is not None, "only locked requests are unlocked"
-        request.handle.release()
-        request.handle, request.num_computed, request.pages = None, 0, []
+        assert request.holding is not None, "only locked requests are unlocked"
+        self._cache.end(request.holding)
+        request.holding, request.num_computed = None, 0
 
     def _fits(self, request: Request) -> bool:
         """Whether all its tokens find pages next to what the running requests will want in their next steps."""
         if not self._running:
             return True  # alone, it fits the pool: checked when it arrived
-        needed = -(-(request.num_tokens + 1) // self.page_size) - len(request.pages)
-        return self._allocator.num_free + self._tree.num_evictable >= needed + len(self._running)
+        assert request.holding is not None, "only locked requests are asked about"
+        needed = -(-(request.num_tokens + 1) // self.page_size) - len(request.holding.pages)
+        return self._cache.num_obtainable >= needed + len(self._running)
 
     def _start(self, request: Request, batch: Batch) -> None:
+        holding = request.holding
+        assert holding is not None, "only locked requests start"
         request.phase = Phase.RUNNING
-        self._num_waiting -= 1
         request.slot = self._free_slots.pop()
         if request.num_admissions == 0:
-            request.cached_len = request.num_computed
+            request.cached_len, request.cut_by = request.num_computed, holding.handle.cut_by
         request.num_admissions += 1
+        request.cuts = self._cuts.plan(request)
         self._running.append(request)
-        cached_pages = list(request.pages)
-        count = _chunk_len(request, batch)
-        new_pages = self._reserve(request, request.num_computed + count, batch)
-        assert new_pages is not None, "it fits: checked just now"
+        for other in self._waiting.peek(_MAX_SET_ASIDE):
+            self._cuts.ask(other, [request])
+        tables = holding.tables()
+        count = self._chunk_len(request, batch)
+        room = self._reserve(request, count, batch)
+        assert room is not None, "it fits: checked just now"
         has_penalties = request.sampling.has_penalties
         batch.admits.append(
             Admit(
                 slot=request.slot,
-                pages=cached_pages,
+                pages=tables,
                 sampling=request.sampling,
                 seed=request.seed,
                 prompt=request.packed(0, request.prompt_len) if has_penalties else b"",
                 output=request.packed(request.prompt_len, request.num_tokens) if has_penalties else b"",
             )
         )
-        batch.add(request, self._row(request, count, new_pages))
+        batch.add(request, self._row(request, count, room))
 
     def _pages_being_computed(self) -> set[tuple[object, bytes]]:
         pages = (self._next_page(request) for request in self._running if request.remaining > 1)
@@ -417,28 +393,28 @@ class Scheduler:
 
     def _next_page(self, request: Request) -> tuple[object, bytes] | None:
         """Identity of the first whole page behind a request's locked prefix: (place in the tree, its tokens)."""
-        assert request.handle is not None, "running and locked requests have a handle"
-        start, stop = request.handle.length, request.handle.length + self.page_size
-        if not self._prefix_cache or stop > request.num_tokens - 1:
+        assert request.holding is not None, "running and locked requests hold something of the cache"
+        handle = request.holding.handle
+        start, stop = handle.length, handle.length + self.page_size
+        if not self._cache.is_kept or self._cache.has_points or stop > request.num_tokens - 1:
             return None
-        return request.handle.key, request.packed(start, stop)
+        return handle.key, request.packed(start, stop)
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
-    def _adopt(self, request: Request) -> None:
-        """Hand the whole pages that were computed to the tree, so that others can use them at once."""
-        handle = request.handle
-        assert handle is not None, "running requests have a handle"
-        whole = request.num_computed // self.page_size
-        known = handle.length // self.page_size
+    def _advance(self, request: Request) -> None:
+        assert request.holding is not None, "running requests hold something of the cache"
         # A prompt that is scored is computed again even where it is cached. With the cached pages locked beside the new
         # ones it would take twice the pages, and a prompt of more than half the pool would never end.
         is_again = request.is_scored and request.num_computed < request.prompt_len
-        if not self._prefix_cache or whole == known or is_again:
-            return
-        pages = np.asarray(request.pages[known:whole], np.int32)
-        adopted = self._tree.extend(handle, request.tokens, pages, now=self._step)
-        request.own.difference_update(pages[adopted].tolist())
+        self._cache.advance(
+            request.holding,
+            request.tokens,
+            request.num_computed,
+            is_kept=not is_again,
+            is_point=self._cuts.is_point(request),
+            now=self._step,
+        )
 
     def _add_token(self, request: Request, result: RowResult) -> RequestOutput:
         token = result.token
@@ -466,25 +442,18 @@ class Scheduler:
         if was_running:
             self._release(request)
         else:
-            self._unqueue()
+            self._waiting.drop()
         del self._requests[request.request_id]
         self._finished[reason] += 1
         return request.output(reason=reason)
 
     def _release(self, request: Request) -> None:
         """Give back the slot and all pages of a running request."""
-        assert request.handle is not None, "running requests have a handle"
-        self._allocator.free(np.asarray(sorted(request.own), np.int32))
-        request.handle.release()
-        request.handle, request.pages = None, []
-        request.own.clear()
+        assert request.holding is not None, "running requests hold something of the cache"
+        self._cache.end(request.holding)
+        request.holding = None
         self._free_slots.append(request.slot)
         self._running.remove(request)
-
-
-def _chunk_len(request: Request, batch: Batch) -> int:
-    """Tokens of a request's next row."""
-    return min(request.remaining, batch.budget, _MAX_SCORED_TOKENS if request.is_scored else request.remaining)
 
 
 def _tops(request: Request) -> list[int]:

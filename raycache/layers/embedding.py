@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -52,9 +53,13 @@ class VocabHead:
         self._group = group
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[N, C] -> [N, V] float32 on every rank."""
+        """[N, C] -> [N, V] on every rank, in float32, or float64 if that is the weights'."""
         own = F.linear(hidden, self.weight)
         if self._group.size == 1:
-            return own.float()
+            return _precise(own)
         parts = self._group.all_gather(own)  # [tp, N, R]
-        return parts.transpose(0, 1).flatten(1)[:, : self._vocab_size].float()
+        return _precise(parts.transpose(0, 1).flatten(1)[:, : self._vocab_size])
+
+
+def _precise(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,6 +24,23 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self._shape, self.weight, self._eps)
+
+
+class CenteredNorm:
+    """RMSNorm with 1 + weight, multiplied in at least float32: the stored weights lie around zero (Gemma, Qwen3-Next).
+
+    Args:
+        weight: [N], as stored.
+        eps: keeps zeros finite.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        self._shape = (weight.shape[0],)
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self._eps).to(x.dtype)
 
 
 class HeadNorm:

@@ -1,6 +1,9 @@
 """Rotary position embedding and its ways to stretch the context.
 
-Features i and i + D/2 of a head are one pair, turned by position * frequency[i] ("RoFormer", arXiv 2104.09864).
+Two features of a head are one pair, turned by position * frequency[i] ("RoFormer", arXiv 2104.09864). Which two:
+
+    halves        i and i + D/2
+    interleaved   2i and 2i + 1; they leave as halves, in queries and keys alike, so that scores are the same
 
     default  theta^(-2i/D)
     linear   all divided by `factor` (arXiv 2306.15595)
@@ -35,6 +38,7 @@ class RopeConfig:
             slowed down, those that turn more than `high` times are kept.
         beta_fast, beta_slow: yarn: the same limits, in turns over the original context.
         attention_factor: yarn: multiplies cos and sin.
+        score_factor: yarn: multiplies the scores of latent attention, where only a part of a head is turned.
         truncate: yarn: round the ends of the ramp to whole pairs.
     """
 
@@ -47,6 +51,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    score_factor: float = 1.0
     truncate: bool = True
 
 
@@ -73,13 +78,18 @@ def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -
         factor: how many times longer the context became.
         mscale, mscale_all_dim: weights above and below the fraction line; 0 for none.
     """
-
-    def sharpness(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
     if mscale and mscale_all_dim:
-        return sharpness(mscale) / sharpness(mscale_all_dim)
-    return sharpness(1.0)
+        return _sharpness(factor, mscale) / _sharpness(factor, mscale_all_dim)
+    return _sharpness(factor, 1.0)
+
+
+def yarn_score_factor(factor: float, mscale_all_dim: float) -> float:
+    """What a yarn config multiplies the scores of latent attention with (DeepSeek-V2); arguments as above."""
+    return _sharpness(factor, mscale_all_dim) ** 2
+
+
+def _sharpness(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
@@ -110,14 +120,18 @@ class Rotation:
 
     Args:
         cos, sin: [T, 1, D]; sin is negative in its first half, so that one product turns both halves.
+        is_interleaved: which features are pairs.
     """
 
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> None:
         self._cos = cos
         self._sin = sin
+        self._is_interleaved = is_interleaved
 
     def __call__(self, x: Tensor) -> Tensor:
         """Turn every head: [T, H, D] -> new [T, H, D]."""
+        if self._is_interleaved:
+            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         low, high = x.chunk(2, dim=-1)
         return torch.cat((high, low), dim=-1).mul_(self._sin).addcmul_(x, self._cos)
 
@@ -132,11 +146,15 @@ class Rotary:
         config: what kind.
         head_dim: D, even.
         device: of the positions to come.
+        is_interleaved: which features are pairs.
     """
 
-    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
+    def __init__(
+        self, config: RopeConfig, head_dim: int, device: torch.device, *, is_interleaved: bool = False
+    ) -> None:
         self._inverse = inverse_frequencies(config, head_dim).to(device)
         self._scale = config.attention_factor
+        self._is_interleaved = is_interleaved
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Angles of positions [T] (any integer dtype); cos and sin are rounded to `dtype` at the end."""
@@ -144,4 +162,5 @@ class Rotary:
         cos, sin = angles.cos(), angles.sin()
         if self._scale != 1.0:
             cos, sin = cos * self._scale, sin * self._scale
-        return Rotation(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype))
+        both_cos, both_sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return Rotation(both_cos.to(dtype), both_sin.to(dtype), is_interleaved=self._is_interleaved)

@@ -1,86 +1,61 @@
-"""The device pool: pages of every component of this rank's layers, in the rank's memory.
+"""The device pool: rows of every component of this rank's layers, in the rank's memory.
 
-One tensor per component, field and layer:  [num_pages, page_size / cp, *the field's shape with heads / tp]
+One tensor per component, field and layer:
 
-A page id means the same tokens on every rank; each cp rank holds its run of the page's tokens, each tp rank its heads.
+    rows of tokens       [num_pages, page_size / cp, *the field's shape with heads / tp]
+    states of sequences  [num_slots, *the field's shape with heads / (tp * cp)]
+
+An id means the same tokens on every rank; each cp rank holds its run of a page's tokens, each tp rank its heads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from raycache.errors import ConfigError
-from raycache.memory.component import Component, RowField
+from raycache.memory.component import FULL, ITEMSIZE, Component, Reuse, RowField
+from raycache.memory.views import IndexView, KVView, LatentView, StateView, View, view_type
 from raycache.parallel.context import ParallelContext
-from raycache.parallel.sharding import kv_head_range, layer_range
+from raycache.parallel.sharding import Coords, Split, layer_range, shared_head_range, state_part
 
 
-def local_shape(field: RowField, ctx: ParallelContext) -> tuple[int, ...]:
-    """A field's shape on this tp rank."""
+def local_shape(component: Component, field: RowField, split: Split, at: Coords) -> tuple[int, ...]:
+    """A field's shape on one rank."""
     shape = list(field.shape)
     if field.head_axis is not None:
-        shape[field.head_axis] = len(kv_head_range(shape[field.head_axis], ctx.tp.rank, ctx.tp.size))
+        part, parts = at.tp, split.tp
+        if component.reuse is Reuse.STATE_HERE:
+            part, parts = state_part(split, at)
+        shape[field.head_axis] = len(shared_head_range(shape[field.head_axis], part, parts))
     return tuple(shape)
 
 
-def page_bytes(components: Sequence[Component], *, num_layers: int, page_size: int, ctx: ParallelContext) -> int:
-    """Bytes of one page in this rank's pool."""
-    mine = layer_range(num_layers, ctx.pp.rank, ctx.pp.size)
-    return sum(
-        component.itemsize * math.prod(local_shape(field, ctx)) * sum(layer in mine for layer in component.layers)
-        for component in components
-        for field in component.fields
-    ) * (page_size // ctx.cp.size)
-
-
-class KVView:
-    """Keys and values of one layer, as an attention backend sees them.
-
-    Attributes:
-        k, v: [num_pages, page_size / cp, Hkv, D].
-    """
-
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.k, self.v = k, v
-        self._k_rows, self._v_rows = k.flatten(0, 1), v.flatten(0, 1)
-
-    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store rows [T, Hkv, D] at slots [T] (page id * page_size / cp + offset)."""
-        self._k_rows.index_copy_(0, slots, k)
-        self._v_rows.index_copy_(0, slots, v)
-
-    def read(self, runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Rows of consecutive slots; one run is a view, several are copied together.
-
-        Args:
-            runs: (first slot, number of rows), at least one.
-        Returns:
-            k, v: [L, Hkv, D].
-        """
-        if len(runs) == 1:
-            start, count = runs[0]
-            return self._k_rows[start : start + count], self._v_rows[start : start + count]
-        k = torch.cat([self._k_rows[start : start + count] for start, count in runs])
-        v = torch.cat([self._v_rows[start : start + count] for start, count in runs])
-        return k, v
+def unit_bytes(component: Component, *, num_layers: int, page_size: int, split: Split, at: Coords) -> int:
+    """Bytes of one page, or of one state slot, of a component on one rank."""
+    mine = layer_range(num_layers, at.pp, split.pp)
+    rows = 1 if component.reuse is Reuse.STATE_HERE else page_size // split.cp
+    row = sum(math.prod(local_shape(component, field, split, at)) * ITEMSIZE[field.dtype] for field in component.fields)
+    return row * rows * sum(layer in mine for layer in component.layers)
 
 
 class DevicePool:
-    """Pages of all components of one rank.
+    """Rows of all components of one rank.
 
     Args:
         components: of the model.
         num_layers: of the whole model.
-        num_pages: the same on every rank.
+        sizes: component space -> pages or slots, the same on every rank.
         page_size: tokens per page.
         ctx: whose part to hold.
-        dtype: of the numbers.
+    Attributes:
+        sizes, page_size: as given.
+        windows: component space of pages -> tokens that a query sees; 0 for all before it.
     Raises:
-        ConfigError: the memory is not there.
+        ConfigError: the memory is not there, or no view can serve a component's fields.
     """
 
     def __init__(
@@ -88,33 +63,65 @@ class DevicePool:
         components: Sequence[Component],
         *,
         num_layers: int,
-        num_pages: int,
+        sizes: Mapping[str, int],
         page_size: int,
         ctx: ParallelContext,
-        dtype: torch.dtype,
     ) -> None:
         mine = layer_range(num_layers, ctx.pp.rank, ctx.pp.size)
-        rows = page_size // ctx.cp.size
-        self.num_pages, self.page_size = num_pages, page_size
-        # Not cleared: no row is read before it is written, and untouched memory costs nothing.
-        self._fields: dict[tuple[str, int], dict[str, Tensor]] = {}
+        self.sizes, self.page_size = dict(sizes), page_size
+        self.windows = {FULL: 0} | {c.space: c.window for c in components if c.reuse is not Reuse.STATE_HERE}
+        self._views: dict[tuple[type[View], int], View] = {}
+        for component in components:
+            kind = view_type(component)
+            if kind is None:
+                raise ConfigError(
+                    f"component {component.name!r} has fields {[field.name for field in component.fields]} "
+                    "that no view can serve"
+                )
+            for layer in (layer for layer in component.layers if layer in mine):
+                assert (kind, layer) not in self._views, f"layer {layer} has two components of one kind"
+                self._views[kind, layer] = kind(component, self._rows(component, ctx))
+
+    def kv(self, layer: int) -> KVView:
+        """Keys and values of a layer, of all tokens or of a window's."""
+        view = self._views[KVView, layer]
+        assert isinstance(view, KVView)
+        return view
+
+    def latent(self, layer: int) -> LatentView:
+        """Latents of an MLA layer."""
+        view = self._views[LatentView, layer]
+        assert isinstance(view, LatentView)
+        return view
+
+    def index(self, layer: int) -> IndexView:
+        """Keys of a layer's sparse indexer."""
+        view = self._views[IndexView, layer]
+        assert isinstance(view, IndexView)
+        return view
+
+    def state(self, layer: int) -> StateView:
+        """States of a recurrent layer."""
+        view = self._views[StateView, layer]
+        assert isinstance(view, StateView)
+        return view
+
+    def _rows(self, component: Component, ctx: ParallelContext) -> dict[str, Tensor]:
+        """Rows of one layer by field. Not cleared: none is read before it is written, untouched memory is free."""
+        lead = [self.sizes[component.space]]
+        if component.reuse is not Reuse.STATE_HERE:
+            lead.append(self.page_size // ctx.cp.size)
         try:
-            for component in components:
-                for layer in (layer for layer in component.layers if layer in mine):
-                    self._fields[component.name, layer] = {
-                        field.name: torch.empty(
-                            (num_pages, rows, *local_shape(field, ctx)), dtype=dtype, device=ctx.device
-                        )
-                        for field in component.fields
-                    }
+            return {
+                field.name: torch.empty(
+                    (*lead, *local_shape(component, field, ctx.split, ctx.coords)),
+                    dtype=getattr(torch, field.dtype),
+                    device=ctx.device,
+                )
+                for field in component.fields
+            }
         except (MemoryError, RuntimeError) as cause:
-            size = num_pages * page_bytes(components, num_layers=num_layers, page_size=page_size, ctx=ctx)
             raise ConfigError(
-                f"no memory for {num_pages} pages ({size / 2**30:.1f} GiB) on {ctx.device} of rank {ctx.rank}; "
+                f"no memory on {ctx.device} of rank {ctx.rank} for {lead[0]} units of cache {component.name!r}; "
                 "use a smaller --kv-memory or --num-pages"
             ) from cause
-        self._views = {key: KVView(fields["k"], fields["v"]) for key, fields in self._fields.items()}
-
-    def view(self, component: str, layer: int) -> KVView:
-        """The view of one layer."""
-        return self._views[component, layer]

@@ -1,13 +1,19 @@
-"""Which device pages are free.
+"""Which device pages and state slots are free.
 
-Page ids are the same on every rank, so there is one allocator per replica and the decider owns it. It counts; it holds
-no tensor.
+Ids are the same on every rank, so there is one allocator per replica and component space, and the decider owns it. It
+counts; it holds no tensor.
+
+    PageAllocator      pages of the sequence: a request or the tree owns each; many at once, so in arrays
+    SharedAllocator    window pages and state slots: requests and restore points hold them together; few, counted
 
     stack    [ 9 8 7 6 | . . . . ]     free ids, the next one to go is the last
     slot_of  page -> its place on the stack, -1 while it is taken
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -69,3 +75,54 @@ class PageAllocator:
         assert len(places) == self.num_pages, f"a page id is beyond the pool of {self.num_pages} pages"
         assert (places >= 1).all(), f"lost pages: {np.flatnonzero(places == 0)}"
         assert (places <= 1).all(), f"pages in two places: {np.flatnonzero(places > 1)}"
+
+
+class SharedAllocator:
+    """Ids with counted holders; one without any is free.
+
+    Args:
+        num_ids: they are [0, num_ids).
+    """
+
+    def __init__(self, num_ids: int) -> None:
+        assert num_ids >= 0, f"a pool cannot have {num_ids} ids"
+        self.num_ids = num_ids
+        self._free = list(range(num_ids))[::-1]
+        self._holders = [0] * num_ids
+
+    @property
+    def num_free(self) -> int:
+        """Ids without a holder."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free ids, each with one holder; the caller has made sure that num_free suffices."""
+        assert 0 <= count <= self.num_free, f"{count} ids wanted, {self.num_free} of {self.num_ids} are free"
+        taken = [self._free.pop() for _ in range(count)]
+        for i in taken:
+            self._holders[i] = 1
+        return taken
+
+    def share(self, ids: Iterable[int]) -> None:
+        """Add a holder to each."""
+        for i in ids:
+            assert self._holders[i] > 0, f"{i} is free, nobody can share it"
+            self._holders[i] += 1
+
+    def release(self, ids: Iterable[int]) -> None:
+        """Take a holder from each; those without any are free."""
+        for i in ids:
+            assert self._holders[i] > 0, f"{i} is released more often than held"
+            self._holders[i] -= 1
+            if self._holders[i] == 0:
+                self._free.append(i)
+
+    def is_shared(self, id_: int) -> bool:
+        """Whether more than one holds it."""
+        return self._holders[id_] > 1
+
+    def check(self, held: Iterable[int]) -> None:
+        """Assert that exactly these are held, as often as they occur, and all others are free."""
+        counts = Counter(held)
+        assert [counts[i] for i in range(self.num_ids)] == self._holders, "holders are lost or counted twice"
+        assert sorted(self._free) == [i for i, count in enumerate(self._holders) if count == 0], "free ids are wrong"

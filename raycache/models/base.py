@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from raycache.config import divisors
 from raycache.errors import CheckpointError, ConfigError
-from raycache.layers.self_attention import Attend
-from raycache.memory.component import Component
-from raycache.models.checkpoint import WeightSource
+from raycache.layers.forward_pass import ForwardPass
+from raycache.memory.component import CacheFormat, Component
+from raycache.models.checkpoint import CheckedNames, Checkpoint, WeightSource
 from raycache.models.config import ConfigFile, ModelConfig
-from raycache.models.dense import Progress
-from raycache.models.llama import Llama
-from raycache.models.qwen3 import Qwen3
+from raycache.models.decoder import Progress
 from raycache.models.weights import ShardedWeights
+from raycache.parallel.context import ParallelContext
+from raycache.parallel.sharding import HeadCount, Split, layer_range
 
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
-
-__all__ = ["Attend", "Family", "Model", "ModelConfig", "check_split", "components", "load_model", "read_config"]
+__all__ = ["Family", "Model", "ModelConfig", "check_split", "components", "load_model", "read_config"]
 
 
 class Model(Protocol):
@@ -35,12 +35,12 @@ class Model(Protocol):
         """[T] token ids -> [T, C]; first stage only."""
         ...
 
-    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """[T, C] through this stage's layers -> new [T, C]; positions [T] are those in the sequences."""
+    def forward(self, hidden: Tensor, run: ForwardPass) -> Tensor:
+        """[T, C] through this stage's layers -> new [T, C]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, C] -> [N, V] float32 on every tp rank; last stage only."""
+        """[N, C] -> [N, V], at least float32, on every tp rank; last stage only."""
         ...
 
 
@@ -53,13 +53,15 @@ class Family(Protocol):
         """Check and read config.json; raises CheckpointError for what the family cannot do."""
         ...
 
-    def components(self, config: ModelConfig, *, itemsize: int) -> tuple[Component, ...]:
+    def components(self, config: Any, fmt: CacheFormat) -> tuple[Component, ...]:
         """The kinds of state that a token leaves behind."""
         ...
 
-    def load(
-        self, config: ModelConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Model:
+    def head_counts(self, config: Any) -> tuple[HeadCount, ...]:
+        """What is split over tp, and over tp x cp."""
+        ...
+
+    def load(self, config: Any, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress) -> Model:
         """Read one rank's share."""
         ...
 
@@ -84,28 +86,48 @@ def read_config(model_dir: Path) -> ModelConfig:
     return family.read_config(file)
 
 
-def components(config: ModelConfig, *, itemsize: int) -> tuple[Component, ...]:
+def components(config: ModelConfig, fmt: CacheFormat) -> tuple[Component, ...]:
     """The kinds of state that a token of this model leaves behind.
 
     Args:
         config: the model.
-        itemsize: bytes per number of the cache.
+        fmt: of the rows.
     """
-    return _family(config.model_type, config.name).components(config, itemsize=itemsize)
+    return _family(config.model_type, config.name).components(config, fmt)
 
 
-def check_split(config: ModelConfig, *, tp: int, pp: int) -> None:
+def head_counts(config: ModelConfig) -> tuple[HeadCount, ...]:
+    """What of a model is split over tp, and over tp x cp."""
+    return _family(config.model_type, config.name).head_counts(config)
+
+
+def check_split(config: ModelConfig, split: Split) -> None:
     """Refuse a split that cannot work, before weights are loaded.
 
     Raises:
         ConfigError: says which values would work.
     """
-    wrong = _tp_obstacle(config, tp)
+    counts = head_counts(config)
+    wrong = _obstacle(counts, split)
     if wrong:
-        served = [size for size in divisors(config.num_heads) if not _tp_obstacle(config, size)]
-        raise ConfigError(f"tp={tp} {wrong} of {config.name}; use one of {served}")
-    if pp > config.num_layers:
-        raise ConfigError(f"pp={pp} exceeds num_hidden_layers={config.num_layers} of {config.name}; use at most that")
+        is_cp = not _obstacle(counts, replace(split, cp=1))
+        axis, value = ("cp", split.cp) if is_cp else ("tp", split.tp)
+        sizes = range(1, max(count.count for count in counts) + 1)
+        others = split if is_cp else replace(split, cp=1)
+        served = [size for size in sizes if not _obstacle(counts, replace(others, **{axis: size}))]
+        at = f" at tp={split.tp}" if is_cp and split.tp > 1 else ""
+        raise ConfigError(f"{axis}={value}{at} {wrong} of {config.name}; use one of {served}")
+    if split.pp > config.num_layers:
+        raise ConfigError(
+            f"pp={split.pp} exceeds num_hidden_layers={config.num_layers} of {config.name}; use at most that"
+        )
+    bound = _bound_stages(config, split.pp)
+    if bound:
+        served = [pp for pp in range(1, config.num_layers + 1) if not _bound_stages(config, pp)]
+        raise ConfigError(
+            f"pp={split.pp} begins a stage at layer {bound[0]} of {config.name}, which uses what the layer before it "
+            f"found; use one of {served}"
+        )
 
 
 def load_model(
@@ -123,25 +145,71 @@ def load_model(
         CheckpointError: a tensor is missing or has another shape.
         ConfigError: the split cannot work.
     """
-    check_split(config, tp=ctx.tp.size, pp=ctx.pp.size)
+    check_split(config, ctx.split)
     weights = ShardedWeights(source, ctx, dtype)
     return _family(config.model_type, config.name).load(config, weights, ctx, on_progress=on_progress)
 
 
+def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Compare names and shapes of a checkpoint with what the model wants; reads and allocates nothing.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape or type, or is not one of the model's.
+    """
+    wanted = CheckedNames(checkpoint)
+    ctx = ParallelContext.single(torch.device("meta"))
+    weights = ShardedWeights(wanted, ctx, torch.float32)
+    _family(config.model_type, config.name).load(config, weights, ctx, on_progress=lambda done, total: None)
+    ignored = [re.compile(pattern) for pattern in (*_ALWAYS_IGNORED, *config.ignored_tensors)]
+    if config.tie_word_embeddings:
+        ignored.append(re.compile(r"^lm_head\.weight$"))
+    surplus = [name for name in wanted.unread() if not any(pattern.search(name) for pattern in ignored)]
+    if surplus:
+        raise CheckpointError(
+            f"{checkpoint.model_dir} has {len(surplus)} tensors that a {config.model_type} with this config.json does "
+            f"not have: {', '.join(surplus[:5])}{', ...' if len(surplus) > 5 else ''}; config.json and weights are not "
+            "of the same model"
+        )
+
+
+_ALWAYS_IGNORED = (r"\.rotary_emb\.inv_freq$",)
+"""Tensors that follow from the config, and that old checkpoints carry along."""
+
+
+_FAMILIES = {
+    "bailing_hybrid": "BailingHybrid",
+    "deepseek_v3": "DeepseekV3",
+    "deepseek_v32": "DeepseekV32",
+    "gemma3_text": "Gemma3Text",
+    "glm_moe_dsa": "GlmMoeDsa",
+    "gpt_oss": "GptOss",
+    "granitemoehybrid": "GraniteMoeHybrid",
+    "kimi_linear": "KimiLinear",
+    "llama": "Llama",
+    "minimax": "MiniMax",
+    "nemotron_h": "NemotronH",
+    "qwen3": "Qwen3",
+    "qwen3_5": "Qwen35",
+    "qwen3_5_text": "Qwen35Text",
+    "qwen3_moe": "Qwen3Moe",
+    "qwen3_next": "Qwen3Next",
+}
+"""model_type, which is also the name of the family's file in this folder -> its class."""
+
+
 def _family(model_type: str, model: object) -> Family:
-    families: tuple[Family, ...] = (Llama(), Qwen3())
-    for family in families:
-        if family.model_type == model_type:
-            return family
-    known = ", ".join(family.model_type for family in families)
-    raise CheckpointError(f"model_type {model_type!r} of {model} is not supported; known are {known}")
+    if model_type not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
+        raise CheckpointError(f"model_type {model_type!r} of {model} is not supported; known are {known}")
+    family: Family = getattr(importlib.import_module(f"raycache.models.{model_type}"), _FAMILIES[model_type])()
+    return family
 
 
-def _tp_obstacle(config: ModelConfig, tp: int) -> str:
-    if config.num_heads % tp:
-        return f"does not divide num_attention_heads={config.num_heads}"
-    if config.num_kv_heads % tp and tp % config.num_kv_heads:
-        return f"neither divides nor is a multiple of num_key_value_heads={config.num_kv_heads}"
-    if config.intermediate_size % tp:
-        return f"does not divide intermediate_size={config.intermediate_size}"
-    return ""
+def _obstacle(counts: Sequence[HeadCount], split: Split) -> str:
+    return next(filter(None, (count.obstacle(split) for count in counts)), "")
+
+
+def _bound_stages(config: ModelConfig, pp: int) -> list[int]:
+    """First layers of stages that must not be apart from the layer before them."""
+    firsts = [layer_range(config.num_layers, stage, pp).start for stage in range(1, pp)]
+    return [layer for layer in firsts if layer in config.bound_layers]

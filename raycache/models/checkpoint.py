@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -52,7 +53,9 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
+    """Where a tensor lies."""
+
     file: Path
     dtype: str
     shape: tuple[int, ...]
@@ -82,6 +85,23 @@ class Checkpoint:
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
         """See `WeightSource.read`."""
+        stored = self.check(name, shape)
+        self._read.add(name)
+        try:
+            data = self._file(stored.file).get_slice(name)
+            cut: Tensor = data[:] if axis is None else data[(slice(None),) * axis + (slice(start, stop),)]
+        except (SafetensorError, OSError) as cause:
+            raise CheckpointError(
+                f"{stored.file} cannot be read ({cause}); was it changed while it was open?"
+            ) from cause
+        return cut
+
+    def check(self, name: str, shape: Sequence[int]) -> Stored:
+        """Refuse a tensor that is not there, or not as the model wants it.
+
+        Raises:
+            CheckpointError: says which.
+        """
         stored = self._tensors.get(name)
         if stored is None:
             raise CheckpointError(f"{self.model_dir} has no tensor {name}; it is not a whole model of its model_type")
@@ -95,15 +115,11 @@ class Checkpoint:
                 f"tensor {name} in {stored.file} is {stored.dtype}; quantised weights are not supported, "
                 f"use a checkpoint in BF16, F16 or F32"
             )
-        self._read.add(name)
-        try:
-            data = self._file(stored.file).get_slice(name)
-            cut: Tensor = data[:] if axis is None else data[(slice(None),) * axis + (slice(start, stop),)]
-        except (SafetensorError, OSError) as cause:
-            raise CheckpointError(
-                f"{stored.file} cannot be read ({cause}); was it changed while it was open?"
-            ) from cause
-        return cut
+        return stored
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._tensors)
 
     def unread(self) -> list[str]:
         """Names of tensors that were never asked for, sorted; one rank of many reads only its own part."""
@@ -115,14 +131,41 @@ class Checkpoint:
         return self._open[path]
 
 
-def _scan(model_dir: Path) -> dict[str, _Stored]:
+class CheckedNames:
+    """A weight source without numbers, that checks names, shapes and types like the checkpoint behind it.
+
+    Args:
+        checkpoint: to check; only its headers are used.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._read: set[str] = set()
+
+    def read(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """See `WeightSource.read`; on the meta device."""
+        self._checkpoint.check(name, shape)
+        self._read.add(name)
+        cut = list(shape)
+        if axis is not None:
+            cut[axis] = len(range(shape[axis])[start:stop])
+        return torch.empty(cut, device="meta")
+
+    def unread(self) -> list[str]:
+        """Names of tensors that were never asked for, sorted."""
+        return sorted(set(self._checkpoint.names()) - self._read)
+
+
+def _scan(model_dir: Path) -> dict[str, Stored]:
     index = model_dir / INDEX
     if (model_dir / SINGLE).is_file():
         return _read_header(model_dir / SINGLE)
     if not index.is_file():
         raise CheckpointError(_why_no_weights(model_dir))
     weight_map = _read_index(index)
-    tensors: dict[str, _Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name in sorted(set(weight_map.values())):
         tensors |= _read_header(model_dir / name)
     for tensor, name in weight_map.items():
@@ -149,7 +192,7 @@ def _read_index(index: Path) -> dict[str, str]:
     return names
 
 
-def _read_header(path: Path) -> dict[str, _Stored]:
+def _read_header(path: Path) -> dict[str, Stored]:
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(len(_LFS_POINTER))
@@ -164,7 +207,7 @@ def _read_header(path: Path) -> dict[str, _Stored]:
         header = file.read(length)
     try:
         rows = {name: row for name, row in json.loads(header).items() if name != "__metadata__"}
-        tensors = {name: _Stored(path, str(row["dtype"]), tuple(row["shape"])) for name, row in rows.items()}
+        tensors = {name: Stored(path, str(row["dtype"]), tuple(row["shape"])) for name, row in rows.items()}
         end = max((int(row["data_offsets"][1]) for row in rows.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as cause:
         raise CheckpointError(f"{path} has a damaged header ({cause!r}); download it again") from cause

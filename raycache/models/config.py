@@ -6,12 +6,13 @@ Every value is checked here, so that the rest can rely on it; what a family cann
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from raycache.errors import CheckpointError
-from raycache.layers.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor
+from raycache.layers.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor, yarn_score_factor
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Number formats that weights and cache can have."""
@@ -21,41 +22,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only model.
+    """What all decoder-only models have; families add to it.
 
     Attributes:
         name: the directory's name, for messages.
         model_type: the family, such as "llama".
-        num_layers, hidden_size, intermediate_size, vocab_size: sizes of the whole model.
-        num_heads, num_kv_heads, head_dim: of its attention.
+        num_layers, hidden_size, vocab_size: sizes of the whole model.
         rms_norm_eps: of its norms.
         max_position_embeddings: tokens of context that it was made for.
         tie_word_embeddings: the head is the embedding.
-        attention_bias, mlp_bias: whether those projections have a bias.
-        rope: its position embedding.
         dtype: of the checkpoint, one of `DTYPES`.
         bos_token_id: begins a text, or None.
         eos_token_ids: end one, without repeats; those of generation_config.json come first.
+        bound_layers: layers that use what the layer before them found, and so belong to the same stage.
+        ignored_tensors: regular expressions of tensor names that a checkpoint may have and that are not used, such as
+            those of layers for speculative drafts.
     """
 
     name: str
     model_type: str
     num_layers: int
     hidden_size: int
-    intermediate_size: int
     vocab_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
-    rope: RopeConfig
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    bound_layers: tuple[int, ...] = field(default=(), kw_only=True)
+    ignored_tensors: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 class ConfigFile:
@@ -86,6 +82,10 @@ class ConfigFile:
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}; download it again")
         return cls(path, values)
+
+    def having(self, **values: Any) -> ConfigFile:
+        """The same file with more values, for families that say them in another way."""
+        return ConfigFile(self.path, {**self._values, **values})
 
     def values(self) -> tuple[Any, ...]:
         """All values that it has."""
@@ -165,46 +165,48 @@ class ConfigFile:
         return CheckpointError(f"{self.path}: {key} must be {wanted}, got {self._values[key]!r}")
 
 
-def read_dense_config(file: ConfigFile, *, num_kv_heads: int, head_dim: int) -> ModelConfig:
-    """Read the keys that dense decoders share.
+def read_common(file: ConfigFile, *, layers_key: str = "num_hidden_layers", eps_key: str = "rms_norm_eps") -> Any:
+    """The fields of `ModelConfig`, as keyword arguments of a family's own config class.
 
     Args:
         file: config.json.
-        num_kv_heads, head_dim: families differ in what they are when the file does not say.
+        layers_key, eps_key: families differ in how they name these.
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+        CheckpointError: a key is missing or has a wrong value.
     """
-    num_heads = file.integer("num_attention_heads")
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"{file.path}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
-        )
-    if head_dim < 2 or head_dim % 2:
-        raise CheckpointError(
-            f"{file.path}: head_dim={head_dim} must be even; rotary embedding turns pairs of features"
-        )
-    file.require("hidden_act", "silu")
     _require_language_model(file)
-    return ModelConfig(
-        name=file.path.parent.name,
-        model_type=file.text("model_type"),
-        num_layers=file.integer("num_hidden_layers"),
-        hidden_size=file.integer("hidden_size"),
-        intermediate_size=file.integer("intermediate_size"),
-        vocab_size=file.integer("vocab_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=file.number("rms_norm_eps"),
-        max_position_embeddings=file.integer("max_position_embeddings"),
-        tie_word_embeddings=file.flag("tie_word_embeddings", False),
-        attention_bias=file.flag("attention_bias", False),
-        mlp_bias=file.flag("mlp_bias", False),
-        rope=_read_rope(file),
-        dtype=_read_dtype(file),
-        bos_token_id=next(iter(file.token_ids("bos_token_id")), None),
-        eos_token_ids=_read_eos(file),
-    )
+    return {
+        "name": file.path.parent.name,
+        "model_type": file.text("model_type"),
+        "num_layers": file.integer(layers_key),
+        "hidden_size": file.integer("hidden_size"),
+        "vocab_size": file.integer("vocab_size"),
+        "rms_norm_eps": file.number(eps_key),
+        "max_position_embeddings": file.integer("max_position_embeddings"),
+        "tie_word_embeddings": file.flag("tie_word_embeddings", False),
+        "dtype": _read_dtype(file),
+        "bos_token_id": next(iter(file.token_ids("bos_token_id")), None),
+        "eos_token_ids": _read_eos(file),
+    }
+
+
+def read_layer_types(file: ConfigFile, *, key: str = "layer_types", known: Sequence[str]) -> tuple[str, ...]:
+    """One kind per layer.
+
+    Args:
+        file: config.json.
+        key: where the list stands.
+        known: kinds that the family has.
+    Raises:
+        CheckpointError: there is no list, or it has an unknown kind.
+    """
+    kinds = file.raw(key)
+    if not isinstance(kinds, list) or not kinds:
+        raise CheckpointError(f"{file.path}: {key} must be a list with one kind per layer, got {kinds!r}")
+    for kind in kinds:
+        if kind not in known:
+            raise CheckpointError(f"{file.path}: {key} has {kind!r}, which is not supported; known are {list(known)}")
+    return tuple(kinds)
 
 
 def _require_language_model(file: ConfigFile) -> None:
@@ -213,14 +215,25 @@ def _require_language_model(file: ConfigFile) -> None:
         raise CheckpointError(f"{file.path} is of {architectures}, which is no causal language model (...ForCausalLM)")
 
 
-def _read_rope(file: ConfigFile) -> RopeConfig:
+def read_rope(file: ConfigFile, *, layer_type: str = "", partial: float = 1.0) -> RopeConfig:
+    """Read how positions are embedded.
+
+    Args:
+        file: config.json.
+        layer_type: whose parameters, in a model that has them per layer type.
+        partial: share of a head's features that the family turns; another one is refused.
+    Raises:
+        CheckpointError: a kind or a value that is not supported.
+    """
     # `rope_parameters` is what transformers 5 writes, `rope_scaling` what the versions before it wrote.
     scaling = file.section("rope_scaling")
     rope = scaling if scaling.values() else file.section("rope_parameters")
+    if layer_type and isinstance(rope.raw(layer_type), dict):
+        rope = rope.section(layer_type)
     if any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(f"{file.path} has rope parameters per layer type, which is not supported")
     for place in (file, rope):
-        place.require("partial_rotary_factor", 1.0)
+        place.require("partial_rotary_factor", partial)
     kind = rope.text("rope_type", rope.text("type", "default"))
     theta = rope.number("rope_theta", file.number("rope_theta", 10000.0))
     max_position = file.integer("max_position_embeddings")
@@ -247,7 +260,8 @@ def _read_llama3(rope: ConfigFile, theta: float, original: int) -> RopeConfig:
 
 def _read_yarn(rope: ConfigFile, theta: float, original: int, max_position: int) -> RopeConfig:
     factor = rope.number("factor", max_position / original)
-    inferred = yarn_attention_factor(factor, rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0))
+    mscale_all_dim = rope.number("mscale_all_dim", 0.0)
+    inferred = yarn_attention_factor(factor, rope.number("mscale", 0.0), mscale_all_dim)
     return RopeConfig(
         "yarn",
         theta,
@@ -256,6 +270,7 @@ def _read_yarn(rope: ConfigFile, theta: float, original: int, max_position: int)
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         attention_factor=rope.number("attention_factor", inferred),
+        score_factor=yarn_score_factor(factor, mscale_all_dim),
         truncate=rope.flag("truncate", True),
     )
 

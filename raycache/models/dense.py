@@ -1,195 +1,202 @@
-"""Dense decoders: blocks of grouped-query attention and a gated MLP, with RMSNorm before each.
-
-Families (one file per model_type) say what is special about them; reading and running them is written here once.
-"""
+"""What dense decoders are made of: grouped-query attention and a gated MLP, with RMSNorm before each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from raycache.layers.embedding import VocabEmbedding, VocabHead
-from raycache.layers.mlp import GatedMLP
+from raycache.errors import CheckpointError
+from raycache.layers.forward_pass import Mixer
 from raycache.layers.norm import HeadNorm, RMSNorm
-from raycache.layers.rope import Rotary, Rotation
-from raycache.layers.self_attention import Attend, SelfAttention
-from raycache.memory.component import Component, RowField
-from raycache.models.config import ModelConfig
-from raycache.models.weights import Columns, ShardedWeights
-from raycache.parallel.sharding import even_range, kv_head_range, layer_range
+from raycache.layers.rope import RopeConfig, Rotary
+from raycache.layers.self_attention import SelfAttention
+from raycache.memory.component import CacheFormat, Component, kv
+from raycache.models.config import ConfigFile, ModelConfig, read_common, read_rope
+from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
+from raycache.models.feed_forward import load_feed_forward
+from raycache.models.weights import Columns, ShardedWeights, features
+from raycache.parallel.sharding import HeadCount, even_range, shared_head_range
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext
 
-Progress = Callable[[int, int], None]
-"""Called while weights load: (layers loaded, layers of this stage)."""
 
-# Shapes in this file: T packed tokens, N tokens to sample after, C hidden size, V vocabulary.
+@dataclass(frozen=True)
+class DenseConfig(ModelConfig):
+    """A dense decoder.
 
-
-class DenseBlock:
-    """One layer: hidden + attention(norm(hidden)), then the same with the MLP."""
-
-    def __init__(self, attention_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
-        self._attention_norm = attention_norm
-        self._attention = attention
-        self._mlp_norm = mlp_norm
-        self._mlp = mlp
-
-    def __call__(self, layer: int, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """[T, C] -> new [T, C]."""
-        hidden = self._attention(layer, self._attention_norm(hidden), rotation, attend).add_(hidden)
-        return self._mlp(self._mlp_norm(hidden)).add_(hidden)
-
-
-class DenseModel:
-    """One rank's share of a dense decoder: its stage's layers, its heads (see models.base.Model).
-
-    Args:
-        layers: of this stage, counted over the whole model.
-        blocks: one per layer.
-        rotary: position embedding.
-        embedding: on the first stage.
-        norm, head: on the last stage.
+    Attributes:
+        intermediate_size: of its MLPs.
+        num_heads, num_kv_heads, head_dim: of its attention.
+        attention_bias, mlp_bias: whether those projections have a bias.
+        has_qk_norm: whether query and key heads are normalised.
+        rope: its position embedding.
+        attention_scale: of the scores; None is head_dim ** -0.5.
+        has_sinks: whether every head has one more key without value.
+        norm_offset: added to the weights of the query and key norms.
     """
 
-    def __init__(
-        self,
-        layers: range,
-        blocks: Sequence[DenseBlock],
-        rotary: Rotary,
-        *,
-        embedding: VocabEmbedding | None,
-        norm: RMSNorm | None,
-        head: VocabHead | None,
-    ) -> None:
-        self._blocks = tuple(zip(layers, blocks, strict=True))
-        self._rotary = rotary
-        self._embedding = embedding
-        self._norm = norm
-        self._head = head
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """[T] -> [T, C]; first stage only."""
-        assert self._embedding is not None, "token ids enter at the first stage"
-        return self._embedding(ids)
-
-    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """[T, C], [T] -> [T, C] through this stage's layers."""
-        rotation = self._rotary(positions, hidden.dtype)
-        for layer, block in self._blocks:
-            hidden = block(layer, hidden, rotation, attend)
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, C] -> [N, V] float32; last stage only."""
-        assert self._norm is not None and self._head is not None, "logits leave at the last stage"
-        return self._head(self._norm(hidden))
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention_bias: bool
+    mlp_bias: bool
+    has_qk_norm: bool
+    rope: RopeConfig
+    attention_scale: float | None = field(default=None, kw_only=True)
+    has_sinks: bool = field(default=False, kw_only=True)
+    norm_offset: float = field(default=0.0, kw_only=True)
 
 
-def kv_component(config: ModelConfig, *, itemsize: int) -> Component:
-    """Keys and values of every layer, split by KV heads."""
-    shape = (config.num_kv_heads, config.head_dim)
-    fields = (RowField("k", shape, head_axis=0), RowField("v", shape, head_axis=0))
-    return Component("kv", tuple(range(config.num_layers)), fields, itemsize)
+def read_dense_config(
+    file: ConfigFile, *, num_kv_heads: int, head_dim: int, has_qk_norm: bool, layer_type: str = ""
+) -> DenseConfig:
+    """Read the keys that dense decoders share.
+
+    Args:
+        file: config.json.
+        num_kv_heads, head_dim: families differ in what they are when the file does not say.
+        has_qk_norm: of the family.
+        layer_type: whose rope parameters to read, in a model that has them per layer type.
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+    """
+    file.require("hidden_act", "silu")
+    num_heads = file.integer("num_attention_heads")
+    require_heads(file, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    return DenseConfig(
+        **read_common(file),
+        intermediate_size=file.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        attention_bias=file.flag("attention_bias", False),
+        mlp_bias=file.flag("mlp_bias", False),
+        has_qk_norm=has_qk_norm,
+        rope=read_rope(file, layer_type=layer_type),
+    )
 
 
-def load_dense(
-    config: ModelConfig, weights: ShardedWeights, ctx: ParallelContext, *, has_qk_norm: bool, on_progress: Progress
-) -> DenseModel:
-    """Read this rank's share.
+def require_heads(file: ConfigFile, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Refuse heads that cannot be grouped or turned.
+
+    Raises:
+        CheckpointError: says which.
+    """
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{file.path}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
+        )
+    if head_dim < 2 or head_dim % 2:
+        raise CheckpointError(
+            f"{file.path}: head_dim={head_dim} must be even; rotary embedding turns pairs of features"
+        )
+
+
+def dense_components(config: DenseConfig, fmt: CacheFormat) -> tuple[Component, ...]:
+    """Keys and values of every layer."""
+    return (kv("kv", range(config.num_layers), heads=config.num_kv_heads, dim=config.head_dim, fmt=fmt),)
+
+
+def dense_head_counts(config: DenseConfig) -> tuple[HeadCount, ...]:
+    """What tp divides."""
+    return (*attention_head_counts(config), HeadCount("intermediate_size", config.intermediate_size))
+
+
+def attention_head_counts(config: DenseConfig) -> tuple[HeadCount, ...]:
+    """What tp divides of the attention."""
+    return (
+        HeadCount("num_attention_heads", config.num_heads),
+        HeadCount("num_key_value_heads", config.num_kv_heads, is_shared=True),
+    )
+
+
+def load_dense(config: DenseConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress) -> Decoder:
+    """Read this rank's share of a model whose layers are all alike."""
+
+    def load_layer_mlp(layer: int) -> Mixer:
+        size, inner = config.hidden_size, config.intermediate_size
+        at = f"model.layers.{layer}.mlp"
+        return load_feed_forward(at, weights, ctx, size=size, inner=inner, has_bias=config.mlp_bias)
+
+    return load_attention_mlp(config, weights, ctx, load_layer_mlp=load_layer_mlp, on_progress=on_progress)
+
+
+def load_attention_mlp(
+    config: DenseConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    load_layer_mlp: Callable[[int], Mixer],
+    on_progress: Progress,
+) -> Decoder:
+    """Read this rank's share of a model whose layers are attention and a feed-forward part, with a norm before each.
 
     Args:
         config: of the whole model.
         weights: where to read.
         ctx: whose share.
-        has_qk_norm: whether query and key heads are normalised.
+        load_layer_mlp: reads the feed-forward part of a layer.
         on_progress: told after each layer.
-    Raises:
-        CheckpointError: a tensor is missing or has another shape.
     """
-    layers = layer_range(config.num_layers, ctx.pp.rank, ctx.pp.size)
-    vocab = {"vocab_size": config.vocab_size, "features": config.hidden_size}
-    is_tied = config.tie_word_embeddings
-    table = head = norm = None
-    if ctx.is_first_stage or (ctx.is_last_stage and is_tied):
-        table = weights.vocab("model.embed_tokens.weight", **vocab)
-    if ctx.is_last_stage:
-        norm = RMSNorm(weights.whole("model.norm.weight", config.hidden_size), config.rms_norm_eps)
-        rows = table if is_tied and table is not None else weights.vocab("lm_head.weight", **vocab)
-        head = VocabHead(rows, config.vocab_size, ctx.tp)
-    blocks = []
-    for layer in layers:
-        blocks.append(_load_block(f"model.layers.{layer}", config, weights, ctx, has_qk_norm))
-        on_progress(len(blocks), len(layers))
-    return DenseModel(
-        layers,
-        blocks,
-        Rotary(config.rope, config.head_dim, ctx.device),
-        embedding=VocabEmbedding(table, ctx.tp) if ctx.is_first_stage and table is not None else None,
-        norm=norm,
-        head=head,
-    )
+    rotary = Rotary(config.rope, config.head_dim, ctx.device)
+
+    def load_layer(layer: int) -> Sequence[Mixer]:
+        at, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
+        attention = load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
+        return (
+            Residual(RMSNorm(weights.whole(f"{at}.input_layernorm.weight", size), eps), attention),
+            Residual(RMSNorm(weights.whole(f"{at}.post_attention_layernorm.weight", size), eps), load_layer_mlp(layer)),
+        )
+
+    return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress)
 
 
-def _load_block(
-    at: str, config: ModelConfig, weights: ShardedWeights, ctx: ParallelContext, has_qk_norm: bool
-) -> DenseBlock:
-    size, eps = config.hidden_size, config.rms_norm_eps
-    return DenseBlock(
-        RMSNorm(weights.whole(f"{at}.input_layernorm.weight", size), eps),
-        _load_attention(f"{at}.self_attn", config, weights, ctx, has_qk_norm),
-        RMSNorm(weights.whole(f"{at}.post_attention_layernorm.weight", size), eps),
-        _load_mlp(f"{at}.mlp", config, weights, ctx),
-    )
-
-
-def _load_attention(
-    at: str, config: ModelConfig, weights: ShardedWeights, ctx: ParallelContext, has_qk_norm: bool
+def load_attention(
+    layer: int,
+    at: str,
+    config: DenseConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    rotary: Rotary | None,
 ) -> SelfAttention:
+    """Read the grouped-query attention whose tensors begin with `at`; without `rotary`, it has no positions."""
     dim, num_heads, num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
     heads = even_range(num_heads, ctx.tp.rank, ctx.tp.size)
-    kv_heads = kv_head_range(num_kv_heads, ctx.tp.rank, ctx.tp.size)
-    features, kv_features = _scaled(heads, dim), _scaled(kv_heads, dim)
+    kv_heads = shared_head_range(num_kv_heads, ctx.tp.rank, ctx.tp.size)
     parts = (
-        Columns(f"{at}.q_proj", num_heads * dim, features),
-        Columns(f"{at}.k_proj", num_kv_heads * dim, kv_features),
-        Columns(f"{at}.v_proj", num_kv_heads * dim, kv_features),
+        Columns(f"{at}.q_proj", num_heads * dim, features(heads, dim)),
+        Columns(f"{at}.k_proj", num_kv_heads * dim, features(kv_heads, dim)),
+        Columns(f"{at}.v_proj", num_kv_heads * dim, features(kv_heads, dim)),
     )
     return SelfAttention(
+        layer,
         weights.column(parts, inputs=config.hidden_size, has_bias=config.attention_bias),
         weights.row(
             f"{at}.o_proj",
             outputs=config.hidden_size,
             inputs=num_heads * dim,
-            taken=features,
+            taken=features(heads, dim),
             has_bias=config.attention_bias,
         ),
         num_heads=len(heads),
         num_kv_heads=len(kv_heads),
         head_dim=dim,
-        qk_norm=_load_qk_norm(at, config, weights, len(heads), len(kv_heads)) if has_qk_norm else None,
+        rotary=rotary,
+        qk_norm=load_qk_norm(at, config, weights, len(heads), len(kv_heads)) if config.has_qk_norm else None,
+        scale=config.attention_scale,
+        sinks=weights.cut(f"{at}.sinks", (num_heads,), axis=0, taken=heads) if config.has_sinks else None,
     )
 
 
-def _load_qk_norm(at: str, config: ModelConfig, weights: ShardedWeights, num_heads: int, num_kv_heads: int) -> HeadNorm:
-    q = weights.whole(f"{at}.q_norm.weight", config.head_dim).expand(num_heads, -1)
-    k = weights.whole(f"{at}.k_norm.weight", config.head_dim).expand(num_kv_heads, -1)
-    return HeadNorm(torch.cat((q, k)), config.rms_norm_eps)
-
-
-def _load_mlp(at: str, config: ModelConfig, weights: ShardedWeights, ctx: ParallelContext) -> GatedMLP:
-    size, inner = config.hidden_size, config.intermediate_size
-    taken = even_range(inner, ctx.tp.rank, ctx.tp.size)
-    parts = (Columns(f"{at}.gate_proj", inner, taken), Columns(f"{at}.up_proj", inner, taken))
-    return GatedMLP(
-        weights.column(parts, inputs=size, has_bias=config.mlp_bias),
-        weights.row(f"{at}.down_proj", outputs=size, inputs=inner, taken=taken, has_bias=config.mlp_bias),
-    )
-
-
-def _scaled(heads: range, dim: int) -> range:
-    return range(heads.start * dim, heads.stop * dim)
+def load_qk_norm(at: str, config: DenseConfig, weights: ShardedWeights, num_heads: int, num_kv_heads: int) -> HeadNorm:
+    """Read the norms of query and key heads as one."""
+    dtype = weights.precise if config.norm_offset else None  # 1 + a small weight would lose digits
+    q = weights.whole(f"{at}.q_norm.weight", config.head_dim, dtype=dtype).expand(num_heads, -1)
+    k = weights.whole(f"{at}.k_norm.weight", config.head_dim, dtype=dtype).expand(num_kv_heads, -1)
+    return HeadNorm(torch.cat((q, k)) + config.norm_offset, config.rms_norm_eps)

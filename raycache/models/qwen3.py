@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raycache.errors import CheckpointError
-from raycache.memory.component import Component
-from raycache.models.config import ConfigFile, ModelConfig, read_dense_config
-from raycache.models.dense import DenseModel, Progress, kv_component, load_dense
+from raycache.memory.component import CacheFormat, Component
+from raycache.models.config import ConfigFile
+from raycache.models.decoder import Decoder, Progress
+from raycache.models.dense import DenseConfig, dense_components, dense_head_counts, load_dense, read_dense_config
 from raycache.models.weights import ShardedWeights
+from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext
@@ -19,22 +21,26 @@ class Qwen3:
 
     model_type = "qwen3"
 
-    def read_config(self, file: ConfigFile) -> ModelConfig:
-        """Check and read config.json."""
+    def read_config(self, file: ConfigFile) -> DenseConfig:
+        """Layers with a window are refused."""
         _refuse_windows(file)
         return read_dense_config(
-            file, num_kv_heads=file.integer("num_key_value_heads"), head_dim=file.integer("head_dim")
+            file,
+            num_kv_heads=file.integer("num_key_value_heads"),
+            head_dim=file.integer("head_dim"),
+            has_qk_norm=True,
         )
 
-    def components(self, config: ModelConfig, *, itemsize: int) -> tuple[Component, ...]:
-        """Keys and values of every layer."""
-        return (kv_component(config, itemsize=itemsize),)
+    def components(self, config: DenseConfig, fmt: CacheFormat) -> tuple[Component, ...]:
+        return dense_components(config, fmt)
+
+    def head_counts(self, config: DenseConfig) -> tuple[HeadCount, ...]:
+        return dense_head_counts(config)
 
     def load(
-        self, config: ModelConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> DenseModel:
-        """Read this rank's share of the weights."""
-        return load_dense(config, weights, ctx, has_qk_norm=True, on_progress=on_progress)
+        self, config: DenseConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
+    ) -> Decoder:
+        return load_dense(config, weights, ctx, on_progress=on_progress)
 
 
 def _refuse_windows(file: ConfigFile) -> None:

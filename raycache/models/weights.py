@@ -3,6 +3,7 @@
     column   rows of [O, I] are output features; a rank takes the rows of its heads
     row      columns of [O, I] are input features; a rank takes the columns of its heads
     vocab    rows are tokens; ceil(V / tp) each, zeros past the end
+    cut      a run along one axis of any tensor, such as the heads of a bias
     whole    every rank has all of it
 
 Each matrix is allocated once on the device and slices are copied into it: loading peaks at one slice above the model.
@@ -54,9 +55,21 @@ class ShardedWeights:
         self._ctx = ctx
         self._dtype = dtype
 
-    def whole(self, name: str, *shape: int) -> Tensor:
-        """A tensor that every rank has."""
-        return self._empty(*shape).copy_(self._source.read(name, shape=shape))
+    @property
+    def precise(self) -> torch.dtype:
+        """Of weights that are used in at least float32 whatever the activations are, such as decays."""
+        return torch.float64 if self._dtype == torch.float64 else torch.float32
+
+    def whole(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor that every rank has, in `dtype` or that of the activations."""
+        return self._empty(*shape, dtype=dtype).copy_(self._source.read(name, shape=shape))
+
+    def cut(
+        self, name: str, shape: Sequence[int], *, axis: int, taken: range, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The run `taken` along an axis of a tensor of `shape`, in `dtype` or that of the activations."""
+        part = self._source.read(name, shape=shape, axis=axis, start=taken.start, stop=taken.stop)
+        return self._empty(*part.shape, dtype=dtype).copy_(part)
 
     def column(self, parts: Sequence[Columns], *, inputs: int, has_bias: bool) -> ColumnLinear:
         """Matrices over the same `inputs` features, stacked in the order of `parts`."""
@@ -89,5 +102,10 @@ class ShardedWeights:
             done += len(part.taken)
         return stacked
 
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._ctx.device)
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self._ctx.device)
+
+
+def features(heads: range, dim: int) -> range:
+    """Features of a run of heads of `dim` features each."""
+    return range(heads.start * dim, heads.stop * dim)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -87,7 +86,8 @@ class TorchGroup(Group):
         return out
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        out = torch.empty_like(tensor)
+        # Not empty_like, which keeps the strides of a transposed tensor.
+        out = tensor.new_empty(tensor.shape)
         if tensor.numel():
             self._wait(lambda: self._backend.alltoall_base(out.view(-1), tensor.contiguous().view(-1), [], []))
         return out

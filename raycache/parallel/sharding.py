@@ -3,7 +3,7 @@
 axis  shards
 pp    layers, in runs that differ by at most one
 tp    heads; KV heads fewer than tp are replicated, what has no heads is whole on every tp rank
-cp    the tokens of each page, page_size / cp consecutive tokens per rank
+cp    the tokens of each page, page_size / cp consecutive tokens per rank; recurrent states by heads over tp x cp
 
 page of S=8 tokens, cp=2:   [ 0 1 2 3 | 4 5 6 7 ]     cp rank 0 holds tokens 0..3 of every page, cp rank 1 tokens 4..7
 """
@@ -60,6 +60,32 @@ class Split:
         return tuple(range(self.world_size)) if 0 <= rank < self.world_size else ()
 
 
+@dataclass(frozen=True)
+class HeadCount:
+    """Something of a model that is split over tp, or over tp x cp.
+
+    Attributes:
+        name: the key of config.json, for messages.
+        count: how many there are.
+        is_shared: fewer than ranks are fine, neighbours then share one.
+        over_cp: whether cp splits it too, as it does recurrent heads.
+    """
+
+    name: str
+    count: int
+    is_shared: bool = False
+    over_cp: bool = False
+
+    def obstacle(self, split: Split) -> str:
+        """Why it cannot be split so, or nothing."""
+        parts = split.tp * split.cp if self.over_cp else split.tp
+        if self.count % parts == 0:
+            return ""
+        if not self.is_shared:
+            return f"does not divide {self.name}={self.count}"
+        return "" if parts % self.count == 0 else f"neither divides nor is a multiple of {self.name}={self.count}"
+
+
 def even_range(count: int, part: int, parts: int) -> range:
     """The `part`-th of `parts` runs of range(count); lengths differ by at most one, longer runs first."""
     base, extra = divmod(count, parts)
@@ -72,12 +98,17 @@ def layer_range(num_layers: int, pp_rank: int, pp_size: int) -> range:
     return even_range(num_layers, pp_rank, pp_size)
 
 
-def kv_head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:
-    """KV heads of a tp rank; with fewer heads than ranks, tp_size / num_kv_heads neighbours share one."""
-    if num_kv_heads >= tp_size:
-        return even_range(num_kv_heads, tp_rank, tp_size)
-    head = tp_rank * num_kv_heads // tp_size
+def shared_head_range(num_heads: int, part: int, parts: int) -> range:
+    """Heads of one of `parts` ranks; with fewer heads than ranks, parts / num_heads neighbours share one."""
+    if num_heads >= parts:
+        return even_range(num_heads, part, parts)
+    head = part * num_heads // parts
     return range(head, head + 1)
+
+
+def state_part(split: Split, at: Coords) -> tuple[int, int]:
+    """(part, parts) of a rank's recurrent heads: those of its tp rank, divided further over cp."""
+    return at.tp * split.cp + at.cp, split.tp * split.cp
 
 
 def vocab_range(vocab_size: int, tp_rank: int, tp_size: int) -> range:
@@ -103,7 +134,7 @@ def owned_slots(
         page_table: page id per page of the sequence.
     Returns:
         (index, slot): index into `positions` of the owned ones, and their slot page_id * (S / cp) + offset in this
-        rank's pool.
+        rank's pool; negative where the table has -1 for their page.
     """
     share = page_size // cp_size
     offset = positions % page_size

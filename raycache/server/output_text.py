@@ -67,6 +67,7 @@ class OutputText:
     Attributes:
         num_tokens: tokens generated, up to and including the one that completed a stop string.
         cached_tokens: prompt tokens that were reused from the cache.
+        cut_by: the component that kept more of them from being reused, or "".
         finish_reason: None while it runs.
     """
 
@@ -86,6 +87,7 @@ class OutputText:
         self._text_len = 0
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.cut_by = ""
         self.finish_reason: FinishReason | None = None
 
     def push(self, output: RequestOutput) -> TextDelta:
@@ -97,6 +99,7 @@ class OutputText:
         if self.finish_reason is not None:
             raise ValueError(f"request {output.request_id} has ended with {self.finish_reason}")
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self.cut_by = self.cut_by or output.cut_by
         text, entries = self._push_prompt(output.prompt_logprobs)
         logprobs = output.logprobs or ()
         last_text = len(output.token_ids) - (output.finish_reason is FinishReason.STOP)

@@ -35,7 +35,11 @@ def usage_of(generation: Generation) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.text.cached_tokens for choice in firsts)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(choice.text.cached_tokens for choice in firsts),
+            # Beyond the OpenAI API: which component's missing rows kept more of the prompt from being reused.
+            **({"cut_by": cut_by} if (cut_by := next(filter(None, (c.text.cut_by for c in firsts)), "")) else {}),
+        },
     }
 
 

@@ -15,6 +15,7 @@ from raycache.config import Config
 from raycache.engine.plan import Admit, Row, StepPlan, emitted, local_positions
 from raycache.engine.processes import Invitation, RankProcess, invite
 from raycache.engine.runner import RankRunner
+from raycache.memory.component import FULL
 from raycache.parallel.board import AckBoard
 from raycache.parallel.context import DECIDER, Store, build_group
 from raycache.types import SamplingParams
@@ -52,7 +53,7 @@ def scripted_plans(sequences: Sequence[Sequence[int]], *, seed: int) -> list[Ste
         for slot, (start, stop) in cut.items():
             if known[slot] == 0:
                 first = start // PAGE_SIZE
-                admits.append(Admit(slot, tables[slot][:first], SamplingParams(temperature=0), seed=0))
+                admits.append(Admit(slot, {FULL: tables[slot][:first]}, SamplingParams(temperature=0), seed=0))
                 known[slot] = first
             needed = -(-stop // PAGE_SIZE)
             tokens = sequences[slot]
@@ -61,7 +62,7 @@ def scripted_plans(sequences: Sequence[Sequence[int]], *, seed: int) -> list[Ste
                     slot=slot,
                     start=start,
                     tokens=packed(tokens[start:stop]),
-                    new_pages=tables[slot][known[slot] : needed],
+                    new_pages={FULL: tables[slot][known[slot] : needed]},
                     # Every position is asked for; the last one has no next token, so it counts as sampled.
                     output_position=0,
                     targets=packed(tokens[start + 1 : stop]),

@@ -1,9 +1,10 @@
 """A model that is a hash: its next token depends on every token before it, read back from simulated pages, and on its
 number in the output, as that of a sampled one does.
 
-An executor of plans that shares no code with the ranks. Each computed token is kept at its (page, offset); a page is
-wiped when it is handed out. So a wrong page, a page that is used twice or too early, or a token that was never computed
-fails at once or gives another next token.
+An executor of plans that shares no code with the ranks. Each computed token is kept at its (page, offset), once more in
+the pages of a window if the twin has one; a recurrent state is the list of all tokens that went into it. A page is
+wiped when it is handed out. So a wrong page or state, one that is used twice or too early, or a token that was never
+computed fails at once or gives another next token.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from raycache.cache.sequences import SpaceSizes
 from raycache.engine.plan import Admit, Row, RowResult, StepPlan
 from raycache.errors import RankLostError
+from raycache.memory.component import FULL
 from raycache.types import FinishReason, SamplingParams, TokenLogprob
 
 VOCAB = 13
@@ -54,7 +57,7 @@ class TwinExecutor:
     """Executes plans on simulated pages.
 
     Args:
-        num_pages, page_size: of the pool.
+        sizes: of the pools.
         depth: plans that may be in flight.
 
     Attributes:
@@ -62,14 +65,18 @@ class TwinExecutor:
         is_lost: set it, and the gang is lost at the next collect.
     """
 
-    def __init__(self, *, num_pages: int, page_size: int, depth: int = 1) -> None:
+    def __init__(self, sizes: SpaceSizes, *, depth: int = 1) -> None:
         self.depth = depth
         self.plans: list[StepPlan] = []
         self.is_lost = False
-        self._num_pages, self._page_size = num_pages, page_size
+        self._page_size = sizes.page_size
         self._waiting: deque[tuple[StepPlan, bytes]] = deque()
-        self._memory: dict[int, dict[int, tuple[int, int]]] = {}
-        self._tables: dict[int, list[int]] = {}
+        self._windows = {FULL: 0} | {space: window for space, (window, _) in sizes.windows.items()}
+        self._counts = {FULL: sizes.num_pages} | {space: count for space, (_, count) in sizes.windows.items()}
+        self._num_states = sum(sizes.states.values())
+        self._memory: dict[str, dict[int, dict[int, tuple[int, int]]]] = {space: {} for space in self._windows}
+        self._tables: dict[int, dict[str, list[int]]] = {}
+        self._states: dict[int, list[int]] = {}
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._waiting) < self.depth, "more plans in flight than stages"
@@ -91,34 +98,59 @@ class TwinExecutor:
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "two rows of one slot in a plan"
         self.plans.append(plan)
         for admit in plan.admits:
-            self._tables[admit.slot] = list(admit.pages)
+            self._tables[admit.slot] = {space: list(admit.pages.get(space, ())) for space in self._windows}
         for row in plan.rows:
-            self._write(row)
+            for space in self._windows:
+                self._write(row, space)
+        self._carry_states(plan)
         samplings = {admit.slot: admit for admit in plan.admits}
         return [self._read(row, plan, samplings.get(row.slot)) for row in plan.rows]
 
-    def _write(self, row: Row) -> None:
-        table = self._tables[row.slot]
-        for page in row.new_pages:
-            assert 0 <= page < self._num_pages, f"page {page} is not in the pool"
-            self._memory[page] = {}
+    def _write(self, row: Row, space: str) -> None:
+        table, memory = self._tables[row.slot][space], self._memory[space]
+        for page in row.new_pages.get(space, ()):
+            assert -1 <= page < self._counts[space], f"page {page} is not in the pool"
+            assert page >= 0 or self._windows[space], "every page of the sequence is kept"
+            memory[page] = {}
             table.append(page)
-        assert len(set(table)) == len(table), "a page is twice in a table"
         assert row.num_tokens >= 1, "a row computes something"
         for position, token in enumerate(np.frombuffer(row.tokens, np.int32).tolist(), start=row.start):
-            page = self._memory[table[position // self._page_size]]
+            number = table[position // self._page_size]
+            if number < 0:
+                continue
+            page = memory[number]
             assert position % self._page_size not in page, "a token is computed into a place that is taken"
             page[position % self._page_size] = (position, token)
         assert len(table) == -(-(row.start + row.num_tokens) // self._page_size), "pages are handed out when needed"
+        if not self._windows[space]:
+            assert len(set(table)) == len(table), "a page is twice in a table"
+
+    def _carry_states(self, plan: StepPlan) -> None:
+        if not self._num_states:
+            assert all(row.read_state == row.write_state == -1 for row in plan.rows)
+            return
+        written = [row.write_state for row in plan.rows]
+        assert len(set(written)) == len(written), "two rows write one state"
+        for i, row in enumerate(plan.rows):
+            assert 0 <= row.write_state < self._num_states, "every row leaves its state somewhere"
+            assert row.read_state not in written[:i] + written[i + 1 :], "a row reads a state that another one writes"
+        for row in plan.rows:
+            before = self._states[row.read_state] if row.read_state >= 0 else []
+            assert len(before) == row.start, "the state is that of another position"
+            self._states[row.write_state] = before + np.frombuffer(row.tokens, np.int32).tolist()
 
     def _read(self, row: Row, plan: StepPlan, admit: Admit | None) -> RowResult:
         if admit is not None:
-            assert row.start == len(admit.pages) * self._page_size, "computing starts behind the cached prefix"
-        tokens = []
-        for position in range(row.start + row.num_tokens):
-            found, token = self._memory[self._tables[row.slot][position // self._page_size]][position % self._page_size]
-            assert found == position, "a page holds other positions than it is used for"
-            tokens.append(token)
+            assert row.start == len(admit.pages[FULL]) * self._page_size, "computing starts behind the cached prefix"
+        tokens = self._see(row, FULL, first=0)
+        for space, window in self._windows.items():
+            if window:
+                first = max(0, row.start - window + 1)
+                last = max(first, row.start + row.num_tokens - window + 1)
+                assert self._see(row, space, first=first, stop=row.start) == tokens[first : row.start]
+                assert self._see(row, space, first=last) == tokens[last:], "the next query lacks a token"
+        if self._num_states:
+            assert self._states[row.write_state] == tokens, "the state is that of other tokens"
         result = RowResult()
         targets = np.frombuffer(row.targets, np.int32).tolist()
         for i, target in enumerate(targets):
@@ -129,6 +161,16 @@ class TwinExecutor:
             if plan.num_top is not None:
                 result.logprob = logprob(tokens, result.token, num_top=plan.num_top)
         return result
+
+    def _see(self, row: Row, space: str, *, first: int, stop: int | None = None) -> list[int]:
+        """Tokens of a row as its pages have them."""
+        tokens = []
+        for position in range(first, row.start + row.num_tokens if stop is None else stop):
+            page = self._tables[row.slot][space][position // self._page_size]
+            found, token = self._memory[space][page][position % self._page_size]
+            assert found == position, "a page holds other positions than it is used for"
+            tokens.append(token)
+        return tokens
 
 
 def _number(tokens: Sequence[int]) -> int:

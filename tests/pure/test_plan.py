@@ -24,7 +24,9 @@ from raycache.engine.plan import (
 from raycache.types import SamplingParams, TokenLogprob
 
 token_ids = st.integers(0, 2**31 - 1)
-page_ids = st.lists(st.integers(0, 2**31 - 1), max_size=5)
+page_ids = st.dictionaries(
+    st.sampled_from(["full", "window"]), st.lists(st.integers(-1, 2**31 - 1), max_size=5), max_size=2
+)
 optional_counts = st.none() | st.integers(0, 20)
 
 

@@ -12,10 +12,12 @@ from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from raycache.cache.sequences import SequenceCache, SpaceSizes
 from raycache.engine.engine import Engine
 from raycache.engine.plan import StepPlan
 from raycache.engine.scheduler import Scheduler
 from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
+from raycache.memory.component import window_pages
 from raycache.types import (
     EngineInfo,
     FinishReason,
@@ -39,8 +41,13 @@ def make_engine(
     depth: int = 1,
     prefix_cache: bool = True,
     max_model_len: int = 10_000,
+    window: int = 0,
+    has_state: bool = False,
+    points: int = 8,
+    interval: int = 0,
 ) -> tuple[Engine, TwinExecutor]:
-    executor = TwinExecutor(num_pages=num_pages, page_size=page_size, depth=depth)
+    sizes = make_sizes(num_pages, page_size, max_running, window=window, has_state=has_state, points=points)
+    executor = TwinExecutor(sizes, depth=depth)
     info = EngineInfo(
         model="twin",
         model_dir="",
@@ -52,15 +59,27 @@ def make_engine(
         max_queue=max_queue,
     )
     scheduler = Scheduler(
-        num_pages=num_pages,
-        page_size=page_size,
+        cache=SequenceCache(sizes, is_kept=prefix_cache),
         max_step_tokens=max_step_tokens,
         max_running=max_running,
         micro_batches=depth,
         eos_token_ids=(EOS,),
-        prefix_cache=prefix_cache,
+        restore_interval=interval,
     )
     return Engine(executor, info=info, scheduler=scheduler), executor
+
+
+def make_sizes(
+    num_pages: int, page_size: int, max_running: int = 8, *, window: int = 0, has_state: bool = False, points: int = 8
+) -> SpaceSizes:
+    """Pools with room for `points` restore points beside what running requests need."""
+    pages = window_pages(window, page_size)
+    return SpaceSizes(
+        num_pages=num_pages,
+        page_size=page_size,
+        windows={"window": (window, max_running * (2 * pages + 1) + points * pages)} if window else {},
+        states={"state": 2 * max_running + points} if has_state else {},
+    )
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -121,6 +140,10 @@ class Service(RuleBasedStateMachine):
         max_running=st.integers(1, 5),
         depth=st.sampled_from([1, 1, 3]),
         prefix_cache=st.sampled_from([True, True, False]),
+        window=st.sampled_from([0, 0, 2, 5, 9]),
+        has_state=st.booleans(),
+        points=st.integers(0, 5),
+        interval=st.sampled_from([0, 3, 8]),
     )
     def start(
         self,
@@ -130,7 +153,12 @@ class Service(RuleBasedStateMachine):
         max_running: int,
         depth: int,
         prefix_cache: bool,
+        window: int,
+        has_state: bool,
+        points: int,
+        interval: int,
     ) -> None:
+        self.sizes = make_sizes(num_pages, page_size, max_running, window=window, has_state=has_state, points=points)
         self.engine, self.executor = make_engine(
             num_pages=num_pages,
             page_size=page_size,
@@ -140,6 +168,10 @@ class Service(RuleBasedStateMachine):
             depth=depth,
             prefix_cache=prefix_cache,
             max_model_len=40,
+            window=window,
+            has_state=has_state,
+            points=points,
+            interval=interval,
         )
         self.requests: dict[str, Expected] = {}
         self.ended: list[Expected] = []
@@ -212,11 +244,13 @@ class Service(RuleBasedStateMachine):
                 self._take(self.engine.step())
             except RankLostError:
                 break
-        self.executor = TwinExecutor(
-            num_pages=self.engine.info.num_pages, page_size=self.engine.info.page_size, depth=self.executor.depth
-        )
+        self.executor = TwinExecutor(self.sizes, depth=self.executor.depth)
         self.engine.restart(self.executor)
         assert self.engine.stats().pages_free == self.engine.info.num_pages
+
+    @rule(space=st.sampled_from(["window", "state", "full"]))
+    def evict_a_component(self, space: str) -> None:
+        self.engine.evict(space)
 
     @rule()
     def beat(self) -> None:
@@ -386,7 +420,7 @@ def test_a_timeout_is_told_although_the_gang_is_lost_in_that_step() -> None:
     executor.is_lost = True
     with pytest.raises(RankLostError):
         engine.step()
-    engine.restart(TwinExecutor(num_pages=64, page_size=4))
+    engine.restart(TwinExecutor(make_sizes(64, 4)))
     assert {o.request_id: o.finish_reason for o in engine.step()}["late"] is FinishReason.TIMEOUT
 
 
@@ -581,7 +615,7 @@ def test_a_request_that_kills_every_gang_ends_with_an_error_and_the_others_go_on
         executor.is_lost = True
         with pytest.raises(RankLostError):
             engine.step()
-        executor = TwinExecutor(num_pages=64, page_size=4)
+        executor = TwinExecutor(make_sizes(64, 4))
         engine.restart(executor)
     ended, first = engine.step()
     assert (ended.request_id, ended.finish_reason) == ("poison", FinishReason.ERROR) and ended.error
@@ -600,7 +634,7 @@ def test_a_lost_gang_does_not_change_the_tokens(depth: int) -> None:
     executor.is_lost = True
     with pytest.raises(RankLostError):
         engine.step()
-    engine.restart(TwinExecutor(num_pages=64, page_size=4, depth=depth))
+    engine.restart(TwinExecutor(make_sizes(64, 4), depth=depth))
     engine.check()
     assert engine.stats().pages_free == 64
     for name, tokens in run(engine).items():

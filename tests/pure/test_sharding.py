@@ -13,10 +13,10 @@ from raycache.parallel.sharding import (
     Coords,
     Split,
     even_range,
-    kv_head_range,
     layer_range,
     owned_prefix_len,
     owned_slots,
+    shared_head_range,
     split_chunk,
     vocab_range,
 )
@@ -79,7 +79,7 @@ def test_each_query_head_finds_its_kv_head_on_its_rank(a: int, group: int, tp: i
     tp = a * tp if is_replicated else tp
     num_heads = num_kv_heads * group * (tp // num_kv_heads if is_replicated else 1)
     for rank in range(tp):
-        queries, keys = even_range(num_heads, rank, tp), kv_head_range(num_kv_heads, rank, tp)
+        queries, keys = even_range(num_heads, rank, tp), shared_head_range(num_kv_heads, rank, tp)
         per_key = len(queries) // len(keys)
         for local, head in enumerate(queries):
             # What attention reads on the rank is what the whole model reads.

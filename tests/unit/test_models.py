@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from raycache.errors import CheckpointError, ConfigError
+from raycache.layers.forward_pass import ForwardPass
+from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, components, load_model, read_config
 from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.collectives import Group
@@ -25,9 +27,25 @@ CPU = torch.device("cpu")
 IDS = torch.randint(3, 515, (200,), generator=torch.Generator().manual_seed(1))
 
 
-def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+class Causal:
+    """Attention over one whole sequence, without a cache; the "view" of a layer is its number."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def kv(self, layer: int) -> int:
+        return layer
+
+    def attend(self, view: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: None) -> Tensor:
+        self.seen.append(view)
+        heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True, scale=scale)
+        return out[0].transpose(0, 1)
+
+
+def whole_pass(length: int, causal: Causal | None = None) -> ForwardPass:
+    causal = causal or Causal()
+    return ForwardPass(causal, causal, torch.arange(length))
 
 
 def quiet(done: int, total: int) -> None:
@@ -38,7 +56,7 @@ def logits(model_dir: Path, ids: Tensor, ctx: ParallelContext) -> Tensor:
     config = read_config(model_dir)
     model = load_model(config, Checkpoint(model_dir), ctx, torch.float32, on_progress=quiet)
     with torch.inference_mode():
-        return model.logits(model.forward(model.embed(ids), torch.arange(len(ids)), causal))
+        return model.logits(model.forward(model.embed(ids), whole_pass(len(ids))))
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,7 +90,7 @@ def test_logits_equal_transformers_and_every_tensor_is_used(tiny: Callable[[str]
     config, checkpoint = read_config(model_dir), Checkpoint(model_dir)
     model = load_model(config, checkpoint, ParallelContext.single(CPU), torch.float32, on_progress=quiet)
     with torch.inference_mode():
-        ours = model.logits(model.forward(model.embed(IDS), torch.arange(len(IDS)), causal))
+        ours = model.logits(model.forward(model.embed(IDS), whole_pass(len(IDS))))
     oracle = oracle_logits(model_dir, IDS)
     assert (ours - oracle).abs().max() < 1e-5 * oracle.std()  # tied heads have logits of spread 8
     assert checkpoint.unread() == []
@@ -132,12 +150,7 @@ def test_any_tp_gives_the_same_logits_on_every_rank(tiny: Callable[[str], Path],
 def test_pipeline_stages_give_the_same_logits(tiny: Callable[[str], Path], variant: str, pp: int) -> None:
     model_dir = tiny(variant)
     config, source = read_config(model_dir), Checkpoint(model_dir)
-    seen: list[int] = []
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen.append(layer)
-        return causal(layer, q, k, v)
-
+    causal = Causal()
     stages = [
         load_model(config, source, ParallelContext(Split(pp=pp), rank, CPU, pp=Group(rank=rank, size=pp)),
                    torch.float32, on_progress=quiet)
@@ -146,10 +159,10 @@ def test_pipeline_stages_give_the_same_logits(tiny: Callable[[str], Path], varia
     with torch.inference_mode():
         hidden = stages[0].embed(IDS)
         for stage in stages:
-            hidden = stage.forward(hidden, torch.arange(len(IDS)), attend)
+            hidden = stage.forward(hidden, whole_pass(len(IDS), causal))
         ours = stages[-1].logits(hidden)
     assert torch.equal(ours, logits(model_dir, IDS, ParallelContext.single(CPU)))
-    assert seen == [0, 1, 2, 3]
+    assert causal.seen == [0, 1, 2, 3]
 
 
 def test_bfloat16_stays_close_to_transformers(tiny: Callable[[str], Path]) -> None:
@@ -157,7 +170,7 @@ def test_bfloat16_stays_close_to_transformers(tiny: Callable[[str], Path]) -> No
     config = read_config(model_dir)
     model = load_model(config, Checkpoint(model_dir), ParallelContext.single(CPU), torch.bfloat16, on_progress=quiet)
     with torch.inference_mode():
-        ours = model.logits(model.forward(model.embed(IDS), torch.arange(len(IDS)), causal))
+        ours = model.logits(model.forward(model.embed(IDS), whole_pass(len(IDS))))
     assert ours.dtype == torch.float32
     assert (ours - oracle_logits(model_dir, IDS)).abs().mean() < 0.05
 
@@ -168,25 +181,26 @@ def test_no_tokens_are_no_work(tiny: Callable[[str], Path]) -> None:
 
 
 def test_the_component_is_keys_and_values_of_every_layer(tiny: Callable[[str], Path]) -> None:
-    (kv,) = components(read_config(tiny("qwen3")), itemsize=2)
-    assert (kv.name, kv.layers, kv.itemsize) == ("kv", (0, 1, 2, 3), 2)
-    assert [(field.name, field.shape, field.head_axis) for field in kv.fields] == [("k", (2, 16), 0), ("v", (2, 16), 0)]
+    (kv,) = components(read_config(tiny("qwen3")), CacheFormat("bfloat16"))
+    assert (kv.name, kv.layers) == ("kv", (0, 1, 2, 3))
+    fields = [(field.name, field.shape, field.head_axis, field.num_bytes) for field in kv.fields]
+    assert fields == [("k", (2, 16), 0, 64), ("v", (2, 16), 0, 64)]
 
 
 def test_a_split_is_refused_with_the_values_that_meet_every_condition(tiny: Callable[[str], Path]) -> None:
     config = read_config(tiny("qwen3"))
     smollm = dataclasses.replace(config, name="smol", num_heads=9, num_kv_heads=3, intermediate_size=1536)
     for tp in (1, 3):
-        check_split(smollm, tp=tp, pp=4)
+        check_split(smollm, Split(tp=tp, pp=4))
     with pytest.raises(ConfigError, match=r"^tp=2 does not divide num_attention_heads=9 of smol; use one of \[1, 3\]$"):
-        check_split(smollm, tp=2, pp=1)
+        check_split(smollm, Split(tp=2))
     with pytest.raises(ConfigError, match=r"tp=9 does not divide intermediate_size=1536 .* one of \[1, 3\]"):
-        check_split(smollm, tp=9, pp=1)
+        check_split(smollm, Split(tp=9))
     twelve = dataclasses.replace(smollm, num_heads=12, num_kv_heads=6)
     with pytest.raises(ConfigError, match=r"tp=4 neither divides nor .* num_key_value_heads=6 .* \[1, 2, 3, 6, 12\]"):
-        check_split(twelve, tp=4, pp=1)
+        check_split(twelve, Split(tp=4))
     with pytest.raises(ConfigError, match=r"pp=5 exceeds num_hidden_layers=4"):
-        check_split(config, tp=1, pp=5)
+        check_split(config, Split(pp=5))
 
 
 def test_loading_a_wrong_config_names_the_tensor(tiny: Callable[[str], Path]) -> None:

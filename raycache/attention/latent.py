@@ -1,0 +1,170 @@
+"""Multi-head latent attention ("DeepSeek-V2", arXiv 2405.04434, section 2.1), over latents that all heads share.
+
+Keys and values of head h are made of a latent c [R] and a rotary part r [Dr]:
+
+    key_h = [ K_h c, r ]      value_h = V_h c
+
+    part                       how            because
+    new tokens of a chunk      expanded       many queries share the keys: T * T * (Dn + Dr + Dv) instead of T * T * 2R
+    cached tokens of a chunk   expanded       the same, a piece of bounded size at a time
+    cached tokens of a single  absorbed       one query: (q K_h) c = q (K_h c), so that latents are read as they are
+
+The causal part uses new latents as the model gives them; what is read from an fp8 cache was rounded. A single token is
+read from the cache, so it sees itself rounded.
+
+Shapes in this file: T new tokens of all cp ranks, N single ones, L cached tokens, Hq heads, R rank of latents, Dn and
+Dr sizes of queries' plain and rotary part, Dv of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raycache.attention.base import LatentProjection
+from raycache.attention.layout import Chunk, StepLayout
+from raycache.attention.merge import Part, attend_all, attend_masked, attend_run, join, no_keys, wide
+from raycache.attention.sparse import TorchSelection
+from raycache.engine.inputs import Prefix
+from raycache.memory.views import LatentView, Runs
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayer:
+    """What is special about one layer.
+
+    Attributes:
+        view: its cache.
+        projection: of this rank's heads.
+        scale: of the scores.
+        selection: of the tokens that each query sees.
+    """
+
+    view: LatentView
+    projection: LatentProjection
+    scale: float
+    selection: TorchSelection
+
+    def expand(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """latent [L, R], rope [L, Dr] -> k [L, Hq, Dn + Dr], v [L, Hq, Dv]."""
+        heads, dim, _ = self.projection.key.shape
+        k = latent.new_empty((len(latent), heads, dim + rope.shape[1]))
+        k[..., :dim] = torch.einsum("lr,hdr->lhd", latent, self.projection.key)
+        k[..., dim:] = rope[:, None]
+        return k, torch.einsum("lr,hdr->lhd", latent, self.projection.value)
+
+    def expanded_bytes(self, dtype: torch.dtype) -> int:
+        """Of one token, padded as kernels want it: the keys as wide as the values."""
+        heads, dim, _ = self.projection.key.shape
+        return 2 * heads * max(dim + self.view.rope_dim, self.projection.value.shape[1]) * dtype.itemsize
+
+
+class LatentAttention:
+    """Plan of all MLA layers.
+
+    Args:
+        layout: of the step.
+        expanded_bytes: bound on the keys and values that are made of cached latents at a time.
+    """
+
+    def __init__(self, layout: StepLayout, *, expanded_bytes: int) -> None:
+        self._layout = layout
+        self._expanded_bytes = expanded_bytes
+
+    def attend(self, layer: LatentLayer, q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+        """See AttentionStep.attend_latent."""
+        inputs, layout = self._layout.inputs, self._layout
+        places = inputs.places[layer.view.space]
+        if inputs.ctx.cp.size > 1:
+            both = inputs.exchange.gather(torch.cat([latent, rope], dim=1))
+            latent, rope = both.split([latent.shape[1], rope.shape[1]], dim=1)
+        layer.view.write(places.slots, latent[places.owned], rope[places.owned])
+        cached = self._cached(layer, inputs.exchange.gather(q), places.prefixes) if layout.has_cached else None
+        causal = self._causal(layer, q, latent, rope) if layout.has_causal else None
+        if cached is None and causal is None:
+            return q.new_empty((len(q), *layer.projection.value.shape[:2]))
+        return layout.combine(cached, causal, None)
+
+    def _cached(self, layer: LatentLayer, q: Tensor, prefixes: tuple[Prefix, ...]) -> Part:
+        """All queries [T, Hq, Dn + Dr] against the tokens in this rank's pages."""
+        out, lse = no_keys(q, layer.projection.value.shape[1])
+        if self._layout.singles:
+            singles = self._layout.single_tokens
+            out[singles], lse[singles] = self._absorbed(layer, q[singles], prefixes)
+        for chunk in self._layout.chunks:
+            tokens, prefix = chunk.tokens, prefixes[chunk.row]
+            if prefix.runs:
+                out[tokens], lse[tokens] = self._expanded(layer, q[tokens], chunk, prefix)
+        return out, lse
+
+    def _absorbed(self, layer: LatentLayer, q: Tensor, prefixes: tuple[Prefix, ...]) -> Part:
+        """Single queries [N, Hq, Dn + Dr], each against the latents of its row as one head of size R + Dr."""
+        plain, rotary = q.split([q.shape[2] - layer.view.rope_dim, layer.view.rope_dim], dim=2)
+        absorbed = torch.cat([torch.einsum("nhd,hdr->nhr", plain, layer.projection.key), rotary], dim=2)
+        out, lse = no_keys(absorbed, absorbed.shape[2])
+        for i, row in enumerate(self._layout.singles):
+            slots = layer.selection.cached[row]
+            if slots is not None and len(slots):
+                rows = torch.cat(layer.view.take(slots, dtype=q.dtype), dim=1)[:, None]
+            elif slots is None and prefixes[row].runs:
+                rows = torch.cat(layer.view.read(prefixes[row].runs, dtype=q.dtype), dim=1)[:, None]
+            else:
+                continue
+            # Values are the latents; what comes out for the rotary part is cut off, which costs less than a copy.
+            out[i : i + 1], lse[i : i + 1] = attend_all(absorbed[i : i + 1], rows, rows, scale=layer.scale)
+        return torch.einsum("nhr,hvr->nhv", out[..., : layer.view.rank], layer.projection.value), lse
+
+    def _expanded(self, layer: LatentLayer, q: Tensor, chunk: Chunk, prefix: Prefix) -> Part:
+        """The queries of a chunk [n, Hq, Dn + Dr] against its cached tokens, piece after piece."""
+        mask = layer.selection.cached[chunk.row]
+        length = max(1, self._expanded_bytes // layer.expanded_bytes(q.dtype))
+        # In the precision of the weights, because every piece adds to it.
+        out, lse = no_keys(q, layer.projection.value.shape[1])
+        whole: Part = (out.to(wide(q.dtype)), lse)
+        place = 0
+        for runs, count in pieces(prefix.runs, length):
+            k, v = layer.expand(*layer.view.read(runs, dtype=q.dtype))
+            if mask is None:
+                part = attend_all(q, k, v, scale=layer.scale)
+            else:
+                part = attend_masked(q, k, v, mask[:, place : place + count], scale=layer.scale)
+            whole = join(whole, part)
+            place += count
+        return whole[0].to(q.dtype), whole[1]
+
+    def _causal(self, layer: LatentLayer, q: Tensor, latent: Tensor, rope: Tensor) -> Part:
+        """This rank's queries [T_local, Hq, Dn + Dr] against the new latents [T, R] of their row up to themselves."""
+        out, lse = no_keys(q, layer.projection.value.shape[1])
+        for chunk in self._layout.chunks:
+            if not chunk.runs:
+                continue
+            k, v = layer.expand(latent[chunk.tokens], rope[chunk.tokens])
+            mask = layer.selection.causal[chunk.row]
+            for local, run in chunk.local_runs():
+                if mask is None:
+                    out[local], lse[local] = attend_run(q[local], k, v, run, scale=layer.scale)
+                else:
+                    mine = mask[local.start - chunk.local.start : local.stop - chunk.local.start, : run.stop]
+                    part = attend_masked(q[local], k[: run.stop], v[: run.stop], mine, scale=layer.scale)
+                    out[local], lse[local] = part
+        return out, lse
+
+
+def pieces(runs: Runs, length: int) -> Iterator[tuple[Runs, int]]:
+    """Runs cut into pieces of `length` slots, the last maybe shorter; with the length of each."""
+    piece: list[tuple[int, int]] = []
+    room = length
+    for start, count in runs:
+        first, left = start, count
+        while left:
+            taken = min(room, left)
+            piece.append((first, taken))
+            first, left, room = first + taken, left - taken, room - taken
+            if not room:
+                yield piece, length
+                piece, room = [], length
+    if piece:
+        yield piece, length - room

@@ -1,0 +1,110 @@
+"""How a step's rows are attended: what all layers share, found once per step.
+
+row    new tokens    its part of the step
+chunk  2 or more     cached: all its queries against this rank's pages; causal: this rank's queries against new keys
+single 1             cached only: a single token is in the pages by then, so that there is no causal part
+
+out = merge( causal(new tokens of this chunk), cached(pages of cp rank 0), ..., cached(pages of cp rank n-1) )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raycache.attention.merge import Part, merge
+from raycache.engine.inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A row of two or more new tokens.
+
+    Attributes:
+        row: index of the row.
+        start: position of its first new token.
+        tokens: where its new tokens lie among all T.
+        local: where this rank's lie among its T_local.
+        runs: this rank's, as runs of the chunk, in local order; maybe none.
+    """
+
+    row: int
+    start: int
+    tokens: slice
+    local: slice
+    runs: tuple[range, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens, of all cp ranks."""
+        return int(self.tokens.stop - self.tokens.start)
+
+    def local_runs(self) -> Iterator[tuple[slice, range]]:
+        """This rank's runs, with where each lies among the rank's T_local tokens."""
+        place = self.local.start
+        for run in self.runs:
+            yield slice(place, place + len(run)), run
+            place += len(run)
+
+
+class StepLayout:
+    """Rows of a step by kind.
+
+    Attributes:
+        inputs: of the step.
+        chunks: rows of two or more new tokens.
+        singles: indices of the rows of one.
+        single_tokens: int64; where the latter lie among all T.
+        has_cached: whether any rank's pages hold something that a query sees. The same on every rank.
+        has_causal: whether this rank computes tokens of a chunk.
+    """
+
+    def __init__(self, inputs: StepInputs) -> None:
+        rows = list(enumerate(inputs.rows))
+        self.inputs = inputs
+        self.chunks = tuple(
+            Chunk(i, row.start, _slice(row.tokens), _slice(row.local), row.runs)
+            for i, row in rows
+            if len(row.tokens) > 1
+        )
+        self.singles = tuple(i for i, row in rows if len(row.tokens) == 1)
+        self.single_tokens = self.on_device([inputs.rows[i].tokens.start for i in self.singles])
+        self.has_cached = bool(self.singles) or any(chunk.start for chunk in self.chunks)
+        self.has_causal = any(chunk.runs for chunk in self.chunks)
+
+    def on_device(self, numbers: list[int]) -> Tensor:
+        """int64."""
+        return torch.tensor(numbers, dtype=torch.int64).to(self.inputs.ctx.device, non_blocking=True)
+
+    def combine(self, cached: Part | None, causal: Part | None, sinks: Tensor | None) -> Tensor:
+        """Join the parts of this rank's queries over cp.
+
+        Args:
+            cached: all T queries against this rank's pages; None if, and only if, not `has_cached`.
+            causal: this rank's T_local queries against new keys; may be None if not `has_causal`.
+            sinks: as in `merge`.
+        Returns:
+            [T_local, Hq, Dv].
+        """
+        parts = [] if causal is None else [(causal[0][None], causal[1][None])]
+        if cached is not None:
+            if self.inputs.ctx.cp.size == 1 and not parts and sinks is None:
+                return cached[0]
+            parts.append(self._give_back(cached))
+        outs, lses = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
+        return merge(outs, lses, sinks)
+
+    def _give_back(self, part: Part) -> Part:
+        """All queries on this rank's pages -> this rank's queries on the pages of each, [cp, T_local, ...]."""
+        out, lse = part
+        if self.inputs.ctx.cp.size == 1:
+            return out[None], lse[None]
+        both = self.inputs.exchange.give_back(torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1))
+        return both[..., :-1].to(out.dtype), both[..., -1]
+
+
+def _slice(places: range) -> slice:
+    return slice(places.start, places.stop)

@@ -1,0 +1,105 @@
+"""How the tokens of a step travel between cp ranks.
+
+    plan rows    [ row 0: 5 new tokens ][ row 1: 1 ][ row 2: 1 ]        all tokens, T of them, row after row
+    cp rank 0    [ 0 4             ][ row 1: 0 ]                        local tokens, in this order
+    cp rank 1    [ 1 2 3           ][ row 2: 0 ]
+
+    gather       local tokens of every rank           -> all tokens on every rank
+    to_heads     local tokens, all heads of the rank  -> all tokens, 1 / cp of the heads (all-to-all)
+    to_tokens    its inverse
+
+Local tokens are padded to one length to travel. With cp = 1 nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raycache.parallel.collectives import Group
+from raycache.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Of one step.
+
+    Attributes:
+        cp: the group.
+        num_local: T_local, tokens of this rank.
+        padded_len: longest T_local of the cp ranks.
+        where: int64 [T]; place of each token among cp * padded_len gathered ones.
+        what: int64 [cp * padded_len]; its inverse, padding points at token 0.
+    """
+
+    cp: Group
+    num_local: int
+    padded_len: int
+    where: Tensor
+    what: Tensor
+
+    @classmethod
+    def between(
+        cls, locals_: Sequence[Sequence[NDArray[np.int64]]], starts: NDArray[np.int64], ctx: ParallelContext
+    ) -> Exchange:
+        """Lay the ways out.
+
+        Args:
+            locals_: per cp rank and row, the new tokens that the rank computes.
+            starts: of each row among all tokens, and their number T at the end.
+            ctx: of this rank.
+        """
+        padded_len = max(sum(map(len, rows)) for rows in locals_)
+        what = np.zeros(len(locals_) * padded_len, np.int64)
+        where = np.zeros(int(starts[-1]), np.int64)
+        for rank, rows in enumerate(locals_):
+            tokens = np.concatenate([np.empty(0, np.int64), *(mine + starts[i] for i, mine in enumerate(rows))])
+            places = rank * padded_len + np.arange(len(tokens))
+            what[places] = tokens
+            where[tokens] = places
+        return cls(
+            cp=ctx.cp,
+            num_local=sum(map(len, locals_[ctx.cp.rank])),
+            padded_len=padded_len,
+            where=torch.from_numpy(where).to(ctx.device, non_blocking=True),
+            what=torch.from_numpy(what).to(ctx.device, non_blocking=True),
+        )
+
+    def gather(self, local: Tensor) -> Tensor:
+        """[T_local, ...] of each rank -> [T, ...] on every rank."""
+        if self.cp.size == 1:
+            return local
+        return self.cp.all_gather(self._padded(local)).flatten(0, 1)[self.where]
+
+    def give_back(self, every: Tensor) -> Tensor:
+        """[T, ...], this rank's part of something about all tokens -> [cp, T_local, ...], all parts about its own."""
+        if self.cp.size == 1:
+            return every[None]
+        return self.cp.all_to_all(every[self.what].unflatten(0, (self.cp.size, self.padded_len)))[:, : self.num_local]
+
+    def to_heads(self, local: Tensor) -> Tensor:
+        """[T_local, H, ...] -> [T, H / cp, ...]; with fewer heads than ranks, neighbours get the same one."""
+        size = self.cp.size
+        if size == 1:
+            return local
+        if local.shape[1] < size:
+            local = local.repeat_interleave(size // local.shape[1], dim=1)
+        parts = self._padded(local).unflatten(1, (size, -1)).transpose(0, 1)
+        return self.cp.all_to_all(parts).flatten(0, 1)[self.where]
+
+    def to_tokens(self, every: Tensor) -> Tensor:
+        """[T, H / cp, ...] -> [T_local, H, ...]; inverse of `to_heads` where heads were not repeated."""
+        if self.cp.size == 1:
+            return every
+        parts = self.cp.all_to_all(every[self.what].unflatten(0, (self.cp.size, self.padded_len)))
+        return parts[:, : self.num_local].transpose(0, 1).flatten(1, 2)
+
+    def _padded(self, local: Tensor) -> Tensor:
+        padded = local.new_zeros((self.padded_len, *local.shape[1:]))
+        padded[: self.num_local] = local
+        return padded

@@ -1,0 +1,44 @@
+"""What stands between the two products of a feed-forward block.
+
+A gated activation takes gate and up stacked along the last dimension, gate first: [T, 2 I] -> [T, I]. A plain one takes
+up alone: [T, I] -> [T, I]. Both may overwrite what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def silu_gated(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up ("GLU Variants Improve Transformer", arXiv 2002.05202)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate, inplace=True).mul_(up)
+
+
+def gelu_tanh_gated(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, with the tanh form of gelu (arXiv 1606.08415, section 2)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def relu2(up: Tensor) -> Tensor:
+    """relu(up)^2 ("Primer", arXiv 2109.08668, section 3.1)."""
+    return F.relu(up, inplace=True).square_()
+
+
+def clamped_swiglu(*, alpha: float, limit: float) -> Activation:
+    """gate * sigmoid(alpha * gate) * (up + 1); before that, gate is cut off above `limit`, up on both sides."""
+    return partial(_clamped_swiglu, alpha=alpha, limit=limit)
+
+
+def _clamped_swiglu(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1))

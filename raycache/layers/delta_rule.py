@@ -1,0 +1,84 @@
+"""What the layers with a delta rule share: short convolutions, keys of unit length, the scan and a gated norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raycache.layers.forward_pass import ForwardPass
+
+L2_EPS = 1e-6
+"""Added to the square of a key's length; of the reference kernels, no config has it."""
+
+# Shapes in this file: T new tokens, Hk key heads and Hv value heads, Dk and Dv features of each, K taps.
+
+
+class DeltaRule:
+    """silu(convolution) of queries, keys and values, then the scan with queries and keys of unit length.
+
+    Runs on all tokens of the step and this rank's recurrent heads. Queries are scaled by Dk ** -0.5 ("Gated Delta
+    Networks", arXiv 2412.06464, section 3.3).
+
+    Args:
+        layer: its number in the whole model.
+        taps: [H, D, K] of the convolutions "q", "k" and "v", the newest input's tap last.
+    """
+
+    def __init__(self, layer: int, taps: Mapping[str, Tensor]) -> None:
+        self._layer = layer
+        self._taps = dict(taps)
+
+    def __call__(self, run: ForwardPass, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor) -> Tensor:
+        """Read and write the layer's states.
+
+        Args:
+            run: of the step.
+            q, k: [T, Hk, Dk].
+            v: [T, Hv, Dv].
+            g: [T, Hv, 1] or [T, Hv, Dk], log of the decay, at least float32.
+            beta: [T, Hv], at least float32.
+        Returns:
+            [T, Hv, Dv] in v's dtype.
+        """
+        view = run.pool.state(self._layer)
+
+        def convolved(name: str, x: Tensor) -> Tensor:
+            return F.silu(run.step.convolve(view, name, x, self._taps[name], None), inplace=True)
+
+        q, k, v = convolved("q", q), convolved("k", k), convolved("v", v)
+        return run.step.scan(view, unit_length(q).mul_(q.shape[-1] ** -0.5), unit_length(k), v, g, beta)
+
+
+class GatedHeadNorm:
+    """RMSNorm of every head by itself, times an activation of a gate: [T, H, D] and [T, H, D] -> [T, H, D].
+
+    Args:
+        weight: [D], the same for all heads.
+        eps: keeps zeros finite.
+        activation: of the gate, such as silu or sigmoid.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, *, activation: Callable[[Tensor], Tensor]) -> None:
+        self._weight = precise(weight)
+        self._shape = tuple(weight.shape)
+        self._eps = eps
+        self._activation = activation
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Computed in float32 at least; new, in x's dtype."""
+        normed = F.rms_norm(precise(x), self._shape, self._weight, self._eps)
+        return normed.mul_(self._activation(precise(gate))).to(x.dtype)
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + L2_EPS) over the last dimension, new, in float32 at least."""
+    dim = x.shape[-1]
+    return F.rms_norm(precise(x), (dim,), None, L2_EPS / dim).mul_(dim**-0.5)
+
+
+def precise(x: Tensor) -> Tensor:
+    """In float32, or float64 if x is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,179 @@
+"""Mamba2: a state per head that decays by a step of its own choosing ("Transformers are SSMs", arXiv 2405.21060).
+
+    z, x, B, C, dt = in_proj(u)
+    x, B, C        = silu(conv(x)), silu(conv(B)), silu(conv(C))
+    dt             = clamp(softplus(dt + dt_bias))
+    S             <- exp(-exp(A_log) dt) S + B (dt x)^T          one S [N, P] per head
+    y              = S^T C + D x
+    out            = out_proj(group_norm(y * silu(z)) * weight)
+
+Who has what: z, the norm and both projections are of this tp rank's heads and of the tokens of this cp rank; between
+the two exchanges all is of all tokens and of the heads of this rank of tp x cp.
+
+**One clamp for all tokens.** The published implementations hold dt to its limits when they compute a prompt, and do not
+when they compute a single token from a state, so that the state after a token depends on how the token was computed. A
+cached prefix must equal a computed one: here dt is held to its limits for every token. This equals an uncached forward
+pass of transformers over the whole sequence, at every position; its own cached decoding differs wherever a step
+falls below time_step_min.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raycache.layers.forward_pass import ForwardPass
+from raycache.layers.linear import ColumnLinear, RowLinear
+
+if TYPE_CHECKING:
+    from raycache.attention.base import AttentionStep
+    from raycache.memory.views import StateView
+    from raycache.parallel.collectives import Group
+
+# Shapes in this file: T tokens (of this cp rank, or all between the exchanges), C hidden size, H heads of P features,
+# G groups of N state features (heads of a group share B and C), K taps of the convolution.
+
+
+@dataclass(frozen=True)
+class Taps:
+    """A short convolution.
+
+    Attributes:
+        weight: [heads, features, K], the newest input's tap last.
+        bias: [heads, features], or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class StateSpace:
+    """From x, B, C and dt of all tokens to y, for the heads of one rank of tp x cp.
+
+    Args:
+        x, b, c: convolutions under the names "x", "b" and "c" of the layer's states; H, G and G heads.
+        dt_bias, decay, skip: [H], at least float32; decay is -exp(A_log), skip is D.
+        dt_limit: smallest and largest step.
+    """
+
+    def __init__(
+        self,
+        x: Taps,
+        b: Taps,
+        c: Taps,
+        *,
+        dt_bias: Tensor,
+        decay: Tensor,
+        skip: Tensor,
+        dt_limit: tuple[float, float],
+    ) -> None:
+        self._taps = {"x": x, "b": b, "c": c}
+        self._dt_bias = dt_bias
+        self._decay = decay
+        self._skip = skip
+        self._dt_limit = dt_limit
+
+    def __call__(self, step: AttentionStep, view: StateView, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> Tensor:
+        """x [T, H, P], b and c [T, G, N], dt [T, H] before its bias -> [T, H, P] in the dtype of the decay."""
+        x, b, c = (self._convolve(step, view, name, part) for name, part in (("x", x), ("b", b), ("c", c)))
+        x = x.to(self._decay.dtype)
+        low, high = self._dt_limit
+        dt = F.softplus(dt.to(self._decay.dtype) + self._dt_bias).clamp(low, high)[..., None]
+        y = step.scan(view, c, b, dt * x, dt * self._decay[:, None], None)
+        return y.addcmul_(x, self._skip[:, None])
+
+    def _convolve(self, step: AttentionStep, view: StateView, name: str, x: Tensor) -> Tensor:
+        taps = self._taps[name]
+        return F.silu(step.convolve(view, name, x, taps.weight, taps.bias), inplace=True)
+
+
+class GatedGroupNorm:
+    """RMSNorm of y * silu(z) over each group's features; in at least float32.
+
+    Where tp splits a group, each rank has an equal part of one group and the sums of squares are added up over tp.
+
+    Args:
+        weight: [F], of this rank's features.
+        groups: which groups those features are of.
+        num_groups: of all ranks.
+        size: features of a group on all ranks.
+        eps: keeps zeros finite.
+        group: the tp group.
+    """
+
+    def __init__(self, weight: Tensor, *, groups: range, num_groups: int, size: int, eps: float, group: Group) -> None:
+        self._weight = weight
+        self._groups = groups
+        self._num_groups = num_groups
+        self._size = size
+        self._eps = eps
+        self._group = group
+        self._is_split = weight.shape[0] < len(groups) * size
+
+    def __call__(self, y: Tensor, z: Tensor) -> Tensor:
+        """[T, F], [T, F] -> new [T, F] in the dtype of z."""
+        dtype = torch.promote_types(z.dtype, torch.float32)
+        gated = F.silu(z.to(dtype)) * y
+        if self._is_split:
+            normed = gated * torch.rsqrt(self._sum_of_squares(gated) / self._size + self._eps)
+        else:
+            parts = gated.unflatten(1, (len(self._groups), self._size))
+            normed = F.rms_norm(parts, (self._size,), None, self._eps).flatten(1)
+        return (normed * self._weight).to(z.dtype)
+
+    def _sum_of_squares(self, gated: Tensor) -> Tensor:
+        """Of the whole group that these features are a part of: [T, F] -> [T, 1]."""
+        sums = gated.new_zeros(gated.shape[0], self._num_groups)
+        own = slice(self._groups.start, self._groups.stop)
+        sums[:, own] = gated.square().sum(dim=1, keepdim=True)
+        return self._group.all_reduce(sums)[:, own]
+
+
+class Mamba2:
+    """A layer's mixer.
+
+    Args:
+        layer: its number in the whole model.
+        project: z, x, B, C and dt stacked, of this tp rank's heads and groups.
+        ssm: of this rank of tp x cp.
+        norm: of this tp rank's heads.
+        out: back to the hidden size, summed over tp.
+        heads: H and P of this tp rank.
+        groups: G and N of this tp rank.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        project: ColumnLinear,
+        ssm: StateSpace,
+        norm: GatedGroupNorm,
+        out: RowLinear,
+        *,
+        heads: tuple[int, int],
+        groups: tuple[int, int],
+    ) -> None:
+        self._layer = layer
+        self._project = project
+        self._ssm = ssm
+        self._norm = norm
+        self._out = out
+        self._heads = heads
+        self._groups = groups
+        inner, shared = heads[0] * heads[1], groups[0] * groups[1]
+        self._sizes = (inner, inner, shared, shared, heads[0])
+
+    def __call__(self, u: Tensor, run: ForwardPass) -> Tensor:
+        """[T, C] -> new [T, C]."""
+        z, x, b, c, dt = self._project(u).split(self._sizes, dim=1)
+        # Two journeys: what there is per head, and what there is per group, which ranks may share.
+        per_head = torch.cat([x.unflatten(1, self._heads), dt[..., None]], dim=-1)
+        per_group = torch.cat([b.unflatten(1, self._groups), c.unflatten(1, self._groups)], dim=-1)
+        per_head, per_group = run.step.to_heads(per_head), run.step.to_heads(per_group)
+        b, c = per_group.chunk(2, dim=-1)
+        y = self._ssm(run.step, run.pool.state(self._layer), per_head[..., :-1], b, c, per_head[..., -1])
+        return self._out(self._norm(run.step.to_tokens(y.to(u.dtype)).flatten(1), z))

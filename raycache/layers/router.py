@@ -1,0 +1,103 @@
+"""Routers: which experts a token goes to, and how much each counts.
+
+    softmax    probabilities over all experts, the top k of them, made to sum to one if wanted
+    sigmoid    a score per expert by itself; a learnt correction steers the choice but not the weights; the choice can
+               be limited to the best groups of experts ("DeepSeek-V3", arXiv 2412.19437, section 2.1.2)
+
+Taking the softmax over the logits of the chosen experts only is the first kind with weights that sum to one:
+exp(l_i) / sum over chosen exp(l_j) is what is left of the full softmax when its denominator cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Shapes in this file: T tokens, C hidden size, E experts, k of them per token, G groups of E / G neighbours.
+
+Router = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""[T, C] -> (weights [T, k] in at least float32, expert ids [T, k] int64); the same on all ranks of tp."""
+
+
+class SoftmaxRouter:
+    """Probabilities over all experts, of which the k largest count.
+
+    Args:
+        weight: [E, C]; logits are computed in its dtype, all after them in at least float32.
+        bias: [E] of the logits, or None.
+        top_k: k.
+        renormalise: make the k weights sum to one.
+    """
+
+    def __init__(self, weight: Tensor, *, top_k: int, renormalise: bool, bias: Tensor | None = None) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._top_k = top_k
+        self._renormalise = renormalise
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Router`."""
+        logits = _at_least_float32(F.linear(x.to(self._weight.dtype), self._weight, self._bias))
+        weights, ids = logits.softmax(dim=-1).topk(self._top_k, dim=-1)
+        return (weights / weights.sum(dim=-1, keepdim=True) if self._renormalise else weights), ids
+
+
+class SigmoidRouter:
+    """Independent scores, a correction of the choice, and a choice limited to some groups.
+
+    A group's rank is the sum of its two best corrected scores.
+
+    Args:
+        weight: [E, C]; all is computed in its dtype, in at least float32.
+        correction: [E], added to the scores for the choice only.
+        top_k: k.
+        num_groups: G; 1 chooses among all experts.
+        top_groups: groups that a token's experts come from.
+        renormalise: make the k weights sum to one before they are scaled.
+        scale: of the weights.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        correction: Tensor,
+        *,
+        top_k: int,
+        num_groups: int,
+        top_groups: int,
+        renormalise: bool,
+        scale: float,
+    ) -> None:
+        self._weight = _at_least_float32(weight)
+        self._correction = correction.to(self._weight.dtype)
+        self._top_k = top_k
+        self._num_groups = num_groups
+        self._top_groups = top_groups
+        self._renormalise = renormalise
+        self._scale = scale
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Router`."""
+        scores = F.linear(x.to(self._weight.dtype), self._weight).sigmoid()
+        ids = self._limit(scores + self._correction).topk(self._top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if self._renormalise:
+            # All scores of a token can vanish; checkpoints were trained with this guard.
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * self._scale, ids
+
+    def _limit(self, choice: Tensor) -> Tensor:
+        """[T, E] with -inf outside of each token's best groups."""
+        if self._num_groups == self._top_groups:
+            return choice
+        groups = choice.view(choice.shape[0], self._num_groups, choice.shape[1] // self._num_groups)
+        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(self._top_groups, dim=-1).indices
+        is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        return groups.masked_fill(is_out[..., None], float("-inf")).flatten(1)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,127 @@
+"""Ling 3: Kimi delta attention with bounded decays, latent attention with a gate per head, grouped experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raycache.errors import CheckpointError
+from raycache.layers.forward_pass import Mixer
+from raycache.layers.kda import Projection
+from raycache.memory.component import CacheFormat, Component
+from raycache.models.config import ConfigFile, read_rope
+from raycache.models.decoder import Decoder, Names, Progress
+from raycache.models.feed_forward import load_feed_forward, load_grouped_moe
+from raycache.models.kda import (
+    KdaConfig,
+    KdaHybridConfig,
+    kda_hybrid_components,
+    kda_hybrid_head_counts,
+    load_kda,
+    load_kda_hybrid,
+    read_kda_hybrid,
+    require_kda,
+)
+from raycache.models.latent_attention import LatentNames, load_latent_attention, read_latent
+from raycache.models.layer_kinds import read_layer_kinds
+from raycache.models.weights import Columns, ShardedWeights, features
+from raycache.parallel.sharding import HeadCount, even_range
+
+if TYPE_CHECKING:
+    from raycache.parallel.context import ParallelContext
+
+OUT = "dense"
+"""Name of the output projection of both kinds of attention."""
+
+
+class BailingHybrid:
+    """See models.base.Family."""
+
+    model_type = "bailing_hybrid"
+
+    def read_config(self, file: ConfigFile) -> KdaHybridConfig:
+        """KDA has as many heads as the attention; queries of low rank are refused."""
+        file.require("attention_bias", False)
+        if file.raw("q_lora_rank") is not None:
+            raise CheckpointError(f"{file.path} has a q_lora_rank, which is not supported for bailing_hybrid")
+        file = file.having(max_position_embeddings=file.integer("model_max_length", 262144))
+        interval = file.integer("layer_group_size", 6)
+        rope = read_rope(file.having(rope_theta=file.number("rope_theta", 6e6)))
+        kda = KdaConfig(
+            num_heads=file.integer("linear_num_heads", file.integer("num_attention_heads")),
+            # transformers writes `linear_head_dim`, and another number as `head_dim`.
+            head_dim=file.integer("linear_head_dim", file.integer("head_dim", 128)),
+            kernel=file.integer("linear_conv_kernel_dim", file.integer("short_conv_kernel_size", 4)),
+            bound=_read_bound(file),
+        )
+        return KdaHybridConfig(
+            **read_kda_hybrid(file, num_mlp_layers=2, num_drafts=1),
+            kinds=read_layer_kinds(file, is_full=lambda layer: (layer + 1) % interval == 0),
+            kda=require_kda(file, kda),
+            attention=read_latent(file, rope=rope),
+        )
+
+    def components(self, config: KdaHybridConfig, fmt: CacheFormat) -> tuple[Component, ...]:
+        return kda_hybrid_components(config, fmt)
+
+    def head_counts(self, config: KdaHybridConfig) -> tuple[HeadCount, ...]:
+        return kda_hybrid_head_counts(config, heads_key="num_attention_heads")
+
+    def load(
+        self, config: KdaHybridConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
+    ) -> Decoder:
+        size, rotary = config.hidden_size, config.attention.rotary(ctx)
+        latent_names = LatentNames(out=OUT, gate="g_proj")
+
+        def load_full(layer: int, at: str) -> Mixer:
+            at = f"{at}.attention"
+            return load_latent_attention(
+                layer, at, config.attention, weights, ctx, size=size, rotary=rotary, names=latent_names
+            )
+
+        def load_block(layer: int, at: str) -> Mixer:
+            if layer in config.mlp_layers:
+                return load_feed_forward(f"{at}.mlp", weights, ctx, size=size, inner=config.intermediate_size)
+            return load_grouped_moe(f"{at}.mlp", config.experts, weights, ctx, size=size, correction="expert_bias")
+
+        return load_kda_hybrid(
+            config,
+            weights,
+            ctx,
+            load_linear=lambda layer, at: _load_linear(layer, f"{at}.attention", config, weights, ctx),
+            load_full=load_full,
+            load_block=load_block,
+            on_progress=on_progress,
+            names=Names(embedding="model.word_embeddings.weight"),
+        )
+
+
+def _read_bound(file: ConfigFile) -> float | None:
+    if not file.flag("kda_safe_gate", True):
+        return None
+    bound = file.raw("kda_lower_bound")
+    if bound is None:
+        return -5.0
+    if type(bound) not in (int, float):
+        raise CheckpointError(f"{file.path}: kda_lower_bound must be a number, got {bound!r}")
+    return float(bound)
+
+
+def _load_linear(layer: int, at: str, config: KdaHybridConfig, weights: ShardedWeights, ctx: ParallelContext) -> Mixer:
+    kda, size = config.kda, config.hidden_size
+    taken = features(even_range(kda.num_heads, ctx.tp.rank, ctx.tp.size), kda.head_dim)
+
+    def load_projection(kind: str) -> Projection:
+        return weights.column([Columns(f"{at}.{kind}_proj", kda.inner, taken)], inputs=size, has_bias=False)
+
+    return load_kda(
+        layer,
+        at,
+        kda,
+        weights,
+        ctx,
+        size=size,
+        eps=config.rms_norm_eps,
+        load_projection=load_projection,
+        rate_shape=(kda.num_heads,),
+        out=OUT,
+    )

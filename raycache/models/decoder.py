@@ -1,0 +1,161 @@
+"""Decoders: an embedding, layers of mixers with residual additions, a norm and a head.
+
+Families (one file per model_type) say what their layers are made of; reading and running them is written here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from raycache.layers.embedding import VocabEmbedding, VocabHead
+from raycache.layers.forward_pass import ForwardPass, Mixer
+from raycache.layers.norm import RMSNorm
+from raycache.models.config import ModelConfig
+from raycache.models.weights import ShardedWeights
+from raycache.parallel.sharding import layer_range
+
+if TYPE_CHECKING:
+    from raycache.parallel.context import ParallelContext
+
+Progress = Callable[[int, int], None]
+"""Called while weights load: (layers loaded, layers of this stage)."""
+
+Norm = Callable[[Tensor], Tensor]
+
+# Shapes in this file: T packed tokens, N tokens to sample after, C hidden size, V vocabulary.
+
+
+class Residual:
+    """hidden + scale * after(mixer(before(hidden))).
+
+    Args:
+        before: norm of the mixer's input.
+        mixer: attention, feed-forward or what else a layer has.
+        after: norm of the mixer's output, or None.
+        scale: of what is added.
+    """
+
+    def __init__(self, before: Norm, mixer: Mixer, *, after: Norm | None = None, scale: float = 1.0) -> None:
+        self._before = before
+        self._mixer = mixer
+        self._after = after
+        self._scale = scale
+
+    def __call__(self, hidden: Tensor, run: ForwardPass) -> Tensor:
+        """[T, C] -> new [T, C]."""
+        out = self._mixer(self._before(hidden), run)
+        if self._after is not None:
+            out = self._after(out)
+        return out.add_(hidden) if self._scale == 1.0 else hidden + out * self._scale
+
+
+class Decoder:
+    """One rank's share of a decoder: its stage's layers, its heads (see models.base.Model).
+
+    Args:
+        layers: of this stage; the parts of each are applied one after another.
+        embedding: on the first stage.
+        norm, head: on the last stage.
+        embedding_scale: of the embedded tokens.
+        logit_scale: of the logits.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[Mixer]],
+        *,
+        embedding: VocabEmbedding | None,
+        norm: Norm | None,
+        head: VocabHead | None,
+        embedding_scale: float = 1.0,
+        logit_scale: float = 1.0,
+    ) -> None:
+        self._layers = tuple(tuple(parts) for parts in layers)
+        self._embedding = embedding
+        self._norm = norm
+        self._head = head
+        self._embedding_scale = embedding_scale
+        self._logit_scale = logit_scale
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, C]; first stage only."""
+        assert self._embedding is not None, "token ids enter at the first stage"
+        hidden = self._embedding(ids)
+        # As a tensor of its type: checkpoints were trained with the rounded number.
+        return hidden if self._embedding_scale == 1.0 else hidden * hidden.new_tensor(self._embedding_scale)
+
+    def forward(self, hidden: Tensor, run: ForwardPass) -> Tensor:
+        """[T, C] -> [T, C] through this stage's layers."""
+        for parts in self._layers:
+            for part in parts:
+                hidden = part(hidden, run)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, C] -> [N, V], at least float32; last stage only."""
+        assert self._norm is not None and self._head is not None, "logits leave at the last stage"
+        logits = self._head(self._norm(hidden))
+        return logits if self._logit_scale == 1.0 else logits * self._logit_scale
+
+
+@dataclass(frozen=True)
+class Names:
+    """Tensors outside of the layers, as the checkpoint names them."""
+
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+
+
+def load_decoder(
+    config: ModelConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    load_layer: Callable[[int], Sequence[Mixer]],
+    on_progress: Progress,
+    make_norm: Callable[[Tensor, float], Norm] = RMSNorm,
+    names: Names = Names(),
+    embedding_scale: float = 1.0,
+    logit_scale: float = 1.0,
+) -> Decoder:
+    """Read this rank's share.
+
+    Args:
+        config: of the whole model.
+        weights: where to read.
+        ctx: whose share.
+        load_layer: reads a layer, counted over the whole model, and gives its parts.
+        on_progress: told after each layer.
+        make_norm: of the final norm's weight and rms_norm_eps.
+        names: of the tensors outside of the layers.
+        embedding_scale, logit_scale: see `Decoder`.
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+    """
+    stage = layer_range(config.num_layers, ctx.pp.rank, ctx.pp.size)
+    vocab = {"vocab_size": config.vocab_size, "features": config.hidden_size}
+    is_tied = config.tie_word_embeddings
+    table = head = norm = None
+    if ctx.is_first_stage or (ctx.is_last_stage and is_tied):
+        table = weights.vocab(names.embedding, **vocab)
+    if ctx.is_last_stage:
+        norm = make_norm(weights.whole(names.norm, config.hidden_size), config.rms_norm_eps)
+        rows = table if is_tied and table is not None else weights.vocab(names.head, **vocab)
+        head = VocabHead(rows, config.vocab_size, ctx.tp)
+    layers = []
+    for layer in stage:
+        layers.append(load_layer(layer))
+        on_progress(len(layers), len(stage))
+    return Decoder(
+        layers,
+        embedding=VocabEmbedding(table, ctx.tp) if ctx.is_first_stage and table is not None else None,
+        norm=norm,
+        head=head,
+        embedding_scale=embedding_scale,
+        logit_scale=logit_scale,
+    )

@@ -1,0 +1,205 @@
+"""What DeepSeek-V3 and its descendants are made of: latent attention, maybe with a sparse indexer, and grouped experts
+with a shared one, after some first layers with an MLP ("DeepSeek-V3", arXiv 2412.19437, section 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raycache.errors import CheckpointError
+from raycache.layers.forward_pass import Mixer
+from raycache.layers.latent_attention import LatentAttention
+from raycache.layers.norm import RMSNorm
+from raycache.layers.rope import Rotary
+from raycache.memory.component import CacheFormat, Component, index_keys, latent
+from raycache.models.config import ConfigFile, ModelConfig, read_common, read_layer_types, read_rope
+from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
+from raycache.models.feed_forward import ExpertConfig, load_feed_forward, load_grouped_moe, read_grouped_experts
+from raycache.models.latent_attention import (
+    IndexerConfig,
+    LatentConfig,
+    load_latent_attention,
+    load_selector,
+    read_latent,
+)
+from raycache.models.weights import ShardedWeights
+from raycache.parallel.sharding import HeadCount
+
+if TYPE_CHECKING:
+    from raycache.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class DeepseekConfig(ModelConfig):
+    """A decoder with latent attention and experts.
+
+    Attributes:
+        attention: of all layers.
+        indexer: of all layers, or None where queries see all tokens before them.
+        mlp_layers: layers with an MLP; the others have experts.
+        intermediate_size: of the MLPs.
+        experts: of the other layers.
+    """
+
+    attention: LatentConfig
+    indexer: IndexerConfig | None
+    mlp_layers: tuple[int, ...]
+    intermediate_size: int
+    experts: ExpertConfig
+
+
+def read_deepseek(
+    file: ConfigFile, *, indexer: IndexerConfig | None = None, is_interleaved: bool = True
+) -> DeepseekConfig:
+    """Read the keys that the families share.
+
+    Args:
+        file: config.json.
+        indexer: of the family.
+        is_interleaved: whether attention's rope pairs neighbours.
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+    """
+    for key, served in {"hidden_act": "silu", "mlp_bias": False, "moe_layer_freq": 1, "pretraining_tp": 1}.items():
+        file.require(key, served)
+    num_layers = file.integer("num_hidden_layers")
+    return DeepseekConfig(
+        **read_common(file),
+        attention=read_latent(file, rope=read_rope(file), is_interleaved=is_interleaved),
+        indexer=indexer,
+        mlp_layers=_read_mlp_layers(file, num_layers),
+        intermediate_size=file.integer("intermediate_size"),
+        experts=read_grouped_experts(file),
+        bound_layers=() if indexer is None else indexer.sharing_layers,
+        ignored_tensors=_draft_layers(file, num_layers),
+    )
+
+
+def read_indexer(file: ConfigFile, *, sources: Sequence[int], is_interleaved: bool) -> IndexerConfig:
+    """Read the keys of sparse indexers.
+
+    Args:
+        file: config.json.
+        sources: per layer the one whose indexer it uses.
+        is_interleaved: which features their rope pairs.
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or does not go with the others.
+    """
+    read_per_layer(file, "layer_types", known=("indexed_attention",))
+    head_dim, rope_dim = file.integer("index_head_dim"), file.integer("qk_rope_head_dim")
+    if head_dim < rope_dim:
+        raise CheckpointError(f"{file.path}: index_head_dim={head_dim} is less than qk_rope_head_dim={rope_dim}")
+    if file.raw("q_lora_rank") is None:
+        raise CheckpointError(f"{file.path} has no q_lora_rank, which its indexer's queries are made of")
+    return IndexerConfig(
+        num_heads=file.integer("index_n_heads"),
+        head_dim=head_dim,
+        top_k=file.integer("index_topk"),
+        is_interleaved=is_interleaved,
+        sources=tuple(sources),
+    )
+
+
+def read_per_layer(file: ConfigFile, key: str, *, known: Sequence[str]) -> tuple[str, ...]:
+    """One kind for each of num_hidden_layers, or none at all where the file does not say.
+
+    Raises:
+        CheckpointError: an unknown kind, or another number of them.
+    """
+    if file.raw(key) is None:
+        return ()
+    kinds, num_layers = read_layer_types(file, key=key, known=known), file.integer("num_hidden_layers")
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"{file.path}: {key} has {len(kinds)} kinds for num_hidden_layers={num_layers}")
+    return kinds
+
+
+def _read_mlp_layers(file: ConfigFile, num_layers: int) -> tuple[int, ...]:
+    kinds = read_per_layer(file, "mlp_layer_types", known=("dense", "sparse"))
+    if kinds:
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return tuple(range(min(_count(file, "first_k_dense_replace", 3), num_layers)))
+
+
+def _draft_layers(file: ConfigFile, num_layers: int) -> tuple[str, ...]:
+    """Published checkpoints have layers for speculative drafts after the others, whether or not the file says so."""
+    count = _count(file, "num_nextn_predict_layers", 1)
+    return tuple(rf"^model\.layers\.{layer}\." for layer in range(num_layers, num_layers + count))
+
+
+def _count(file: ConfigFile, key: str, default: int) -> int:
+    """As ConfigFile.integer, but zero is fine."""
+    return 0 if file.raw(key) == 0 else file.integer(key, default)
+
+
+def deepseek_components(config: DeepseekConfig, fmt: CacheFormat) -> tuple[Component, ...]:
+    """Latents of every layer, index keys of those with an indexer of their own."""
+    attention, layers = config.attention, range(config.num_layers)
+    latents = latent(layers, rank=attention.rank, rope_dim=attention.rope_dim, fmt=fmt)
+    if config.indexer is None:
+        return (latents,)
+    return latents, index_keys(config.indexer.layers, dim=config.indexer.head_dim, fmt=fmt)
+
+
+def deepseek_head_counts(config: DeepseekConfig) -> tuple[HeadCount, ...]:
+    """What tp divides; not the heads of indexers, which every rank has whole."""
+    counts = [config.attention.head_count]
+    if config.mlp_layers:
+        counts.append(HeadCount("intermediate_size", config.intermediate_size))
+    if len(config.mlp_layers) < config.num_layers:
+        counts.append(HeadCount("moe_intermediate_size", config.experts.inner))
+    return tuple(counts)
+
+
+def load_deepseek(
+    config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
+) -> Decoder:
+    """Read this rank's share."""
+    size, eps = config.hidden_size, config.rms_norm_eps
+    rotaries = _rotaries(config, ctx)
+
+    def load_layer(layer: int) -> Sequence[Mixer]:
+        at = f"model.layers.{layer}"
+        attention = _load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotaries=rotaries)
+        return (
+            Residual(RMSNorm(weights.whole(f"{at}.input_layernorm.weight", size), eps), attention),
+            Residual(
+                RMSNorm(weights.whole(f"{at}.post_attention_layernorm.weight", size), eps),
+                _load_mlp(layer, f"{at}.mlp", config, weights, ctx),
+            ),
+        )
+
+    return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress)
+
+
+def _rotaries(config: DeepseekConfig, ctx: ParallelContext) -> tuple[Rotary, Rotary]:
+    """Attention's and the indexers', one where both pair the same features."""
+    latent, indexer = config.attention, config.indexer
+    assert latent.rope is not None, "these families have positions"
+    own = Rotary(latent.rope, latent.rope_dim, ctx.device, is_interleaved=latent.is_interleaved)
+    if indexer is None or indexer.is_interleaved == latent.is_interleaved:
+        return own, own
+    return own, Rotary(latent.rope, latent.rope_dim, ctx.device, is_interleaved=indexer.is_interleaved)
+
+
+def _load_attention(
+    layer: int,
+    at: str,
+    config: DeepseekConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    rotaries: tuple[Rotary, Rotary],
+) -> LatentAttention:
+    latent, size, selector = config.attention, config.hidden_size, None
+    if config.indexer is not None:
+        name = f"{at}.indexer"
+        selector = load_selector(layer, name, config.indexer, latent, weights, size=size, rotary=rotaries[1])
+    return load_latent_attention(layer, at, latent, weights, ctx, size=size, rotary=rotaries[0], selector=selector)
+
+
+def _load_mlp(layer: int, at: str, config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext) -> Mixer:
+    if layer in config.mlp_layers:
+        return load_feed_forward(at, weights, ctx, size=config.hidden_size, inner=config.intermediate_size)
+    return load_grouped_moe(at, config.experts, weights, ctx, size=config.hidden_size)

@@ -1,0 +1,42 @@
+"""DeepSeek-V3 and R1: latent attention, experts in groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raycache.memory.component import CacheFormat, Component
+from raycache.models.config import ConfigFile
+from raycache.models.decoder import Decoder, Progress
+from raycache.models.deepseek import (
+    DeepseekConfig,
+    deepseek_components,
+    deepseek_head_counts,
+    load_deepseek,
+    read_deepseek,
+)
+from raycache.models.weights import ShardedWeights
+from raycache.parallel.sharding import HeadCount
+
+if TYPE_CHECKING:
+    from raycache.parallel.context import ParallelContext
+
+
+class DeepseekV3:
+    """See models.base.Family."""
+
+    model_type = "deepseek_v3"
+
+    def read_config(self, file: ConfigFile) -> DeepseekConfig:
+        """The rope pairs neighbours unless the file says otherwise."""
+        return read_deepseek(file, is_interleaved=file.flag("rope_interleave", True))
+
+    def components(self, config: DeepseekConfig, fmt: CacheFormat) -> tuple[Component, ...]:
+        return deepseek_components(config, fmt)
+
+    def head_counts(self, config: DeepseekConfig) -> tuple[HeadCount, ...]:
+        return deepseek_head_counts(config)
+
+    def load(
+        self, config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
+    ) -> Decoder:
+        return load_deepseek(config, weights, ctx, on_progress=on_progress)

@@ -1,0 +1,331 @@
+"""Reading feed-forward parts and mixtures of experts: their keys of config.json and their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raycache.errors import CheckpointError
+from raycache.layers.activation import Activation, silu_gated
+from raycache.layers.experts import Experts, MixtureOfExperts, SharedExpert
+from raycache.layers.feed_forward import FeedForward
+from raycache.layers.linear import ColumnLinear
+from raycache.layers.router import SigmoidRouter, SoftmaxRouter
+from raycache.models.config import ConfigFile
+from raycache.models.weights import Columns, ShardedWeights
+from raycache.parallel.sharding import even_range
+
+if TYPE_CHECKING:
+    from raycache.parallel.context import ParallelContext
+
+# Shapes in this file: E experts, C features outside of them, I inner features of one on all ranks.
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """The experts of a model's layers.
+
+    Attributes:
+        count: routed experts.
+        top_k: of them per token.
+        inner: inner features of each.
+        shared_inner: inner features of the shared expert, 0 for none.
+        renormalise: a token's weights sum to one (before they are scaled).
+        num_groups, top_groups: limit of the choice, 1 and 1 for none.
+        scale: of the weights.
+    """
+
+    count: int
+    top_k: int
+    inner: int
+    shared_inner: int = 0
+    renormalise: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Products:
+    """Tensors of one feed-forward block or expert, without ".weight".
+
+    Attributes:
+        up: gate and up, in this order, or up alone.
+        down: back to the hidden size.
+    """
+
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+
+MIXTRAL = Products(up=("w1", "w3"), down="w2")
+"""As Mixtral and those after it call them."""
+
+UNGATED = Products(up=("up_proj",))
+"""Up and down without a gate."""
+
+
+def load_feed_forward(
+    at: str,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    size: int,
+    inner: int,
+    names: Products = Products(),
+    activation: Activation = silu_gated,
+    has_bias: bool = False,
+) -> FeedForward:
+    """Read the block whose tensors begin with `at`; `size` features outside, `inner` inside."""
+    taken = even_range(inner, ctx.tp.rank, ctx.tp.size)
+    parts = [Columns(f"{at}.{name}", inner, taken) for name in names.up]
+    return FeedForward(
+        weights.column(parts, inputs=size, has_bias=has_bias),
+        weights.row(f"{at}.{names.down}", outputs=size, inputs=inner, taken=taken, has_bias=has_bias),
+        activation=activation,
+    )
+
+
+def require_experts(file: ConfigFile, experts: ExpertConfig) -> ExpertConfig:
+    """Refuse a choice that cannot be made; returns `experts`.
+
+    Raises:
+        CheckpointError: says which.
+    """
+    size = experts.count // experts.num_groups
+    if experts.count % experts.num_groups or experts.top_groups > experts.num_groups:
+        wrong = f"cannot choose {experts.top_groups} of {experts.num_groups} groups of {experts.count} experts"
+    elif experts.num_groups > 1 and size < 2:
+        wrong = f"has {experts.num_groups} groups of {size} expert; a group's rank is made of two"
+    elif experts.top_k > size * experts.top_groups:
+        wrong = f"cannot choose {experts.top_k} of {size * experts.top_groups} experts"
+    else:
+        return experts
+    raise CheckpointError(f"{file.path} {wrong}; is the file damaged? Download it again")
+
+
+def read_grouped_experts(file: ConfigFile) -> ExpertConfig:
+    """Experts with a `SigmoidRouter`, under any of the names that DeepSeek-V3 and its descendants give to the keys.
+
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or does not go with the others.
+    """
+
+    def key(*names: str) -> str:
+        return next((name for name in names if file.raw(name) is not None), names[0])
+
+    for name in ("scoring_func", "moe_router_activation_func", "score_function"):
+        file.require(name, "sigmoid")
+    file.require("topk_method", "noaux_tc")
+    inner = file.integer("moe_intermediate_size")
+    has_shared = file.raw(key("n_shared_experts", "num_shared_experts")) not in (None, 0)
+    shared = file.integer(key("n_shared_experts", "num_shared_experts")) if has_shared else 0
+    experts = ExpertConfig(
+        count=file.integer(key("n_routed_experts", "num_experts", "num_local_experts")),
+        top_k=file.integer(key("num_experts_per_tok", "num_experts_per_token")),
+        inner=inner,
+        shared_inner=shared * inner,
+        renormalise=file.flag(key("norm_topk_prob", "moe_renormalize"), True),
+        num_groups=file.integer(key("n_group", "num_expert_group"), 1),
+        top_groups=file.integer("topk_group", 1),
+        scale=file.number("routed_scaling_factor", 1.0),
+    )
+    return require_experts(file, experts)
+
+
+def read_softmax_experts(file: ConfigFile, *, renormalise: bool) -> ExpertConfig:
+    """Experts with a `SoftmaxRouter`.
+
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or does not go with the others.
+    """
+    # `num_local_experts` is what transformers 5 writes.
+    count = file.integer("num_experts" if file.raw("num_experts") is not None else "num_local_experts")
+    experts = ExpertConfig(
+        count=count,
+        top_k=file.integer("num_experts_per_tok"),
+        inner=file.integer("moe_intermediate_size"),
+        shared_inner=file.integer("shared_expert_intermediate_size", 0),
+        renormalise=renormalise,
+    )
+    return require_experts(file, experts)
+
+
+def read_dense_layers(file: ConfigFile) -> tuple[int, ...]:
+    """Layers with a plain MLP where others have experts, as Qwen's configs say it.
+
+    Raises:
+        CheckpointError: a key has a wrong value.
+    """
+    step, named = file.integer("decoder_sparse_step", 1), file.raw("mlp_only_layers") or []
+    num_layers = file.integer("num_hidden_layers")
+    if not isinstance(named, list) or any(type(layer) is not int or not 0 <= layer < num_layers for layer in named):
+        raise CheckpointError(f"{file.path}: mlp_only_layers must be a list of layer numbers, got {named!r}")
+    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
+
+
+def load_experts(
+    at: str,
+    experts: ExpertConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    size: int,
+    names: Products = Products(),
+    activation: Activation = silu_gated,
+) -> Experts:
+    """Read experts whose tensors stand one by one: `{at}.{expert}.{name}.weight`; `size` is C."""
+    taken = even_range(experts.inner, ctx.tp.rank, ctx.tp.size)
+
+    def up(expert: int) -> Tensor:
+        parts = [Columns(f"{at}.{expert}.{name}", experts.inner, taken) for name in names.up]
+        return weights.column(parts, inputs=size, has_bias=False).weight
+
+    def down(expert: int) -> Tensor:
+        name, shape = f"{at}.{expert}.{names.down}.weight", (size, experts.inner)
+        return weights.cut(name, shape, axis=1, taken=taken)
+
+    held = range(experts.count)
+    return Experts(_stack(held, up), _stack(held, down), activation=activation, held=held)
+
+
+def load_stacked_experts(
+    up: str,
+    down: str,
+    experts: ExpertConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    size: int,
+    activation: Activation = silu_gated,
+) -> Experts:
+    """Read gated experts whose tensors hold all of them: `up` [E, 2 I, C] with gate first, `down` [E, C, I]."""
+    taken = even_range(experts.inner, ctx.tp.rank, ctx.tp.size)
+    gate_up = _cut_halves(weights, up, (experts.count, 2 * experts.inner, size), axis=1, taken=taken)
+    rows = weights.cut(down, (experts.count, size, experts.inner), axis=2, taken=taken)
+    return Experts(gate_up, rows, activation=activation, held=range(experts.count))
+
+
+def load_stacked_shared_expert(
+    up: str,
+    down: str,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    size: int,
+    inner: int,
+    activation: Activation = silu_gated,
+) -> SharedExpert:
+    """Read the shared expert made of `up` [2 I, C] with gate first, and `down` [C, I]."""
+    taken = even_range(inner, ctx.tp.rank, ctx.tp.size)
+    gate_up = _cut_halves(weights, up, (2 * inner, size), axis=0, taken=taken)
+    rows = weights.cut(down, (size, inner), axis=1, taken=taken)
+    return SharedExpert(ColumnLinear(gate_up, None), rows, activation=activation)
+
+
+def load_shared_expert(
+    at: str,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    size: int,
+    inner: int,
+    gate: str = "",
+    names: Products = Products(),
+    activation: Activation = silu_gated,
+) -> SharedExpert:
+    """Read the shared expert whose tensors begin with `at`; `gate` names the tensor of its gate, if it has one."""
+    taken = even_range(inner, ctx.tp.rank, ctx.tp.size)
+    parts = [Columns(f"{at}.{name}", inner, taken) for name in names.up]
+    return SharedExpert(
+        weights.column(parts, inputs=size, has_bias=False),
+        weights.cut(f"{at}.{names.down}.weight", (size, inner), axis=1, taken=taken),
+        activation=activation,
+        gate=weights.whole(gate, 1, size) if gate else None,
+    )
+
+
+def load_softmax_moe(
+    at: str,
+    experts: ExpertConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    size: int,
+    names: Products = Products(),
+    shared: SharedExpert | None = None,
+) -> MixtureOfExperts:
+    """Read the layer `{at}.gate` and `{at}.experts`; the shared expert, where there is one, is given."""
+    router = SoftmaxRouter(
+        weights.whole(f"{at}.gate.weight", experts.count, size), top_k=experts.top_k, renormalise=experts.renormalise
+    )
+    routed = load_experts(f"{at}.experts", experts, weights, ctx, size=size, names=names)
+    return MixtureOfExperts(router, routed, ctx.tp, shared=shared)
+
+
+def load_sigmoid_router(
+    at: str, experts: ExpertConfig, weights: ShardedWeights, *, size: int, correction: str = "e_score_correction_bias"
+) -> SigmoidRouter:
+    """Read the router `{at}.weight` and its correction `{at}.{correction}`."""
+    return SigmoidRouter(
+        weights.whole(f"{at}.weight", experts.count, size, dtype=weights.precise),
+        weights.whole(f"{at}.{correction}", experts.count, dtype=weights.precise),
+        top_k=experts.top_k,
+        num_groups=experts.num_groups,
+        top_groups=experts.top_groups,
+        renormalise=experts.renormalise,
+        scale=experts.scale,
+    )
+
+
+def load_grouped_moe(
+    at: str,
+    experts: ExpertConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    size: int,
+    names: Products = Products(),
+    shared_names: Products = Products(),
+    activation: Activation = silu_gated,
+    correction: str = "e_score_correction_bias",
+) -> MixtureOfExperts:
+    """Read the layer `{at}.gate`, `{at}.experts` and, where there is one, `{at}.shared_experts`."""
+    shared = None
+    if experts.shared_inner:
+        shared = load_shared_expert(
+            f"{at}.shared_experts",
+            weights,
+            ctx,
+            size=size,
+            inner=experts.shared_inner,
+            names=shared_names,
+            activation=activation,
+        )
+    return MixtureOfExperts(
+        load_sigmoid_router(f"{at}.gate", experts, weights, size=size, correction=correction),
+        load_experts(f"{at}.experts", experts, weights, ctx, size=size, names=names, activation=activation),
+        ctx.tp,
+        shared=shared,
+    )
+
+
+def _cut_halves(weights: ShardedWeights, name: str, shape: Sequence[int], *, axis: int, taken: range) -> Tensor:
+    """The run `taken` of each half of a tensor along an axis, such as gate and up in one, stacked along that axis."""
+    half = shape[axis] // 2
+    runs = (range(start + taken.start, start + taken.stop) for start in (0, half))
+    return torch.cat([weights.cut(name, shape, axis=axis, taken=run) for run in runs], dim=axis)
+
+
+def _stack(experts: range, read: Callable[[int], Tensor]) -> Tensor:
+    """One tensor per expert -> [E, ...], with one of them in memory twice at most."""
+    first = read(experts[0])
+    rows = first.new_empty(len(experts), *first.shape)
+    rows[0] = first
+    for row, expert in enumerate(experts[1:], start=1):
+        rows[row] = read(expert)
+    return rows

@@ -1,0 +1,209 @@
+"""What Qwen3-Next and Qwen3.5 share: gated delta nets between layers of gated attention, and norms around one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raycache.errors import CheckpointError
+from raycache.layers.forward_pass import Mixer
+from raycache.layers.gated_attention import GatedAttention
+from raycache.layers.norm import CenteredNorm, HeadNorm
+from raycache.layers.rope import RopeConfig, Rotary
+from raycache.memory.component import CacheFormat, Component, kv
+from raycache.models.config import ConfigFile, ModelConfig, read_common, read_rope
+from raycache.models.decoder import Decoder, Names, Progress, Residual, load_decoder
+from raycache.models.delta_net import (
+    DeltaNetConfig,
+    Packing,
+    delta_net_component,
+    delta_net_head_counts,
+    load_delta_net,
+    read_delta_net,
+)
+from raycache.models.dense import require_heads
+from raycache.models.layer_kinds import LayerKinds, read_layer_kinds
+from raycache.models.weights import Columns, ShardedWeights, features
+from raycache.parallel.sharding import HeadCount, even_range, shared_head_range
+
+if TYPE_CHECKING:
+    from raycache.parallel.context import ParallelContext
+
+ROTARY_SHARE = 0.25
+"""Share of a head's features that are turned."""
+
+DRAFT_TENSORS = r"^mtp\."
+"""Layers that draft several tokens ahead; not used."""
+
+
+@dataclass(frozen=True)
+class GatedHybridConfig(ModelConfig):
+    """A decoder of both kinds of layers.
+
+    Attributes:
+        kinds: of layers.
+        num_heads, num_kv_heads, head_dim, attention_bias: of the attention.
+        rope: its position embedding.
+        net: the gated delta nets.
+        at: what the names of the decoder's tensors begin with.
+    """
+
+    kinds: LayerKinds
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention_bias: bool
+    rope: RopeConfig
+    net: DeltaNetConfig
+    at: str
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that are turned."""
+        return int(self.head_dim * ROTARY_SHARE)
+
+
+def read_gated_hybrid(file: ConfigFile, *, at: str = "model", ignored_tensors: Sequence[str] = ()) -> dict[str, Any]:
+    """Read the keys that both share, as keyword arguments of a family's own config class.
+
+    Args:
+        file: config.json, or the part of it that is about text.
+        at: what the names of the decoder's tensors begin with.
+        ignored_tensors: others than `DRAFT_TENSORS`.
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+    """
+    for key, served in {"hidden_act": "silu", "attn_output_gate": True, "mamba_ssm_dtype": "float32"}.items():
+        file.require(key, served)
+    interval = file.integer("full_attention_interval", 4)
+    num_heads, num_kv_heads = file.integer("num_attention_heads"), file.integer("num_key_value_heads")
+    head_dim = file.integer("head_dim")
+    require_heads(file, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    if int(head_dim * ROTARY_SHARE) % 2 or head_dim < 8:
+        raise CheckpointError(f"{file.path}: a quarter of head_dim={head_dim} is turned in pairs; it must be even")
+    return {
+        **read_common(file),
+        "kinds": read_layer_kinds(file, is_full=lambda layer: (layer + 1) % interval == 0),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "attention_bias": file.flag("attention_bias", False),
+        "rope": read_rope(file, partial=ROTARY_SHARE),
+        "net": read_delta_net(file),
+        "at": at,
+        "ignored_tensors": (DRAFT_TENSORS, *ignored_tensors),
+    }
+
+
+def gated_hybrid_components(config: GatedHybridConfig, fmt: CacheFormat) -> tuple[Component, ...]:
+    """Keys and values of the layers with attention, states of the others."""
+    full, linear = config.kinds.full, config.kinds.linear
+    return (
+        *([kv("kv", full, heads=config.num_kv_heads, dim=config.head_dim, fmt=fmt)] if full else []),
+        *([delta_net_component(config.net, linear, fmt)] if linear else []),
+    )
+
+
+def gated_hybrid_head_counts(config: GatedHybridConfig) -> tuple[HeadCount, ...]:
+    """What tp and cp divide, but for the feed-forward parts."""
+    return (
+        HeadCount("num_attention_heads", config.num_heads),
+        HeadCount("num_key_value_heads", config.num_kv_heads, is_shared=True),
+        *delta_net_head_counts(config.net),
+    )
+
+
+def load_gated_hybrid(
+    config: GatedHybridConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    packing: Packing,
+    load_feed_forward: Callable[[int, str], Mixer],
+    on_progress: Progress,
+) -> Decoder:
+    """Read this rank's share.
+
+    Args:
+        config: of the whole model.
+        weights: where to read.
+        ctx: whose share.
+        packing: of the gated delta nets' projections.
+        load_feed_forward: (layer, what its tensors begin with) -> the feed-forward part.
+        on_progress: told after each layer.
+    """
+    rotary = Rotary(config.rope, config.rotary_dim, ctx.device)
+    size, eps = config.hidden_size, config.rms_norm_eps
+
+    def load_layer(layer: int) -> Sequence[Mixer]:
+        at = f"{config.at}.layers.{layer}"
+        mixer: Mixer
+        if layer in config.kinds.linear:
+            mixer = load_delta_net(
+                layer, f"{at}.linear_attn", config.net, weights, ctx, size=size, eps=eps, packing=packing
+            )
+        else:
+            mixer = load_gated_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
+        return (
+            Residual(CenteredNorm(weights.whole(f"{at}.input_layernorm.weight", size), eps), mixer),
+            Residual(
+                CenteredNorm(weights.whole(f"{at}.post_attention_layernorm.weight", size), eps),
+                load_feed_forward(layer, f"{at}.mlp"),
+            ),
+        )
+
+    names = Names(embedding=f"{config.at}.embed_tokens.weight", norm=f"{config.at}.norm.weight")
+    return load_decoder(
+        config, weights, ctx, load_layer=load_layer, on_progress=on_progress, make_norm=CenteredNorm, names=names
+    )
+
+
+def load_gated_attention(
+    layer: int, at: str, config: GatedHybridConfig, weights: ShardedWeights, ctx: ParallelContext, *, rotary: Rotary
+) -> GatedAttention:
+    """Read the attention whose tensors begin with `at`; `q_proj` has query and gate of each head together."""
+    dim = config.head_dim
+    heads = even_range(config.num_heads, ctx.tp.rank, ctx.tp.size)
+    kv_heads = shared_head_range(config.num_kv_heads, ctx.tp.rank, ctx.tp.size)
+
+    def of_queries(half: int) -> list[Columns]:
+        starts = ((2 * head + half) * dim for head in heads)
+        return [Columns(f"{at}.q_proj", 2 * config.num_heads * dim, range(start, start + dim)) for start in starts]
+
+    of_kv = [
+        Columns(f"{at}.{name}", config.num_kv_heads * dim, features(kv_heads, dim)) for name in ("k_proj", "v_proj")
+    ]
+    return GatedAttention(
+        layer,
+        weights.column(
+            [*of_queries(0), *of_kv, *of_queries(1)], inputs=config.hidden_size, has_bias=config.attention_bias
+        ),
+        weights.row(
+            f"{at}.o_proj",
+            outputs=config.hidden_size,
+            inputs=config.num_heads * dim,
+            taken=features(heads, dim),
+            has_bias=config.attention_bias,
+        ),
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads),
+        head_dim=dim,
+        rotary=rotary,
+        rotary_dim=config.rotary_dim,
+        qk_norm=_load_qk_norm(at, config, weights, len(heads), len(kv_heads)),
+    )
+
+
+def _load_qk_norm(
+    at: str, config: GatedHybridConfig, weights: ShardedWeights, num_heads: int, num_kv_heads: int
+) -> HeadNorm:
+    """The norms of query and key heads as one, with 1 + weight in at least float32."""
+    counts = {"q_norm": num_heads, "k_norm": num_kv_heads}
+    rows = [
+        weights.whole(f"{at}.{name}.weight", config.head_dim, dtype=weights.precise).expand(count, -1)
+        for name, count in counts.items()
+    ]
+    return HeadNorm(1 + torch.cat(rows), config.rms_norm_eps)

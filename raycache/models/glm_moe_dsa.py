@@ -1,0 +1,76 @@
+"""GLM-5: DeepSeek-V3.2 with layers that share what a layer before them selected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raycache.errors import CheckpointError
+from raycache.memory.component import CacheFormat, Component
+from raycache.models.config import ConfigFile
+from raycache.models.decoder import Decoder, Progress
+from raycache.models.deepseek import (
+    DeepseekConfig,
+    deepseek_components,
+    deepseek_head_counts,
+    load_deepseek,
+    read_deepseek,
+    read_indexer,
+    read_per_layer,
+)
+from raycache.models.weights import ShardedWeights
+from raycache.parallel.sharding import HeadCount
+
+if TYPE_CHECKING:
+    from raycache.parallel.context import ParallelContext
+
+
+class GlmMoeDsa:
+    """See models.base.Family."""
+
+    model_type = "glm_moe_dsa"
+
+    def read_config(self, file: ConfigFile) -> DeepseekConfig:
+        """All ropes pair neighbours."""
+        for key in ("rope_interleave", "indexer_rope_interleave"):
+            file.require(key, True)
+        indexer = read_indexer(file, sources=_read_sources(file), is_interleaved=True)
+        return read_deepseek(file, indexer=indexer)
+
+    def components(self, config: DeepseekConfig, fmt: CacheFormat) -> tuple[Component, ...]:
+        return deepseek_components(config, fmt)
+
+    def head_counts(self, config: DeepseekConfig) -> tuple[HeadCount, ...]:
+        return deepseek_head_counts(config)
+
+    def load(
+        self, config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
+    ) -> Decoder:
+        return load_deepseek(config, weights, ctx, on_progress=on_progress)
+
+
+def _read_sources(file: ConfigFile) -> list[int]:
+    """Per layer, the last one up to it with an indexer of its own."""
+    sources: list[int] = []
+    for layer, kind in enumerate(_read_indexer_types(file)):
+        if kind == "full":
+            sources.append(layer)
+        elif sources:
+            sources.append(sources[-1])
+        else:
+            raise CheckpointError(f"{file.path}: layer 0 has no indexer of its own, and no layer before it has one")
+    return sources
+
+
+def _read_indexer_types(file: ConfigFile) -> tuple[str, ...]:
+    """A list of kinds, or letters, or a period: the first `offset` layers are full, and then every `freq`-th."""
+    pattern = file.raw("index_topk_pattern")
+    if isinstance(pattern, str):
+        letters = {"F": "full", "S": "shared"}
+        file = file.having(index_topk_pattern=[letters.get(letter, letter) for letter in pattern])
+    for key in ("indexer_types", "index_topk_pattern"):
+        kinds = read_per_layer(file, key, known=("full", "shared"))
+        if kinds:
+            return kinds
+    freq, offset = file.integer("index_topk_freq", 1), file.integer("index_skip_topk_offset", 2)
+    layers = range(file.integer("num_hidden_layers"))
+    return tuple("shared" if max(layer - offset + 1, 0) % freq else "full" for layer in layers)

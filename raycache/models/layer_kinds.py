@@ -1,0 +1,43 @@
+"""Models whose layers have either linear or full attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raycache.errors import CheckpointError
+from raycache.models.config import ConfigFile, read_layer_types
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """Which layers have which.
+
+    Attributes:
+        linear, full: numbers of the layers, ascending.
+    """
+
+    linear: tuple[int, ...]
+    full: tuple[int, ...]
+
+
+def read_layer_kinds(file: ConfigFile, *, is_full: Callable[[int], bool]) -> LayerKinds:
+    """Read `layer_types`.
+
+    Args:
+        file: config.json.
+        is_full: whether a layer has full attention when the file lists none.
+    Raises:
+        CheckpointError: an unknown kind of layer, or not one per layer.
+    """
+    num_layers = file.integer("num_hidden_layers")
+    if file.raw("layer_types") is None:
+        kinds = tuple(FULL if is_full(layer) else LINEAR for layer in range(num_layers))
+    else:
+        kinds = read_layer_types(file, known=(LINEAR, FULL))
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"{file.path} has {len(kinds)} layer_types and num_hidden_layers={num_layers}")
+    linear, full = (tuple(layer for layer, its in enumerate(kinds) if its == kind) for kind in (LINEAR, FULL))
+    return LayerKinds(linear, full)

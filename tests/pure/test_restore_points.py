@@ -1,0 +1,227 @@
+"""Restore points: where prefixes of models with windows and recurrent states can be continued, and what goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from raycache.cache.sequences import Holding, SequenceCache, SpaceSizes
+from raycache.cache.tree import RadixTree
+from raycache.engine.engine import Engine
+from raycache.memory.pages import SharedAllocator
+from raycache.types import GenerateRequest, RequestOutput
+from tests.oracle.twin import continuation
+from tests.pure.test_scheduler import greedy, make_engine, prompt_of
+
+KINDS = {"state": {"has_state": True}, "window": {"window": 9}, "both": {"has_state": True, "window": 9}}
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, np.int32).tobytes()
+
+
+def ask(engine: Engine, prompt: Sequence[int], *, max_tokens: int = 4) -> RequestOutput:
+    """Run one request to its end; its tokens are right, and its first increment is returned."""
+    engine.add(GenerateRequest("r", prompt, greedy(max_tokens)))
+    outputs = []
+    while engine.has_requests:
+        outputs += engine.step()
+        engine.check()
+    tokens = [token for output in outputs for token in output.token_ids]
+    assert tokens == continuation(prompt, greedy(max_tokens), max_len=engine.info.max_model_len)[0]
+    return outputs[0]
+
+
+def small_cache(*, num_pages: int = 16, window: int = 0, states: int = 8, pages: int = 32) -> SequenceCache:
+    """Pages of 4 tokens."""
+    windows = {"window": (window, pages)} if window else {}
+    return SequenceCache(SpaceSizes(num_pages, 4, windows, {"state": states} if states else {}), is_kept=True)
+
+
+def compute(
+    cache: SequenceCache, tokens: Sequence[int], *, points: Sequence[int] = (), ends: bool = True
+) -> Holding | None:
+    """Compute a sequence in chunks that end at `points`, and end it."""
+    holding = cache.begin(packed(tokens), is_matched=True, now=1)
+    start = holding.handle.length
+    for stop in sorted({*points, len(tokens)}):
+        if stop > start:
+            assert cache.make_room(holding, start, stop) is not None
+            cache.advance(holding, packed(tokens), stop, is_kept=True, is_point=stop in points, now=1)
+            cache.check([holding])
+            start = stop
+    if not ends:
+        return holding
+    cache.end(holding)
+    cache.check([])
+    return None
+
+
+def reusable(cache: SequenceCache, tokens: Sequence[int]) -> tuple[int, str]:
+    """Length of the hit and what cut it."""
+    holding = cache.begin(packed(tokens), is_matched=True, now=2)
+    found = holding.handle.length, holding.handle.cut_by
+    cache.end(holding)
+    cache.check([])
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_prompt_again_is_a_hit_up_to_its_last_page(kind: str) -> None:
+    engine, _ = make_engine(**KINDS[kind])
+    assert ask(engine, prompt_of(0, 50)).cached_tokens == 0
+    assert ask(engine, prompt_of(0, 50)).cached_tokens == 48
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_is_reused_by_the_next_turn(kind: str) -> None:
+    engine, _ = make_engine(**KINDS[kind])
+    prompt = prompt_of(0, 50)
+    ask(engine, prompt, max_tokens=13)
+    answer = continuation(prompt, greedy(13), max_len=engine.info.max_model_len)[0]
+    assert ask(engine, [*prompt, *answer, 1, 2]).cached_tokens == 60  # 62 tokens were computed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_prompt_of_a_branch_leaves_the_point_that_the_third_one_hits(kind: str) -> None:
+    engine, _ = make_engine(**KINDS[kind])
+    shared = prompt_of(0, 50)[:29]
+    ask(engine, prompt_of(0, 50))
+    second = ask(engine, shared + prompt_of(1, 20))
+    assert (second.cached_tokens, second.cut_by) == (0, "state" if kind == "state" else "window")
+    third = ask(engine, shared + prompt_of(2, 20))
+    assert (third.cached_tokens, third.cut_by) == (28, "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_that_arrive_together_compute_what_they_share_once(kind: str) -> None:
+    engine, executor = make_engine(**KINDS[kind])
+    for i in range(4):
+        engine.add(GenerateRequest(f"r{i}", prompt_of(2, 42) + [i + 1] * 5, greedy(3)))
+    cached = {}
+    while engine.has_requests:
+        for output in engine.step():
+            cached[output.request_id] = output.cached_tokens
+        engine.check()
+    assert cached == {"r0": 0, "r1": 40, "r2": 40, "r3": 40}
+    assert sum(row.num_tokens for plan in executor.plans for row in plan.rows) == 47 + 3 * 7 + 4 * 2
+
+
+def test_points_inside_a_prompt_stand_at_intervals() -> None:
+    engine, _ = make_engine(has_state=True, interval=16)
+    ask(engine, prompt_of(0, 50))
+    engine.evict("state")  # the oldest: at 16
+    assert ask(engine, [*prompt_of(0, 40)[:35], 1, 2, 3]).cached_tokens == 32
+
+
+def test_evicting_a_window_keeps_the_pages_and_names_the_component() -> None:
+    cache = small_cache(window=5)
+    compute(cache, range(20), points=[8, 16])
+    assert reusable(cache, range(20)) == (16, "")
+    for _ in range(3):
+        assert cache.evict("window")
+    assert reusable(cache, range(20)) == (0, "window")
+    assert cache.counts()["pages_cached"] == 5
+
+
+def test_a_lost_point_falls_back_to_the_one_before_and_is_named() -> None:
+    cache = small_cache()
+    compute(cache, range(20), points=[8, 16])
+    reusable(cache, range(9))  # the point at 8 was used last, that at the end before it
+    reusable(cache, [*range(20), 1])
+    reusable(cache, range(9))
+    assert cache.evict("state")
+    assert reusable(cache, [*range(20), 1]) == (20, "")
+    assert reusable(cache, range(20)) == (8, "state")
+
+
+def test_a_state_is_handed_over_and_not_copied() -> None:
+    cache = small_cache()
+    holding = cache.begin(packed(range(12)), is_matched=True, now=1)
+    first = cache.make_room(holding, 0, 8)
+    cache.advance(holding, packed(range(12)), 8, is_kept=True, is_point=True, now=1)
+    second = cache.make_room(holding, 8, 12)
+    assert first is not None and second is not None
+    assert (first.read_state, second.read_state) == (-1, first.write_state)
+    assert second.write_state != second.read_state, "the restore point keeps its slot"
+    cache.advance(holding, packed(range(12)), 12, is_kept=True, is_point=False, now=1)
+    cache.end(holding)
+    cache.check([])
+
+
+def test_a_point_that_is_evicted_while_it_is_used_stays_whole_until_then() -> None:
+    cache = small_cache(window=5)
+    compute(cache, range(12), points=[8])
+    holding = cache.begin(packed(range(12)), is_matched=True, now=2)
+    while cache.evict("state"):
+        pass
+    room = cache.make_room(holding, 8, 12)
+    assert room is not None and room.read_state == room.write_state >= 0, "nobody else holds it any more"
+    assert set(holding.tables()["window"][1:]).isdisjoint({-1})
+    cache.check([holding])
+    cache.end(holding)
+    cache.check([])
+
+
+def test_a_long_prompt_holds_the_pages_of_its_window_only() -> None:
+    cache = small_cache(num_pages=64, window=9, pages=8, states=0)
+    holding = cache.begin(packed(range(200)), is_matched=True, now=1)
+    for start in range(0, 200, 50):
+        assert cache.make_room(holding, start, start + 50) is not None
+        cache.advance(holding, packed(range(200)), start + 50, is_kept=True, is_point=False, now=1)
+        cache.check([holding])
+        assert len(holding.windows["window"].held) <= 3
+    assert len(holding.pages) == 50
+    cache.end(holding)
+
+
+def test_room_that_is_not_there_takes_nothing() -> None:
+    cache = small_cache(num_pages=4, window=5, pages=4)
+    holding = compute(cache, range(8), ends=False)
+    assert holding is not None
+    before = cache.counts(), cache.shared_counts()
+    assert cache.make_room(holding, 8, 40) is None
+    assert (cache.counts(), cache.shared_counts()) == before
+    cache.check([holding])
+    cache.end(holding)
+
+
+def test_pages_behind_the_last_point_are_evicted_before_older_prefixes() -> None:
+    tree = RadixTree(4, point_spaces=("state",))
+    old = tree.match(packed(range(100, 109)), now=1)
+    tree.extend(old, packed(range(100, 108)), np.array([0, 1], np.int32), now=1)
+    assert tree.keep(old, {"state": (0,)})
+    old.release()
+    new = tree.match(packed(range(9)), now=5)
+    tree.extend(new, packed(range(8)), np.array([2, 3], np.int32), now=5)
+    new.release()
+    assert tree.evict(2).tolist() == [3, 2]
+    tree.check()
+
+
+def test_evicting_the_end_of_a_prefix_gives_its_point_back() -> None:
+    dropped: list[object] = []
+    tree = RadixTree(4, point_spaces=("state",), on_drop=dropped.append)
+    handle = tree.match(packed(range(9)), now=1)
+    tree.extend(handle, packed(range(8)), np.array([0, 1], np.int32), now=1)
+    assert tree.keep(handle, {"state": (7,)})
+    assert not tree.keep(handle, {"state": (8,)}), "there is one already; the parts stay the caller's"
+    handle.release()
+    assert tree.evict(1).tolist() == [1]
+    assert dropped == [{"state": (7,)}]
+    tree.check()
+
+
+def test_shared_ids_are_free_when_the_last_holder_lets_go() -> None:
+    allocator = SharedAllocator(2)
+    (slot,) = allocator.allocate(1)
+    allocator.share([slot])
+    allocator.release([slot])
+    assert allocator.num_free == 1
+    allocator.check([slot])
+    allocator.release([slot])
+    allocator.check([])
+    with pytest.raises(AssertionError, match="more often than held"):
+        allocator.release([slot])
