@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass
+from raycache.layers.precision import precise
 
 L2_EPS = 1e-6
-"""Added to the square of a key's length; of the reference kernels, no config has it."""
+"""Added to the square of a length; the same in all models, no config has it."""
 
 # Shapes in this file: T new tokens, Hk key heads and Hv value heads, Dk and Dv features of each, K taps.
 
@@ -19,8 +19,7 @@ L2_EPS = 1e-6
 class DeltaRule:
     """silu(convolution) of queries, keys and values, then the scan with queries and keys of unit length.
 
-    Runs on all tokens of the step and this rank's recurrent heads. Queries are scaled by Dk ** -0.5 ("Gated Delta
-    Networks", arXiv 2412.06464, section 3.3).
+    Runs on all tokens of the step and this rank's recurrent heads. Queries are scaled by Dk ** -0.5 as well.
 
     Args:
         layer: its number in the whole model.
@@ -56,13 +55,13 @@ class GatedHeadNorm:
     """RMSNorm of every head by itself, times an activation of a gate: [T, H, D] and [T, H, D] -> [T, H, D].
 
     Args:
-        weight: [D], the same for all heads.
+        weight: [D], the same for all heads, at least float32.
         eps: keeps zeros finite.
         activation: of the gate, such as silu or sigmoid.
     """
 
     def __init__(self, weight: Tensor, eps: float, *, activation: Callable[[Tensor], Tensor]) -> None:
-        self._weight = precise(weight)
+        self._weight = weight
         self._shape = tuple(weight.shape)
         self._eps = eps
         self._activation = activation
@@ -77,8 +76,3 @@ def unit_length(x: Tensor) -> Tensor:
     """x / sqrt(sum(x^2) + L2_EPS) over the last dimension, new, in float32 at least."""
     dim = x.shape[-1]
     return F.rms_norm(precise(x), (dim,), None, L2_EPS / dim).mul_(dim**-0.5)
-
-
-def precise(x: Tensor) -> Tensor:
-    """In float32, or float64 if x is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm, precise
+from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.layers.precision import precise
 
 # Shapes in this file: T_local new tokens of this rank, C hidden size; of this tp rank Hk key heads of Dk features and
 # Hv value heads of Dv. Value head h reads key head h // (Hv / Hk).

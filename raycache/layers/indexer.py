@@ -1,8 +1,8 @@
 """The sparse indexer's projections: which tokens a layer attends to ("DeepSeek-V3.2", section 2.1).
 
 Its many small heads only choose; one key per token serves all of them. Index keys have no heads to split, and a choice
-needs the sum over all heads, so the whole indexer is on every tp rank: each computes the same choice, nothing is
-exchanged. It costs index_n_heads * index_head_dim features per token of queries, on every rank.
+needs the sum over all heads, so the whole indexer is on every tp rank: each computes the same choice and nothing is
+exchanged, at the price of all index_n_heads * index_head_dim query features per token on every rank.
 """
 
 from __future__ import annotations

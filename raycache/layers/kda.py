@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm, precise
+from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.layers.precision import precise
 
 Projection = Callable[[Tensor], Tensor]
 """[T_local, C] -> [T_local, H D]."""

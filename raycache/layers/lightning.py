@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raycache.layers.delta_rule import precise
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.layers.precision import precise
 
 if TYPE_CHECKING:
     from raycache.parallel.collectives import Group
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def slope_rates(layer: int, *, num_layers: int, num_heads: int) -> Tensor:
     """What each head's log decay falls by per token, [num_heads] float32.
 
-    The rates of ALiBi (arXiv 2108.12409), smaller in later layers ("MiniMax-01", arXiv 2501.08313).
+    The rates of ALiBi (arXiv 2108.12409), smaller in later layers ("TransNormerLLM", arXiv 2307.14995).
 
     Args:
         layer: its number in the whole model.

@@ -175,12 +175,12 @@ def load_deepseek(
 
 def _rotaries(config: DeepseekConfig, ctx: ParallelContext) -> tuple[Rotary, Rotary]:
     """Attention's and the indexers', one where both pair the same features."""
-    latent, indexer = config.attention, config.indexer
-    assert latent.rope is not None, "these families have positions"
-    own = Rotary(latent.rope, latent.rope_dim, ctx.device, is_interleaved=latent.is_interleaved)
-    if indexer is None or indexer.is_interleaved == latent.is_interleaved:
+    attention, indexer = config.attention, config.indexer
+    assert attention.rope is not None, "these families have positions"
+    own = Rotary(attention.rope, attention.rope_dim, ctx.device, is_interleaved=attention.is_interleaved)
+    if indexer is None or indexer.is_interleaved == attention.is_interleaved:
         return own, own
-    return own, Rotary(latent.rope, latent.rope_dim, ctx.device, is_interleaved=indexer.is_interleaved)
+    return own, Rotary(attention.rope, attention.rope_dim, ctx.device, is_interleaved=indexer.is_interleaved)
 
 
 def _load_attention(
@@ -192,11 +192,11 @@ def _load_attention(
     *,
     rotaries: tuple[Rotary, Rotary],
 ) -> LatentAttention:
-    latent, size, selector = config.attention, config.hidden_size, None
+    own, size, selector = config.attention, config.hidden_size, None
     if config.indexer is not None:
         name = f"{at}.indexer"
-        selector = load_selector(layer, name, config.indexer, latent, weights, size=size, rotary=rotaries[1])
-    return load_latent_attention(layer, at, latent, weights, ctx, size=size, rotary=rotaries[0], selector=selector)
+        selector = load_selector(layer, name, config.indexer, own, weights, size=size, rotary=rotaries[1])
+    return load_latent_attention(layer, at, own, weights, ctx, size=size, rotary=rotaries[0], selector=selector)
 
 
 def _load_mlp(layer: int, at: str, config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext) -> Mixer:

@@ -130,13 +130,14 @@ def load_delta_net(
     def per_head(name: str) -> Tensor:
         return weights.cut(f"{at}.{name}", (net.value_heads,), axis=0, taken=values, dtype=weights.precise)
 
+    norm = weights.whole(f"{at}.norm.weight", net.value_dim, dtype=weights.precise)
     return GatedDeltaNet(
         weights.column(packing(at, net, keys, values), inputs=size, has_bias=False),
         weights.row(
             f"{at}.out_proj", outputs=size, inputs=net.values, taken=features(values, net.value_dim), has_bias=False
         ),
         rule=DeltaRule(layer, _load_taps(f"{at}.conv1d.weight", net, weights, ctx)),
-        norm=GatedHeadNorm(weights.whole(f"{at}.norm.weight", net.value_dim), eps, activation=F.silu),
+        norm=GatedHeadNorm(norm, eps, activation=F.silu),
         rate=per_head("A_log").exp(),
         dt_bias=per_head("dt_bias"),
         key_shape=(len(keys), net.key_dim),

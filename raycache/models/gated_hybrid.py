@@ -112,7 +112,7 @@ def gated_hybrid_head_counts(config: GatedHybridConfig) -> tuple[HeadCount, ...]
     return (
         HeadCount("num_attention_heads", config.num_heads),
         HeadCount("num_key_value_heads", config.num_kv_heads, is_shared=True),
-        *delta_net_head_counts(config.net),
+        *(delta_net_head_counts(config.net) if config.kinds.linear else ()),
     )
 
 

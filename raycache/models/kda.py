@@ -216,6 +216,7 @@ def load_kda(
     rate_axis = rate_shape.index(kda.num_heads)
     rate = weights.cut(f"{at}.A_log", rate_shape, axis=rate_axis, taken=heads, dtype=weights.precise).exp()
     dt_bias = weights.cut(f"{at}.dt_bias", (kda.inner,), axis=0, taken=taken, dtype=weights.precise)
+    norm = weights.whole(f"{at}.o_norm.weight", kda.head_dim, dtype=weights.precise)
     return KimiDeltaAttention(
         weights.column(inputs, inputs=size, has_bias=False),
         weights.row(f"{at}.{out}", outputs=size, inputs=kda.inner, taken=taken, has_bias=False),
@@ -223,7 +224,7 @@ def load_kda(
         forget=ForgetGate(rate.view(-1, 1), dt_bias.view(-1, kda.head_dim), bound=kda.bound),
         gate=load_projection("g"),
         rule=DeltaRule(layer, _load_taps(at, kda, weights, ctx)),
-        norm=GatedHeadNorm(weights.whole(f"{at}.o_norm.weight", kda.head_dim), eps, activation=torch.sigmoid),
+        norm=GatedHeadNorm(norm, eps, activation=torch.sigmoid),
         num_heads=len(heads),
         head_dim=kda.head_dim,
     )

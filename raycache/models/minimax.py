@@ -1,6 +1,6 @@
 """MiniMax-Text-01 and -M1: lightning attention between layers of grouped-query attention, experts in all of them.
 
-Residuals go around the norm, not before it, and both ways are weighted ("MiniMax-01", arXiv 2501.08313, section 2):
+Residuals go around the norm, not before it, and both ways are weighted ("MiniMax-01", arXiv 2501.08313):
 
     hidden = norm(hidden);  hidden = alpha * hidden + beta * mixer(hidden)
 """

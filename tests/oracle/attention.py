@@ -72,6 +72,9 @@ class ThreadGroup(Group):
 
 def on_ranks(cp: int, work: Callable[[ParallelContext], None], *, device: str = "cpu") -> None:
     """Run on `cp` ranks at once."""
+    if device == "cuda":
+        # Torch loads its linear algebra for CUDA at the first use, which two threads must not make at once.
+        torch.linalg.solve_triangular(*torch.eye(1, device=device).expand(2, 1, 1), upper=True)
     board, barrier = [torch.empty(0)] * cp, threading.Barrier(cp)
 
     def run(rank: int) -> None:
