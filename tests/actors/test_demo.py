@@ -54,6 +54,18 @@ def test_the_second_question_is_answered_from_the_cache_and_nothing_is_left(dire
     assert len(children) > 3 and not psutil.wait_procs(children, timeout=10)[1]
 
 
+def test_a_hybrid_answers_what_its_demo_says_from_a_restore_point() -> None:
+    process = start(Path("demos/hybrids/mamba2_gqa"))
+    try:
+        output, _ = process.communicate(timeout=200)
+    finally:
+        process.terminate()
+    assert process.returncode == 0, output
+    cached = [int(count) for count in re.findall(r"(\d+) of them from the cache", output)]
+    assert cached == [0, 240]
+    assert "SELLS ICE" in output
+
+
 @pytest.mark.real_model
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_stops_its_server(directory: Path, number: int) -> None:
