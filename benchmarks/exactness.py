@@ -5,7 +5,7 @@
 
 For each split (tp, pp, cp): all prompts cold and batched together, again from the cache, some one by one, and all once
 more after other prompts have pushed them out. A run is right when every token of every prompt equals transformers'
-greedy tokens.
+greedy tokens. The tp of the usual splits is the smallest that the model's heads allow.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 
 from raycache import LLM, SamplingParams
+from raycache.errors import ConfigError
 from raycache.llm import Completion
+from raycache.models.base import ModelConfig, check_split, read_config
+from raycache.parallel.sharding import Split
 from raycache.server.tokenizer import Tokenizer
 
-SPLITS = ((1, 1, 1), (3, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (3, 1, 2), (1, 2, 2))
-NEW_TOKENS = 64
 _ROOT = Path(__file__).resolve().parent.parent
 _SOURCES = ("LICENSE", "README.md", "CONTRIBUTING.md", "docs/adr/0001-layout.md", "docs/adr/0002-one-decider.md")
 
@@ -58,20 +59,33 @@ class Outcome:
     seconds: float
 
 
+def usual_splits(model: Path) -> list[tuple[int, int, int]]:
+    """(tp, pp, cp) that suit a model."""
+    config = read_config(model)
+    tp = next((tp for tp in range(2, 65) if _is_served(config, Split(tp=tp))), 1)
+    return [(1, 1, 1), (tp, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (tp, 1, 2), (1, 2, 2)]
+
+
+def _is_served(config: ModelConfig, split: Split) -> bool:
+    try:
+        check_split(config, split)
+    except ConfigError:
+        return False
+    return True
+
+
 def make_prompts(model: Path, count: int, *, shortest: int = 50, longest: int = 1500) -> list[list[int]]:
     """Stretches of English text of evenly spread lengths, every third one sharing its beginning with the one before."""
     tokenizer = Tokenizer(model)
+    head = tokenizer.encode("", add_special_tokens=True)
     text = tokenizer.encode("\n".join((_ROOT / name).read_text() for name in _SOURCES), add_special_tokens=False)
     lengths = [shortest + (longest - shortest) * i // max(count - 1, 1) for i in range(count)]
     draw = random.Random(5)
     prompts: list[list[int]] = []
     for i, length in enumerate(lengths):
         start = draw.randrange(len(text) - length)
-        prompt = text[start : start + length]
-        if i % 3 == 2:
-            shared = prompts[-1][: len(prompts[-1]) * 2 // 3]
-            prompt = (shared + prompt)[:length]
-        prompts.append(prompt)
+        begin = prompts[-1][: len(prompts[-1]) * 2 // 3] if i % 3 == 2 else head
+        prompts.append((begin + text[start : start + length])[:length])
     return prompts
 
 
@@ -125,13 +139,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument("--splits", nargs="+", default=[",".join(map(str, split)) for split in SPLITS])
+    parser.add_argument("--longest", type=int, default=1500, help="prompt, in tokens (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="per prompt (default: %(default)s)")
+    parser.add_argument("--splits", nargs="+", metavar="TP,PP,CP", type=_split)
     options = parser.parse_args()
-    cases = reference(options.model, make_prompts(options.model, options.prompts), new_tokens=NEW_TOKENS)
-    print(f"{len(cases)} prompts of {len(cases[0].prompt)} to {len(cases[-1].prompt)} tokens, {NEW_TOKENS} new each")
+    prompts = make_prompts(options.model, options.prompts, longest=options.longest)
+    cases = reference(options.model, prompts, new_tokens=options.new_tokens)
+    print(f"{len(cases)} prompts of {len(prompts[0])} to {len(prompts[-1])} tokens, {options.new_tokens} new each")
     wrong = 0
-    for split in options.splits:
-        tp, pp, cp = (int(size) for size in split.split(","))
+    for tp, pp, cp in options.splits or usual_splits(options.model):
         for outcome in run_split(options.model, cases, tp=tp, pp=pp, cp=cp):
             wrong += outcome.total - outcome.equal
             print(
@@ -140,6 +156,11 @@ def main() -> int:
                 flush=True,
             )
     return 1 if wrong else 0
+
+
+def _split(text: str) -> tuple[int, int, int]:
+    tp, pp, cp = (int(size) for size in text.split(","))
+    return tp, pp, cp
 
 
 if __name__ == "__main__":

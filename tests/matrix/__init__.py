@@ -1,0 +1,24 @@
+"""The matrix: every family under every split and every kind of hit, against float64.
+
+    python -m tests.matrix                 the whole table
+    python -m tests.matrix --controls      damage to the cache must be noticed
+
+    sequences.py   prompts that share prefixes, their greedy answers and float64 logits
+    ranks.py       a rank in a process: executes plans, answers with the logits of every position
+    gang.py        those of one split; families are loaded one after the other
+    trial.py       a real engine, scheduler and cache on top of it, whose sampling alone is forced
+    scenarios.py   kinds of hits, the columns of the table
+    streams.py     requests drawn at random
+    contents.py    what ranks keep in their caches, against transformers'
+    controls.py    damage to one part of one layer's cache, between two requests
+    table.py       cells and how they are printed
+    matrix.py      runs them; command.py is the command
+
+Models are tiny; what they compute is compared at every position, and page balances are checked after every step.
+"""
+
+import os
+
+# Before torch is imported, and inherited by ranks: tiny models are many times slower with more threads than free cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")

@@ -1,0 +1,211 @@
+"""A rank in a process of its own: loads one family after the other, executes plans, answers with all their logits."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raycache.attention.torch_ref import TorchBackend
+from raycache.config import Config
+from raycache.engine.memory_plan import cache_format, pool_sizes
+from raycache.engine.plan import StepPlan
+from raycache.engine.processes import Invitation
+from raycache.engine.rank import Rank
+from raycache.memory.device import DevicePool
+from raycache.memory.views import IndexView, KVView, LatentView, StateView
+from raycache.models.base import components, load_model, read_config
+from raycache.models.checkpoint import Checkpoint
+from raycache.parallel.context import ParallelContext
+from raycache.parallel.sharding import Split
+
+Rows = dict[tuple[int, str], NDArray[np.float32]]
+"""(layer, field) -> what a rank keeps of it."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load the model of a config and make a pool for it."""
+
+    config: Config
+
+
+@dataclass(frozen=True)
+class Run:
+    """Execute a packed plan; answered with the logits that this rank emits, or None."""
+
+    plan: bytes
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Fill the whole pool with NaN: whoever reads a row that was not written shows it."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Overwrite one page, token or state of some fields of a layer, with zeros or with another one.
+
+    Attributes:
+        layer: of the model.
+        fields: all of one component.
+        unit: page or slot.
+        source: the page or slot whose rows it gets; -1 for zeros.
+        token: of the page, the only one that is overwritten; -1 for all of it.
+    """
+
+    layer: int
+    fields: tuple[str, ...]
+    unit: int
+    source: int = -1
+    token: int = -1
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Undo all damage."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """Answered with the rows of some pages and one state slot.
+
+    Attributes:
+        units: component space -> pages, or one slot.
+    """
+
+    units: Mapping[str, Sequence[int]]
+
+
+Order = Load | Run | Poison | Damage | Repair | Read
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank says when an order failed."""
+
+    text: str
+
+
+def serve(connection: Connection, invitation: Invitation) -> None:
+    """Join, then follow orders until the connection closes. Load, Run and Read are answered."""
+    torch.set_num_threads(1)
+    config, seat = invitation.config, invitation.seat
+    handles = {name: handle for name, handle in invitation.handles.items() if handle.kind != "control"}
+    split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+    device = torch.device(seat.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ctx = ParallelContext.join(
+        split, rank=seat.rank, host=seat.host, device=device, handles=handles, epoch=invitation.epoch
+    )
+    bench = Bench(ctx)
+    while True:
+        try:
+            order = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = bench.follow(order)
+        except Exception:  # whatever a rank raises belongs into the table
+            connection.send(Failure(f"rank {seat.rank} ({ctx.coords}): {traceback.format_exc()}"))
+            continue
+        if isinstance(order, Load | Run | Read):
+            connection.send(answer)
+
+
+class Bench:
+    """One rank and what is done to it.
+
+    Args:
+        ctx: of the rank.
+    """
+
+    def __init__(self, ctx: ParallelContext) -> None:
+        self._ctx = ctx
+        self._rank: Rank | None = None
+        self._backups: list[tuple[Tensor, Tensor]] = []
+
+    def follow(self, order: Order) -> Rows | NDArray[np.float32] | None:
+        """Execute an order; what comes of it."""
+        match order:
+            case Load():
+                self._rank = None  # its memory first
+                self._rank = load_rank(order.config, self._ctx)
+                return None
+            case Run():
+                assert self._rank is not None, "load comes first"
+                logits = self._rank.forward(StepPlan.unpack(order.plan))
+                return None if logits is None else logits.cpu().numpy()
+            case Poison():
+                self._backups.clear()
+                for rows, _ in self._rows().values():
+                    rows.fill_(float("nan"))
+            case Damage():
+                self._damage(order)
+            case Repair():
+                for rows, backup in self._backups:
+                    rows.copy_(backup)
+                self._backups.clear()
+            case Read():
+                found = self._rows().items()
+                return {key: rows[list(order.units[space])].cpu().numpy() for key, (rows, space) in found}
+        return None
+
+    def _damage(self, order: Damage) -> None:
+        known = self._rows()
+        for field in order.fields:
+            if (order.layer, field) not in known:
+                continue
+            rows = known[order.layer, field][0]
+            taken = slice(None)
+            if order.token >= 0:  # of this rank's run of the page, which may not hold it
+                first = order.token - self._ctx.cp.rank * rows.shape[1]
+                taken = slice(max(first, 0), max(first + 1, 0))
+            damaged = rows[order.unit, taken]
+            self._backups.append((damaged, damaged.clone()))
+            damaged.copy_(rows[order.source, taken] if order.source >= 0 else torch.zeros(()))
+
+    def _rows(self) -> dict[tuple[int, str], tuple[Tensor, str]]:
+        """(layer, field) -> (rows [units, ...], component space)."""
+        assert self._rank is not None, "load comes first"
+        found: dict[tuple[int, str], tuple[Tensor, str]] = {}
+        for (_, layer), view in self._rank.pool._views.items():
+            match view:
+                case KVView():
+                    rows = {"k": view.k, "v": view.v}
+                case LatentView():
+                    share = self._rank.pool.page_size // self._ctx.cp.size
+                    rows = {
+                        "latent": view._latent.unflatten(0, (-1, share)),
+                        "rope": view._rope.unflatten(0, (-1, share)),
+                    }
+                case IndexView():
+                    rows = {"key": view.key}
+                case StateView():
+                    rows = {"state": view.state} | {f"conv_{name}": conv for name, conv in view.conv.items()}
+            found |= {(layer, name): (tensor, view.space) for name, tensor in rows.items()}
+        return found
+
+
+def load_rank(config: Config, ctx: ParallelContext) -> Rank:
+    """A rank with this model, in float32."""
+    model_dir, dtype = Path(config.model), torch.float32
+    model = read_config(model_dir)
+    fmt = cache_format(config, dtype=dtype)
+    pool = DevicePool(
+        components(model, fmt),
+        num_layers=model.num_layers,
+        sizes=pool_sizes(config, model, num_pages=config.num_pages, fmt=fmt),
+        page_size=config.page_size,
+        ctx=ctx,
+    )
+    loaded = load_model(model, Checkpoint(model_dir), ctx, dtype, on_progress=lambda done, total: None)
+    return Rank(ctx=ctx, config=model, model=loaded, pool=pool, backend=TorchBackend(), dtype=dtype)

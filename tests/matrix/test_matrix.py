@@ -1,0 +1,58 @@
+"""A part of the matrix that is small enough for every change; `python -m tests.matrix` runs all of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+
+import pytest
+
+from raycache.parallel.sharding import Split
+from tests.matrix.matrix import Workbench, run_controls, run_row
+from tests.matrix.table import label
+from tests.oracle.families import FAMILIES
+
+# Every family meets every scenario, tp=2, pp=2, cp=2 and cp=4.
+CHOSEN = {
+    Split(): ("cold", "edges", "evicted", "batched", "mixed"),
+    Split(tp=2, pp=2, cp=2): ("exact", "branch", "chunked"),
+    Split(cp=4): ("partial", "turns", "interrupted", "stored"),
+}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Workbench]:
+    with Workbench() as made:
+        yield made
+    assert [process.name for process in multiprocessing.active_children()] == []
+
+
+@pytest.mark.parametrize(
+    ("split", "family"),
+    [pytest.param(split, family, id=f"{family}-{label(split)}") for split in CHOSEN for family in FAMILIES],
+)
+def test_logits_and_reuse_are_right(bench: Workbench, split: Split, family: str) -> None:
+    cells = run_row(bench, family, split, CHOSEN[split])
+    wrong = {name: (str(cell), *cell.problems) for name, cell in cells.items() if cell.refusal or not cell.passes}
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("family", "split", "layers"),
+    [
+        pytest.param("llama", Split(cp=4), (1,), id="keys and values"),
+        pytest.param("deepseek_v32", Split(), (3,), id="latents and index keys"),
+        pytest.param("gemma3", Split(cp=2), (1,), id="window"),
+        pytest.param("kimi_linear", Split(tp=2), (1, 3), id="states of KDA"),
+        pytest.param("nemotron_h", Split(pp=2, cp=2), (0,), id="states of Mamba2"),
+    ],
+)
+def test_damage_to_the_cache_is_noticed(bench: Workbench, family: str, split: Split, layers: tuple[int, ...]) -> None:
+    found, problem = run_controls(bench, family, split, layers=layers)
+    assert found and not problem
+    assert [control.name for control in found if not control.is_noticed] == []
+
+
+def test_a_split_that_cannot_work_is_a_cell_with_the_reason(bench: Workbench) -> None:
+    cells = run_row(bench, "llama", Split(tp=3), ["cold"])
+    assert "tp=3" in cells["cold"].refusal and "use one of" in cells["cold"].refusal
