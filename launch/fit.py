@@ -9,7 +9,14 @@ import psutil
 import torch
 
 from raycache.config import Config
-from raycache.engine.memory_plan import cache_format, pages_that_fit, pool_bytes, resolve_dtype
+from raycache.engine.memory_plan import (
+    auto_bytes,
+    cache_format,
+    pages_that_fit,
+    pages_within,
+    pool_bytes,
+    resolve_dtype,
+)
 from raycache.memory.component import FULL
 from raycache.memory.device import unit_bytes
 from raycache.models.base import ModelConfig, components
@@ -18,7 +25,6 @@ from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 
-_NO_LIMIT = 2**31 - 1
 _MANY_PAGES = 1 << 16
 
 
@@ -83,15 +89,11 @@ def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -
         return pool_bytes(config, model, num_pages=num_pages, fmt=fmt, ctx=ctx)
 
     fullest = max(contexts, key=lambda ctx: cache_bytes(ctx, _MANY_PAGES))
-
-    def fits(asked: Config) -> int:
-        return pages_that_fit(asked, model, ctx=fullest, dtype=dtype, ranks_on_node=sharing)
-
-    pages = fits(config)
+    pages = pages_that_fit(config, model, ctx=fullest, dtype=dtype, ranks_on_node=sharing)
     if config.num_pages == 0 and config.kv_memory == "auto":
         # "auto" is a share of what is free once the weights are loaded, which they are not yet.
-        share_left = max(0.0, 1 - weights / free)
-        pages = min(pages, int(fits(dataclasses.replace(config, max_running=_NO_LIMIT)) * share_left))
+        memory = int(auto_bytes(torch.device(where), sharing) * max(0.0, 1 - weights / free))
+        pages = min(pages, pages_within(config, model, ctx=fullest, dtype=dtype, memory=memory))
     page = sum(
         unit_bytes(
             part, num_layers=model.num_layers, page_size=config.page_size, split=fullest.split, at=fullest.coords

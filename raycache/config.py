@@ -85,12 +85,14 @@ class Config:
     prefix_cache: bool = _setting(True, "reuse cached prefixes", group="cache")
     restore_interval: int = _setting(
         2048,
-        "tokens between restore points inside long prompts, for recurrent and window layers; 0: only where prompts end "
-        "and branch",
+        "tokens between restore points inside long prompts, for recurrent and window layers; bounds their chunks; 0: "
+        "only where prompts end and branch",
         group="cache",
     )
     restore_points: int = _setting(
-        0, "restore points that the cache keeps at most; 0: as many as suit num_pages", group="cache"
+        0,
+        "restore points that have room beside what running requests need; 0: as many as suit num_pages",
+        group="cache",
     )
 
     max_step_tokens: int = _setting(0, "token budget of one step; 0: 512 on cpu, 8192 on cuda", group="scheduler")

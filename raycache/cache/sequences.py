@@ -214,6 +214,8 @@ class SequenceCache:
         if not (is_kept and self.is_kept):
             return
         self._adopt(holding, tokens, num_computed, now=now)
+        if holding.checkpoint is not None and holding.checkpoint[0] < holding.handle.length:
+            self._replace_checkpoint(holding, None)  # the prefix ends elsewhere now: nobody could use it
         if self.has_points and num_computed == holding.handle.length:
             self._replace_checkpoint(holding, (num_computed, self._parts(holding)))
             if is_point:
@@ -355,9 +357,10 @@ class SequenceCache:
         holding.checkpoint = checkpoint
 
     def _keep_checkpoint(self, holding: Holding) -> None:
-        """Put the checkpoint into the tree, if the sequence's prefix there ends at it."""
-        if holding.checkpoint is None or holding.checkpoint[0] != holding.handle.length:
+        """Put the checkpoint, where the sequence's prefix ends, into the tree."""
+        if holding.checkpoint is None:
             return
+        assert holding.checkpoint[0] == holding.handle.length, "a checkpoint that the prefix has left behind"
         if self._tree.keep(holding.handle, holding.checkpoint[1]):
             holding.checkpoint = None
 

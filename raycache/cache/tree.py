@@ -73,6 +73,11 @@ class RadixTree:
         return len(self._points)
 
     @property
+    def _most_entries(self) -> int:
+        """Entries of the heap beyond which the void ones are thrown out."""
+        return 2 * self.num_nodes + 64
+
+    @property
     def num_evictable(self) -> int:
         """Pages that `evict` could free now."""
         return self.num_cached - self.num_locked
@@ -138,6 +143,9 @@ class RadixTree:
         if node.entry:
             node.entry = 0  # its entry in the heap is void, the new one comes before the pages of restore points
             self._push_free_leaf(node)
+            if len(self._heap) > self._most_entries:
+                self._heap = [entry for entry in self._heap if entry[1] == entry[2].entry]
+                heapq.heapify(self._heap)
         return True
 
     def point_parts(self) -> list[Parts]:
@@ -214,6 +222,7 @@ class RadixTree:
         assert len({node for _, node in queued}) == len(queued), "a node is in the heap twice"
         assert {node for _, node in queued} == {node for node in nodes if node.entry}, "entries and the heap disagree"
         assert all(value <= self._value(node) for value, node in queued), "a heap entry is too young"
+        assert len(self._heap) <= self._most_entries + len(nodes), "the heap keeps nodes that are gone"
         assert set(self._points) == {node for node in nodes if node.has_point}, "restore points are lost"
 
     def _check_node(self, node: Node) -> None:
@@ -253,8 +262,8 @@ class RadixTree:
             reasons.append(node.point.lost if node.point is not None else "")
             end -= len(node.key)
             node = node.parent
-        # What was lost nearest to the end of the match; where nothing was ever kept, every part lacks alike.
-        lost = next(filter(None, reasons), self._spaces[0])
+        # What was lost nearest to the end of the match; where nothing was ever kept, all parts lack alike.
+        lost = next(filter(None, reasons), "+".join(self._spaces))
         return node, end, lost if reasons else ""
 
     def _drop_point(self, node: Node, *, lost: str) -> None:
@@ -366,7 +375,7 @@ class PrefixHandle:
     Attributes:
         length: tokens that it covers, a multiple of the page size.
         known_length: tokens whose pages were found; more than `length` where no restore point follows.
-        cut_by: the component space that made the difference.
+        cut_by: the component space that made the difference, or several joined by "+"; "" for none.
         node: where it ends; the tree's own.
         is_released: whether it is of no use any more.
     """

@@ -13,7 +13,7 @@ from raycache.engine.engine import Engine, Executor
 from raycache.engine.memory_plan import cache_format, context_len, pool_sizes, resolve_dtype, step_tokens
 from raycache.engine.scheduler import Scheduler
 from raycache.errors import ConfigError
-from raycache.memory.component import Reuse
+from raycache.memory.component import CacheFormat, Reuse
 from raycache.models.base import ModelConfig, check_split, check_weights, components, read_config
 from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.sharding import Split
@@ -34,8 +34,16 @@ def check_model(config: Config) -> ModelConfig:
     model = read_config(Path(config.model))
     check_split(model, Split(tp=config.tp, pp=config.pp, cp=config.cp))
     context_len(config, model)
+    _check_kv_dtype(config, model)
     check_weights(model, Checkpoint(Path(config.model)))
     return model
+
+
+def _check_kv_dtype(config: Config, model: ModelConfig) -> None:
+    if config.kv_dtype == "fp8":
+        parts = components(model, CacheFormat("bfloat16", has_fp8_latent=True))  # refuses latents of a wrong size
+        if not any(field.dtype.startswith("float8") for part in parts for field in part.fields):
+            raise ConfigError(f"kv_dtype=fp8 is for latents (MLA), {model.name} has none; use kv_dtype=auto")
 
 
 def build_engine(

@@ -22,7 +22,8 @@ class Cuts:
 
     Args:
         cache: where sequences live.
-        interval: tokens between restore points inside a prompt, rounded up to whole pages; 0 for none inside.
+        interval: tokens between restore points inside a prompt, rounded up to whole pages; 0 for none inside. No
+            chunk is longer.
     """
 
     def __init__(self, cache: SequenceCache, *, interval: int) -> None:
@@ -38,15 +39,20 @@ class Cuts:
         branch, end = request.holding.handle.known_length, self._floor(request.num_tokens - 1)
         return sorted(cut for cut in {branch, end} if cut > request.num_computed)
 
-    def next(self, request: Request) -> int:
-        """The next position at which its chunk must end; that of its last token if there is none before."""
+    def end(self, request: Request, *, reach: int) -> int:
+        """Where its next chunk ends, if it may go as far as `reach`."""
         if not self._is_needed:
-            return request.num_tokens
-        index = bisect.bisect_right(request.cuts, request.num_computed)
-        cut = request.cuts[index] if index < len(request.cuts) else request.num_tokens
+            return reach
+        start = request.num_computed
+        index = bisect.bisect_right(request.cuts, start)
+        cuts = request.cuts[index : index + 1]
         if self._interval:
-            cut = min(cut, (request.num_computed // self._interval + 1) * self._interval)
-        return cut
+            cuts = [*cuts, (start // self._interval + 1) * self._interval]
+        if cuts and min(cuts) <= reach:
+            return min(cuts)
+        # On a page boundary, where a request that has to stop here leaves what it has.
+        is_last, floor = reach == request.num_tokens, self._floor(reach)
+        return reach if is_last or floor <= start else floor
 
     def is_point(self, request: Request) -> bool:
         """Whether what it has computed now should become a restore point."""
@@ -67,7 +73,9 @@ class Cuts:
         """Whether a running prompt will leave a restore point that serves a waiting request that is locked."""
         for other in self._serving(request, running):
             shared = self._floor(_shared_len(request, other))
-            if any(max(request.num_computed, other.num_computed) < cut <= shared for cut in other.cuts):
+            if request.num_computed <= other.num_computed and any(
+                other.num_computed < cut <= shared for cut in other.cuts
+            ):
                 return True
         return False
 
@@ -75,7 +83,12 @@ class Cuts:
         """Running prompts that could leave something for a request."""
         if not self._is_needed or request.is_scored:
             return []
-        return [other for other in running if other.remaining > 1 and not other.is_scored]
+        # Those of lower priority may be kept from running by others.
+        return [
+            other
+            for other in running
+            if other.remaining > 1 and not other.is_scored and other.order[0] <= request.order[0]
+        ]
 
     def _floor(self, position: int) -> int:
         return position // self._page_size * self._page_size

@@ -67,8 +67,8 @@ def pool_sizes(config: Config, model: ModelConfig, *, num_pages: int, fmt: Cache
     """Pages or slots of every component space, so that every running request finds what it needs.
 
     A running request holds two states (the one that it goes on from, and the one at the last page boundary) and the
-    window's pages twice over; restore points share the rest. Their number grows with the pages of the sequence, by no
-    more than that they take as much memory.
+    window's pages twice over (those before a row, and those after it). Restore points share the rest. Their number
+    grows with the pages of the sequence, by no more than that they take as much memory.
 
     Args:
         config: of the service.
@@ -87,13 +87,14 @@ def pool_sizes(config: Config, model: ModelConfig, *, num_pages: int, fmt: Cache
     point_bytes = sum(whole_bytes(part) * max(1, windows[part.space]) for part in parts if part.space != FULL)
     tokens_per_point = max(_TOKENS_PER_POINT, point_bytes / max(token_bytes, 1))
     points = config.restore_points or 1 + int(num_pages * config.page_size / tokens_per_point)
+    if not config.prefix_cache:
+        points = 0
     sizes = {FULL: num_pages}
     for part in parts:
         if part.reuse is Reuse.STATE_HERE:
             sizes[part.space] = 2 * config.max_running + points
         if part.reuse is Reuse.LAST_WINDOW:
-            per_request = 2 * windows[part.space] + 1  # those before a row, those after it, and a checkpoint's
-            sizes[part.space] = config.max_running * per_request + points * windows[part.space]
+            sizes[part.space] = (2 * config.max_running + points) * windows[part.space]
     return sizes
 
 
@@ -114,24 +115,29 @@ def pages_that_fit(
     """
     if config.num_pages:
         return config.num_pages
-    fmt = cache_format(config, dtype=dtype)
-    most = config.max_running * -(-context_len(config, model) // config.page_size)
     if config.kv_memory == "auto":
-        memory = _free_bytes(ctx.device, ranks_on_node)
+        memory = auto_bytes(ctx.device, ranks_on_node)
+        most = config.max_running * -(-context_len(config, model) // config.page_size)
     else:
         memory, most = parse_bytes("kv_memory", config.kv_memory), _MOST_PAGES
+    pages = min(pages_within(config, model, ctx=ctx, dtype=dtype, memory=memory), most)
+    if pages < 1:
+        least = pool_bytes(config, model, num_pages=1, fmt=cache_format(config, dtype=dtype), ctx=ctx)
+        raise ConfigError(
+            f"kv_memory={config.kv_memory} holds no page; one, with what {config.max_running} running requests need "
+            f"beside it, takes {least} bytes on each rank; raise kv_memory, or lower max_running or restore_points"
+        )
+    return pages
+
+
+def pages_within(config: Config, model: ModelConfig, *, ctx: ParallelContext, dtype: torch.dtype, memory: int) -> int:
+    """Pages of the sequence for which `memory` bytes of a rank suffice; 0 if not even for one."""
+    fmt = cache_format(config, dtype=dtype)
 
     def is_too_much(num_pages: int) -> bool:
         return pool_bytes(config, model, num_pages=num_pages, fmt=fmt, ctx=ctx) > memory
 
-    pages = bisect.bisect_left(range(most + 1), True, lo=1, key=is_too_much) - 1
-    if pages < 1:
-        least = pool_bytes(config, model, num_pages=1, fmt=fmt, ctx=ctx)
-        raise ConfigError(
-            f"kv_memory={config.kv_memory} holds no page; one, with what {config.max_running} running requests need "
-            f"beside it, takes {least} bytes on each rank; raise kv_memory or lower max_running"
-        )
-    return pages
+    return bisect.bisect_left(range(_MOST_PAGES), True, lo=1, key=is_too_much) - 1
 
 
 def pool_bytes(config: Config, model: ModelConfig, *, num_pages: int, fmt: CacheFormat, ctx: ParallelContext) -> int:
@@ -158,7 +164,8 @@ def context_len(config: Config, model: ModelConfig) -> int:
     return config.max_model_len or model.max_position_embeddings
 
 
-def _free_bytes(device: torch.device, ranks_on_node: int) -> int:
+def auto_bytes(device: torch.device, ranks_on_node: int) -> int:
+    """What "auto" takes of a rank's memory that is free now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _CUDA_SHARE)

@@ -255,7 +255,9 @@ class Scheduler:
     def _chunk_len(self, request: Request, batch: Batch) -> int:
         """Tokens of a request's next row."""
         count = min(request.remaining, batch.budget, _MAX_SCORED_TOKENS if request.is_scored else request.remaining)
-        return count if count == 1 else min(count, self._cuts.next(request) - request.num_computed)
+        return (
+            count if count == 1 else self._cuts.end(request, reach=request.num_computed + count) - request.num_computed
+        )
 
     def _row(self, request: Request, count: int, room: Room) -> Row:
         start = request.num_computed
@@ -366,7 +368,7 @@ class Scheduler:
         if request.num_admissions == 0:
             request.cached_len, request.cut_by = request.num_computed, holding.handle.cut_by
         request.num_admissions += 1
-        request.cuts = self._cuts.plan(request)
+        request.cuts, request.num_planned = self._cuts.plan(request), request.num_computed
         self._running.append(request)
         for other in self._waiting.peek(_MAX_SET_ASIDE):
             self._cuts.ask(other, [request])

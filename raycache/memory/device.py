@@ -122,6 +122,6 @@ class DevicePool:
             }
         except (MemoryError, RuntimeError) as cause:
             raise ConfigError(
-                f"no memory on {ctx.device} of rank {ctx.rank} for {lead[0]} units of cache {component.name!r}; "
-                "use a smaller --kv-memory or --num-pages"
+                f"no memory on {ctx.device} of rank {ctx.rank} for {lead[0]} pages or slots of cache "
+                f"{component.name!r}; use a smaller --kv-memory, --num-pages, --max-running or --restore-points"
             ) from cause

@@ -110,7 +110,7 @@ def serve(connection: Connection, invitation: Invitation) -> None:
     while True:
         try:
             order = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):  # whoever gave the orders has ended
             return
         try:
             answer = bench.follow(order)

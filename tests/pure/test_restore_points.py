@@ -10,6 +10,7 @@ import pytest
 from raycache.cache.sequences import Holding, SequenceCache, SpaceSizes
 from raycache.cache.tree import RadixTree
 from raycache.engine.engine import Engine
+from raycache.memory.component import window_pages
 from raycache.memory.pages import SharedAllocator
 from raycache.types import GenerateRequest, RequestOutput
 from tests.oracle.twin import continuation
@@ -90,7 +91,7 @@ def test_the_second_prompt_of_a_branch_leaves_the_point_that_the_third_one_hits(
     shared = prompt_of(0, 50)[:29]
     ask(engine, prompt_of(0, 50))
     second = ask(engine, shared + prompt_of(1, 20))
-    assert (second.cached_tokens, second.cut_by) == (0, "state" if kind == "state" else "window")
+    assert (second.cached_tokens, second.cut_by) == (0, "window+state" if kind == "both" else kind)
     third = ask(engine, shared + prompt_of(2, 20))
     assert (third.cached_tokens, third.cut_by) == (28, "")
 
@@ -135,6 +136,70 @@ def test_a_lost_point_falls_back_to_the_one_before_and_is_named() -> None:
     assert cache.evict("state")
     assert reusable(cache, [*range(20), 1]) == (20, "")
     assert reusable(cache, range(20)) == (8, "state")
+
+
+def test_what_was_taken_to_make_room_is_named_among_several() -> None:
+    cache = small_cache(window=5)
+    compute(cache, range(20), points=[16])
+    while cache.evict("state"):
+        pass
+    assert reusable(cache, range(20)) == (0, "state")
+
+
+def test_a_checkpoint_that_the_prefix_has_left_behind_is_not_kept() -> None:
+    cache = small_cache()
+    holding = cache.begin(packed(range(20)), is_matched=True, now=1)
+    for start, stop in ((0, 8), (8, 14)):
+        assert cache.make_room(holding, start, stop) is not None
+        cache.advance(holding, packed(range(20)), stop, is_kept=True, is_point=False, now=1)
+    cache.end(holding)
+    assert reusable(cache, range(20))[0] == 0
+    cache.check([])
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(1, 9), (4, 5), (4, 9), (16, 128), (64, 512), (64, 5)])
+def test_a_running_sequence_never_holds_more_than_it_is_guaranteed(page_size: int, window: int) -> None:
+    random = np.random.default_rng(page_size + window)
+    for _ in range(30):
+        cache = SequenceCache(SpaceSizes(4096, page_size, {"window": (window, 4096)}, {"state": 4096}), is_kept=True)
+        length = 8 * window + 5 * page_size
+        tokens = packed(range(length))
+        holding = cache.begin(tokens, is_matched=True, now=1)
+        start = 0
+        while start < length:
+            stop = min(
+                length, start + int(random.choice([1, 2, page_size, page_size + 1, random.integers(1, 3 * window)]))
+            )
+            assert cache.make_room(holding, start, stop) is not None
+            kept = {} if holding.checkpoint is None else holding.checkpoint[1]
+            assert len({*holding.windows["window"].held, *kept.get("window", ())}) <= 2 * window_pages(
+                window, page_size
+            )
+            assert len({holding.state, holding.next_state, *kept.get("state", ())} - {-1}) <= 2
+            cache.advance(holding, tokens, stop, is_kept=True, is_point=bool(random.random() < 0.1), now=1)
+            start = stop
+        cache.end(holding)
+        cache.check([])
+
+
+def test_evicting_many_points_does_not_let_the_tree_grow() -> None:
+    cache = small_cache(num_pages=64, states=4)
+    for i in range(300):
+        compute(cache, [i] * 9, points=[8])
+    assert len(cache._tree._heap) < 4 * 64
+
+
+def test_an_interval_is_rounded_up_to_pages_and_bounds_chunks() -> None:
+    engine, executor = make_engine(has_state=True, interval=14, max_step_tokens=64)
+    ask(engine, prompt_of(0, 50), max_tokens=1)
+    assert [row.num_tokens for plan in executor.plans for row in plan.rows] == [16, 16, 16, 2]
+    assert engine.stats().restore_points == 3
+
+
+def test_chunks_that_the_budget_cuts_end_on_a_page() -> None:
+    engine, executor = make_engine(has_state=True, max_step_tokens=11)
+    ask(engine, prompt_of(0, 30), max_tokens=1)
+    assert [row.num_tokens for plan in executor.plans for row in plan.rows] == [8, 8, 8, 4, 2]
 
 
 def test_a_state_is_handed_over_and_not_copied() -> None:

@@ -77,7 +77,7 @@ def make_sizes(
     return SpaceSizes(
         num_pages=num_pages,
         page_size=page_size,
-        windows={"window": (window, max_running * (2 * pages + 1) + points * pages)} if window else {},
+        windows={"window": (window, (2 * max_running + points) * pages)} if window else {},
         states={"state": 2 * max_running + points} if has_state else {},
     )
 
@@ -134,9 +134,9 @@ class Service(RuleBasedStateMachine):
     """Requests come, go and are lost in any order, on a pool that is always too small."""
 
     @initialize(
-        page_size=st.sampled_from([1, 2, 4]),
+        page_size=st.sampled_from([1, 2, 3, 4]),
         num_pages=st.integers(3, 14),
-        max_step_tokens=st.sampled_from([1, 2, 5, 16]),
+        max_step_tokens=st.sampled_from([1, 2, 3, 5, 7, 16]),
         max_running=st.integers(1, 5),
         depth=st.sampled_from([1, 1, 3]),
         prefix_cache=st.sampled_from([True, True, False]),

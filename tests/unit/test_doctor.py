@@ -15,6 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from launch.cli import main
 from launch.doctor import examine, run
 from launch.finding import Finding, Verdict
+from raycache.config import Config
+from raycache.engine.build import check_model
+from raycache.errors import ConfigError
+from tests.oracle import tiny_tokenizers
+from tests.oracle.families import make_family
 from tests.oracle.tiny import make_tiny
 
 KIB = 2**10
@@ -92,6 +97,19 @@ def test_settings_that_only_together_do_not_work_are_refused_once(tiny: Path) ->
     found = list(examine({"model": str(tiny), "device": "cpu", "port": 0, "cp": 6, "page_size": 32}))
     assert [one.subject for one in found if one.verdict is Verdict.REFUSED] == ["settings"]
     assert not refused(examined(tiny, cp=3, page_size=96))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "kimi_linear"])
+def test_a_hybrid_that_can_be_served_is_refused_nowhere(family: str, tmp_path: Path) -> None:
+    folder = tiny_tokenizers.byte_level(make_family(tmp_path / family, family))
+    found = examined(folder, tp=2, cp=2)
+    assert refused(found) == set()
+    assert "num_attention_heads" in found["tensor split"].text
+
+
+def test_an_fp8_cache_is_refused_where_there_are_no_latents(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_dtype=fp8 is for latents"):
+        check_model(Config(model=str(tiny), kv_dtype="fp8"))
 
 
 def test_an_unknown_setting_is_refused_and_the_rest_is_examined(tiny: Path) -> None:
