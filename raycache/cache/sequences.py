@@ -85,6 +85,9 @@ class Room:
     write_state: int = -1
 
 
+_NO_ROOM_NEEDED = Room({})
+
+
 @dataclass(slots=True, eq=False)
 class Holding:
     """What one running sequence holds.
@@ -178,7 +181,10 @@ class SequenceCache:
 
         What others could reuse is evicted for it.
         """
-        needed = {FULL: -(-stop // self.page_size) - len(holding.pages)}
+        missing = -(-stop // self.page_size) - len(holding.pages)
+        if missing <= 0 and not self._shared:
+            return _NO_ROOM_NEEDED  # nearly every decode step of a dense model
+        needed = {FULL: missing}
         skipped = {}
         for space, window in self._windows.items():
             held = holding.windows[space]
@@ -205,6 +211,8 @@ class SequenceCache:
             is_point: whether this should become a restore point.
             now: step number.
         """
+        if not self._shared and num_computed - holding.handle.length < self.page_size:
+            return  # no whole page more
         if holding.next_state >= 0:
             if holding.state not in (-1, holding.next_state):
                 self._shared[self._state_space].release([holding.state])

@@ -144,12 +144,7 @@ def deepseek_components(config: DeepseekConfig, fmt: CacheFormat) -> tuple[Compo
 
 def deepseek_head_counts(config: DeepseekConfig) -> tuple[HeadCount, ...]:
     """What tp divides; not the heads of indexers, which every rank has whole."""
-    counts = [config.attention.head_count]
-    if config.mlp_layers:
-        counts.append(HeadCount("intermediate_size", config.intermediate_size))
-    if len(config.mlp_layers) < config.num_layers:
-        counts.append(HeadCount("moe_intermediate_size", config.experts.inner))
-    return tuple(counts)
+    return (config.attention.head_count,)
 
 
 def load_deepseek(

@@ -102,13 +102,8 @@ def dense_components(config: DenseConfig, fmt: CacheFormat) -> tuple[Component, 
     return (kv("kv", range(config.num_layers), heads=config.num_kv_heads, dim=config.head_dim, fmt=fmt),)
 
 
-def dense_head_counts(config: DenseConfig) -> tuple[HeadCount, ...]:
-    """What tp divides."""
-    return (*attention_head_counts(config), HeadCount("intermediate_size", config.intermediate_size))
-
-
 def attention_head_counts(config: DenseConfig) -> tuple[HeadCount, ...]:
-    """What tp divides of the attention."""
+    """What tp divides; inner features of feed-forward parts need not be even."""
     return (
         HeadCount("num_attention_heads", config.num_heads),
         HeadCount("num_key_value_heads", config.num_kv_heads, is_shared=True),

@@ -108,7 +108,7 @@ def gated_hybrid_components(config: GatedHybridConfig, fmt: CacheFormat) -> tupl
 
 
 def gated_hybrid_head_counts(config: GatedHybridConfig) -> tuple[HeadCount, ...]:
-    """What tp and cp divide, but for the feed-forward parts."""
+    """What tp and cp divide."""
     return (
         HeadCount("num_attention_heads", config.num_heads),
         HeadCount("num_key_value_heads", config.num_kv_heads, is_shared=True),

@@ -13,7 +13,7 @@ from raycache.layers.rope import RopeConfig, Rotary
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.config import ConfigFile, read_rope
 from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
-from raycache.models.dense import dense_head_counts, load_attention, read_dense_config
+from raycache.models.dense import attention_head_counts, load_attention, read_dense_config
 from raycache.models.feed_forward import load_feed_forward
 from raycache.models.weights import ShardedWeights
 from raycache.models.windows import FULL_ATTENTION, SLIDING_ATTENTION, WindowConfig, read_windowed, window_components
@@ -68,7 +68,7 @@ class Gemma3Text:
         return window_components(config, fmt)
 
     def head_counts(self, config: Gemma3Config) -> tuple[HeadCount, ...]:
-        return dense_head_counts(config)
+        return attention_head_counts(config)
 
     def load(
         self, config: Gemma3Config, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress

@@ -71,7 +71,7 @@ class GptOss:
         return window_components(config, fmt)
 
     def head_counts(self, config: GptOssConfig) -> tuple[HeadCount, ...]:
-        return (*attention_head_counts(config), HeadCount("intermediate_size", config.experts.inner))
+        return attention_head_counts(config)
 
     def load(
         self, config: GptOssConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress

@@ -113,13 +113,11 @@ class GraniteMoeHybrid:
         return (*found, mamba2_component(config.mamba, mamba, fmt)) if mamba else tuple(found)
 
     def head_counts(self, config: GraniteConfig) -> tuple[HeadCount, ...]:
-        counts = [HeadCount("shared_intermediate_size", config.intermediate_size)]
+        counts: list[HeadCount] = []
         if config.attention_layers:
             counts += attention_head_counts(config)
         if config.mamba_layers:
             counts += mamba2_head_counts(config.mamba, heads_key="mamba_n_heads", groups_key="mamba_n_groups")
-        if config.experts is not None:
-            counts.append(HeadCount("intermediate_size", config.experts.inner))
         return tuple(counts)
 
     def load(

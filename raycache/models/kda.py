@@ -136,12 +136,8 @@ def kda_hybrid_components(config: KdaHybridConfig, fmt: CacheFormat) -> tuple[Co
 
 def kda_hybrid_head_counts(config: KdaHybridConfig, *, heads_key: str) -> tuple[HeadCount, ...]:
     """What tp and cp divide; `heads_key` of config.json counts the heads of KDA."""
-    counts = [config.attention.head_count, HeadCount("moe_intermediate_size", config.experts.inner)]
-    if config.kinds.linear:
-        counts.append(HeadCount(heads_key, config.kda.num_heads, over_cp=True))
-    if config.mlp_layers:
-        counts.append(HeadCount("intermediate_size", config.intermediate_size))
-    return tuple(counts)
+    counts = (config.attention.head_count,)
+    return (*counts, HeadCount(heads_key, config.kda.num_heads, over_cp=True)) if config.kinds.linear else counts
 
 
 def load_kda_hybrid(

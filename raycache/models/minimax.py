@@ -128,7 +128,6 @@ class MiniMax:
         return (
             HeadCount("num_attention_heads", config.num_heads, over_cp=bool(config.kinds.linear)),
             HeadCount("num_key_value_heads", config.num_kv_heads, is_shared=True),
-            HeadCount("intermediate_size", config.experts.inner),
         )
 
     def load(

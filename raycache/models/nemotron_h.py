@@ -127,11 +127,6 @@ class NemotronH:
             counts += attention_head_counts(config)
         if "M" in config.kinds:
             counts += mamba2_head_counts(config.mamba, heads_key="mamba_num_heads", groups_key="n_groups")
-        if "-" in config.kinds:
-            counts.append(HeadCount("intermediate_size", config.intermediate_size))
-        if config.experts is not None:
-            counts.append(HeadCount("moe_intermediate_size", config.experts.inner))
-            counts.append(HeadCount("moe_shared_expert_intermediate_size", config.experts.shared_inner))
         return tuple(counts)
 
     def load(

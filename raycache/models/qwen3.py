@@ -8,7 +8,7 @@ from raycache.errors import CheckpointError
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.config import ConfigFile
 from raycache.models.decoder import Decoder, Progress
-from raycache.models.dense import DenseConfig, dense_components, dense_head_counts, load_dense, read_dense_config
+from raycache.models.dense import DenseConfig, attention_head_counts, dense_components, load_dense, read_dense_config
 from raycache.models.weights import ShardedWeights
 from raycache.parallel.sharding import HeadCount
 
@@ -35,7 +35,7 @@ class Qwen3:
         return dense_components(config, fmt)
 
     def head_counts(self, config: DenseConfig) -> tuple[HeadCount, ...]:
-        return dense_head_counts(config)
+        return attention_head_counts(config)
 
     def load(
         self, config: DenseConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress

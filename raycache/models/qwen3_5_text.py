@@ -49,7 +49,7 @@ class Qwen35Text:
         return gated_hybrid_components(config, fmt)
 
     def head_counts(self, config: Qwen35Config) -> tuple[HeadCount, ...]:
-        return (*gated_hybrid_head_counts(config), HeadCount("intermediate_size", config.intermediate_size))
+        return gated_hybrid_head_counts(config)
 
     def load(
         self, config: Qwen35Config, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress

@@ -65,10 +65,7 @@ class Qwen3Moe:
         return dense_components(config, fmt)
 
     def head_counts(self, config: Qwen3MoeConfig) -> tuple[HeadCount, ...]:
-        inner = [HeadCount("moe_intermediate_size", config.experts.inner)]
-        if config.dense_layers:
-            inner.append(HeadCount("intermediate_size", config.intermediate_size))
-        return (*attention_head_counts(config), *inner)
+        return attention_head_counts(config)
 
     def load(
         self, config: Qwen3MoeConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress

@@ -67,12 +67,7 @@ class Qwen3Next:
         return gated_hybrid_components(config, fmt)
 
     def head_counts(self, config: Qwen3NextConfig) -> tuple[HeadCount, ...]:
-        return (
-            *gated_hybrid_head_counts(config),
-            HeadCount("moe_intermediate_size", config.experts.inner),
-            HeadCount("shared_expert_intermediate_size", config.experts.shared_inner),
-            *([HeadCount("intermediate_size", config.intermediate_size)] if config.dense_layers else []),
-        )
+        return gated_hybrid_head_counts(config)
 
     def load(
         self, config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from raycache.errors import CheckpointError, ConfigError
+from raycache.errors import CheckpointError
 from raycache.memory.component import CacheFormat, Reuse
-from raycache.models.base import check_split, check_weights, components, read_config
+from raycache.models.base import check_weights, components, read_config
 from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.sharding import Split
 from tests.oracle.families import WINDOW, make_family
@@ -114,20 +114,29 @@ def test_layers_that_are_all_alike_have_one_component(tiny: Callable[[str], Path
     assert (only.name, only.layers) == (name, (0, 1, 2, 3))
 
 
-def test_a_split_that_does_not_divide_the_experts_is_refused(tiny: Callable[[str], Path]) -> None:
-    config: Any = read_config(tiny("qwen3_moe"))
-    odd = replace(config, name="odd", experts=replace(config.experts, inner=30))
-    check_split(odd, Split(tp=2))
-    with pytest.raises(ConfigError, match=r"tp=4 does not divide moe_intermediate_size=30 of odd; use one of \[1, 2\]"):
-        check_split(odd, Split(tp=4))
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
+GRANITE = {"hidden_size": 96, "mamba_d_head": 24, "layer_types": ["full_attention"] * 4}
 
 
-def test_the_plain_mlp_counts_only_where_a_layer_has_one(tiny: Callable[[str], Path]) -> None:
-    config = replace(read_config(tiny("qwen3_moe")), intermediate_size=9)  # type: ignore[call-arg]
-    check_split(config, Split(tp=2))
-    mixed = replace(read_config(tiny("qwen3_moe-dense-layers")), intermediate_size=9)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="does not divide intermediate_size=9"):
-        check_split(mixed, Split(tp=2))
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3_moe", {**SIX_HEADS, "mlp_only_layers": [1], "intermediate_size": 64}),
+        ("gpt_oss", SIX_HEADS),
+        ("deepseek_v3", {"num_attention_heads": 6, "num_key_value_heads": 6}),  # with a shared expert
+        ("granitemoehybrid", {**SIX_HEADS, **GRANITE, "shared_intermediate_size": 7, "num_local_experts": 0}),
+        ("granitemoehybrid", {**SIX_HEADS, **GRANITE}),  # all experts in one tensor
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("inner", [32, 2])
+def test_inner_features_need_not_be_even(tmp_path: Path, name: str, settings: dict[str, Any], inner: int) -> None:
+    """Of 32 inner features, three ranks take 11, 11 and 10; of two, the last takes none."""
+    key = {"gpt_oss": "intermediate_size", "granitemoehybrid": "intermediate_size"}.get(name, "moe_intermediate_size")
+    model_dir = make_family(tmp_path, name, **settings, **{key: inner})
+    oracle = golden(model_dir, [IDS[:40]])
+    (ours,) = gang_logits(model_dir, [IDS[:40]], [[(0, 0, 40)]], split=Split(tp=3))
+    assert np.abs(ours - oracle.logits[0]).max() < oracle.atol
 
 
 # Configs as others write them ---------------------------------------------------------------------------------------

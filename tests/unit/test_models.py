@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-all-heads-keep-kv": ("llama", {"num_key_value_heads": 8}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "llama-head-wider-than-hidden": ("llama", {"head_dim": 32}),
+    "llama-nine-heads": (
+        "llama",
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 100},
+    ),
     "qwen3": ("qwen3", {}),
     "qwen3-tied-yarn": ("qwen3", {"tie_word_embeddings": True, "rope_parameters": ROPES["yarn"]}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
@@ -132,8 +137,13 @@ def on_threads(size: int, run: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("tp", [2, 4, 8])
-@pytest.mark.parametrize("variant", ["llama-biases", "llama-tied", "llama-one-kv-head", "qwen3-tied-yarn"])
+@pytest.mark.parametrize(
+    ("variant", "tp"),
+    [
+        *product(["llama-biases", "llama-tied", "llama-one-kv-head", "qwen3-tied-yarn"], [2, 4, 8]),
+        *product(["llama-nine-heads"], [3, 9]),  # whose MLPs have 100 inner features
+    ],
+)
 def test_any_tp_gives_the_same_logits_on_every_rank(tiny: Callable[[str], Path], variant: str, tp: int) -> None:
     model_dir = tiny(variant)
     whole = logits(model_dir, IDS, ParallelContext.single(CPU))
@@ -190,12 +200,10 @@ def test_the_component_is_keys_and_values_of_every_layer(tiny: Callable[[str], P
 def test_a_split_is_refused_with_the_values_that_meet_every_condition(tiny: Callable[[str], Path]) -> None:
     config = read_config(tiny("qwen3"))
     smollm = dataclasses.replace(config, name="smol", num_heads=9, num_kv_heads=3, intermediate_size=1536)
-    for tp in (1, 3):
+    for tp in (1, 3, 9):
         check_split(smollm, Split(tp=tp, pp=4))
-    with pytest.raises(ConfigError, match=r"^tp=2 does not divide num_attention_heads=9 of smol; use one of \[1, 3\]$"):
+    with pytest.raises(ConfigError, match=r"^tp=2 does not divide num_attention_heads=9 of smol; use one of \[1, 3, 9\]$"):
         check_split(smollm, Split(tp=2))
-    with pytest.raises(ConfigError, match=r"tp=9 does not divide intermediate_size=1536 .* one of \[1, 3\]"):
-        check_split(smollm, Split(tp=9))
     twelve = dataclasses.replace(smollm, num_heads=12, num_kv_heads=6)
     with pytest.raises(ConfigError, match=r"tp=4 neither divides nor .* num_key_value_heads=6 .* \[1, 2, 3, 6, 12\]"):
         check_split(twelve, Split(tp=4))
