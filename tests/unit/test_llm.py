@@ -363,3 +363,15 @@ def test_an_interrupted_call_does_not_spoil_the_next(
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert tokens_of(llm, prompts) == expected
+
+
+def test_a_hybrid_says_which_component_cut_its_hit() -> None:
+    document = "".join(chr(33 + (7 * i + i * i) % 90) for i in range(100))
+    with load(Path("demos/hybrids/mamba2_gqa"), page_size=16, num_pages=64) as llm:
+        cut = [
+            (one.cached_tokens, one.cut_by)
+            for question in ("aaa" * 20, "bbb" * 20, "ccc" * 20)
+            for one in llm.generate([document + question], GREEDY)
+        ]
+        llm.check()
+    assert cut == [(0, ""), (0, "state"), (96, "")]
