@@ -76,7 +76,7 @@ def _splits(config: Config, model: ModelConfig) -> Iterator[Finding]:
     def tensor() -> str:
         check_split(model, Split(tp=config.tp, cp=config.cp))
         counts = ", ".join(f"{count.name} {count.count}" for count in head_counts(model))
-        return f"tp={config.tp}, cp={config.cp} divide {counts}"
+        return f"tp={config.tp}, cp={config.cp} suit {counts}"
 
     def pipeline() -> str:
         check_split(model, Split(pp=config.pp))
@@ -116,6 +116,9 @@ def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
     yield Finding("weights per rank", Verdict.OK, f"about {human_bytes(plan.weight_bytes)}")
     per_token = human_bytes(plan.page_bytes / plan.page_size)
     yield Finding("cache per rank", Verdict.OK, f"{per_token} per token, {human_bytes(plan.page_bytes)} per page")
+    for space, (count, size) in plan.slots.items():
+        text = f"{count} of {human_bytes(size)}: for {config.max_running} running requests, and for restore points"
+        yield Finding(f"{space} cache", Verdict.OK, text)
     if plan.num_pages == 0:
         yield Finding("cache", Verdict.REFUSED, f"no page fits beside the weights: {need}; split further")
         return

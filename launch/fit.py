@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -15,6 +17,7 @@ from raycache.engine.memory_plan import (
     pages_that_fit,
     pages_within,
     pool_bytes,
+    pool_sizes,
     resolve_dtype,
 )
 from raycache.memory.component import FULL
@@ -36,6 +39,7 @@ class MemoryPlan:
         weight_bytes: about; what a rank does not split (norms, and the embedding over pp) is not counted twice.
         page_bytes: one page of the sequence on this rank, without what restore points need.
         cache_bytes: all pools of this rank.
+        slots: window and state spaces -> (pages or slots, bytes of one) on this rank.
         num_pages: pages that every rank can hold.
         page_size: tokens per page.
         free_bytes: memory of the device now, divided among the ranks that share it.
@@ -44,6 +48,7 @@ class MemoryPlan:
     weight_bytes: int
     page_bytes: int
     cache_bytes: int
+    slots: Mapping[str, tuple[int, int]]
     num_pages: int
     page_size: int
     free_bytes: int
@@ -94,14 +99,14 @@ def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -
         # "auto" is a share of what is free once the weights are loaded, which they are not yet.
         memory = int(auto_bytes(torch.device(where), sharing) * max(0.0, 1 - weights / free))
         pages = min(pages, pages_within(config, model, ctx=fullest, dtype=dtype, memory=memory))
-    page = sum(
-        unit_bytes(
+    sizes = pool_sizes(config, model, num_pages=pages, fmt=fmt)
+    units: Counter[str] = Counter()
+    for part in components(model, fmt):
+        units[part.space] += unit_bytes(
             part, num_layers=model.num_layers, page_size=config.page_size, split=fullest.split, at=fullest.coords
         )
-        for part in components(model, fmt)
-        if part.space == FULL
-    )
-    return MemoryPlan(weights, page, cache_bytes(fullest, pages), pages, config.page_size, free)
+    slots = {space: (sizes[space], size) for space, size in units.items() if space != FULL}
+    return MemoryPlan(weights, units[FULL], cache_bytes(fullest, pages), slots, pages, config.page_size, free)
 
 
 def _contexts(config: Config, *, where: str) -> list[ParallelContext]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -122,12 +123,22 @@ def pages_that_fit(
         memory, most = parse_bytes("kv_memory", config.kv_memory), _MOST_PAGES
     pages = min(pages_within(config, model, ctx=ctx, dtype=dtype, memory=memory), most)
     if pages < 1:
-        least = pool_bytes(config, model, num_pages=1, fmt=cache_format(config, dtype=dtype), ctx=ctx)
-        raise ConfigError(
-            f"kv_memory={config.kv_memory} holds no page; one, with what {config.max_running} running requests need "
-            f"beside it, takes {least} bytes on each rank; raise kv_memory, or lower max_running or restore_points"
-        )
+        raise ConfigError(_why_no_page(config, model, fmt=cache_format(config, dtype=dtype), ctx=ctx, memory=memory))
     return pages
+
+
+def _why_no_page(config: Config, model: ModelConfig, *, fmt: CacheFormat, ctx: ParallelContext, memory: int) -> str:
+    def least(max_running: int) -> int:
+        return pool_bytes(replace(config, max_running=max_running), model, num_pages=1, fmt=fmt, ctx=ctx)
+
+    text = (
+        f"kv_memory={config.kv_memory}, {memory} bytes on this rank, holds no page; one, with what "
+        f"max_running={config.max_running} requests are guaranteed beside it, takes {least(config.max_running)}; "
+        "raise kv_memory"
+    )
+    # With half of the memory for pages and restore points.
+    fitting = bisect.bisect_right(range(1, config.max_running), memory // 2, key=least)
+    return f"{text}, or use max_running={fitting}" if fitting else text
 
 
 def pages_within(config: Config, model: ModelConfig, *, ctx: ParallelContext, dtype: torch.dtype, memory: int) -> int:
