@@ -37,11 +37,6 @@ class Chunk:
     local: slice
     runs: tuple[range, ...]
 
-    @property
-    def num_tokens(self) -> int:
-        """New tokens, of all cp ranks."""
-        return int(self.tokens.stop - self.tokens.start)
-
     def local_runs(self) -> Iterator[tuple[slice, range]]:
         """This rank's runs, with where each lies among the rank's T_local tokens."""
         place = self.local.start

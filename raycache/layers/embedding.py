@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from raycache.layers.precision import precise
 
 if TYPE_CHECKING:
     from raycache.parallel.collectives import Group
@@ -56,10 +57,6 @@ class VocabHead:
         """[N, C] -> [N, V] on every rank, in float32, or float64 if that is the weights'."""
         own = F.linear(hidden, self.weight)
         if self._group.size == 1:
-            return _precise(own)
+            return precise(own)
         parts = self._group.all_gather(own)  # [tp, N, R]
-        return _precise(parts.transpose(0, 1).flatten(1)[:, : self._vocab_size])
-
-
-def _precise(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+        return precise(parts.transpose(0, 1).flatten(1)[:, : self._vocab_size])

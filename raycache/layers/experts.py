@@ -19,6 +19,7 @@ from torch import Tensor
 from raycache.layers.activation import Activation
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear
+from raycache.layers.precision import precise_dtype
 from raycache.layers.router import Router
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Experts:
         order = ids.flatten().argsort(stable=True)  # pairs of token and expert, by expert
         tokens, shares = order // ids.shape[1], weights.flatten()[order, None]
         counts = ids.flatten().bincount(minlength=self.held.stop).tolist()
-        total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        total = torch.zeros_like(x, dtype=precise_dtype(x.dtype))
         stop = sum(counts[: self.held.start])
         for row, expert in enumerate(self.held):
             start, stop = stop, stop + counts[expert]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from raycache.attention.base import LatentProjection
@@ -21,6 +20,7 @@ from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.indexer import Selector
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.norm import RMSNorm
+from raycache.layers.precision import precise
 from raycache.layers.rope import Rotary
 
 # Shapes in this file: T packed tokens of this rank, C hidden size, H heads of this tp rank, Q rank of queries, R of
@@ -102,7 +102,7 @@ class LatentAttention:
             selection=None if self._selector is None else self._selector(x, source, run),
         )
         if self._inputs.gate is not None:
-            gate = self._inputs.gate(x).to(torch.promote_types(x.dtype, torch.float32)).sigmoid()
+            gate = precise(self._inputs.gate(x)).sigmoid()
             out = out * gate.to(x.dtype)[..., None]
         return self._out(out.flatten(1))
 

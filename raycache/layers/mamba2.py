@@ -28,6 +28,7 @@ from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.layers.precision import precise
 
 if TYPE_CHECKING:
     from raycache.attention.base import AttentionStep
@@ -116,8 +117,7 @@ class GatedGroupNorm:
 
     def __call__(self, y: Tensor, z: Tensor) -> Tensor:
         """[T, F], [T, F] -> new [T, F] in the dtype of z."""
-        dtype = torch.promote_types(z.dtype, torch.float32)
-        gated = F.silu(z.to(dtype)) * y
+        gated = F.silu(precise(z)) * y
         if self._is_split:
             normed = gated * torch.rsqrt(self._sum_of_squares(gated) / self._size + self._eps)
         else:

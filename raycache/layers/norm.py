@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from raycache.layers.precision import precise
 
 
 class RMSNorm:
@@ -35,7 +36,7 @@ class CenteredNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        self.weight = 1 + precise(weight)
         self._shape = (weight.shape[0],)
         self._eps = eps
 
@@ -49,7 +50,7 @@ class HeadNorm:
     One weight row per head lets query and key heads, whose weights differ, be normalised at once.
 
     Args:
-        weight: [H, D].
+        weight: [H, D]; all is computed in its dtype.
         eps: keeps zeros finite.
     """
 
@@ -59,4 +60,4 @@ class HeadNorm:
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._shape, None, self._eps).mul_(self.weight)
+        return F.rms_norm(x.to(self.weight.dtype), self._shape, None, self._eps).mul_(self.weight).to(x.dtype)

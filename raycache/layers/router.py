@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raycache.layers.precision import precise
+
 # Shapes in this file: T tokens, C hidden size, E experts, k of them per token, G groups of E / G neighbours.
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -40,7 +42,7 @@ class SoftmaxRouter:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `Router`."""
-        logits = _at_least_float32(F.linear(x.to(self._weight.dtype), self._weight, self._bias))
+        logits = precise(F.linear(x.to(self._weight.dtype), self._weight, self._bias))
         weights, ids = logits.softmax(dim=-1).topk(self._top_k, dim=-1)
         return (weights / weights.sum(dim=-1, keepdim=True) if self._renormalise else weights), ids
 
@@ -71,7 +73,7 @@ class SigmoidRouter:
         renormalise: bool,
         scale: float,
     ) -> None:
-        self._weight = _at_least_float32(weight)
+        self._weight = precise(weight)
         self._correction = correction.to(self._weight.dtype)
         self._top_k = top_k
         self._num_groups = num_groups
@@ -97,7 +99,3 @@ class SigmoidRouter:
         best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(self._top_groups, dim=-1).indices
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(is_out[..., None], float("-inf")).flatten(1)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -29,6 +29,9 @@ from raycache.parallel.sharding import HeadCount, even_range
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext
 
+LIGHTNING = "BailingMoeV2_5ForCausalLM"
+"""An earlier architecture under the same model_type."""
+
 OUT = "dense"
 """Name of the output projection of both kinds of attention."""
 
@@ -39,13 +42,15 @@ class BailingHybrid:
     model_type = "bailing_hybrid"
 
     def read_config(self, file: ConfigFile) -> KdaHybridConfig:
-        """KDA has as many heads as the attention; queries of low rank are refused."""
-        file.require("attention_bias", False)
-        if file.raw("q_lora_rank") is not None:
-            raise CheckpointError(f"{file.path} has a q_lora_rank, which is not supported for bailing_hybrid")
-        file = file.having(max_position_embeddings=file.integer("model_max_length", 262144))
+        """KDA has as many heads as the attention; lightning attention, which Ling 2.5 has, is refused."""
+        if file.raw("architectures") == [LIGHTNING]:
+            raise CheckpointError(f"{file.path} is of {LIGHTNING}, whose lightning attention is not supported")
+        for key, served in {"attention_bias": False, "rope_interleave": True}.items():
+            file.require(key, served)
+        max_position = file.integer("model_max_length", file.integer("max_position_embeddings", 262144))
+        file = file.having(max_position_embeddings=max_position)
         interval = file.integer("layer_group_size", 6)
-        rope = read_rope(file.having(rope_theta=file.number("rope_theta", 6e6)))
+        rope = read_rope(file, theta=6e6)
         kda = KdaConfig(
             num_heads=file.integer("linear_num_heads", file.integer("num_attention_heads")),
             # transformers writes `linear_head_dim`, and another number as `head_dim`.

@@ -163,7 +163,13 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> None:
     ignored = [re.compile(pattern) for pattern in (*_ALWAYS_IGNORED, *config.ignored_tensors)]
     if config.tie_word_embeddings:
         ignored.append(re.compile(r"^lm_head\.weight$"))
-    surplus = [name for name in wanted.unread() if not any(pattern.search(name) for pattern in ignored)]
+    unread = wanted.unread()
+    drafts = _draft_layers(config, unread)
+    surplus = [
+        name
+        for name in unread
+        if _layer_number(name) not in drafts and not any(pattern.search(name) for pattern in ignored)
+    ]
     if surplus:
         raise CheckpointError(
             f"{checkpoint.model_dir} has {len(surplus)} tensors that a {config.model_type} with this config.json does "
@@ -174,6 +180,21 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 _ALWAYS_IGNORED = (r"\.rotary_emb\.inv_freq$",)
 """Tensors that follow from the config, and that old checkpoints carry along."""
+
+_DRAFT_ONLY = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\b")
+"""Tensors that only layers for speculative drafts have."""
+
+
+def _draft_layers(config: ModelConfig, names: Sequence[str]) -> set[int]:
+    """Layers for drafts among those of `names`: one after the last that has none of their tensors is a real one."""
+    after = range(config.num_layers, config.num_layers + config.num_drafts)
+    return {layer for layer in map(_layer_number, filter(_DRAFT_ONLY.search, names)) if layer in after}
+
+
+def _layer_number(name: str) -> int:
+    """-1 for tensors outside of the layers."""
+    found = re.match(r"model\.layers\.(\d{1,9})\.", name)
+    return int(found[1]) if found else -1
 
 
 _FAMILIES = {

@@ -11,6 +11,7 @@ weight is loaded. The numbers are mapped, not read: a rank touches only the byte
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LFS_POINTER = b"version https://git-lfs"
-_FLOATS = {"F64", "F32", "BF16", "F16"}
+_FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+"""Number formats that are read, and their bytes."""
 
 
 class WeightSource(Protocol):
@@ -178,7 +180,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
         raise CheckpointError(f"{index} is not a safetensors index ({cause!r}); download it again") from cause
     # A name with a folder in it could read any file of the machine.
     if any(Path(file).name != file for file in names.values()) or not names:
@@ -208,12 +210,32 @@ def _read_header(path: Path) -> dict[str, Stored]:
     try:
         rows = {name: row for name, row in json.loads(header).items() if name != "__metadata__"}
         tensors = {name: Stored(path, str(row["dtype"]), tuple(row["shape"])) for name, row in rows.items()}
-        end = max((int(row["data_offsets"][1]) for row in rows.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as cause:
+        end = _check_places(tensors, {name: tuple(row["data_offsets"]) for name, row in rows.items()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
         raise CheckpointError(f"{path} has a damaged header ({cause!r}); download it again") from cause
     if size != _LENGTH_BYTES + length + end:
         raise CheckpointError(_cut_short(path, size, str(_LENGTH_BYTES + length + end)))
     return tensors
+
+
+def _check_places(tensors: dict[str, Stored], places: dict[str, tuple[int, ...]]) -> int:
+    """Tensors must lie one after another, each with the bytes of its shape; returns the end of the last.
+
+    Raises:
+        ValueError: they do not.
+    """
+    end = 0
+    for name in sorted(places, key=places.__getitem__):
+        stored, (start, stop) = tensors[name], places[name]
+        if any(type(number) is not int or number < 0 for number in (start, stop, *stored.shape)):
+            raise ValueError(f"shape and data_offsets of {name} must be positive integers or zero")
+        if start != end or stop < start:
+            raise ValueError(f"data_offsets of {name} are {start} and {stop}, the tensor before it ends at {end}")
+        size = math.prod(stored.shape) * _FLOATS.get(stored.dtype, 0)
+        if stored.dtype in _FLOATS and stop - start != size:
+            raise ValueError(f"{name} has {stop - start} bytes, its shape says {size}")
+        end = stop
+    return end
 
 
 def _cut_short(path: Path, size: int, expected: str) -> str:

@@ -6,6 +6,8 @@ Every value is checked here, so that the rest can rely on it; what a family cann
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,16 @@ from raycache.layers.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor, 
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Number formats that weights and cache can have."""
+
+MAX_INTEGER = 2**31 - 1
+MAX_COUNT = 100_000
+MAX_HEAD_DIM = 65_536
+
+# Far above any model there is: what follows from these numbers is made before a tensor's shape can contradict them.
+_BOUNDS = (
+    (re.compile(r"(layers|heads|experts|groups?)$"), MAX_COUNT),
+    (re.compile(r"(head_dim|d_head|state_size|d_state|kernel|kernel_size|kernel_dim|d_conv)$"), MAX_HEAD_DIM),
+)
 
 T = TypeVar("T")
 
@@ -35,8 +47,8 @@ class ModelConfig:
         bos_token_id: begins a text, or None.
         eos_token_ids: end one, without repeats; those of generation_config.json come first.
         bound_layers: layers that use what the layer before them found, and so belong to the same stage.
-        ignored_tensors: regular expressions of tensor names that a checkpoint may have and that are not used, such as
-            those of layers for speculative drafts.
+        ignored_tensors: regular expressions of tensor names that a checkpoint may have and that are not used.
+        num_drafts: layers for speculative drafts that a checkpoint may have after its others; they are not used.
     """
 
     name: str
@@ -52,6 +64,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bound_layers: tuple[int, ...] = field(default=(), kw_only=True)
     ignored_tensors: tuple[str, ...] = field(default=(), kw_only=True)
+    num_drafts: int = field(default=0, kw_only=True)
 
 
 class ConfigFile:
@@ -77,7 +90,7 @@ class ConfigFile:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; is {path.parent} a Hugging Face model directory?") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as cause:
+        except (OSError, ValueError, RecursionError) as cause:
             raise CheckpointError(f"{path} is not readable JSON ({cause}); download it again") from cause
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}; download it again")
@@ -97,21 +110,25 @@ class ConfigFile:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer; `default` when it is missing or null, which is an error without one."""
-        value = self._values.get(key)
-        if value is None:
-            return self._default(key, default)
-        if type(value) is not int or value < 1:
-            raise self._wrong(key, "a positive integer")
-        return value
+        return self._integer(key, default, least=1)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """As `integer`, but zero is fine and means that there are none."""
+        return self._integer(key, default, least=0)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number; as `integer`."""
         value = self._values.get(key)
         if value is None:
             return self._default(key, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self._wrong(key, "a positive number")
         return float(value)
+
+    def weight(self, key: str, default: float) -> float:
+        """As `number`, but zero is fine."""
+        value = self._values.get(key)
+        return 0.0 if type(value) in (int, float) and value == 0 else self.number(key, default)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """true or false; as `integer`."""
@@ -156,6 +173,17 @@ class ConfigFile:
         if value is not None and value != served:
             raise CheckpointError(f"{self.path} has {key}={value!r}, which is not supported; only {served!r} is")
 
+    def _integer(self, key: str, default: int | None, *, least: int) -> int:
+        value = self._values.get(key)
+        if value is None:
+            return self._default(key, default)
+        most = next((bound for pattern, bound in _BOUNDS if pattern.search(key)), MAX_INTEGER)
+        if type(value) is not int or value < least:
+            raise self._wrong(key, "a positive integer" if least else "a positive integer or zero")
+        if value > most:
+            raise self._wrong(key, f"at most {most}")
+        return value
+
     def _default(self, key: str, default: T | None) -> T:
         if default is None:
             raise CheckpointError(f"{self.path} does not say {key}; is the file complete? Download it again")
@@ -165,12 +193,11 @@ class ConfigFile:
         return CheckpointError(f"{self.path}: {key} must be {wanted}, got {self._values[key]!r}")
 
 
-def read_common(file: ConfigFile, *, layers_key: str = "num_hidden_layers", eps_key: str = "rms_norm_eps") -> Any:
+def read_common(file: ConfigFile) -> Any:
     """The fields of `ModelConfig`, as keyword arguments of a family's own config class.
 
     Args:
         file: config.json.
-        layers_key, eps_key: families differ in how they name these.
     Raises:
         CheckpointError: a key is missing or has a wrong value.
     """
@@ -178,10 +205,10 @@ def read_common(file: ConfigFile, *, layers_key: str = "num_hidden_layers", eps_
     return {
         "name": file.path.parent.name,
         "model_type": file.text("model_type"),
-        "num_layers": file.integer(layers_key),
+        "num_layers": file.integer("num_hidden_layers"),
         "hidden_size": file.integer("hidden_size"),
         "vocab_size": file.integer("vocab_size"),
-        "rms_norm_eps": file.number(eps_key),
+        "rms_norm_eps": file.number("rms_norm_eps"),
         "max_position_embeddings": file.integer("max_position_embeddings"),
         "tie_word_embeddings": file.flag("tie_word_embeddings", False),
         "dtype": _read_dtype(file),
@@ -198,7 +225,7 @@ def read_layer_types(file: ConfigFile, *, key: str = "layer_types", known: Seque
         key: where the list stands.
         known: kinds that the family has.
     Raises:
-        CheckpointError: there is no list, or it has an unknown kind.
+        CheckpointError: there is no list, it has an unknown kind, or not one for each of num_hidden_layers.
     """
     kinds = file.raw(key)
     if not isinstance(kinds, list) or not kinds:
@@ -206,7 +233,24 @@ def read_layer_types(file: ConfigFile, *, key: str = "layer_types", known: Seque
     for kind in kinds:
         if kind not in known:
             raise CheckpointError(f"{file.path}: {key} has {kind!r}, which is not supported; known are {list(known)}")
+    num_layers = file.integer("num_hidden_layers", len(kinds))
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"{file.path} has {len(kinds)} {key} and num_hidden_layers={num_layers}")
     return tuple(kinds)
+
+
+def read_given_layer_types(file: ConfigFile, *, key: str = "layer_types", known: Sequence[str]) -> tuple[str, ...]:
+    """As `read_layer_types`, but no kinds at all where the file does not say."""
+    return () if file.raw(key) is None else read_layer_types(file, key=key, known=known)
+
+
+def require_full_attention(file: ConfigFile) -> None:
+    """Refuse layers of another kind in a family that has no other.
+
+    Raises:
+        CheckpointError: `layer_types` is there and has something else.
+    """
+    read_given_layer_types(file, known=("full_attention",))
 
 
 def _require_language_model(file: ConfigFile) -> None:
@@ -215,13 +259,16 @@ def _require_language_model(file: ConfigFile) -> None:
         raise CheckpointError(f"{file.path} is of {architectures}, which is no causal language model (...ForCausalLM)")
 
 
-def read_rope(file: ConfigFile, *, layer_type: str = "", partial: float = 1.0) -> RopeConfig:
+def read_rope(
+    file: ConfigFile, *, layer_type: str = "", partial: float = 1.0, theta: float | None = None
+) -> RopeConfig:
     """Read how positions are embedded.
 
     Args:
         file: config.json.
         layer_type: whose parameters, in a model that has them per layer type.
         partial: share of a head's features that the family turns; another one is refused.
+        theta: of the family's files that do not say; None where all do.
     Raises:
         CheckpointError: a kind or a value that is not supported.
     """
@@ -235,20 +282,21 @@ def read_rope(file: ConfigFile, *, layer_type: str = "", partial: float = 1.0) -
     for place in (file, rope):
         place.require("partial_rotary_factor", partial)
     kind = rope.text("rope_type", rope.text("type", "default"))
-    theta = rope.number("rope_theta", file.number("rope_theta", 10000.0))
-    max_position = file.integer("max_position_embeddings")
-    original = rope.integer("original_max_position_embeddings", max_position)
+    if kind not in ROPE_KINDS:
+        raise CheckpointError(f"{file.path}: rope type {kind!r} is not supported; known are {', '.join(ROPE_KINDS)}")
+    base = rope.number("rope_theta") if rope.raw("rope_theta") is not None else file.number("rope_theta", theta)
+    original = rope.integer("original_max_position_embeddings", file.integer("max_position_embeddings"))
     original = file.integer("original_max_position_embeddings", original)
     match kind:
         case "default":
-            return RopeConfig(kind, theta)
+            return RopeConfig(kind, base)
         case "linear":
-            return RopeConfig(kind, theta, rope.number("factor"))
+            return RopeConfig(kind, base, rope.number("factor"))
         case "llama3":
-            return _read_llama3(rope, theta, original)
+            return _read_llama3(rope, base, original)
         case "yarn":
-            return _read_yarn(rope, theta, original, max_position)
-    raise CheckpointError(f"{file.path}: rope type {kind!r} is not supported; known are {', '.join(ROPE_KINDS)}")
+            return _read_yarn(file, rope, base, original)
+    raise AssertionError(f"{kind} is one of ROPE_KINDS, and they are all above")
 
 
 def _read_llama3(rope: ConfigFile, theta: float, original: int) -> RopeConfig:
@@ -258,17 +306,24 @@ def _read_llama3(rope: ConfigFile, theta: float, original: int) -> RopeConfig:
     return RopeConfig("llama3", theta, rope.number("factor"), original, low_freq_factor=low, high_freq_factor=high)
 
 
-def _read_yarn(rope: ConfigFile, theta: float, original: int, max_position: int) -> RopeConfig:
-    factor = rope.number("factor", max_position / original)
-    mscale_all_dim = rope.number("mscale_all_dim", 0.0)
-    inferred = yarn_attention_factor(factor, rope.number("mscale", 0.0), mscale_all_dim)
+def _read_yarn(file: ConfigFile, rope: ConfigFile, theta: float, original: int) -> RopeConfig:
+    if theta <= 1:
+        raise CheckpointError(f"{rope.path}: rope_theta={theta} is not supported for yarn; it must be above 1")
+    betas = {key: rope.number(key, turns) for key, turns in (("beta_fast", 32.0), ("beta_slow", 1.0))}
+    for key, turns in betas.items():
+        if not 1e-6 <= turns <= 1e6:
+            raise CheckpointError(f"{rope.path}: {key}={turns} of yarn is not supported; 1e-6 to 1e6 are")
+    says_original = any(place.raw("original_max_position_embeddings") is not None for place in (rope, file))
+    factor = rope.number("factor", file.integer("max_position_embeddings") / original if says_original else None)
+    mscale_all_dim = rope.weight("mscale_all_dim", 0.0)
+    inferred = yarn_attention_factor(factor, rope.weight("mscale", 0.0), mscale_all_dim)
     return RopeConfig(
         "yarn",
         theta,
         factor,
         original,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
+        beta_fast=betas["beta_fast"],
+        beta_slow=betas["beta_slow"],
         attention_factor=rope.number("attention_factor", inferred),
         score_factor=yarn_score_factor(factor, mscale_all_dim),
         truncate=rope.flag("truncate", True),

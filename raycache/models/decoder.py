@@ -102,6 +102,33 @@ class Decoder:
         return logits if self._logit_scale == 1.0 else logits * self._logit_scale
 
 
+def pre_norm_layer(
+    at: str,
+    attention: Mixer,
+    block: Mixer,
+    config: ModelConfig,
+    weights: ShardedWeights,
+    *,
+    make_norm: Callable[[Tensor, float], Norm] = RMSNorm,
+    scale: float = 1.0,
+) -> tuple[Residual, Residual]:
+    """The layer of most decoders: norm and attention, norm and feed-forward part, each added to what came in.
+
+    Args:
+        at: what the names of the layer's tensors begin with.
+        attention, block: the two mixers.
+        config: of the model.
+        weights: where to read the norms.
+        make_norm: of a norm's weight and rms_norm_eps.
+        scale: of what is added.
+    """
+    before, between = (
+        make_norm(weights.whole(f"{at}.{name}.weight", config.hidden_size), config.rms_norm_eps)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    )
+    return Residual(before, attention, scale=scale), Residual(between, block, scale=scale)
+
+
 @dataclass(frozen=True)
 class Names:
     """Tensors outside of the layers, as the checkpoint names them."""

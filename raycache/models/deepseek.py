@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.latent_attention import LatentAttention
-from raycache.layers.norm import RMSNorm
 from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat, Component, index_keys, latent
-from raycache.models.config import ConfigFile, ModelConfig, read_common, read_layer_types, read_rope
-from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
-from raycache.models.feed_forward import ExpertConfig, load_feed_forward, load_grouped_moe, read_grouped_experts
+from raycache.models.config import ConfigFile, ModelConfig, read_common, read_given_layer_types, read_rope
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
+from raycache.models.feed_forward import (
+    ExpertConfig,
+    load_feed_forward,
+    load_grouped_moe,
+    read_grouped_experts,
+    read_mlp_layers,
+)
 from raycache.models.latent_attention import (
     IndexerConfig,
     LatentConfig,
@@ -63,16 +68,16 @@ def read_deepseek(
     """
     for key, served in {"hidden_act": "silu", "mlp_bias": False, "moe_layer_freq": 1, "pretraining_tp": 1}.items():
         file.require(key, served)
-    num_layers = file.integer("num_hidden_layers")
     return DeepseekConfig(
         **read_common(file),
-        attention=read_latent(file, rope=read_rope(file), is_interleaved=is_interleaved),
+        attention=read_latent(file, rope=read_rope(file, theta=10000.0), is_interleaved=is_interleaved),
         indexer=indexer,
-        mlp_layers=_read_mlp_layers(file, num_layers),
+        mlp_layers=read_mlp_layers(file, num_first=3),
         intermediate_size=file.integer("intermediate_size"),
         experts=read_grouped_experts(file),
         bound_layers=() if indexer is None else indexer.sharing_layers,
-        ignored_tensors=_draft_layers(file, num_layers),
+        # Published checkpoints have one, whether or not the file says so.
+        num_drafts=file.count("num_nextn_predict_layers", 1),
     )
 
 
@@ -86,7 +91,7 @@ def read_indexer(file: ConfigFile, *, sources: Sequence[int], is_interleaved: bo
     Raises:
         CheckpointError: a key is missing, has a wrong value, or does not go with the others.
     """
-    read_per_layer(file, "layer_types", known=("indexed_attention",))
+    read_given_layer_types(file, known=("indexed_attention",))
     head_dim, rope_dim = file.integer("index_head_dim"), file.integer("qk_rope_head_dim")
     if head_dim < rope_dim:
         raise CheckpointError(f"{file.path}: index_head_dim={head_dim} is less than qk_rope_head_dim={rope_dim}")
@@ -99,38 +104,6 @@ def read_indexer(file: ConfigFile, *, sources: Sequence[int], is_interleaved: bo
         is_interleaved=is_interleaved,
         sources=tuple(sources),
     )
-
-
-def read_per_layer(file: ConfigFile, key: str, *, known: Sequence[str]) -> tuple[str, ...]:
-    """One kind for each of num_hidden_layers, or none at all where the file does not say.
-
-    Raises:
-        CheckpointError: an unknown kind, or another number of them.
-    """
-    if file.raw(key) is None:
-        return ()
-    kinds, num_layers = read_layer_types(file, key=key, known=known), file.integer("num_hidden_layers")
-    if len(kinds) != num_layers:
-        raise CheckpointError(f"{file.path}: {key} has {len(kinds)} kinds for num_hidden_layers={num_layers}")
-    return kinds
-
-
-def _read_mlp_layers(file: ConfigFile, num_layers: int) -> tuple[int, ...]:
-    kinds = read_per_layer(file, "mlp_layer_types", known=("dense", "sparse"))
-    if kinds:
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
-    return tuple(range(min(_count(file, "first_k_dense_replace", 3), num_layers)))
-
-
-def _draft_layers(file: ConfigFile, num_layers: int) -> tuple[str, ...]:
-    """Published checkpoints have layers for speculative drafts after the others, whether or not the file says so."""
-    count = _count(file, "num_nextn_predict_layers", 1)
-    return tuple(rf"^model\.layers\.{layer}\." for layer in range(num_layers, num_layers + count))
-
-
-def _count(file: ConfigFile, key: str, default: int) -> int:
-    """As ConfigFile.integer, but zero is fine."""
-    return 0 if file.raw(key) == 0 else file.integer(key, default)
 
 
 def deepseek_components(config: DeepseekConfig, fmt: CacheFormat) -> tuple[Component, ...]:
@@ -151,19 +124,12 @@ def load_deepseek(
     config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
 ) -> Decoder:
     """Read this rank's share."""
-    size, eps = config.hidden_size, config.rms_norm_eps
     rotaries = _rotaries(config, ctx)
 
     def load_layer(layer: int) -> Sequence[Mixer]:
         at = f"model.layers.{layer}"
         attention = _load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotaries=rotaries)
-        return (
-            Residual(RMSNorm(weights.whole(f"{at}.input_layernorm.weight", size), eps), attention),
-            Residual(
-                RMSNorm(weights.whole(f"{at}.post_attention_layernorm.weight", size), eps),
-                _load_mlp(layer, f"{at}.mlp", config, weights, ctx),
-            ),
-        )
+        return pre_norm_layer(at, attention, _load_mlp(layer, f"{at}.mlp", config, weights, ctx), config, weights)
 
     return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress)
 

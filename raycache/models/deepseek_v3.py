@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile
+from raycache.models.config import ConfigFile, require_full_attention
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.deepseek import (
     DeepseekConfig,
@@ -28,6 +28,7 @@ class DeepseekV3:
 
     def read_config(self, file: ConfigFile) -> DeepseekConfig:
         """The rope pairs neighbours unless the file says otherwise."""
+        require_full_attention(file)
         return read_deepseek(file, is_interleaved=file.flag("rope_interleave", True))
 
     def components(self, config: DeepseekConfig, fmt: CacheFormat) -> tuple[Component, ...]:

@@ -10,12 +10,12 @@ import torch
 
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
-from raycache.layers.norm import HeadNorm, RMSNorm
+from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import RopeConfig, Rotary
 from raycache.layers.self_attention import SelfAttention
 from raycache.memory.component import CacheFormat, Component, kv
-from raycache.models.config import ConfigFile, ModelConfig, read_common, read_rope
-from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
+from raycache.models.config import MAX_HEAD_DIM, ConfigFile, ModelConfig, read_common, read_rope
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.feed_forward import load_feed_forward
 from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range, shared_head_range
@@ -53,7 +53,13 @@ class DenseConfig(ModelConfig):
 
 
 def read_dense_config(
-    file: ConfigFile, *, num_kv_heads: int, head_dim: int, has_qk_norm: bool, layer_type: str = ""
+    file: ConfigFile,
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    has_qk_norm: bool,
+    layer_type: str = "",
+    theta: float | None = None,
 ) -> DenseConfig:
     """Read the keys that dense decoders share.
 
@@ -62,6 +68,7 @@ def read_dense_config(
         num_kv_heads, head_dim: families differ in what they are when the file does not say.
         has_qk_norm: of the family.
         layer_type: whose rope parameters to read, in a model that has them per layer type.
+        theta: base of the frequencies of files that do not say; None where all do.
     Raises:
         CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
     """
@@ -77,7 +84,7 @@ def read_dense_config(
         attention_bias=file.flag("attention_bias", False),
         mlp_bias=file.flag("mlp_bias", False),
         has_qk_norm=has_qk_norm,
-        rope=read_rope(file, layer_type=layer_type),
+        rope=read_rope(file, layer_type=layer_type, theta=theta),
     )
 
 
@@ -91,6 +98,8 @@ def require_heads(file: ConfigFile, *, num_heads: int, num_kv_heads: int, head_d
         raise CheckpointError(
             f"{file.path}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
         )
+    if head_dim > MAX_HEAD_DIM:
+        raise CheckpointError(f"{file.path}: head_dim={head_dim} must be at most {MAX_HEAD_DIM}")
     if head_dim < 2 or head_dim % 2:
         raise CheckpointError(
             f"{file.path}: head_dim={head_dim} must be even; rotary embedding turns pairs of features"
@@ -141,12 +150,9 @@ def load_attention_mlp(
     rotary = Rotary(config.rope, config.head_dim, ctx.device)
 
     def load_layer(layer: int) -> Sequence[Mixer]:
-        at, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
+        at = f"model.layers.{layer}"
         attention = load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
-        return (
-            Residual(RMSNorm(weights.whole(f"{at}.input_layernorm.weight", size), eps), attention),
-            Residual(RMSNorm(weights.whole(f"{at}.post_attention_layernorm.weight", size), eps), load_layer_mlp(layer)),
-        )
+        return pre_norm_layer(at, attention, load_layer_mlp(layer), config, weights)
 
     return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress)
 

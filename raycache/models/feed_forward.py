@@ -15,7 +15,7 @@ from raycache.layers.experts import Experts, MixtureOfExperts, SharedExpert
 from raycache.layers.feed_forward import FeedForward
 from raycache.layers.linear import ColumnLinear
 from raycache.layers.router import SigmoidRouter, SoftmaxRouter
-from raycache.models.config import ConfigFile
+from raycache.models.config import ConfigFile, read_given_layer_types
 from raycache.models.weights import Columns, ShardedWeights
 from raycache.parallel.sharding import even_range
 
@@ -122,13 +122,11 @@ def read_grouped_experts(file: ConfigFile) -> ExpertConfig:
         file.require(name, "sigmoid")
     file.require("topk_method", "noaux_tc")
     inner = file.integer("moe_intermediate_size")
-    has_shared = file.raw(key("n_shared_experts", "num_shared_experts")) not in (None, 0)
-    shared = file.integer(key("n_shared_experts", "num_shared_experts")) if has_shared else 0
     experts = ExpertConfig(
         count=file.integer(key("n_routed_experts", "num_experts", "num_local_experts")),
         top_k=file.integer(key("num_experts_per_tok", "num_experts_per_token")),
         inner=inner,
-        shared_inner=shared * inner,
+        shared_inner=file.count(key("n_shared_experts", "num_shared_experts"), 0) * inner,
         renormalise=file.flag(key("norm_topk_prob", "moe_renormalize"), True),
         num_groups=file.integer(key("n_group", "num_expert_group"), 1),
         top_groups=file.integer("topk_group", 1),
@@ -138,7 +136,7 @@ def read_grouped_experts(file: ConfigFile) -> ExpertConfig:
 
 
 def read_softmax_experts(file: ConfigFile, *, renormalise: bool) -> ExpertConfig:
-    """Experts with a `SoftmaxRouter`.
+    """Experts with a `SoftmaxRouter`; a shared one is the family's business.
 
     Raises:
         CheckpointError: a key is missing, has a wrong value, or does not go with the others.
@@ -149,10 +147,24 @@ def read_softmax_experts(file: ConfigFile, *, renormalise: bool) -> ExpertConfig
         count=count,
         top_k=file.integer("num_experts_per_tok"),
         inner=file.integer("moe_intermediate_size"),
-        shared_inner=file.integer("shared_expert_intermediate_size", 0),
         renormalise=renormalise,
     )
     return require_experts(file, experts)
+
+
+def read_mlp_layers(file: ConfigFile, *, num_first: int) -> tuple[int, ...]:
+    """Layers with an MLP where others have experts, as DeepSeek's configs say it.
+
+    Args:
+        file: config.json.
+        num_first: how many there are, before all others, when it does not say.
+    Raises:
+        CheckpointError: a key has a wrong value.
+    """
+    kinds = read_given_layer_types(file, key="mlp_layer_types", known=("dense", "sparse"))
+    if kinds:
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return tuple(range(min(file.count("first_k_dense_replace", num_first), file.integer("num_hidden_layers"))))
 
 
 def read_dense_layers(file: ConfigFile) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from raycache.layers.norm import CenteredNorm, HeadNorm
 from raycache.layers.rope import RopeConfig, Rotary
 from raycache.memory.component import CacheFormat, Component, kv
 from raycache.models.config import ConfigFile, ModelConfig, read_common, read_rope
-from raycache.models.decoder import Decoder, Names, Progress, Residual, load_decoder
+from raycache.models.decoder import Decoder, Names, Progress, load_decoder, pre_norm_layer
 from raycache.models.delta_net import (
     DeltaNetConfig,
     Packing,
@@ -147,13 +147,8 @@ def load_gated_hybrid(
             )
         else:
             mixer = load_gated_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
-        return (
-            Residual(CenteredNorm(weights.whole(f"{at}.input_layernorm.weight", size), eps), mixer),
-            Residual(
-                CenteredNorm(weights.whole(f"{at}.post_attention_layernorm.weight", size), eps),
-                load_feed_forward(layer, f"{at}.mlp"),
-            ),
-        )
+        block = load_feed_forward(layer, f"{at}.mlp")
+        return pre_norm_layer(at, mixer, block, config, weights, make_norm=CenteredNorm)
 
     names = Names(embedding=f"{config.at}.embed_tokens.weight", norm=f"{config.at}.norm.weight")
     return load_decoder(

@@ -51,6 +51,7 @@ class Gemma3Text:
             head_dim=file.integer("head_dim"),
             has_qk_norm=True,
             layer_type=FULL_ATTENTION,
+            theta=1e6,
         )
         changed = {
             "tie_word_embeddings": file.flag("tie_word_embeddings", True),
@@ -103,7 +104,8 @@ class Gemma3Text:
 
 
 def _read_window_rope(file: ConfigFile) -> RopeConfig:
+    theta = file.number("rope_local_base_freq", 10000.0)
     # What scales the positions of the full layers says nothing about the others.
     if file.section("rope_parameters").raw(SLIDING_ATTENTION) is not None:
-        return read_rope(file, layer_type=SLIDING_ATTENTION)
-    return RopeConfig(theta=file.number("rope_local_base_freq", 10000.0))
+        return read_rope(file.having(rope_theta=theta), layer_type=SLIDING_ATTENTION)
+    return RopeConfig(theta=theta)

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from raycache.errors import CheckpointError
-from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile
-from raycache.models.decoder import Decoder, Progress
-from raycache.models.deepseek import (
-    DeepseekConfig,
-    deepseek_components,
-    deepseek_head_counts,
-    load_deepseek,
-    read_deepseek,
-    read_indexer,
-    read_per_layer,
-)
-from raycache.models.weights import ShardedWeights
-from raycache.parallel.sharding import HeadCount
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
+from raycache.models.config import ConfigFile, read_given_layer_types
+from raycache.models.deepseek import DeepseekConfig, read_deepseek, read_indexer
+from raycache.models.deepseek_v3 import DeepseekV3
 
 
-class GlmMoeDsa:
+class GlmMoeDsa(DeepseekV3):
     """See models.base.Family."""
 
     model_type = "glm_moe_dsa"
@@ -35,17 +19,6 @@ class GlmMoeDsa:
             file.require(key, True)
         indexer = read_indexer(file, sources=_read_sources(file), is_interleaved=True)
         return read_deepseek(file, indexer=indexer)
-
-    def components(self, config: DeepseekConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return deepseek_components(config, fmt)
-
-    def head_counts(self, config: DeepseekConfig) -> tuple[HeadCount, ...]:
-        return deepseek_head_counts(config)
-
-    def load(
-        self, config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        return load_deepseek(config, weights, ctx, on_progress=on_progress)
 
 
 def _read_sources(file: ConfigFile) -> list[int]:
@@ -68,7 +41,7 @@ def _read_indexer_types(file: ConfigFile) -> tuple[str, ...]:
         letters = {"F": "full", "S": "shared"}
         file = file.having(index_topk_pattern=[letters.get(letter, letter) for letter in pattern])
     for key in ("indexer_types", "index_topk_pattern"):
-        kinds = read_per_layer(file, key, known=("full", "shared"))
+        kinds = read_given_layer_types(file, key=key, known=("full", "shared"))
         if kinds:
             return kinds
     freq, offset = file.integer("index_topk_freq", 1), file.integer("index_skip_topk_offset", 2)

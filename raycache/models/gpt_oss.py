@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from raycache.errors import CheckpointError
 from raycache.layers.activation import clamped_swiglu
 from raycache.layers.experts import Experts, MixtureOfExperts
 from raycache.layers.forward_pass import Mixer
@@ -47,6 +48,8 @@ class GptOss:
     def read_config(self, file: ConfigFile) -> GptOssConfig:
         """`intermediate_size` is that of one expert."""
         file.require("attention_bias", True)
+        if file.raw("rope_scaling") is None and file.raw("rope_parameters") is None:
+            raise CheckpointError(f"{file.path} does not say rope_scaling, which all gpt-oss have; download it again")
         dense = read_dense_config(
             file,
             num_kv_heads=file.integer("num_key_value_heads"),

@@ -15,12 +15,11 @@ from raycache.layers.activation import silu_gated
 from raycache.layers.experts import MixtureOfExperts
 from raycache.layers.feed_forward import FeedForward
 from raycache.layers.forward_pass import Mixer
-from raycache.layers.norm import RMSNorm
 from raycache.layers.rope import RopeConfig, Rotary
 from raycache.layers.router import SoftmaxRouter
 from raycache.memory.component import CacheFormat, Component, kv
 from raycache.models.config import ConfigFile, read_common, read_layer_types, read_rope
-from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.dense import DenseConfig, attention_head_counts, load_attention, require_heads
 from raycache.models.feed_forward import (
     ExpertConfig,
@@ -79,8 +78,6 @@ class GraniteMoeHybrid:
         file.require("hidden_act", "silu")
         file.require("normalization_function", "rmsnorm")
         kinds = read_layer_types(file, known=(*MAMBA, *ATTENTION))
-        if len(kinds) != file.integer("num_hidden_layers"):
-            raise CheckpointError(f"{file.path}: layer_types has {len(kinds)} layers, num_hidden_layers has not")
         num_heads = file.integer("num_attention_heads")
         num_kv_heads = file.integer("num_key_value_heads", num_heads)
         head_dim = file.integer("head_dim", file.integer("hidden_size") // num_heads)
@@ -95,7 +92,7 @@ class GraniteMoeHybrid:
             attention_bias=file.flag("attention_bias", False),
             mlp_bias=False,
             has_qk_norm=False,
-            rope=read_rope(file) if has_rope else RopeConfig(),
+            rope=read_rope(file, theta=10000.0) if has_rope else RopeConfig(),
             mamba_layers=tuple(layer for layer, kind in enumerate(kinds) if kind in MAMBA),
             attention_layers=tuple(layer for layer, kind in enumerate(kinds) if kind in ATTENTION),
             mamba=_read_mamba(file),
@@ -133,14 +130,8 @@ class GraniteMoeHybrid:
                 mixer = load_mamba2(layer, f"{at}.mamba", config.mamba, weights, ctx, size=size, eps=eps)
             else:
                 mixer = load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
-            before, between = (
-                RMSNorm(weights.whole(f"{at}.{name}.weight", size), eps)
-                for name in ("input_layernorm", "post_attention_layernorm")
-            )
-            return (
-                Residual(before, mixer, scale=config.residual_scale),
-                Residual(between, _load_feed_forward(at, config, weights, ctx), scale=config.residual_scale),
-            )
+            block = _load_feed_forward(at, config, weights, ctx)
+            return pre_norm_layer(at, mixer, block, config, weights, scale=config.residual_scale)
 
         return load_decoder(
             config,
@@ -209,10 +200,11 @@ def _read_mamba(file: ConfigFile) -> Mamba2Config:
 
 
 def _read_experts(file: ConfigFile) -> ExpertConfig | None:
-    if file.raw("num_local_experts") == 0:
+    count = file.count("num_local_experts")
+    if count == 0:
         return None
     experts = ExpertConfig(
-        count=file.integer("num_local_experts"),
+        count=count,
         top_k=file.integer("num_experts_per_tok"),
         inner=file.integer("intermediate_size"),
     )

@@ -16,11 +16,10 @@ from raycache.errors import CheckpointError
 from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import ForgetGate, KimiDeltaAttention, Projection
-from raycache.layers.norm import RMSNorm
 from raycache.memory.component import CacheFormat, Component, latent, recurrent
-from raycache.models.config import ConfigFile, ModelConfig, read_common, read_layer_types
-from raycache.models.decoder import Decoder, Names, Progress, Residual, load_decoder
-from raycache.models.feed_forward import ExpertConfig, read_grouped_experts
+from raycache.models.config import ConfigFile, ModelConfig, read_common
+from raycache.models.decoder import Decoder, Names, Progress, load_decoder, pre_norm_layer
+from raycache.models.feed_forward import ExpertConfig, read_grouped_experts, read_mlp_layers
 from raycache.models.latent_attention import LatentConfig
 from raycache.models.layer_kinds import LayerKinds
 from raycache.models.weights import Columns, ShardedWeights, features
@@ -73,8 +72,6 @@ class KdaHybridConfig(ModelConfig):
     experts: ExpertConfig
 
 
-NAMES = Names()
-
 LoadPart = Callable[[int, str], Mixer]
 """(layer, what its tensors begin with) -> one part of it."""
 
@@ -91,14 +88,12 @@ def read_kda_hybrid(file: ConfigFile, *, num_mlp_layers: int, num_drafts: int) -
     """
     for key, served in {"hidden_act": "silu", "moe_layer_freq": 1, "pretraining_tp": 1}.items():
         file.require(key, served)
-    num_layers = file.integer("num_hidden_layers")
-    drafts = range(num_layers, num_layers + _count(file, "num_nextn_predict_layers", num_drafts))
     return {
         **read_common(file),
-        "mlp_layers": _read_mlp_layers(file, num_mlp_layers),
+        "mlp_layers": read_mlp_layers(file, num_first=num_mlp_layers),
         "intermediate_size": file.integer("intermediate_size"),
         "experts": read_grouped_experts(file),
-        "ignored_tensors": tuple(rf"^model\.layers\.{layer}\." for layer in drafts),
+        "num_drafts": file.count("num_nextn_predict_layers", num_drafts),
     }
 
 
@@ -149,7 +144,7 @@ def load_kda_hybrid(
     load_full: LoadPart,
     load_block: LoadPart,
     on_progress: Progress,
-    names: Names = NAMES,
+    names: Names,
 ) -> Decoder:
     """Read this rank's share.
 
@@ -162,16 +157,11 @@ def load_kda_hybrid(
         on_progress: told after each layer.
         names: of the tensors outside of the layers.
     """
-    size, eps = config.hidden_size, config.rms_norm_eps
 
     def load_layer(layer: int) -> Sequence[Mixer]:
         at = f"model.layers.{layer}"
         load_attention = load_linear if layer in config.kinds.linear else load_full
-        before, between = (
-            RMSNorm(weights.whole(f"{at}.{name}.weight", size), eps)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        )
-        return (Residual(before, load_attention(layer, at)), Residual(between, load_block(layer, at)))
+        return pre_norm_layer(at, load_attention(layer, at), load_block(layer, at), config, weights)
 
     return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress, names=names)
 
@@ -236,19 +226,3 @@ def _load_taps(at: str, kda: KdaConfig, weights: ShardedWeights, ctx: ParallelCo
         return rows.view(-1, kda.head_dim, kda.kernel)
 
     return {kind: taps(kind) for kind in ("q", "k", "v")}
-
-
-def _read_mlp_layers(file: ConfigFile, default: int) -> tuple[int, ...]:
-    num_layers = file.integer("num_hidden_layers")
-    if file.raw("mlp_layer_types") is None:
-        return tuple(range(min(_count(file, "first_k_dense_replace", default), num_layers)))
-    kinds = read_layer_types(file, key="mlp_layer_types", known=("dense", "sparse"))
-    if len(kinds) != num_layers:
-        raise CheckpointError(f"{file.path} has {len(kinds)} mlp_layer_types and num_hidden_layers={num_layers}")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
-
-
-def _count(file: ConfigFile, key: str, default: int) -> int:
-    """As ConfigFile.integer, but zero is fine."""
-    value = file.raw(key)
-    return 0 if value == 0 or (value is None and default == 0) else file.integer(key, default)

@@ -10,7 +10,7 @@ from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import LowRank, Projection
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.config import ConfigFile
-from raycache.models.decoder import Decoder, Progress
+from raycache.models.decoder import Decoder, Names, Progress
 from raycache.models.feed_forward import MIXTRAL, load_feed_forward, load_grouped_moe
 from raycache.models.kda import (
     KdaConfig,
@@ -51,7 +51,8 @@ class KimiLinear:
         """Published files have KDA's sizes in `linear_attn_config`, and name the layers of a kind from 1 on."""
         for key, served in {"mla_use_nope": True, "attention_bias": False}.items():
             file.require(key, served)
-        file = file.having(max_position_embeddings=file.integer("model_max_length", 1048576))
+        max_position = file.integer("model_max_length", file.integer("max_position_embeddings", 1048576))
+        file = file.having(max_position_embeddings=max_position)
         published = file.section("linear_attn_config")
         kda = KdaConfig(
             num_heads=published.integer("num_heads", file.integer("linear_num_heads", 32)),
@@ -97,6 +98,7 @@ class KimiLinear:
             load_full=load_full,
             load_block=load_block,
             on_progress=on_progress,
+            names=Names(),
         )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raycache.errors import CheckpointError
-from raycache.models.config import ConfigFile, read_layer_types
+from raycache.models.config import ConfigFile, read_given_layer_types
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -32,12 +31,8 @@ def read_layer_kinds(file: ConfigFile, *, is_full: Callable[[int], bool]) -> Lay
     Raises:
         CheckpointError: an unknown kind of layer, or not one per layer.
     """
-    num_layers = file.integer("num_hidden_layers")
-    if file.raw("layer_types") is None:
-        kinds = tuple(FULL if is_full(layer) else LINEAR for layer in range(num_layers))
-    else:
-        kinds = read_layer_types(file, known=(LINEAR, FULL))
-    if len(kinds) != num_layers:
-        raise CheckpointError(f"{file.path} has {len(kinds)} layer_types and num_hidden_layers={num_layers}")
+    kinds = read_given_layer_types(file, known=(LINEAR, FULL))
+    if not kinds:
+        kinds = tuple(FULL if is_full(layer) else LINEAR for layer in range(file.integer("num_hidden_layers")))
     linear, full = (tuple(layer for layer, its in enumerate(kinds) if its == kind) for kind in (LINEAR, FULL))
     return LayerKinds(linear, full)

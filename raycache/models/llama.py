@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile
+from raycache.models.config import ConfigFile, require_full_attention
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.dense import DenseConfig, attention_head_counts, dense_components, load_dense, read_dense_config
 from raycache.models.weights import ShardedWeights
@@ -23,12 +23,14 @@ class Llama:
     def read_config(self, file: ConfigFile) -> DenseConfig:
         """Early Llamas say neither KV heads nor head size."""
         file.require("pretraining_tp", 1)
+        require_full_attention(file)
         num_heads = file.integer("num_attention_heads")
         return read_dense_config(
             file,
             num_kv_heads=file.integer("num_key_value_heads", num_heads),
             head_dim=file.integer("head_dim", file.integer("hidden_size") // num_heads),
             has_qk_norm=False,
+            theta=10000.0,
         )
 
     def components(self, config: DenseConfig, fmt: CacheFormat) -> tuple[Component, ...]:

@@ -3,6 +3,9 @@
 Residuals go around the norm, not before it, and both ways are weighted ("MiniMax-01", arXiv 2501.08313):
 
     hidden = norm(hidden);  hidden = alpha * hidden + beta * mixer(hidden)
+
+Checkpoints that turn only a part of each head (`rotary_dim` below `head_dim`, as MiniMax-Text-01 has) are refused:
+transformers ignores the key, so that there is nothing to compare with.
 """
 
 from __future__ import annotations
@@ -101,6 +104,7 @@ class MiniMax:
             num_kv_heads=file.integer("num_key_value_heads", num_heads),
             head_dim=head_dim,
             has_qk_norm=False,
+            theta=1e6,
         )
         experts = ExpertConfig(
             count=file.integer("num_local_experts"),

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from raycache.errors import CheckpointError
 from raycache.layers.activation import relu2
 from raycache.layers.experts import LatentExperts, MixtureOfExperts
 from raycache.layers.forward_pass import Mixer
@@ -112,7 +111,7 @@ class NemotronH:
             kinds=kinds,
             mamba=_read_mamba(file),
             experts=_read_experts(file) if "E" in kinds else None,
-            expert_latent_size=file.integer("moe_latent_size", 0),
+            expert_latent_size=file.count("moe_latent_size", 0),
             ignored_tensors=(r"^mtp\.",),
         )
 
@@ -164,12 +163,13 @@ def _load_latent_moe(
     at: str, experts: ExpertConfig, latent: int, weights: ShardedWeights, ctx: ParallelContext, *, size: int
 ) -> MixtureOfExperts:
     """Experts of `latent` features, and a shared one of all `size` features."""
+    router = load_sigmoid_router(f"{at}.gate", experts, weights, size=size)
     routed = load_experts(f"{at}.experts", experts, weights, ctx, size=latent, names=UNGATED, activation=relu2)
     into = weights.whole(f"{at}.fc1_latent_proj.weight", latent, size)
     back = weights.whole(f"{at}.fc2_latent_proj.weight", size, latent)
     inner = experts.shared_inner
     return MixtureOfExperts(
-        load_sigmoid_router(f"{at}.gate", experts, weights, size=size),
+        router,
         LatentExperts(into, back, routed),
         ctx.tp,
         shared=load_shared_expert(
@@ -180,16 +180,13 @@ def _load_latent_moe(
 
 def _read_kinds(file: ConfigFile) -> str:
     """A letter of `KINDS` per layer; of a list and a pattern, the list has the last word."""
-    if file.raw("layers_block_type") is None and file.raw("hybrid_override_pattern") is not None:
-        pattern = file.text("hybrid_override_pattern")
-        unknown = sorted(set(pattern) - KINDS.keys())
-        if unknown or not pattern:
-            raise CheckpointError(
-                f"{file.path}: hybrid_override_pattern has {unknown}, which are not supported; known are {list(KINDS)}"
-            )
-        return pattern
+    listed = [key for key in ("layers_block_type", "layer_types") if file.raw(key) is not None]
+    if not listed and file.raw("hybrid_override_pattern") is not None:
+        pattern = list(file.text("hybrid_override_pattern"))
+        file, key = file.having(hybrid_override_pattern=pattern), "hybrid_override_pattern"
+        return "".join(read_layer_types(file, key=key, known=list(KINDS)))
     letters = {name: letter for letter, names in KINDS.items() for name in names}
-    kinds = read_layer_types(file, key="layers_block_type", known=list(letters))
+    kinds = read_layer_types(file, key=[*listed, "layers_block_type"][0], known=list(letters))
     return "".join(letters[kind] for kind in kinds)
 
 

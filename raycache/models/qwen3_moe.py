@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from raycache.layers.forward_pass import Mixer
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile
+from raycache.models.config import ConfigFile, require_full_attention
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.dense import (
     DenseConfig,
@@ -49,8 +49,10 @@ class Qwen3Moe:
     model_type = "qwen3_moe"
 
     def read_config(self, file: ConfigFile) -> Qwen3MoeConfig:
-        """Windows are refused."""
+        """Windows and shared experts are refused."""
         file.require("use_sliding_window", False)
+        file.require("shared_expert_intermediate_size", 0)
+        require_full_attention(file)
         heads = file.integer("num_attention_heads")
         dense = read_dense_config(
             file,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raycache.layers.experts import MixtureOfExperts
@@ -56,9 +56,10 @@ class Qwen3Next:
     def read_config(self, file: ConfigFile) -> Qwen3NextConfig:
         """Layers in `mlp_only_layers` or between those of `decoder_sparse_step` have no experts."""
         dense = read_dense_layers(file)
+        experts = read_softmax_experts(file, renormalise=file.flag("norm_topk_prob", True))
         return Qwen3NextConfig(
             **read_gated_hybrid(file),
-            experts=read_softmax_experts(file, renormalise=file.flag("norm_topk_prob", True)),
+            experts=replace(experts, shared_inner=file.integer("shared_expert_intermediate_size")),
             dense_layers=dense,
             intermediate_size=file.integer("intermediate_size") if dense else 0,
         )

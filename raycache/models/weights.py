@@ -7,6 +7,7 @@
     whole    every rank has all of it
 
 Each matrix is allocated once on the device and slices are copied into it: loading peaks at one slice above the model.
+Allocated after a tensor of its size was found, so that a config that lies takes no memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.layers.precision import precise_dtype
 from raycache.models.checkpoint import WeightSource
 from raycache.parallel.sharding import vocab_range
 
@@ -58,11 +60,12 @@ class ShardedWeights:
     @property
     def precise(self) -> torch.dtype:
         """Of weights that are used in at least float32 whatever the activations are, such as decays."""
-        return torch.float64 if self._dtype == torch.float64 else torch.float32
+        return precise_dtype(self._dtype)
 
     def whole(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor that every rank has, in `dtype` or that of the activations."""
-        return self._empty(*shape, dtype=dtype).copy_(self._source.read(name, shape=shape))
+        stored = self._source.read(name, shape=shape)
+        return self._empty(*shape, dtype=dtype).copy_(stored)
 
     def cut(
         self, name: str, shape: Sequence[int], *, axis: int, taken: range, dtype: torch.dtype | None = None
@@ -86,12 +89,15 @@ class ShardedWeights:
         """[ceil(V / tp), features], the rows of this rank."""
         tp = self._ctx.tp
         taken = vocab_range(vocab_size, tp.rank, tp.size)
-        weight = torch.zeros(-(-vocab_size // tp.size), features, dtype=self._dtype, device=self._ctx.device)
         shape = (vocab_size, features)
-        weight[: len(taken)] = self._source.read(name, shape=shape, axis=0, start=taken.start, stop=taken.stop)
+        rows = self._source.read(name, shape=shape, axis=0, start=taken.start, stop=taken.stop)
+        weight = torch.zeros(-(-vocab_size // tp.size), features, dtype=self._dtype, device=self._ctx.device)
+        weight[: len(taken)] = rows
         return weight
 
     def _stack(self, parts: Sequence[Columns], suffix: str, inputs: tuple[int, ...]) -> Tensor:
+        for name, size in {part.name: part.size for part in parts}.items():
+            self._source.read(name + suffix, shape=(size, *inputs), axis=0, stop=0)  # of no rows: it is there
         stacked = self._empty(sum(len(part.taken) for part in parts), *inputs)
         done = 0
         for part in parts:

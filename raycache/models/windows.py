@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from raycache.errors import CheckpointError
 from raycache.memory.component import CacheFormat, Component, kv
-from raycache.models.config import ConfigFile, read_layer_types
+from raycache.models.config import ConfigFile, read_given_layer_types
 from raycache.models.dense import DenseConfig
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
@@ -35,12 +34,9 @@ def read_windowed(file: ConfigFile, *, pattern: int) -> tuple[int, ...]:
     Raises:
         CheckpointError: an unknown kind of layer, or not one per layer.
     """
-    num_layers = file.integer("num_hidden_layers")
-    if file.raw("layer_types") is None:
-        return tuple(layer for layer in range(num_layers) if (layer + 1) % pattern)
-    kinds = read_layer_types(file, known=(FULL_ATTENTION, SLIDING_ATTENTION))
-    if len(kinds) != num_layers:
-        raise CheckpointError(f"{file.path} has {len(kinds)} layer_types and num_hidden_layers={num_layers}")
+    kinds = read_given_layer_types(file, known=(FULL_ATTENTION, SLIDING_ATTENTION))
+    if not kinds:
+        return tuple(layer for layer in range(file.integer("num_hidden_layers")) if (layer + 1) % pattern)
     return tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING_ATTENTION)
 
 

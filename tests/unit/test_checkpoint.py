@@ -106,6 +106,43 @@ def test_a_file_of_another_kind_is_refused(copy: Path, content: bytes, message: 
         Checkpoint(copy)
 
 
+def with_header(path: Path, rows: dict[str, Any] | str, num_bytes: int) -> Path:
+    """A safetensors file of zeros."""
+    header = (rows if isinstance(rows, str) else json.dumps(rows)).encode()
+    path.mkdir(exist_ok=True)
+    (path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+    return path
+
+
+def row(shape: list[Any], begin: Any, end: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"a": row([4], 0, 16), "b": row([4], 8, 24)}, "data_offsets of b are 8 and 24, .* ends at 16"),
+        ({"a": row([4], 0, 16), "b": row([1], 20, 24)}, "data_offsets of b are 20 and 24"),
+        ({"a": row([4], -16, 0), "b": row([6], 0, 24)}, "data_offsets of a must be positive integers or zero"),
+        ({"a": row([-6], 0, 24)}, "shape and data_offsets of a must be"),
+        ({"a": row([6.0], 0, 24)}, "shape and data_offsets of a must be"),
+        ({"a": row([5], 0, 24)}, "a has 24 bytes, its shape says 20"),
+        ({"a": row([10**9, 10**9], 0, 24)}, "a has 24 bytes, its shape says 4000000000000000000"),
+        ({"a": row([6], "0", "24")}, "damaged header"),
+        ("[" * 100_000, "damaged header"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, rows: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(with_header(tmp_path / "model", rows, 24))
+
+
+def test_tensors_without_numbers_have_a_place(tmp_path: Path) -> None:
+    rows = {"none": row([0, 3], 4, 4), "one": row([1], 0, 4), "two": row([2], 4, 12)}
+    assert Checkpoint(with_header(tmp_path / "model", rows, 12)).names() == ["none", "one", "two"]
+
+
 def test_missing_shards_are_all_named(copy_sharded: Path) -> None:
     first, second, *_ = sorted(copy_sharded.glob("*.safetensors"))
     first.unlink()
@@ -135,6 +172,7 @@ def test_an_index_that_lies_is_refused(copy_sharded: Path) -> None:
     [
         ("", "not a safetensors index"),
         ("[]", "not a safetensors index"),
+        ("[" * 100_000, "not a safetensors index"),
         ('{"weight_map": 3}', "not a safetensors index"),
         ('{"weight_map": {}}', "must name files beside it"),
         ('{"weight_map": {"a": "../secret.safetensors"}}', "must name files beside it"),

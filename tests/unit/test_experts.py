@@ -166,8 +166,8 @@ def load_qwen3_moe(model_dir: Path, weights: ShardedWeights, ctx: ParallelContex
 def load_qwen3_next(model_dir: Path, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:
     at = "model.layers.1.mlp"
     experts = read_softmax_experts(ConfigFile.read(model_dir / "config.json"), renormalise=True)
-    gate, inner = f"{at}.shared_expert_gate.weight", experts.shared_inner
-    shared = load_shared_expert(f"{at}.shared_expert", weights, ctx, size=SIZE, inner=inner, gate=gate)
+    gate = f"{at}.shared_expert_gate.weight"
+    shared = load_shared_expert(f"{at}.shared_expert", weights, ctx, size=SIZE, inner=32, gate=gate)
     return load_softmax_moe(at, experts, weights, ctx, size=SIZE, shared=shared)
 
 

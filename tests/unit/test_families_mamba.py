@@ -208,7 +208,7 @@ def test_older_names_and_spellings_of_granite_are_read(saved: Callable[[str], Pa
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"layers_block_type": ["linear_attention", "sliding"]}, "layers_block_type has 'sliding'"),
-    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MX*"}, "hybrid_override_pattern has .'X'"),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MX*"}, "hybrid_override_pattern has 'X'"),
     ("nemotron_h", {"layers_block_type": None}, "layers_block_type must be a list"),
     ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
     ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
@@ -221,7 +221,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"conv_kernel": 1}, "convolution of 1 tap"),
     ("nemotron_h", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("granitemoehybrid", {"layer_types": ["mamba", "window", "mamba", "mamba"]}, "layer_types has 'window'"),
-    ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types has 1 layers"),
+    ("granitemoehybrid", {"layer_types": ["mamba"]}, "has 1 layer_types and num_hidden_layers=4"),
     ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
     ("granitemoehybrid", {"normalization_function": "layernorm"}, "normalization_function='layernorm'"),

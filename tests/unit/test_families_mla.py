@@ -256,6 +256,16 @@ def test_layers_for_drafts_are_passed_over_and_other_surplus_is_not(family: str,
         check_weights(read_config(change(model_dir, num_nextn_predict_layers=1)), Checkpoint(model_dir))
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa", "bailing_hybrid"])
+def test_a_last_layer_that_the_config_does_not_count_is_not_taken_for_drafts(family: str, tmp_path: Path) -> None:
+    model_dir = make_family(tmp_path, family)
+    config = json.loads((model_dir / "config.json").read_text())
+    kinds = {key: config[key][:3] for key in ("layer_types", "mlp_layer_types", "indexer_types") if key in config}
+    change(model_dir, num_hidden_layers=3, num_nextn_predict_layers=1, **kinds)
+    with pytest.raises(CheckpointError, match=r"tensors that a .* model\.layers\.3\."):
+        check_weights(read_config(model_dir), Checkpoint(model_dir))
+
+
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     model_dir = make_family(tmp_path, "deepseek_v32")
     path = model_dir / "model.safetensors"
@@ -282,20 +292,24 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 must be even"),
         ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank must be a positive integer, got 0"),
         ("deepseek_v3", {"rope_interleave": "yes"}, "rope_interleave must be true or false"),
-        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace must be a positive integer, got -1"),
+        (
+            "deepseek_v3",
+            {"first_k_dense_replace": -1},
+            "first_k_dense_replace must be a positive integer or zero, got -1",
+        ),
         ("deepseek_v3", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
         ("deepseek_v32", {"rope_interleave": False}, "rope_interleave=False"),
         ("deepseek_v32", {"mlp_bias": True}, "mlp_bias=True"),
         ("deepseek_v32", {"layer_types": ["full_attention"] * 4}, "layer_types has 'full_attention'"),
-        ("deepseek_v32", {"layer_types": ["indexed_attention"]}, "layer_types has 1 kinds for num_hidden_layers=4"),
+        ("deepseek_v32", {"layer_types": ["indexed_attention"]}, "has 1 layer_types and num_hidden_layers=4"),
         ("deepseek_v32", {"mlp_layer_types": ["moe"] * 4}, "mlp_layer_types has 'moe'"),
         ("deepseek_v32", {"q_lora_rank": None}, "no q_lora_rank"),
         ("deepseek_v32", {"index_head_dim": 4}, "index_head_dim=4 is less than qk_rope_head_dim=8"),
         ("deepseek_v32", {"index_topk": None}, "does not say index_topk"),
         ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave=False"),
         ("glm_moe_dsa", {"indexer_types": ["full", "none", "full", "full"]}, "indexer_types has 'none'"),
-        ("glm_moe_dsa", {"indexer_types": ["full"] * 3}, "indexer_types has 3 kinds"),
+        ("glm_moe_dsa", {"indexer_types": ["full"] * 3}, "has 3 indexer_types"),
         ("glm_moe_dsa", {"indexer_types": ["shared", "full"] * 2}, "layer 0 has no indexer of its own"),
         ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FSX?"}, "index_topk_pattern has 'X'"),
     ],

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.forward_pass import ForwardPass
+from raycache.layers.norm import HeadNorm
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, components, load_model, read_config
 from raycache.models.checkpoint import Checkpoint
@@ -202,13 +203,45 @@ def test_a_split_is_refused_with_the_values_that_meet_every_condition(tiny: Call
     smollm = dataclasses.replace(config, name="smol", num_heads=9, num_kv_heads=3, intermediate_size=1536)
     for tp in (1, 3, 9):
         check_split(smollm, Split(tp=tp, pp=4))
-    with pytest.raises(ConfigError, match=r"^tp=2 does not divide num_attention_heads=9 of smol; use one of \[1, 3, 9\]$"):
+    with pytest.raises(
+        ConfigError, match=r"^tp=2 does not divide num_attention_heads=9 of smol; use one of \[1, 3, 9\]$"
+    ):
         check_split(smollm, Split(tp=2))
     twelve = dataclasses.replace(smollm, num_heads=12, num_kv_heads=6)
     with pytest.raises(ConfigError, match=r"tp=4 neither divides nor .* num_key_value_heads=6 .* \[1, 2, 3, 6, 12\]"):
         check_split(twelve, Split(tp=4))
     with pytest.raises(ConfigError, match=r"pp=5 exceeds num_hidden_layers=4"):
         check_split(config, Split(pp=5))
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor"),
+    [
+        ("vocab_size", r"embed_tokens\.weight .* \[2147483647, 64\]"),
+        ("intermediate_size", r"mlp\.gate_proj\.weight .* \[2147483647, 64\]"),
+        ("num_heads", r"self_attn\.q_proj\.weight .* \[34359738352, 64\]"),
+    ],
+)
+def test_a_size_that_no_memory_has_is_refused_before_any_is_taken(
+    tiny: Callable[[str], Path], key: str, tensor: str
+) -> None:
+    config = dataclasses.replace(read_config(tiny("llama-biases")), **{key: 2**31 - 1})  # type: ignore[arg-type]
+    checkpoint = Checkpoint(tiny("llama-biases"))
+    ctx = ParallelContext(Split(pp=4), 0 if key == "vocab_size" else 1, CPU, pp=Group(rank=0, size=4))
+    if key == "num_heads":
+        config = dataclasses.replace(config, num_kv_heads=1)  # type: ignore[call-arg]
+    with pytest.raises(CheckpointError, match=tensor):
+        load_model(config, checkpoint, ctx, torch.float32, on_progress=quiet)
+
+
+def test_a_head_norm_of_precise_weights_rounds_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 3, 16, generator=generator).bfloat16()
+    weight = 1 + 0.1 * torch.randn(3, 16, generator=generator)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    ours = HeadNorm(weight, 1e-6)(x)
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=0)  # half a step of bfloat16
 
 
 def test_loading_a_wrong_config_names_the_tensor(tiny: Callable[[str], Path]) -> None:
