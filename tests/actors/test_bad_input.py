@@ -50,7 +50,7 @@ def broken_template(model: Path) -> None:
     ("damage", "flags", "said"),
     [
         (half_downloaded, [], "download is incomplete"),
-        (unknown_kind, [], "known are llama, qwen3"),
+        (unknown_kind, [], "known are bailing_hybrid, deepseek_v3"),
         (broken_template, [], "chat template"),
         (lambda model: (model / "tokenizer.json").unlink(), [], "tokenizer.json is missing"),
         (shutil.rmtree, [], "is not a directory"),
