@@ -11,6 +11,7 @@ REQUIRES = [
     "numpy>=2.0,<3",
     "msgpack>=1.1,<2",
     "safetensors>=0.5,<1",
+    "xxhash>=3.5,<5",
     "tokenizers>=0.22,<1",
     "jinja2>=3.1,<4",
     "starlette>=1.0,<2",

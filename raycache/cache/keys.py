@@ -1,0 +1,245 @@
+"""Keys of stored state: content coordinates, so that who wrote an object, and under which split, is not in its name.
+
+    seed      = H(version, page size, weights, adapter, salt)         one per tenant of a model
+    digest[i] = H(digest[i - 1] + tokens of page i), digest[-1] = seed
+    key       = digest of the last token's page (32 B) + row format (12 B) + box (12 B)
+
+A digest stands for its page and all before it. H is SHA-256: collision resistant, so no prompt can be made up that hits
+another prompt's pages, and keyed by the seed, so a tenant's keys cannot be computed without the salt. All messages of a
+chain have one length, which leaves nothing to extend.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from hashlib import sha256
+
+from raycache.memory.component import Component
+from raycache.types import PackedTokens
+
+KEY_VERSION = 1
+"""Goes into every digest and row format; a change of what keys or payloads mean makes all that is stored unseen."""
+
+DIGEST_BYTES = 32
+FORMAT_BYTES = 12
+KEY_BYTES = DIGEST_BYTES + FORMAT_BYTES + 12
+_BOX = struct.Struct("<6H")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What state depends on beside the tokens.
+
+    Attributes:
+        weights: fingerprint of the checkpoint, and of whatever else changes the numbers (cache dtype is in the row).
+        page_size: tokens per page.
+        adapter: fingerprint of the adapter, empty for none.
+        salt: the tenant's `cache_salt`, empty for what all tenants share.
+    """
+
+    weights: str
+    page_size: int
+    adapter: str = ""
+    salt: str = ""
+
+    def seed(self) -> bytes:
+        """What the chain starts from, 32 bytes; no two identities share one, since each part carries its length."""
+        return _digest_of(b"raycache chain", KEY_VERSION, self.page_size, self.weights, self.adapter, self.salt)
+
+
+class PageChain:
+    """Digests of the whole pages of one sequence, computed as it grows.
+
+    Args:
+        identity: of the model and tenant.
+        known: digests of the first pages, where a cached prefix has them already.
+    """
+
+    def __init__(self, identity: Identity, *, known: Iterable[bytes] = ()) -> None:
+        self._page_bytes = 4 * identity.page_size
+        self._seed = identity.seed()
+        self._digests = list(known)
+        self._blank = sha256()  # copies of it cost less than new ones
+
+    def digests(self, tokens: PackedTokens) -> list[bytes]:
+        """Digest of each whole page; hashes only the pages that are new since the last call.
+
+        Args:
+            tokens: the sequence from its start: what earlier calls were given, and more. An incomplete last page is
+                ignored.
+        Returns:
+            The chain's own list, which later calls extend: length T // S, 32 bytes each. Do not change it.
+        """
+        digests, size = self._digests, self._page_bytes
+        digest = digests[-1] if digests else self._seed
+        for start in range(len(digests) * size, len(tokens) - size + 1, size):
+            message = self._blank.copy()
+            message.update(digest + tokens[start : start + size])
+            digest = message.digest()
+            digests.append(digest)
+        return digests
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a page that an object holds: half-open ranges.
+
+    Attributes:
+        first_layer, end_layer: places in `Component.layers`, not model layers, so that layers of other kinds between
+            them do not tell equal objects apart.
+        first_token, end_token: within the page; (0, 1) for a state, of which a sequence has one.
+        first_head, end_head: of the whole model; (0, 1) for what has no heads.
+    Raises:
+        ValueError: a range is empty or does not fit 16 bits.
+    """
+
+    first_layer: int
+    end_layer: int
+    first_token: int
+    end_token: int
+    first_head: int
+    end_head: int
+
+    def __post_init__(self) -> None:
+        for first, end in self.ranges:
+            if not 0 <= first < end <= 0xFFFF:
+                raise ValueError(f"{self} has an empty or too large range {first}..{end}")
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """(first, end) of layers, tokens and heads."""
+        return (
+            (self.first_layer, self.end_layer),
+            (self.first_token, self.end_token),
+            (self.first_head, self.end_head),
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(layers, tokens, heads)."""
+        layers, tokens, heads = (end - first for first, end in self.ranges)
+        return layers, tokens, heads
+
+    def common(self, other: Box) -> Box | None:
+        """What both cover, None for nothing."""
+        ends = []
+        for (first, end), (other_first, other_end) in zip(self.ranges, other.ranges, strict=True):
+            low, high = max(first, other_first), min(end, other_end)
+            if low >= high:
+                return None
+            ends += [low, high]
+        return Box(*ends)
+
+    def minus(self, other: Box) -> list[Box]:
+        """What this covers and `other` does not, as at most six boxes without overlap."""
+        common = self.common(other)
+        if common is None:
+            return [self]
+        rest, ends = list[Box](), [end for bounds in self.ranges for end in bounds]
+        for axis, (low, high) in enumerate(common.ranges):
+            first, end = 2 * axis, 2 * axis + 1
+            before, after = list(ends), list(ends)
+            before[end], after[first] = low, high
+            rest += [Box(*part) for part in (before, after) if part[first] < part[end]]
+            ends[first], ends[end] = low, high
+        return rest
+
+    def within(self, outer: Box) -> tuple[slice, slice, slice]:
+        """Where it lies in an array [layers, tokens, heads, ...] that holds `outer`."""
+        layers, tokens, heads = (
+            slice(first - outer_first, end - outer_first)
+            for (first, end), (outer_first, _) in zip(self.ranges, outer.ranges, strict=True)
+        )
+        return layers, tokens, heads
+
+    def packed(self) -> bytes:
+        """The last 12 bytes of a key."""
+        return _BOX.pack(*astuple(self))
+
+
+def row_format(component: Component) -> bytes:
+    """Which rows an object is made of, 12 bytes: the component's name, fields and reuse rule, not its layers."""
+    fields = ((field.name, field.dtype, field.head_axis, *field.shape) for field in component.fields)
+    rule = (component.name, component.reuse.value, component.window, len(component.layers))
+    return _digest_of(b"raycache rows", KEY_VERSION, *rule, *fields)[:FORMAT_BYTES]
+
+
+def object_keys(digests: Iterable[bytes], *, rows: bytes, box: Box) -> list[bytes]:
+    """Keys of one box of many pages, `KEY_BYTES` bytes each.
+
+    Args:
+        digests: of the pages.
+        rows: `row_format` of the component.
+        box: part of each page.
+    """
+    coordinates = rows + box.packed()
+    return [digest + coordinates for digest in digests]
+
+
+def stored_boxes(keys: Iterable[bytes], *, rows: bytes) -> list[Box]:
+    """Into which boxes those who wrote these keys cut the rows of a component; the largest first."""
+    suffixes = {key[DIGEST_BYTES:] for key in keys}
+    boxes = (Box(*_BOX.unpack(suffix[FORMAT_BYTES:])) for suffix in suffixes if suffix[:FORMAT_BYTES] == rows)
+    return sorted(boxes, key=lambda box: (-_volume(box), astuple(box)))
+
+
+def cover(wanted: Box, stored: Iterable[Box]) -> list[tuple[Box, Box]]:
+    """Join stored boxes into one that is wanted, whatever split wrote them.
+
+    Args:
+        wanted: to be filled.
+        stored: boxes that are there, those to prefer first.
+    Returns:
+        (stored box, part of `wanted` to take from it), without overlap; empty when something would be missing.
+    """
+    missing, taken = [wanted], []
+    for box in stored:
+        parts = [part for part in (rest.common(box) for rest in missing) if part is not None]
+        taken += [(box, part) for part in parts]
+        missing = [rest for before in missing for rest in before.minus(box)]
+        if not missing:
+            return taken
+    return []
+
+
+def longest_stored(num_pages: int, has: Callable[[Sequence[int]], Sequence[bool]]) -> int:
+    """How many first pages are stored, by galloping: pages are stored parents first, so a stored page vouches for those
+    before it. One that has been evicted since is found out when it is loaded.
+
+    Args:
+        num_pages: of the sequence.
+        has: which of these page numbers (from 0) are stored, in all components and boxes that are needed; asked with a
+            few at a time, so that a remote storage answers in few round trips.
+    Returns:
+        A length in pages, 0 for none.
+    """
+    steps = [1 << power for power in range(num_pages.bit_length())]  # lengths to try, doubling
+    low, high = 0, num_pages + 1  # the length is in [low, high)
+    while steps:
+        for length, is_there in zip(steps, has([length - 1 for length in steps]), strict=True):
+            if not is_there:
+                high = length
+                break
+            low = length
+        width = high - low
+        steps = sorted({low + width * part // _FAN_OUT for part in range(1, _FAN_OUT)} - {low})
+    return low
+
+
+_FAN_OUT = 8  # parts of the rest that one question tells apart
+
+
+def _volume(box: Box) -> int:
+    layers, tokens, heads = box.shape
+    return layers * tokens * heads
+
+
+def _digest_of(*parts: object) -> bytes:
+    """SHA-256 of parts of any kind; each with its length, so that no two lists of parts read the same."""
+    message = sha256()
+    for part in parts:
+        text = part if isinstance(part, bytes) else repr(part).encode()
+        message.update(struct.pack("<Q", len(text)) + text)
+    return message.digest()

@@ -1,0 +1,1 @@
+"""The storage tier: objects by content key, behind one small interface (base.py)."""

@@ -1,0 +1,172 @@
+"""What every storage backend does, and how an object says what it is.
+
+A storage maps keys (raycache/cache/keys.py) to payloads. It is a cache: it may forget any object at any time, and an
+object that is bad, torn or foreign is a miss with a counter. What it returns as a hit is what was put.
+
+An object is described by 96 bytes, kept beside the payload, or in front of it where there is one value per key:
+
+    magic 4 | version 2 | key length 2 | payload length 8 | checksum of payload 8 | key 64 | checksum of all before 8
+
+Checksums are XXH3-64: they find accidents, at memory speed. That nobody can make up a key is the key's business.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import xxhash
+
+Buffer = bytes | bytearray | memoryview
+"""C-contiguous bytes; where they are read into, writable ones."""
+
+FORMAT_VERSION = 1
+HEADER_BYTES = 96
+MAX_KEY_BYTES = 64
+_MAGIC = b"RCob"
+_FIELDS = struct.Struct("<4sHHQQ64s")
+_CHECKSUM = struct.Struct("<Q")
+
+
+class Fetch(Enum):
+    """What became of a key that was asked for."""
+
+    HIT = "hit"
+    MISSING = "missing"
+    CORRUPT = "checksum"
+    """It was there, and not as it was put: flipped, torn or cut off."""
+    FOREIGN = "foreign"
+    """It is there, of another length or format than expected."""
+    UNAVAILABLE = "unavailable"
+    """The storage could not be asked."""
+
+
+@dataclass
+class StorageStats:
+    """What a storage has and what it did since it was opened.
+
+    Attributes:
+        objects: stored now.
+        bytes_used, bytes_limit: on the medium, with all that it takes to keep them; limit 0 for none.
+        stored: objects taken in.
+        known: objects that were put and were there already.
+        hits, missing: objects asked for.
+        corrupt, foreign: objects that were there and not usable; they are misses too, and not counted as missing.
+        evicted: objects given up to make room.
+        refused: objects not taken because they are larger than the bound, or everything else is being written.
+        disk_full: objects not taken because the medium is full.
+        io_errors: objects whose read or write failed otherwise.
+        unavailable: objects asked for or put while the storage could not be reached.
+    """
+
+    objects: int = 0
+    bytes_used: int = 0
+    bytes_limit: int = 0
+    stored: int = 0
+    known: int = 0
+    hits: int = 0
+    missing: int = 0
+    corrupt: int = 0
+    foreign: int = 0
+    evicted: int = 0
+    refused: int = 0
+    disk_full: int = 0
+    io_errors: int = 0
+    unavailable: int = 0
+
+
+class Storage(Protocol):
+    """A backend. Safe to be called from several threads; what is wrong with an object is in the answer, never raised.
+
+    A backend that is not reachable as a whole raises OSError, which `Guarded` (guard.py) turns into misses.
+    """
+
+    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer]) -> list[bool]:
+        """Store objects, parents before children; the first one is the last to be evicted.
+
+        Args:
+            keys: at most 64 bytes each. One that is there already is not written again: equal keys mean equal state.
+            payloads: one per key, at least a byte each; not changed until the call returns.
+        Returns:
+            Which are stored now.
+        """
+
+    def get(self, keys: Sequence[bytes], *, into: Sequence[Buffer]) -> list[Fetch]:
+        """Read objects into buffers of exactly their length; counts as a use.
+
+        Returns:
+            One answer per key. Only after HIT the buffer means anything.
+        """
+
+    def contains(self, keys: Sequence[bytes], *, touch: bool) -> list[bool]:
+        """Which keys are stored, without reading them.
+
+        Args:
+            keys: to look for.
+            touch: count as a use, so that the prefix of something that was just stored does not leave before it. The
+                first key is then the last to be evicted.
+        """
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+    def stats(self) -> StorageStats:
+        """A copy of the counters."""
+
+    def close(self) -> None:
+        """Let go of the medium, once; nothing else may be called after."""
+
+
+class Header(NamedTuple):
+    """An object's description.
+
+    Attributes:
+        key: of the object.
+        num_bytes: of the payload.
+        checksum: of the payload.
+    """
+
+    key: bytes
+    num_bytes: int
+    checksum: int
+
+    def packed(self) -> bytes:
+        """`HEADER_BYTES` bytes."""
+        fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, len(self.key), self.num_bytes, self.checksum, self.key)
+        return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def read_header(data: Buffer) -> Header | Fetch:
+    """Unpack a header.
+
+    Returns:
+        The header, or why there is none: MISSING (nothing was ever written here), FOREIGN or CORRUPT.
+    """
+    if len(data) < HEADER_BYTES:
+        return Fetch.CORRUPT
+    magic, version, key_len, num_bytes, checksum, key = _FIELDS.unpack_from(data)
+    if magic != _MAGIC:
+        return Fetch.FOREIGN if any(magic) else Fetch.MISSING
+    if version != FORMAT_VERSION:
+        return Fetch.FOREIGN
+    (found,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
+    if xxhash.xxh3_64_intdigest(memoryview(data)[: _FIELDS.size]) != found:
+        return Fetch.CORRUPT
+    return Header(key[:key_len], num_bytes, checksum)
+
+
+def checksum_of(payload: Buffer) -> int:
+    """XXH3-64."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+def flat(buffer: Buffer) -> memoryview:
+    """A view of single bytes.
+
+    Raises:
+        TypeError: it is not contiguous.
+    """
+    return memoryview(buffer).cast("B")
