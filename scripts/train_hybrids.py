@@ -256,7 +256,8 @@ def _loss(model: PreTrainedModel, tokens: Tensor, labels: Tensor) -> tuple[Tenso
     """Cross-entropy, and the share of tokens that are right, where the context determines the next token."""
     hidden = model.model(tokens[:, :-1], use_cache=False).last_hidden_state
     wanted = labels[:, 1:] >= 0
-    logits = model.lm_head(hidden[wanted]).float() / getattr(model.config, "logits_scaling", 1.0)
+    scale = model.config.logits_scaling if model.config.model_type == "granitemoehybrid" else 1.0
+    logits = model.lm_head(hidden[wanted]).float() / scale
     targets = labels[:, 1:][wanted]
     return F.cross_entropy(logits, targets), (logits.argmax(-1) == targets).float().mean()
 
