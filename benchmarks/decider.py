@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.figures import percentile, write_json
-from raycache.cache.sequences import SequenceCache, SpaceSizes
+from raycache.cache.keys import Identity
+from raycache.cache.sequences import SequenceCache
+from raycache.cache.spaces import SpaceSizes
 from raycache.config import Config
 from raycache.engine.control import answering_ranks, receive_plan, send_answer
 from raycache.engine.engine import Engine
@@ -35,7 +37,7 @@ from raycache.engine.executors import GangExecutor
 from raycache.engine.plan import RowResult, StepPlan, answer_width, emitted_count, read_answers
 from raycache.engine.processes import Invitation, RankProcess, invite
 from raycache.engine.scheduler import Batch, Scheduler
-from raycache.parallel.board import AckBoard, Lane
+from raycache.parallel.board import AckBoard, Acks, Lane
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import DECIDER, Store, build_group
 from raycache.parallel.sharding import Split
@@ -106,9 +108,9 @@ class TimedScheduler(Scheduler):
         with self._spent.on("schedule"):
             return super().schedule()
 
-    def complete(self, batch: Batch, results: list[RowResult]) -> list[RequestOutput]:
+    def complete(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
         with self._spent.on("complete"):
-            return super().complete(batch, results)
+            return super().complete(batch, results, acks)
 
 
 class TimedGroup(Group):
@@ -281,7 +283,8 @@ def _engine(executor: Any, spent: Spent, *, options: argparse.Namespace) -> Engi
         eos_token_ids=(),
         restore_interval=0,
     )
-    return Engine(executor, info=info, scheduler=scheduler)
+    identity = Identity("none", _PAGE_SIZE)
+    return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=60.0)
 
 
 def _figures(seconds: list[float], parts: list[dict[str, float]]) -> dict[str, Any]:

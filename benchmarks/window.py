@@ -30,6 +30,7 @@ from raycache.engine.runner import RankRunner, Seat
 from raycache.memory.component import FULL, Reuse
 from raycache.memory.device import unit_bytes
 from raycache.models.base import components
+from raycache.parallel.board import Acks
 from raycache.parallel.sharding import Coords, Split
 from raycache.types import GenerateRequest, SamplingParams
 
@@ -70,6 +71,9 @@ class Watched:
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         return self._executor.collect(plan)
+
+    def acks(self) -> Acks:
+        return self._executor.acks()
 
     def close(self) -> None:
         self._executor.close()

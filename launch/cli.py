@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launch.flags import add_config_flags, settings
+from launch.cache import add_cache_flags
+from launch.flags import add_config_flags, seconds, settings
 from raycache import __version__
 from raycache.config import Config
 from raycache.errors import RayCacheError
@@ -58,13 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--endpoint", metavar="URL", help="ask this one instead, such as http://HOST:8000")
     status.add_argument("--json", action="store_true", help="print all figures as JSON")
     status.add_argument(
-        "--timeout-s", type=_seconds, metavar="SECONDS", default=5.0, help="for an answer (default: %(default)s)"
+        "--timeout-s", type=seconds, metavar="SECONDS", default=5.0, help="for an answer (default: %(default)s)"
     )
+    add_cache_flags(add("cache", _cache, "look into the cache of a running server, and change its tiers"))
     stop = add("stop", _stop, "stop the services that run on this machine")
     stop.add_argument("--port", type=int, metavar="N", help="only the one on this port")
     stop.add_argument(
         "--grace-s",
-        type=_seconds,
+        type=seconds,
         metavar="SECONDS",
         default=30.0,
         help="to end cleanly before it is killed (default: %(default)s)",
@@ -115,6 +117,12 @@ def _status(options: argparse.Namespace) -> int:
     return 0 if asked and not any(report.error for report in asked) else 1
 
 
+def _cache(options: argparse.Namespace) -> int:
+    from launch.cache import run
+
+    return run(options)
+
+
 def _stop(options: argparse.Namespace) -> int:
     from launch.service import running, stop
 
@@ -139,10 +147,3 @@ def _version(options: argparse.Namespace) -> int:
             print(package, "not installed")
     print("python", ".".join(map(str, sys.version_info[:3])))
     return 0
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return value

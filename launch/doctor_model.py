@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
+from launch.doctor_tiers import examine_tiers
 from launch.finding import Finding, Verdict, attempt
 from launch.fit import device_type, plan_memory
 from launch.table import human_bytes
 from raycache.attention.torch_ref import TorchBackend
 from raycache.config import Config
-from raycache.engine.memory_plan import context_len, resolve_dtype
+from raycache.engine.memory_plan import cache_format, context_len, resolve_dtype
 from raycache.errors import ConfigError
 from raycache.models.base import ModelConfig, check_split, check_weights, head_counts, read_config
 from raycache.models.checkpoint import Checkpoint
@@ -132,3 +133,6 @@ def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
         yield Finding("cache", Verdict.WARNING, text)
     else:
         yield Finding("cache", Verdict.OK, holds)
+    where = device_type(config)
+    fmt = cache_format(config, dtype=resolve_dtype(config, device_type=where))
+    yield from examine_tiers(config, model, fmt=fmt, taken=used * config.world_size if where == "cpu" else 0)

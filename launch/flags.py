@@ -42,6 +42,14 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
+def seconds(text: str) -> float:
+    """A flag's value: a number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
 def _add_flag(group: Any, field: dataclasses.Field[Any]) -> None:
     flag = "--" + field.name.replace("_", "-")
     common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _escaped(field)}

@@ -1,4 +1,4 @@
-"""The HTTP server: the OpenAI API over an AsyncEngine, health, metrics and status.
+"""The HTTP server: the OpenAI API over an AsyncEngine, health, metrics and status; http_cache.py has operators' orders.
 
 A client that goes away is noticed while its request runs, streamed or not, and the request is cancelled in the engine.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hmac
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -21,8 +21,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from launch.http_cache import CacheApi
+from launch.wire import ProblemError, json_response, problem_response, read_body
 from raycache.config import Config, parse_bytes
-from raycache.errors import EngineStoppedError, RayCacheError
+from raycache.errors import EngineStoppedError, RayCacheError, RequestError
 from raycache.metrics import Metrics
 from raycache.server.chat import ChatTemplate
 from raycache.server.engine import AsyncEngine
@@ -34,7 +36,6 @@ from raycache.server.schema import ChatBody, CompletionBody, parse_body, parse_j
 from raycache.server.tokenizer import Tokenizer
 from raycache.types import EngineInfo, EngineStats
 
-_BODY_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 5.0
 _THREAD_BYTES = 32 * 1024  # larger bodies are tokenised in a thread, so that other streams go on
 _CLIENT_GONE = 499  # no standard code exists; nobody reads it
@@ -54,6 +55,7 @@ def build_app(engine: AsyncEngine, *, config: Config, info: EngineInfo, tokenize
         ConfigError: the chat template cannot be used.
     """
     api = _Api(engine, config=config, info=info, tokenizer=tokenizer)
+    cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
     app = Starlette(
         routes=[
             Route("/v1/models", api.list_models),
@@ -63,11 +65,12 @@ def build_app(engine: AsyncEngine, *, config: Config, info: EngineInfo, tokenize
             Route("/health", api.health),
             Route("/metrics", api.metrics),
             Route("/status", api.status),
+            *cache.routes(),
         ],
         middleware=[Middleware(_Authentication, key=config.api_key)] if config.api_key else [],
         exception_handlers={
             RayCacheError: _on_error,
-            _ProblemError: _on_problem,
+            ProblemError: _on_problem,
             _ClientGoneError: _on_client_gone,
             ClientDisconnect: _on_client_gone,
             HTTPException: _on_http_error,
@@ -89,36 +92,22 @@ class _Api:
         self._metrics = Metrics(info.model)
         self._max_body = parse_bytes("max_body", config.max_body)
         self._timeout_s = config.request_timeout_s
+        self._eviction = config.eviction
 
     async def list_models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model_card()]})
+        return json_response({"object": "list", "data": [self._model_card()]})
 
     async def show_model(self, request: Request) -> Response:
-        self._check_model(request.path_params["model"])
-        return _json(self._model_card())
+        name = request.path_params["model"]
+        if name != self._info.model:
+            raise ProblemError(unknown_model(name, self._info.model))
+        return json_response(self._model_card())
 
     async def completions(self, request: Request) -> Response:
-        raw = await _read_body(request, limit=self._max_body)
-        body = parse_body(CompletionBody, parse_json(raw))
-        self._check_model(body.model)
-        prepare = partial(
-            prepare_completion, body, tokenizer=self._tokenizer, info=self._info, timeout_s=self._timeout_s
-        )
-        return await self._respond(request, await _run_long(prepare, size=len(raw)))
+        return await self._generate(request, CompletionBody)
 
     async def chat_completions(self, request: Request) -> Response:
-        raw = await _read_body(request, limit=self._max_body)
-        body = parse_body(ChatBody, parse_json(raw))
-        self._check_model(body.model)
-        prepare = partial(
-            prepare_chat,
-            body,
-            tokenizer=self._tokenizer,
-            template=self._template,
-            info=self._info,
-            timeout_s=self._timeout_s,
-        )
-        return await self._respond(request, await _run_long(prepare, size=len(raw)))
+        return await self._generate(request, ChatBody)
 
     async def health(self, request: Request) -> Response:
         try:
@@ -134,7 +123,30 @@ class _Api:
 
     async def status(self, request: Request) -> Response:
         info, stats = await self._engine.info(), await self._engine.stats()
-        return _json({**_plain(info), **_plain(stats)})
+        return json_response({**_plain(info), **_plain(stats)})
+
+    async def prepare(self, body: CompletionBody | ChatBody, *, size: int) -> Generation:
+        """From a checked body to requests for the engine; `size` is that of the body in bytes."""
+        if body.model != self._info.model:
+            raise ProblemError(unknown_model(body.model, self._info.model))
+        if body.cache_priority and self._eviction != "priority":
+            raise RequestError(
+                f"cache_priority has no effect here, the server evicts by {self._eviction}; "
+                "start it with --eviction priority, or leave cache_priority out",
+                field="cache_priority",
+            )
+        given: dict[str, Any] = {"tokenizer": self._tokenizer, "info": self._info, "timeout_s": self._timeout_s}
+        match body:
+            case CompletionBody():
+                work = partial(prepare_completion, body, **given)
+            case ChatBody():
+                work = partial(prepare_chat, body, template=self._template, **given)
+        return work() if size < _THREAD_BYTES else await asyncio.to_thread(work)
+
+    async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
+        raw = await read_body(request, limit=self._max_body)
+        body = parse_body(kind, parse_json(raw))
+        return await self._respond(request, await self.prepare(body, size=len(raw)))
 
     async def _respond(self, request: Request, generation: Generation) -> Response:
         form = AnswerForm(generation, tokenizer=self._tokenizer)
@@ -155,10 +167,6 @@ class _Api:
             "owned_by": "raycache",
             "max_model_len": self._info.max_model_len,
         }
-
-    def _check_model(self, name: str) -> None:
-        if name != self._info.model:
-            raise _ProblemError(unknown_model(name, self._info.model))
 
 
 class _EventStream(Response):
@@ -190,14 +198,14 @@ class _EventStream(Response):
 
 
 class _Authentication:
-    """Lets only requests with the API key reach /v1 and /status."""
+    """Lets only requests with the API key reach /v1, /status and /cache."""
 
     def __init__(self, app: ASGIApp, *, key: str) -> None:
         self._app = app
         self._wanted = b"Bearer " + key.encode("utf-8")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["path"].startswith("/v1") or scope["path"] == "/status"):
+        if scope["type"] == "http" and scope["path"].startswith(("/v1", "/status", "/cache")):
             sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             if not hmac.compare_digest(sent, self._wanted):
                 problem = Problem(
@@ -206,57 +214,13 @@ class _Authentication:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-                await _response(problem)(scope, receive, send)
+                await problem_response(problem)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-class _ProblemError(Exception):
-    """Ends a request with an error answer."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.message)
-        self.problem = problem
-
-
 class _ClientGoneError(Exception):
     """The client closed its connection."""
-
-
-async def _read_body(request: Request, *, limit: int) -> bytes:
-    """Read the body, and never more than `limit` bytes of it."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # Also keeps web pages out: a browser sends this type to another site only if that site agrees.
-        raise _ProblemError(Problem(415, f"send the header Content-Type: application/json, got {kind or 'none'!r}"))
-    announced = request.headers.get("content-length", "0")
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            if announced.isdigit() and int(announced) > limit:
-                raise _too_large(limit)
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    raise _too_large(limit)
-                parts.append(part)
-    except TimeoutError as error:
-        problem = Problem(408, f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s", headers=_CLOSE)
-        raise _ProblemError(problem) from error
-    return b"".join(parts)
-
-
-_CLOSE = {"Connection": "close"}  # the rest of the body is not read
-
-
-def _too_large(limit: int) -> _ProblemError:
-    message = f"the body is larger than {limit} bytes; the server's setting is --max-body"
-    return _ProblemError(Problem(413, message, code="body_too_large", headers=_CLOSE))
-
-
-async def _run_long(work: Callable[[], T], *, size: int) -> T:
-    """Result of `work`, run in a thread if the body that it works on is large."""
-    return work() if size < _THREAD_BYTES else await asyncio.to_thread(work)
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -290,22 +254,14 @@ def _plain(facts: EngineInfo | EngineStats) -> dict[str, Any]:
     return dataclasses.asdict(facts)
 
 
-def _json(value: dict[str, Any]) -> Response:
-    return Response(to_json(value), media_type="application/json")
-
-
-def _response(problem: Problem) -> Response:
-    return Response(to_json(problem.body), problem.status, dict(problem.headers), "application/json")
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RayCacheError)
-    return _response(problem_of(error))
+    return problem_response(problem_of(error))
 
 
 async def _on_problem(request: Request, error: Exception) -> Response:
-    assert isinstance(error, _ProblemError)
-    return _response(error.problem)
+    assert isinstance(error, ProblemError)
+    return problem_response(error.problem)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
@@ -315,8 +271,8 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return _response(Problem(error.status_code, message, headers=error.headers or {}))
+    return problem_response(Problem(error.status_code, message, headers=error.headers or {}))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    return _response(Problem(500, "the server failed; its log has the reason"))
+    return problem_response(Problem(500, "the server failed; its log has the reason"))

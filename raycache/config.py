@@ -7,6 +7,7 @@ A field is a flag: `kv_memory` is `--kv-memory` and the YAML key `kv_memory`; it
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 from raycache.errors import ConfigError
 
-_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$", re.IGNORECASE)
+_BYTES = re.compile(r"^\s*(\d{1,18}(?:\.\d{1,18})?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$", re.IGNORECASE)
 _UNIT = {
     "b": 1,
     "kib": 2**10,
@@ -94,6 +95,40 @@ class Config:
         "restore points that have room beside what running requests need; 0: as many as suit num_pages",
         group="cache",
     )
+    eviction: str = _setting(
+        "lru",
+        "what goes first when a tier is full; priority: by the requests' cache_priority and cache_ttl_s",
+        group="cache",
+        choices=("lru", "lfu", "priority"),
+    )
+
+    host_memory: str = _setting(
+        "0", "host tier's bytes per node, such as 64GiB; auto: a share of what is free; 0: no host tier", group="cache"
+    )
+    write_policy: str = _setting(
+        "write_through",
+        "when a page is copied to the host tier: at its first use, at its second, or when evicted (write_back)",
+        group="cache",
+        choices=("write_through", "write_through_selective", "write_back"),
+    )
+    storage: str = _setting(
+        "",
+        "URL of a storage tier: file:///DIR?size=50GiB, s3://BUCKET/PREFIX or redis://HOST:PORT/DB; needs host_memory",
+        group="cache",
+    )
+    prefetch: str = _setting(
+        "best_effort",
+        "whether a request waits for its prefix in storage: never, to the end, or prefetch_timeout_s",
+        group="cache",
+        choices=("best_effort", "wait_complete", "timeout"),
+    )
+    prefetch_timeout_s: float = _setting(
+        2.0, "seconds that a request waits under prefetch=timeout, and that one storage call may take", group="cache"
+    )
+    prefetch_share: float = _setting(
+        0.5, "most of the host tier that prefetches may fill at a time, above 0 and up to 1", group="cache"
+    )
+    storage_lanes: int = _setting(2, "storage calls at a time", group="cache")
 
     max_step_tokens: int = _setting(0, "token budget of one step; 0: 512 on cpu, 8192 on cuda", group="scheduler")
     max_running: int = _setting(64, "most requests in one batch", group="scheduler")
@@ -110,7 +145,7 @@ class Config:
     dashboard: bool = _setting(True, "start the Ray dashboard with a local cluster", group="server")
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "page_size", "max_running", "max_queue"):
+        for name in ("tp", "pp", "cp", "page_size", "max_running", "max_queue", "storage_lanes"):
             _at_least(name, getattr(self, name), 1)
         optional = ("max_model_len", "num_pages", "max_step_tokens", "request_timeout_s")
         for name in (*optional, "restore_interval", "restore_points"):
@@ -132,11 +167,17 @@ class Config:
         parse_bytes("max_body", self.max_body)
         if self.kv_memory != "auto":
             parse_bytes("kv_memory", self.kv_memory)
+        _check_tiers(self)
 
     @property
     def world_size(self) -> int:
         """Ranks of the gang: tp * pp * cp."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def has_host_tier(self) -> bool:
+        """Whether pages are also kept in host memory."""
+        return self.host_memory == "auto" or parse_bytes("host_memory", self.host_memory, least=0) > 0
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Config:
@@ -161,22 +202,49 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def parse_bytes(name: str, text: str) -> int:
+def parse_bytes(name: str, text: str, *, least: int = 1) -> int:
     """Read a size such as "4GiB" or "512 MB" (case does not matter).
 
     Args:
         name: the setting's name, for the error message.
         text: the size.
+        least: smallest size that is taken; 0 where "0" means none.
     Returns:
-        Bytes, at least 1.
+        Bytes, at least `least`.
     Raises:
         ConfigError: it is not a size.
     """
     found = _BYTES.match(text)
-    size = int(float(found[1]) * _UNIT[(found[2] or "B").lower()]) if found else 0
-    if size < 1:
+    size = int(float(found[1]) * _UNIT[(found[2] or "B").lower()]) if found else -1
+    if size < least:
         raise ConfigError(f"{name}={text!r} is not a size; write a number with a unit, such as 512MiB or 4GiB")
     return size
+
+
+def _check_tiers(config: Config) -> None:
+    """What the tiers beside the device need of each other."""
+    if not config.prefetch_timeout_s > 0:
+        raise ConfigError(f"prefetch_timeout_s must be above 0, got {config.prefetch_timeout_s}")
+    if not 0 < config.prefetch_share <= 1:
+        raise ConfigError(f"prefetch_share must be above 0 and at most 1, got {config.prefetch_share}")
+    if config.storage and "://" not in config.storage:
+        near = f"file://{os.path.abspath(config.storage)}?size=50GiB"
+        raise ConfigError(f"storage={config.storage!r} is not a URL; for a directory write {near}")
+    if config.has_host_tier:
+        if not config.prefix_cache:
+            raise ConfigError(
+                f"host_memory={config.host_memory} holds cached prefixes, and prefix_cache=False keeps none; "
+                "leave prefix_cache on, or use host_memory=0"
+            )
+        return
+    for name, nothing in (("storage", ""), ("write_policy", "write_through"), ("prefetch", "best_effort")):
+        value = getattr(config, name)
+        if value != nothing:
+            shown = "URL" if name == "storage" else value  # a URL can hold a password
+            raise ConfigError(
+                f"{name}={shown} needs a host tier, pages go through it; add host_memory=auto or a size such as "
+                f"host_memory=4GiB, or leave {name} out"
+            )
 
 
 def _at_least(name: str, value: float, low: float) -> None:

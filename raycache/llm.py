@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -15,16 +16,35 @@ from raycache.config import Config
 from raycache.engine.build import build_engine, check_model
 from raycache.engine.engine import Executor
 from raycache.engine.executors import LocalExecutor
+from raycache.engine.host_directory import ARENA, SHARED_MEMORY, new_name
+from raycache.engine.host_link import HostLink
+from raycache.engine.host_service import HostService
+from raycache.engine.host_spec import host_spec
 from raycache.engine.processes import ProcessGang
 from raycache.engine.runner import RankRunner, Seat
-from raycache.errors import EngineStoppedError, RankLostError, RequestError
+from raycache.errors import ConfigError, EngineStoppedError, RankLostError, RequestError
+from raycache.models.base import ModelConfig
+from raycache.parallel.board import AckBoard
 from raycache.server.chat import ChatTemplate
 from raycache.server.output_text import OutputText
 from raycache.server.tokenizer import Tokenizer
-from raycache.types import EngineInfo, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenLogprob
+from raycache.types import (
+    TIERS,
+    CacheAction,
+    CacheOrder,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    Miss,
+    SamplingParams,
+    TokenLogprob,
+)
 
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
+_SETTLE_TIMEOUT_S = 60.0
+"""For pages on their way between tiers, before an operator's order is carried out."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +57,8 @@ class Completion:
         finish_reason: why it ended.
         prompt_token_ids: what was continued.
         cached_tokens: of the prompt, that were reused from the cache.
+        cached_by_tier: cached_tokens by the tier that they came from.
+        miss: why no more of the prompt was reused.
         cut_by: the component, such as "state", whose missing rows kept more from being reused, or "".
         logprobs: one per token, if asked for.
         prompt_logprobs: one per prompt token, None for the first, if asked for.
@@ -50,6 +72,8 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     cut_by: str = ""
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
+    miss: Miss = Miss.NONE
 
 
 class LLM:
@@ -72,18 +96,23 @@ class LLM:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
         model_config = check_model(self.config)
         self.tokenizer = Tokenizer(model)
+        self._host: HostService | None = None
         self._gang: ProcessGang | None = None
         self._executor: Executor
+        host = self._open_host(model_config, device_type=device_type) if self.config.has_host_tier else None
         if self.config.world_size == 1:
             device = "cuda:0" if device_type == "cuda" else "cpu"
-            runner = RankRunner(self.config, Seat(rank=0, host="127.0.0.1", device=device, ranks_on_node=1))
+            board = AckBoard.create(1)
+            board.unlink()  # nobody else looks at it
+            seat = Seat(rank=0, host="127.0.0.1", device=device, ranks_on_node=1)
+            runner = RankRunner(self.config, seat, board=board)
             num_pages = runner.load()
-            self._executor = LocalExecutor(runner.build(num_pages))
+            self._executor = LocalExecutor(runner.build(num_pages, None if host is None else host.path), board)
         else:
-            self._gang = ProcessGang(self.config, device_type=device_type)
+            self._gang = ProcessGang(self.config, device_type=device_type, arena=None if host is None else host.path)
             num_pages, self._executor = self._gang.num_pages, self._gang.executor
         self._engine = build_engine(
-            self._executor, self.config, model=model_config, device_type=device_type, num_pages=num_pages
+            self._executor, self.config, model=model_config, device_type=device_type, num_pages=num_pages, host=host
         )
         self._ids = itertools.count()
         self._is_closed = False
@@ -100,6 +129,37 @@ class LLM:
     def check(self) -> None:
         """Assert that no page, slot or lock is lost."""
         self._engine.check()
+
+    def cache(self, order: CacheOrder) -> dict[str, Any]:
+        """Carry out an operator's order on the tiers of the cache.
+
+        Pages that are on their way between tiers get a moment to arrive first, so that nothing clears a tier and finds
+        pages there afterwards.
+
+        Args:
+            order: such as CacheOrder(CacheAction.CLEAR, tiers=("device",)).
+        Returns:
+            Plain values, see `AsyncEngine.admin`.
+        Raises:
+            ConfigError: it cannot be done; says what would work.
+            RankLostError: a rank of a split model died.
+            EngineStoppedError: the model is closed.
+        """
+        if self._is_closed:
+            raise EngineStoppedError("this LLM is closed; make another")
+        self._settle()
+        is_storage_first = order.kind in (CacheAction.ATTACH, CacheAction.RESIZE, CacheAction.SCRUB)
+        done = self._order_storage(order) if is_storage_first else {}
+        answer = self._engine.admin(order)
+        while not answer.done():
+            self._engine.step()
+        done |= answer.result()
+        if not is_storage_first:
+            done |= self._order_storage(order)
+        if order.kind is CacheAction.STATUS and self._host is not None and (storage := self._host.status()):
+            figures = {name: float(value) for name, value in storage.items() if name != "name"}
+            done["tiers"] = {**done["tiers"], "storage": {**done["tiers"].get("storage", {}), **figures}}
+        return done
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -170,6 +230,49 @@ class LLM:
                 self._gang.kill()
         if self._gang is not None:
             self._gang.join(_CLOSE_TIMEOUT_S)
+        if self._host is not None:
+            self._host.close()
+
+    def _open_host(self, model: ModelConfig, *, device_type: str) -> HostLink:
+        """Own a host tier, whose memory goes with this process."""
+        directory = SHARED_MEMORY / new_name()
+        service = HostService(directory)
+        try:
+            spec = host_spec(self.config, model, device_type=device_type, sizes={})
+            spec = service.open(spec)
+        except BaseException:
+            service.close()
+            raise
+        self._host = service
+        return HostLink(directory / ARENA, spec.sizes, service.work, has_storage=bool(spec.storage))
+
+    def _settle(self) -> None:
+        """Wait for what moves between tiers, as long as nothing runs."""
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        while self._engine.has_work and not self._engine.has_requests and time.monotonic() < deadline:
+            self._engine.step()
+
+    def _order_storage(self, order: CacheOrder) -> dict[str, Any]:
+        """The part of an order that concerns the owner of the host tier."""
+        host = self._host
+        match order.kind:
+            case CacheAction.STATUS | CacheAction.INSPECT:
+                return {}
+            case CacheAction.CLEAR:
+                if host is not None and "storage" in (order.tiers or TIERS):
+                    host.clear()
+                return {}
+        if host is None:
+            raise ConfigError(f"{order.kind} needs a host tier, through which all that is stored goes; use host_memory")
+        match order.kind:
+            case CacheAction.ATTACH:
+                return {"storage": host.attach(order.url)}
+            case CacheAction.DETACH:
+                return {"detached": host.detach()}
+            case CacheAction.RESIZE:
+                host.resize(order.size)
+                return {"bytes_limit": order.size}
+        return host.scrub()
 
     def __enter__(self) -> LLM:
         return self
@@ -236,4 +339,6 @@ class _Run:
             logprobs=tuple(self.logprobs),
             prompt_logprobs=tuple(self.prompt_logprobs),
             cut_by=self.text.cut_by,
+            cached_by_tier=self.text.cached_by_tier,
+            miss=self.text.miss,
         )

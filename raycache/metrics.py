@@ -35,6 +35,34 @@ _COUNTERS = {
     "evicted_pages": ("evicted_pages", "Cached pages freed to make room."),
     "evicted_restore_points": ("evicted_restore_points", "Restore points given up to make room."),
 }
+# What a tier counts -> metric, its text, whether it only grows. Others are shown as raycache_tier{what=...}.
+_TIER_FIGURES = {
+    "tokens": ("tier_tokens", "Tokens that the tier has room for.", False),
+    "pages_total": ("tier_pages", "Pages of the tier.", False),
+    "pages_free": ("tier_pages_free", "Pages that hold nothing.", False),
+    "pages_cached": ("tier_pages_cached", "Pages of cached prefixes.", False),
+    "pages_moving": ("tier_pages_moving", "Pages that are being copied.", False),
+    "saved_pages": ("tier_saved_pages", "Pages copied down to the tier.", True),
+    "loaded_pages": ("tier_loaded_pages", "Pages copied up from the tier.", True),
+    "prefetched_pages": ("tier_prefetched_pages", "Pages fetched from the tier ahead of their use.", True),
+    "evicted_pages": ("tier_evicted_pages", "Pages freed to make room.", True),
+    "evicted_unsaved_pages": ("tier_evicted_unsaved_pages", "Those that no lower tier has.", True),
+    "failed_loads": ("tier_failed_loads", "Copies up that failed; their tokens were recomputed.", True),
+    "objects": ("tier_objects", "Objects stored.", False),
+    "bytes_used": ("tier_used_bytes", "Bytes on the medium.", False),
+    "bytes_limit": ("tier_limit_bytes", "Most bytes on the medium; 0: no bound of ours.", False),
+    "stored": ("tier_objects_stored", "Objects taken in.", True),
+    "known": ("tier_objects_known", "Objects that were there already.", True),
+    "hits": ("tier_object_hits", "Objects found.", True),
+    "missing": ("tier_object_misses", "Objects asked for that are not there.", True),
+    "corrupt": ("tier_objects_corrupt", "Objects whose bytes were not those stored.", True),
+    "foreign": ("tier_objects_foreign", "Objects of another length or format.", True),
+    "evicted": ("tier_objects_evicted", "Objects given up to make room.", True),
+    "refused": ("tier_objects_refused", "Objects larger than the bound allows.", True),
+    "disk_full": ("tier_objects_disk_full", "Objects not stored because the medium is full.", True),
+    "io_errors": ("tier_io_errors", "Objects whose read or write failed.", True),
+    "unavailable": ("tier_unavailable", "Objects asked for or put while the tier was away.", True),
+}
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN_TOKENS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 _DURATION_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -139,3 +167,37 @@ class _EngineCollector(Collector):
         for reason, count in self.stats.finished.items():
             finished.add_metric([*self._labels, reason], count)
         yield finished
+        yield from self._cache()
+
+    def _cache(self) -> Iterator[Metric]:
+        """Where cached tokens came from, why no more did, and what the tiers count."""
+        tokens = self._family("cached_prompt_tokens_by_tier", "Those by the tier that they came from.", True, "tier")
+        for tier, count in self.stats.cached_by_tier.items():
+            tokens.add_metric([*self._labels, tier], count)
+        yield tokens
+        misses = self._family("cache_misses", "Requests whose reuse ended early, by the reason.", True, "reason")
+        for miss, count in self.stats.misses.items():
+            misses.add_metric([*self._labels, miss], count)
+        yield misses
+        warnings = self._family("cache_warnings", "Warnings that hold now; /cache has their texts.", False)
+        warnings.add_metric(self._labels, len(self.stats.warnings))
+        yield warnings
+        yield from self._tiers()
+
+    def _tiers(self) -> Iterator[Metric]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        others = self._family("tier", "Other figures of a tier.", False, "tier", "what")
+        for tier, figures in self.stats.tiers.items():
+            for what, value in figures.items():
+                if what not in _TIER_FIGURES:
+                    others.add_metric([*self._labels, tier, what], value)
+                    continue
+                if what not in families:
+                    name, text, only_grows = _TIER_FIGURES[what]
+                    families[what] = self._family(name, text, only_grows, "tier")
+                families[what].add_metric([*self._labels, tier], value)
+        yield from (*families.values(), others)
+
+    def _family(self, name: str, text: str, only_grows: bool, *labels: str) -> CounterMetricFamily | GaugeMetricFamily:
+        kind = CounterMetricFamily if only_grows else GaugeMetricFamily
+        return kind(f"raycache_{name}", text, labels=["model_name", *labels])

@@ -29,6 +29,63 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the engine failed while it ran
 
 
+class Miss(StrEnum):
+    """Why more of a prompt was not taken from the cache; the first reason met behind its cached tokens.
+
+    There is none for another tenant's salt: it would tell that somebody else has sent the same prompt.
+    """
+
+    NONE = ""  # all that could be reused was
+    NEVER_SEEN = "never_seen"  # no tier has held it
+    SHORTER_THAN_PAGE = "shorter_than_page"  # only whole pages are kept
+    EVICTED_DEVICE = "evicted_device"  # it was there, and no lower tier took it
+    EVICTED_HOST = "evicted_host"
+    EVICTED_STORAGE = "evicted_storage"
+    STATE_MISSING = "state_missing"  # the tokens are there, a component's state is not; see RequestOutput.cut_by
+    IDENTITY = "identity_mismatch"  # written for other weights, adapter or row format
+    CHECKSUM = "checksum"  # the bytes found were not those written
+    TIMEOUT = "timeout"  # a tier did not give it in time
+    SLOWER = "slower_than_recompute"  # loading it would have taken longer than computing it
+    NO_ROOM = "no_room"  # the tier above could not take it
+
+
+class CacheAction(StrEnum):
+    """What an operator can do to the tiers of a cache that serves."""
+
+    STATUS = "status"
+    ATTACH = "attach"
+    DETACH = "detach"
+    CLEAR = "clear"
+    RESIZE = "resize"
+    SCRUB = "scrub"
+    INSPECT = "inspect"
+
+
+TIERS = ("device", "host", "storage")
+"""Tiers of the cache, the fastest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOrder:
+    """An operator's order. The answer is a plain mapping, see AsyncEngine.admin in server/engine.py.
+
+    Attributes:
+        kind: which.
+        url: of the storage, for ATTACH.
+        size: bytes that the storage may take, for RESIZE.
+        tiers: which of TIERS, for CLEAR.
+        prompt: token ids, for INSPECT.
+        cache_salt: of the prompt's tenant, for INSPECT.
+    """
+
+    kind: CacheAction
+    url: str = ""
+    size: int = 0
+    tiers: tuple[str, ...] = ()
+    prompt: tuple[int, ...] = ()
+    cache_salt: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. The defaults are those of the OpenAI API.
@@ -120,6 +177,10 @@ class GenerateRequest:
         sampling: how to continue it.
         priority: smaller runs first; equal priorities run in order of arrival.
         timeout_s: seconds from arrival after which it ends with FinishReason.TIMEOUT; None for none.
+        cache_salt: requests of different salts never share cached tokens; "" is one too.
+        cache_priority: its cached tokens go after those of lower priority, with eviction=priority.
+        cache_ttl_s: seconds after which that priority counts as 0 again; 0: never.
+        output: tokens generated before an engine was lost; the request goes on after them and gives only new ones.
     """
 
     request_id: str
@@ -127,6 +188,10 @@ class GenerateRequest:
     sampling: SamplingParams = SamplingParams()
     priority: int = 0
     timeout_s: float | None = None
+    cache_salt: str = ""
+    cache_priority: int = 0
+    cache_ttl_s: float = 0.0
+    output: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +221,8 @@ class RequestOutput:
         finish_reason: set in the last increment.
         cached_tokens: prompt tokens that were reused from the cache.
         cut_by: the component, such as "state", that kept more cached tokens from being reused, or "".
+        cached_by_tier: where those tokens came from, one of TIERS -> tokens; adds up to cached_tokens.
+        miss: why no more of the prompt was reused.
         error: what failed, with FinishReason.ERROR.
     """
 
@@ -166,6 +233,8 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     cut_by: str = ""
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
+    miss: Miss = Miss.NONE
     error: str | None = None
 
 
@@ -188,6 +257,10 @@ class EngineStats:
         restore_points: positions that sequences with windows or recurrent states can be continued from.
         evicted_restore_points: those that were given up to make room.
         spaces: window and state spaces -> (total, free) pages or slots.
+        cached_by_tier: cached_tokens by the tier that they came from.
+        misses: Miss -> requests whose reuse ended for that reason, NONE excepted.
+        tiers: host and storage -> their counters and balances by name, such as {"host": {"pages_total": 512}}.
+        warnings: what an operator should know, such as a tier that stores and never hits; one line each.
     """
 
     steps: int = 0
@@ -208,6 +281,10 @@ class EngineStats:
     restore_points: int = 0
     evicted_restore_points: int = 0
     spaces: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
+    misses: Mapping[str, int] = field(default_factory=dict)
+    tiers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +301,7 @@ class EngineInfo:
         num_pages: pages of the device pool.
         max_queue: requests that may wait.
         ranks: one row per rank for people: rank, coords, node, device, kv bytes.
+        tiers: one of TIERS -> {"tokens": n, "bytes": n, "components": {name: bytes}}; storage has "name" and "bytes".
     """
 
     model: str
@@ -235,3 +313,4 @@ class EngineInfo:
     num_pages: int
     max_queue: int
     ranks: tuple[Mapping[str, Any], ...] = ()
+    tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from hashlib import sha256
 
@@ -156,7 +157,7 @@ class Box:
 
     def packed(self) -> bytes:
         """The last 12 bytes of a key."""
-        return _BOX.pack(*astuple(self))
+        return _BOX.pack(*(end for bounds in self.ranges for end in bounds))
 
 
 def row_format(component: Component) -> bytes:
@@ -164,6 +165,11 @@ def row_format(component: Component) -> bytes:
     fields = ((field.name, field.dtype, field.head_axis, *field.shape) for field in component.fields)
     rule = (component.name, component.reuse.value, component.window, len(component.layers))
     return _digest_of(b"raycache rows", KEY_VERSION, *rule, *fields)[:FORMAT_BYTES]
+
+
+def tag_of(digest: bytes) -> int:
+    """The first 8 bytes of a digest, little endian: what headers of host slots and plans say of it."""
+    return int.from_bytes(digest[:8], "little")
 
 
 def object_keys(digests: Iterable[bytes], *, rows: bytes, box: Box) -> list[bytes]:
@@ -178,11 +184,22 @@ def object_keys(digests: Iterable[bytes], *, rows: bytes, box: Box) -> list[byte
     return [digest + coordinates for digest in digests]
 
 
-def stored_boxes(keys: Iterable[bytes], *, rows: bytes) -> list[Box]:
-    """Into which boxes those who wrote these keys cut the rows of a component; the largest first."""
-    suffixes = {key[DIGEST_BYTES:] for key in keys}
-    boxes = (Box(*_BOX.unpack(suffix[FORMAT_BYTES:])) for suffix in suffixes if suffix[:FORMAT_BYTES] == rows)
-    return sorted(boxes, key=lambda box: (-_volume(box), astuple(box)))
+def stored_boxes(suffixes: Iterable[bytes], *, rows: bytes, whole: Box) -> list[Box]:
+    """Into which boxes the rows of a component are cut by those who wrote objects.
+
+    Args:
+        suffixes: last 24 bytes of their keys; what is no suffix of ours is ignored.
+        rows: `row_format` of the component.
+        whole: of the component; boxes that reach beyond it are none of ours either.
+    Returns:
+        The boxes, the largest first.
+    """
+    boxes = set[Box]()
+    for suffix in suffixes:
+        if suffix.startswith(rows) and len(suffix) == FORMAT_BYTES + _BOX.size:
+            with suppress(ValueError):
+                boxes.add(Box(*_BOX.unpack(suffix[FORMAT_BYTES:])))
+    return sorted((box for box in boxes if box.common(whole) == box), key=lambda box: (-_volume(box), astuple(box)))
 
 
 def cover(wanted: Box, stored: Iterable[Box]) -> list[tuple[Box, Box]]:

@@ -2,17 +2,18 @@
 
 The tree decides when; this is how, at the cost of the bytes that have to be compared or are new:
 
-    key     [ t t t t | t t t t | ... . ]     packed tokens, a bytearray: grows in place
-    pages   [   p     |   p     | ... . ]     one id per page; the two parts of a split share one array
+    key     [ t t t t | t t t t | ... . ]           packed tokens, a bytearray: grows in place
+    pages   [   p     |   p     | ... . ]           one id per page; the two parts of a split share one array
+    sums    [   s     |   s     | ... . | s | s ]   one per page, and of those that were trimmed off its end
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from raycache.cache.ghosts import SUM_BYTES, Place
 from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
 
@@ -22,31 +23,66 @@ _STRIDE_BYTES = 1 << 20  # of one memcmp; what differs is looked for inside the 
 Parts = Mapping[str, Sequence[int]]
 """Component space -> window pages, oldest first, or the one state slot, that continuing from a position needs."""
 
+Claims = tuple[tuple[int, float], ...]
+"""(priority, until when in seconds), priorities falling and times rising: the first that still holds counts, or 0."""
 
-@dataclass(slots=True, eq=False)
-class RestorePoint:
+
+class Evictable:
+    """What eviction policies look at.
+
+    Attributes:
+        last_used: when a handle last came to end here; what was used below counts once that is evicted.
+        num_uses: matches that ended here or in what was evicted below; 0 if the policy does not count.
+        claims: priorities that it was used with; none if the policy does not look at them.
+        entry: number of its entry among the candidates, 0 for none.
+    """
+
+    __slots__ = ("claims", "entry", "last_used", "num_uses")
+
+    def __init__(self, last_used: int, claims: Claims) -> None:
+        self.last_used = last_used
+        self.num_uses = 0
+        self.claims = claims
+        self.entry = 0
+
+    def use(self, now: int, claims: Claims) -> None:
+        """Count as used at `now`, with a priority or none."""
+        if now > self.last_used:
+            self.last_used = now
+        if claims != self.claims:
+            self.claims = _merge(self.claims, claims)
+
+
+class RestorePoint(Evictable):
     """What is needed beside the pages of the sequence to continue from the end of a node.
 
     Attributes:
+        node: at whose end it stands.
         parts: held by the tree; empty once they are lost.
         lost: the component space whose rows were taken to make room; the others went with them.
     """
 
-    parts: Parts
-    lost: str = ""
+    __slots__ = ("lost", "node", "parts")
+
+    def __init__(self, node: Node, parts: Parts, *, last_used: int, claims: Claims) -> None:
+        super().__init__(last_used, claims)
+        self.node = node
+        self.parts = parts
+        self.lost = ""
 
 
-class Node:
+class Node(Evictable):
     """A run of whole pages.
 
     Attributes:
-        parent: None for the root, and once it is evicted.
+        parent: None for a root, and once it is evicted.
         key: packed tokens of the run.
-        children: by the bytes of their first page.
+        sums: of its pages, to remember them by when they are evicted, and of evicted ones that followed.
+        name: the bytes of its first page.
+        children: by name.
         locks: handles that end here.
         locked_children: children that are protected.
-        last_used: when a handle last came to end here; what was used below counts once that is evicted.
-        entry: number of its entry in the heap of free leaves, 0 for none.
+        place: where the sums end, as a place where more evicted pages may hang; None if none ever did.
         point: restore point at its end, if there is or was one.
         num_pages: length of the run.
     """
@@ -54,32 +90,57 @@ class Node:
     __slots__ = (
         "_ids",
         "children",
-        "entry",
         "key",
-        "last_used",
         "locked_children",
         "locks",
+        "name",
         "num_pages",
         "parent",
+        "place",
         "point",
+        "sums",
     )
 
-    def __init__(self, parent: Node | None, key: bytearray, ids: PageIds, last_used: int) -> None:
+    def __init__(
+        self,
+        parent: Node | None,
+        key: bytearray,
+        ids: PageIds,
+        sums: bytearray,
+        *,
+        name: bytes = b"",
+        place: Place | None = None,
+        last_used: int = 0,
+        claims: Claims = (),
+    ) -> None:
+        super().__init__(last_used, claims)
         self.parent = parent
         self.key = key
+        self.name = name
         self.children: dict[bytes, Node] = {}
         self.locks = 0
         self.locked_children = 0
-        self.last_used = last_used
-        self.entry = 0
+        self.place = place
         self.point: RestorePoint | None = None
         self.num_pages = len(ids)
         self._ids = ids  # may be longer than the run, by room to grow
+        self.sums = sums
 
     @property
     def pages(self) -> PageIds:
         """The page ids of the run, a view."""
-        return self._ids[: self.num_pages]
+        return self._ids if len(self._ids) == self.num_pages else self._ids[: self.num_pages]
+
+    @property
+    def tail(self) -> bytearray:
+        """Sums of evicted pages that followed the run and did not come back."""
+        return self.sums[self.num_pages * SUM_BYTES :]
+
+    @property
+    def has_ghosts(self) -> bool:
+        """Whether evicted pages followed the run that did not come back."""
+        has_tail = len(self.sums) > self.num_pages * SUM_BYTES
+        return has_tail or (self.place is not None and bool(self.place.ghosts))
 
     @property
     def is_protected(self) -> bool:
@@ -101,7 +162,10 @@ class Node:
 
         One pass of memcmp in strides, then halving inside the stride that differs. Slices are views: no copies.
         """
-        size = min(len(self.key), limit - offset)
+        size = len(self.key)
+        if size <= _STRIDE_BYTES and offset + size <= limit and tokens.startswith(self.key, offset):
+            return size  # most nodes match whole
+        size = min(size, limit - offset)
         stride = max(1, _STRIDE_BYTES // page_bytes) * page_bytes
         key, matched = memoryview(self.key), 0
         while matched < size and tokens.startswith(key[matched : min(matched + stride, size)], offset + matched):
@@ -117,8 +181,22 @@ class Node:
                 differs = middle
         return matched
 
-    def append(self, tokens: memoryview, ids: PageIds) -> None:
-        """Grow by whole pages at the end; amortised, costs as much as what is new."""
+    def check(self, *, page_bytes: int) -> None:
+        """Assert what holds for every node of a tree."""
+        assert len(self.key) == self.num_pages * page_bytes, "a node's tokens and pages differ in number"
+        assert len(self.sums) >= self.num_pages * SUM_BYTES, "a node has fewer sums than pages"
+        assert not (self.tail and self.children), "evicted pages are forgotten where others follow"
+        assert self.locks >= 0, "unlocked more often than locked"
+        protected = sum(child.is_protected for child in self.children.values())
+        assert self.locked_children == protected, f"{self.locked_children} locked children counted, {protected} are"
+        for name, child in self.children.items():
+            assert child.parent is self and child.num_pages > 0, "a child is empty or has another parent"
+            assert name == child.name == child.key[:page_bytes] and len(name) == page_bytes, "a child's name is wrong"
+        assert self.point is None or self.point.node is self, "a restore point stands elsewhere"
+        assert self.entry or not self.is_free_leaf, "a free leaf is not among the candidates"
+
+    def append(self, tokens: PackedTokens, ids: PageIds, sums: bytes) -> None:
+        """Grow by whole pages at the end, where no evicted ones follow; amortised, costs as much as what is new."""
         end = self.num_pages + len(ids)
         if end > len(self._ids):
             grown = np.empty(end + end // 2, np.int32)
@@ -127,20 +205,61 @@ class Node:
         self._ids[self.num_pages : end] = ids
         self.num_pages = end
         self.key += tokens
+        self.sums += sums
 
     def take_front(self, size: int, *, page_bytes: int) -> Node:
-        """Cut the first `size` bytes off into a node of their own, which is not linked to anything yet."""
+        """Cut the first `size` bytes off into a node of their own, which is not linked to anything yet.
+
+        Uses stay with the end, which hands them up when it goes.
+        """
         num_pages = size // page_bytes
         front_key, self.key = _cut(self.key, size)
-        front = Node(None, front_key, self._ids[:num_pages], self.last_used)
+        front_sums, self.sums = _cut(self.sums, num_pages * SUM_BYTES)
+        front = Node(None, front_key, self._ids[:num_pages], front_sums, name=self.name)
+        self.name = bytes(self.key[:page_bytes])
         self._ids = self._ids[num_pages:]
         self.num_pages -= num_pages
         return front
 
     def drop_back(self, num_pages: int, *, page_bytes: int) -> None:
-        """Forget the last `num_pages` pages, fewer than all."""
+        """Give up the last `num_pages` pages, fewer than all; their sums stay."""
         self.num_pages -= num_pages
         del self.key[-num_pages * page_bytes :]
+
+    def forget_tail(self) -> None:
+        """Forget what was trimmed off the end of the run."""
+        del self.sums[self.num_pages * SUM_BYTES :]
+
+
+class Root(Node):
+    """The empty prefix of one tree of prefixes.
+
+    Attributes:
+        seed: tells the trees apart.
+    """
+
+    __slots__ = ("seed",)
+
+    def __init__(self, seed: bytes, place: Place) -> None:
+        super().__init__(None, bytearray(), np.empty(0, np.int32), bytearray(), place=place)
+        self.seed = seed
+
+
+def _merge(first: Claims, second: Claims) -> Claims:
+    """The claims of something that was used with both: at any time the higher of the two, where what has expired is 0.
+
+    Negative priorities rise when they expire, so of two the higher one holds until the first of both times.
+    """
+    if not (first and second):
+        return first or second
+    claims = sorted((*first, *second), reverse=True)
+    if claims[0][0] < 0:
+        return ((claims[0][0], min(until_s for _, until_s in claims)),)
+    merged: list[tuple[int, float]] = []
+    for priority, until_s in claims:
+        if priority >= 0 and (not merged or until_s > merged[-1][1]):
+            merged.append((priority, until_s))
+    return tuple(merged)
 
 
 def _cut(key: bytearray, size: int) -> tuple[bytearray, bytearray]:

@@ -11,6 +11,9 @@ row, and says after each how far it is; whole pages go to the tree at once, so t
 Window pages and state slots are never copied: holders are counted. A row reads the state from one slot and writes it
 to another as soon as somebody else holds the first, so a restore point keeps the slot and the sequence goes on in a new
 one.
+
+With a host tier, what is computed is saved there by its write policy, and a prefix that the host has beyond the
+device's is loaded: into own pages, which the tree adopts once the ranks say that they are whole.
 """
 
 from __future__ import annotations
@@ -21,31 +24,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from raycache.cache.costs import Costs
+from raycache.cache.evict import Eviction, Leaving
+from raycache.cache.host_tier import Cursor, HostTier, WritePolicy
 from raycache.cache.node import Parts
+from raycache.cache.spaces import SpaceSizes
+from raycache.cache.storage_tier import StorageTier
 from raycache.cache.tree import PrefixHandle, RadixTree
 from raycache.memory.component import FULL
+from raycache.memory.moves import Moves
 from raycache.memory.pages import PageAllocator, SharedAllocator
 from raycache.types import PackedTokens
-
-
-@dataclass(frozen=True)
-class SpaceSizes:
-    """Pages and slots of every component space.
-
-    Attributes:
-        num_pages: pages of the sequence.
-        page_size: tokens per page.
-        windows: space -> (window in tokens, pages).
-        states: space -> slots; at most one.
-    """
-
-    num_pages: int
-    page_size: int
-    windows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    states: Mapping[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        assert len(self.states) <= 1, "a model has one kind of recurrent state"
 
 
 @dataclass(slots=True)
@@ -86,6 +75,49 @@ class Room:
 
 
 _NO_ROOM_NEEDED = Room({})
+_SAVED_TOGETHER = 8
+"""Pages of an answer that are saved at a time: each save locks its prefix, which cuts the tree's runs there."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A prefix on its way from the host.
+
+    Attributes:
+        handle: of the host's prefix.
+        first: number of the first page to load.
+        num_device: tokens before it that the device had.
+        parts: device units for the restore point at the handle's end.
+        number: of the moves, 0 before they are planned.
+    """
+
+    handle: PrefixHandle
+    first: int
+    num_device: int
+    parts: Parts
+    number: int = 0
+
+    @property
+    def position(self) -> int:
+        """Where the sequence goes on."""
+        return self.handle.length
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Who uses the cache, and how.
+
+    Attributes:
+        root: seed of the chain of its prefixes: model, adapter and tenant.
+        priority, until_s: for eviction by priority; see `RadixTree.match`.
+    """
+
+    root: bytes = b""
+    priority: int = 0
+    until_s: float = 0.0
+
+
+_PLAIN_USE = Use()
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +131,11 @@ class Holding:
         windows: space -> pages.
         state, next_state: slot after the last computed token, and that which the row in flight writes; -1 for none.
         checkpoint: (position, parts) of the last page boundary that it passed.
+        use: who it belongs to.
+        cursor: its place in the host tier, if there is one.
+        load: what is being loaded for it.
+        is_started: whether it runs, and did not only look.
+        num_saved, saved_point: pages, and position in pages of the last restore point, that were handed to the host.
     """
 
     handle: PrefixHandle
@@ -108,6 +145,12 @@ class Holding:
     state: int = -1
     next_state: int = -1
     checkpoint: tuple[int, Parts] | None = None
+    use: Use = _PLAIN_USE
+    cursor: Cursor | None = None
+    load: Load | None = None
+    is_started: bool = False
+    num_saved: int = 0
+    saved_point: int = 0
 
     def tables(self) -> dict[str, list[int]]:
         """Space -> page ids from the sequence's begin on, -1 for those that are not held."""
@@ -122,14 +165,30 @@ class SequenceCache:
     Args:
         sizes: of the pools.
         is_kept: whether what sequences compute is kept for others; if not, nothing is matched either.
+        eviction: what goes first on the device.
+        host: the tier below, or None.
+        storage: the tier below that, or None.
+        costs: what moving and computing take.
     Attributes:
+        host, storage, costs: as given.
         num_evicted: pages of the sequence that were freed to make room.
         num_points_evicted: restore points that were given up to make room.
     """
 
-    def __init__(self, sizes: SpaceSizes, *, is_kept: bool) -> None:
+    def __init__(
+        self,
+        sizes: SpaceSizes,
+        *,
+        is_kept: bool,
+        eviction: Eviction = Eviction.LRU,
+        host: HostTier | None = None,
+        storage: StorageTier | None = None,
+        costs: Costs | None = None,
+    ) -> None:
         self.page_size = sizes.page_size
         self.is_kept = is_kept
+        self.host, self.storage = host, storage
+        self.costs = costs or Costs()
         self.num_evicted = 0
         self.num_points_evicted = 0
         self._windows = {space: window for space, (window, _) in sizes.windows.items()}
@@ -137,7 +196,13 @@ class SequenceCache:
         self._pages = PageAllocator(sizes.num_pages)
         self._shared = {space: SharedAllocator(count) for space, (_, count) in sizes.windows.items()}
         self._shared |= {space: SharedAllocator(count) for space, count in sizes.states.items()}
-        self._tree = RadixTree(sizes.page_size, point_spaces=tuple(self._shared), on_drop=self._release_parts)
+        self._tree = RadixTree(
+            sizes.page_size,
+            point_spaces=tuple(self._shared),
+            eviction=eviction,
+            on_drop=self._release_parts,
+            on_leave=self._on_leave if host is not None else None,
+        )
 
     @property
     def has_points(self) -> bool:
@@ -156,16 +221,20 @@ class SequenceCache:
 
     # --- the life of a sequence ---------------------------------------------------------------------------------------
 
-    def begin(self, tokens: PackedTokens, *, is_matched: bool, now: int) -> Holding:
+    def begin(self, tokens: PackedTokens, *, is_matched: bool, now: int, use: Use = _PLAIN_USE) -> Holding:
         """Lock the longest prefix that can be continued.
 
         Args:
             tokens: of the sequence so far, packed.
             is_matched: whether it may reuse anything.
             now: step number, the LRU clock.
+            use: who it belongs to.
         """
-        handle = self._tree.match(tokens if is_matched and self.is_kept else tokens[:4], now=now)
-        holding = Holding(handle, handle.pages.tolist())
+        known = tokens if is_matched and self.is_kept else tokens[:4]
+        handle = self._tree.match(known, now=now, root=use.root, priority=use.priority, until_s=use.until_s)
+        holding = Holding(handle, handle.pages.tolist(), use=use)
+        if self.host is not None:
+            holding.cursor = self.host.open(known, root=use.root, now=now)
         parts = handle.parts
         for space, ids in parts.items():
             self._shared[space].share(ids)
@@ -175,6 +244,53 @@ class SequenceCache:
         if parts and self._state_space:
             holding.state = parts[self._state_space][0]
         return holding
+
+    def start(self, holding: Holding, tokens: PackedTokens, *, may_load: bool, now: int) -> int:
+        """A sequence begins to run: save what a second one uses now, and prepare to load what the host has beyond.
+
+        Args:
+            holding: as it was begun.
+            tokens: of the sequence, packed.
+            may_load: whether loading is wanted.
+            now: step number.
+        Returns:
+            Where the sequence goes on, in tokens: `make_room` comes next, and `plan_load` after it.
+        """
+        holding.is_started = True
+        if self.host is not None and self.host.policy is not WritePolicy.BACK:
+            self._save(holding, tokens, now=now)
+        if may_load and holding.cursor is not None and holding.cursor.found.length > holding.handle.length:
+            self._prepare_load(holding, tokens, now=now)
+        return holding.handle.length if holding.load is None else holding.load.position
+
+    def plan_load(self, holding: Holding) -> int:
+        """Plan the moves of a sequence that has room; their number, 0 for none."""
+        load = holding.load
+        if load is None or self.host is None:
+            return 0
+        stop = load.position // self.page_size
+        load.number = self.host.load(
+            load.handle, first=load.first, pages=holding.pages[load.first : stop], parts=load.parts
+        )
+        return load.number
+
+    def finish_load(self, holding: Holding, tokens: PackedTokens, *, is_whole: bool, now: int) -> None:
+        """The ranks have said what became of a load; the next is `advance`, or `end` where it failed."""
+        load, holding.load = holding.load, None
+        assert load is not None and self.host is not None, "only what was planned comes back"
+        load.handle.release()
+        if not is_whole:
+            if holding.cursor is not None:  # it locks what is to go
+                self.host.close(holding.cursor)
+                holding.cursor = None
+            self.host.discard(tokens, root=holding.use.root, first_page=load.first)
+            return
+        self._adopt(holding, tokens, load.position, now=now)
+        if load.parts:
+            for space, ids in load.parts.items():
+                self._shared[space].share(ids)
+            if not self._tree.keep(holding.handle, load.parts):
+                self._release_parts(load.parts)
 
     def make_room(self, holding: Holding, start: int, stop: int) -> Room | None:
         """Room for the tokens [start, stop) of a sequence; None, with nothing taken, if there is too little.
@@ -228,11 +344,25 @@ class SequenceCache:
             self._replace_checkpoint(holding, (num_computed, self._parts(holding)))
             if is_point:
                 self._keep_checkpoint(holding)
+        self._save_new(holding, tokens, now=now)
 
-    def end(self, holding: Holding) -> None:
-        """Give everything back; the last page boundary becomes a restore point."""
+    def end(self, holding: Holding, tokens: PackedTokens = b"", *, now: int = 0) -> None:
+        """Give everything back; the last page boundary becomes a restore point.
+
+        Args:
+            holding: of the sequence.
+            tokens: of the sequence, packed; what the host lacks of them is saved.
+            now: step number.
+        """
         self._keep_checkpoint(holding)
         self._replace_checkpoint(holding, None)
+        if holding.is_started and self.host is not None and self.host.policy is WritePolicy.THROUGH:
+            self._save(holding, tokens, now=now)
+        if holding.load is not None:
+            holding.load.handle.release()
+            holding.load = None
+        if holding.cursor is not None and self.host is not None:
+            self.host.close(holding.cursor)
         self._pages.free(np.asarray(sorted(holding.own), np.int32))
         holding.handle.release()
         for space, window in holding.windows.items():
@@ -253,8 +383,31 @@ class SequenceCache:
         return len(evicted) > 0
 
     def clear(self) -> None:
-        """Forget everything that no running sequence holds."""
+        """Forget everything that no running sequence holds, on the device."""
         self._pages.free(self._tree.clear())
+
+    def tick(self, now_s: float) -> None:
+        """Set the clock that priorities expire by, in seconds."""
+        self._tree.tick(now_s)
+        if self.host is not None:
+            self.host.tick(now_s)
+
+    # --- moves between tiers ------------------------------------------------------------------------------------------
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether pages are on their way between tiers."""
+        return (self.host is not None and self.host.has_moves) or (
+            self.storage is not None and self.storage.num_open > 0
+        )
+
+    def take_moves(self) -> tuple[list[Moves], list[Moves], bool]:
+        """See `HostTier.take_moves`."""
+        return ([], [], False) if self.host is None else self.host.take_moves()
+
+    def num_loadable(self, holding: Holding) -> int:
+        """Tokens that a sequence that was begun would gain from the host."""
+        return 0 if holding.cursor is None else max(0, holding.cursor.found.length - holding.handle.length)
 
     # --- counts and checks --------------------------------------------------------------------------------------------
 
@@ -272,6 +425,13 @@ class SequenceCache:
             "evicted_restore_points": self.num_points_evicted,
         }
 
+    def tiers(self) -> dict[str, dict[str, float]]:
+        """Figures of the tiers below the device."""
+        if self.host is None:
+            return {}
+        found = {"host": self.host.counts() | self.costs.figures()}
+        return found if self.storage is None else {**found, "storage": self.storage.counts()}
+
     def shared_counts(self) -> dict[str, tuple[int, int]]:
         """(total, free) of each window and state space."""
         return {space: (allocator.num_ids, allocator.num_free) for space, allocator in self._shared.items()}
@@ -279,10 +439,12 @@ class SequenceCache:
     def check(self, holdings: Sequence[Holding]) -> None:
         """Assert that every page and slot is free, or held by exactly those who know of it."""
         self._tree.check()
+        if self.host is not None:
+            self.host.check()
         own = [page for holding in holdings for page in holding.own]
         self._pages.check(in_use=np.asarray(own, np.int32), cached=self._tree.cached_pages())
-        if not holdings:
-            assert self._tree.num_locked == 0, "pages are locked and nothing runs"
+        is_idle = not holdings and (self.host is None or not self.host.has_moves)
+        assert self._tree.num_locked == 0 or not is_idle, "pages are locked and nothing runs"
         parts = self._tree.point_parts()
         parts += [holding.checkpoint[1] for holding in holdings if holding.checkpoint is not None]
         for space, allocator in self._shared.items():
@@ -295,6 +457,62 @@ class SequenceCache:
             allocator.check(held)
 
     # --- how ----------------------------------------------------------------------------------------------------------
+
+    def _prepare_load(self, holding: Holding, tokens: PackedTokens, *, now: int) -> None:
+        """Take what the restore point needs on the device; pages of the sequence come with the room for the row."""
+        assert holding.cursor is not None, "there is a host tier"
+        found = holding.cursor.found
+        needed = {space: len(ids) for space, ids in found.parts.items()}
+        if not all(self._make_free(space, count) for space, count in needed.items()):
+            return
+        # Pages that the device knows beyond its last restore point need not be loaded.
+        self._tree.lengthen(holding.handle, tokens, limit=found.length, now=now)
+        holding.pages += holding.handle.pages_from(len(holding.pages)).tolist()
+        parts = {space: tuple(self._shared[space].allocate(count)) for space, count in needed.items()}
+        for space, window in self._windows.items():
+            held = holding.windows[space]
+            self._shared[space].release(held.held)
+            holding.windows[space] = WindowPages(self._first_page(found.length, window), deque(parts[space]))
+        if self._state_space:
+            if holding.state >= 0:
+                self._shared[self._state_space].release([holding.state])
+            holding.state = parts[self._state_space][0]
+        holding.load = Load(found.clone(), len(holding.pages), holding.handle.length, parts)
+
+    def _save_new(self, holding: Holding, tokens: PackedTokens, *, now: int) -> None:
+        """Under write_through, hand pages over once they are computed: those of prompts at once, of answers some at a
+        time."""
+        if self.host is None or self.host.policy is not WritePolicy.THROUGH or holding.cursor is None:
+            return
+        stop = holding.handle.length // self.page_size
+        new = stop - holding.num_saved
+        if new >= _SAVED_TOGETHER or (new and not holding.num_saved) or (holding.handle.parts and new):
+            self._save(holding, tokens, now=now)
+
+    def _save(self, holding: Holding, tokens: PackedTokens, *, now: int) -> None:
+        """Copy the tree's pages of a sequence to the host, with the restore point at the end of its handle."""
+        stop, parts = holding.handle.length // self.page_size, holding.handle.parts
+        point = stop if parts else holding.saved_point
+        if self.host is None or holding.cursor is None or (stop, point) == (holding.num_saved, holding.saved_point):
+            return
+        holding.num_saved, holding.saved_point = stop, point
+        handle = holding.handle.clone()
+        held = dict(parts)
+        for space, ids in held.items():
+            self._shared[space].share(ids)
+
+        def release() -> None:
+            handle.release()
+            self._release_parts(held)  # not the tree's: a holder of our own
+
+        if not self.host.save(
+            holding.cursor, tokens, handle.pages_from, stop=stop, parts=held, release=release, now=now
+        ):
+            release()
+
+    def _on_leave(self, leaving: Leaving) -> None:
+        assert self.host is not None, "asked for with a host tier only"
+        self.host.save_leaving(leaving)
 
     def _first_page(self, position: int, window: int) -> int:
         """The first page that a query at `position` sees through a window."""

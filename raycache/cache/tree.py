@@ -1,71 +1,93 @@
 """Radix tree over token prefixes.
 
-Maps a prefix to the device pages that hold its state. Decides what to reuse and what to evict; moves nothing. Not
-thread safe: the scheduler owns it.
+Maps a prefix to the pages that hold its state. Decides what to reuse and what to evict; moves nothing. Not thread safe:
+the scheduler owns it.
 
     root - [The][ cat] - [ sat]         one node = a run of whole pages; a match never ends inside a page
                        ` [ ran][ off]
 
-A node is protected while a handle locks it or a node below it is protected. Protected nodes reach up to the root, so a
-walk that locks or unlocks stops at the first ancestor that is protected anyway:
-
-    locked by handles, + children that are protected      0 + 1 - 1 + 0
-                                                                ` 0 + 0   <- free leaf: the only kind that is evicted
+Prefixes of different roots (another salt or adapter, say) share nothing but the order of eviction and the counts. What
+handles protect (handle.py) stays; the rest goes in the order of evict.py, ends of prefixes first, and leaves a ghost
+(ghosts.py), so that a match can tell why it ended.
 
 Models with windows or recurrent states can be continued only from restore points, which stand at the ends of nodes:
 
     [The cat ... ]* - [ sat ... ] - [ on ... ]*      a match of all three nodes, or of the first; not of two
 
-A restore point goes as a whole, least recently used first; pages behind the last one of a prefix are of no use and are
-evicted before all others.
+A restore point goes as a whole; pages behind the last one of a prefix are of no use and are evicted before all others.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from raycache.cache.node import Node, Parts, RestorePoint
+from raycache.cache.evict import Eviction, EvictionOrder, Leaving, Value
+from raycache.cache.ghosts import SUM_BYTES, Ghosts, Place
+from raycache.cache.handle import Locks, PrefixHandle
+from raycache.cache.node import Claims, Node, Parts, RestorePoint, Root
 from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
 
+__all__ = ["PrefixHandle", "RadixTree"]
+
 _TOKEN_BYTES = 4
 _NO_PAGES: PageIds = np.empty(0, np.int32)
+_USELESS: Value = (-(1 << 62), 0)  # goes before all else, first come, first served
+_GHOST_SHARE = 16  # ghosts take at most this part of the bytes that the cached tokens take
 
 
 class RadixTree:
-    """Prefixes in whole pages, locked through handles, evicted least recently used first.
+    """Prefixes in whole pages, locked through handles, evicted in the order of a policy.
 
     Args:
         page_size: tokens per page.
         point_spaces: component spaces that a restore point has parts of; none if the sequence's pages are enough.
+        eviction: the policy.
         on_drop: takes the parts of restore points that are given up.
+        on_leave: sees what is evicted just before it is; it may not change the tree.
     Attributes:
         num_cached: pages that the tree owns.
-        num_locked: those of them that handles protect.
         num_nodes: runs of pages, for a look at the tree's shape.
     """
 
     def __init__(
-        self, page_size: int, *, point_spaces: Sequence[str] = (), on_drop: Callable[[Parts], None] = lambda parts: None
+        self,
+        page_size: int,
+        *,
+        point_spaces: Sequence[str] = (),
+        eviction: Eviction = Eviction.LRU,
+        on_drop: Callable[[Parts], None] = lambda parts: None,
+        on_leave: Callable[[Leaving], None] | None = None,
     ) -> None:
         assert page_size >= 1, f"a page cannot have {page_size} tokens"
         self.page_size = page_size
         self._spaces = tuple(point_spaces)
+        self._eviction = eviction
         self._on_drop = on_drop
+        self._on_leave = on_leave
         self.num_cached = 0
-        self.num_locked = 0
         self.num_nodes = 0
         self._page_bytes = page_size * _TOKEN_BYTES
-        self._root = Node(None, bytearray(), _NO_PAGES, 0)
-        # Free leaves by time of last use, one entry each. Out-of-date entries are put right when they are popped.
-        self._heap: list[tuple[int, int, Node]] = []
-        self._num_pushes = 0  # makes heap entries unique, and ties first come, first served
-        # Nodes with a restore point, least recently used first: a dict keeps its order.
-        self._points: dict[Node, None] = {}
+        self._roots: dict[bytes, Root] = {}
+        self._locks = Locks(self._freed)
+        self._worth = eviction.worth
+        self._leaves: EvictionOrder[Node] = EvictionOrder(self._worth_with_points if self._spaces else self._worth)
+        self._points: EvictionOrder[RestorePoint] = EvictionOrder(self._worth)
+        self._num_touches = 0  # the clock of restore points: finer than steps
+        self._ghosts = Ghosts(self._page_bytes)
+
+    @property
+    def num_locked(self) -> int:
+        """Cached pages that handles protect."""
+        return self._locks.num_pages
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that `evict` could free now."""
+        return self.num_cached - self.num_locked
 
     @property
     def num_points(self) -> int:
@@ -73,50 +95,102 @@ class RadixTree:
         return len(self._points)
 
     @property
-    def _most_entries(self) -> int:
-        """Entries of the heap beyond which the void ones are thrown out."""
-        return 2 * self.num_nodes + 64
+    def num_roots(self) -> int:
+        """Roots that something hangs at, or a handle."""
+        return len(self._roots)
 
-    @property
-    def num_evictable(self) -> int:
-        """Pages that `evict` could free now."""
-        return self.num_cached - self.num_locked
+    # --- find and lock ------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: PackedTokens, *, now: int) -> PrefixHandle:
+    def match(
+        self, tokens: PackedTokens, *, now: int, root: bytes = b"", priority: int = 0, until_s: float = 0.0
+    ) -> PrefixHandle:
         """Find the longest cached prefix that can be continued, and lock exactly it.
 
         Args:
             tokens: the whole prompt, at least one token; the last token is never part of the match, so that there is
                 something to compute.
             now: step number, the LRU clock (a count, not seconds).
+            root: which prefixes to look among.
+            priority: with eviction by priority, what the prefix counts for.
+            until_s: how long, on the clock of `tick`; 0.0 for ever. After it, the priority counts as 0.
         Returns:
             Handle with a length of whole pages, perhaps 0. Release it exactly once.
         """
-        handle = PrefixHandle(self, self._root)
-        self._lock(self._root)
-        self.rematch(handle, tokens, now=now)
+        start = self._roots.get(root)
+        if start is None:
+            start = self._roots[root] = Root(root, self._ghosts.root(root))
+        found = self._find(tokens, start, 0)
+        handle = PrefixHandle(found[0], root=root, locks=self._locks, page_size=self.page_size)
+        self._settle(handle, found, now=now, claims=self._eviction.claims_of(priority, until_s))
         return handle
 
-    def rematch(self, handle: PrefixHandle, tokens: PackedTokens, *, now: int) -> None:
+    def rematch(
+        self, handle: PrefixHandle, tokens: PackedTokens, *, now: int, priority: int = 0, until_s: float = 0.0
+    ) -> None:
         """Lengthen a handle by what was cached after it was made; costs as much as the tokens gained.
 
         Args:
             handle: covers a prefix of `tokens`.
-            tokens, now: as for `match`.
+            tokens, now, priority, until_s: as for `match`.
         """
-        assert tokens and len(tokens) % _TOKEN_BYTES == 0, f"{len(tokens)} bytes are not one or more packed tokens"
+        found = self._find(tokens, handle.node, handle.length)
+        self._settle(handle, found, now=now, claims=self._eviction.claims_of(priority, until_s))
+
+    def lengthen(self, handle: PrefixHandle, tokens: PackedTokens, *, limit: int, now: int) -> None:
+        """Lengthen a handle over the pages that are cached, whether or not there is a restore point.
+
+        Args:
+            handle: covers a prefix of `tokens`.
+            tokens: at least `limit`.
+            limit: in tokens, a multiple of the page size.
+            now: as for `match`.
+        """
+        assert limit % self.page_size == 0, f"{limit} tokens are not whole pages of {self.page_size}"
+        assert len(tokens) >= limit * _TOKEN_BYTES, f"{limit} tokens wanted of {len(tokens) // _TOKEN_BYTES}"
         start = handle.length * _TOKEN_BYTES
-        limit = (len(tokens) - _TOKEN_BYTES) // self._page_bytes * self._page_bytes
-        node, end = self._walk(handle.node, tokens, start, limit)
-        handle.known_length = end // _TOKEN_BYTES
-        if self._spaces:
-            node, end, handle.cut_by = self._last_point(node, end, above=handle.node)
+        node, end = self._walk(handle.node, tokens, start, limit * _TOKEN_BYTES)
         handle.length = end // _TOKEN_BYTES
-        self._move_lock(handle, node, now)
-        self._touch_point(node)
+        handle.known_length = max(handle.known_length, handle.length)
+        handle.move(node, now=now, claims=handle.claims)
+
+    # --- keep ---------------------------------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        handle: PrefixHandle,
+        tokens: PackedTokens,
+        pages: PageIds,
+        *,
+        now: int,
+        priority: int = 0,
+        until_s: float = 0.0,
+    ) -> npt.NDArray[np.bool_]:
+        """Adopt pages that the request has computed, and lengthen its handle over them.
+
+        Args:
+            handle: covers the tokens before those pages.
+            tokens: all tokens of the request from its first on; those after the new pages are ignored.
+            pages: one per whole page after handle.length.
+            now, priority, until_s: as for `match`. A run grows in place only while they are given alike.
+        Returns:
+            Per page, whether the tree owns it now. Where it does not, the tree had that page already, the handle now
+            covers the tree's, and the given one is the caller's to free.
+        """
+        start = handle.length * _TOKEN_BYTES
+        limit = start + len(pages) * self._page_bytes
+        assert len(tokens) >= limit, f"{len(pages)} pages after {handle.length} tokens, but {len(tokens) // 4} tokens"
+        node, end = self._walk(handle.node, tokens, start, limit)
+        handle.move(node, now=now, claims=self._eviction.claims_of(priority, until_s))
+        num_known = (end - start) // self._page_bytes
+        if end < limit:
+            self._append(handle, memoryview(tokens)[end:limit], pages[num_known:], now)
+        handle.length = limit // _TOKEN_BYTES
+        is_adopted = np.empty(len(pages), np.bool_)
+        is_adopted[:num_known], is_adopted[num_known:] = False, True
+        return is_adopted
 
     def keep(self, handle: PrefixHandle, parts: Parts) -> bool:
-        """Make the end of a handle a restore point.
+        """Make the end of a handle a restore point, with the priority that the handle was last used with.
 
         Args:
             handle: not empty.
@@ -127,113 +201,128 @@ class RadixTree:
         node = handle.node
         assert set(parts) == set(self._spaces), f"a restore point has parts of {self._spaces}, got {set(parts)}"
         assert node.parent is not None, "there is nothing to restore before the first page"
-        if not node.has_point:
-            node.point = RestorePoint(parts)
-            self._points[node] = None
-            return True
-        self._touch_point(node)
-        return False
-
-    def evict_point(self, space: str) -> bool:
-        """Give up the least recently used restore point, because `space` needs room; False if there is none."""
-        if not self._points:
+        if node.has_point:
+            self._touch_point(node, handle.claims, is_counted=False)
             return False
-        node = next(iter(self._points))
-        self._drop_point(node, lost=space)
-        if node.entry:
-            node.entry = 0  # its entry in the heap is void, the new one comes before the pages of restore points
-            self._push_free_leaf(node)
-            if len(self._heap) > self._most_entries:
-                self._heap = [entry for entry in self._heap if entry[1] == entry[2].entry]
-                heapq.heapify(self._heap)
+        self._num_touches += 1
+        node.point = RestorePoint(node, parts, last_used=self._num_touches, claims=handle.claims)
+        self._points.push(node.point)
         return True
 
-    def point_parts(self) -> list[Parts]:
-        """Parts of all restore points: for checks."""
-        return [node.point.parts for node in self._points if node.point is not None]
+    # --- give up ------------------------------------------------------------------------------------------------------
 
-    def extend(self, handle: PrefixHandle, tokens: PackedTokens, pages: PageIds, *, now: int) -> npt.NDArray[np.bool_]:
-        """Adopt pages that the request has computed, and lengthen its handle over them.
-
-        Args:
-            handle: covers the tokens before those pages.
-            tokens: all tokens of the request from its first on; those after the new pages are ignored.
-            pages: one per whole page after handle.length.
-            now: as for `match`.
-        Returns:
-            Per page, whether the tree owns it now. Where it does not, the tree had that page already, the handle now
-            covers the tree's, and the given one is the caller's to free.
-        """
-        start = handle.length * _TOKEN_BYTES
-        limit = start + len(pages) * self._page_bytes
-        assert len(tokens) >= limit, f"{len(pages)} pages after {handle.length} tokens, but {len(tokens) // 4} tokens"
-        node, end = self._walk(handle.node, tokens, start, limit)
-        self._move_lock(handle, node, now)
-        num_known = (end - start) // self._page_bytes
-        if end < limit:
-            self._append(handle, memoryview(tokens)[end:limit], pages[num_known:], now)
-        handle.length = limit // _TOKEN_BYTES
-        return np.arange(len(pages)) >= num_known
+    def tick(self, now_s: float) -> None:
+        """Set the clock that priorities expire by, in seconds; only eviction by priority looks at it."""
+        self._leaves.tick(now_s)
+        self._points.tick(now_s)
 
     def evict(self, num_pages: int) -> PageIds:
-        """Give up the least recently used pages that no handle protects, ends of prefixes first.
+        """Give up pages that no handle protects, those that go first by the policy.
 
         Args:
             num_pages: how many; a run is trimmed rather than dropped beyond that.
         Returns:
             Pages that are the caller's now, in the order in which they were given up: `num_pages`, or all evictable.
         """
-        evicted: list[PageIds] = []
-        missing = num_pages
-        while missing > 0 and self._heap:
-            pushed_value, entry, node = heapq.heappop(self._heap)
-            if entry != node.entry:
-                continue
-            node.entry = 0
-            if self._value(node) > pushed_value or not node.is_free_leaf:
-                self._push_free_leaf(node)
-                continue
-            count = min(missing, node.num_pages)
-            missing -= count
-            evicted.append(node.pages[: -count - 1 : -1])
-            self._drop(node, count)
-        return np.concatenate([_NO_PAGES, *evicted])
+        return self._give_up(num_pages, is_evicted=True)
+
+    def evict_point(self, space: str) -> bool:
+        """Give up the restore point that goes first, because `space` needs room; False if there is none."""
+        point = self._points.pop()
+        if point is None:
+            return False
+        if self._on_leave is not None:
+            self._on_leave(self._leaving(point.node, 0))
+        self._drop_point(point, lost=space)
+        if point.node.entry:  # it comes before the pages of restore points now
+            self._leaves.void(point.node)
+            self._leaves.push(point.node)
+        return True
 
     def clear(self) -> PageIds:
-        """Give up every page that no handle protects, and return them."""
-        return self.evict(self.num_evictable)
+        """Give up every page that no handle protects, and return them; what was evicted is forgotten."""
+        pages = self._give_up(self.num_evictable, is_evicted=False)
+        self._ghosts.clear()
+        for node in self._nodes():
+            node.forget_tail()
+        return pages
+
+    def discard(self, tokens: PackedTokens, *, root: bytes = b"", first_page: int = 0) -> PageIds:
+        """Give up the pages of one prefix from one of its pages on, and all below, except for what handles protect.
+
+        Args:
+            tokens: whole pages of them, at least up to the end of that page.
+            root: as for `match`.
+            first_page: number of the page in the prefix.
+        Returns:
+            Pages that are the caller's now; none if that page is not cached.
+        """
+        start = first_page * self._page_bytes
+        if root not in self._roots or len(tokens) < start + self._page_bytes:
+            return _NO_PAGES
+        node, end = self._walk(self._roots[root], tokens, 0, start)
+        first = node.children.get(bytes(tokens[start : start + self._page_bytes])) if end == start else None
+        pages = [_NO_PAGES]
+        for below in reversed(list(_nodes_from(first))) if first is not None else ():
+            if below.is_free_leaf:  # what is below it came before it
+                pages.append(below.pages)
+                self._drop(below, below.num_pages)
+        return np.concatenate(pages)
+
+    # --- looks at it --------------------------------------------------------------------------------------------------
 
     def cached_pages(self) -> PageIds:
         """All pages that the tree owns, in no particular order. Walks the tree: for checks."""
-        return np.concatenate([node.pages for node in self._nodes()])
+        return np.concatenate([_NO_PAGES, *(node.pages for node in self._nodes())])
+
+    def point_parts(self) -> list[Parts]:
+        """Parts of all restore points: for checks."""
+        return [node.point.parts for node in self._nodes() if node.point is not None and node.has_point]
 
     def check(self) -> None:
         """Assert every invariant of the tree. Walks all of it: for tests and idle times."""
         nodes = list(self._nodes())
         for node in nodes:
-            self._check_node(node)
+            node.check(page_bytes=self._page_bytes)
         pages = self.cached_pages()
-        assert self.num_nodes == len(nodes) - 1, f"{self.num_nodes} nodes counted, there are {len(nodes) - 1}"
+        num_runs = len(nodes) - len(self._roots)
+        assert self.num_nodes == num_runs, f"{self.num_nodes} nodes counted, there are {num_runs}"
         assert self.num_cached == len(pages), f"{self.num_cached} cached pages counted, there are {len(pages)}"
         assert len(np.unique(pages)) == len(pages), "a page is in the tree twice"
         locked = sum(node.num_pages for node in nodes if node.is_protected)
         assert self.num_locked == locked, f"{self.num_locked} locked pages counted, there are {locked}"
-        queued = [(value, node) for value, entry, node in self._heap if entry == node.entry]
-        assert len({node for _, node in queued}) == len(queued), "a node is in the heap twice"
-        assert {node for _, node in queued} == {node for node in nodes if node.entry}, "entries and the heap disagree"
-        assert all(value <= self._value(node) for value, node in queued), "a heap entry is too young"
-        assert len(self._heap) <= self._most_entries + len(nodes), "the heap keeps nodes that are gone"
-        assert set(self._points) == {node for node in nodes if node.has_point}, "restore points are lost"
+        for seed, root in self._roots.items():
+            assert root.seed == seed and (root.children or root.is_protected), "a root is not forgotten"
+        self._leaves.check({node for node in nodes if node.entry})
+        self._points.check({node.point for node in nodes if node.point is not None and node.has_point})
+        self._ghosts.check()
 
-    def _check_node(self, node: Node) -> None:
-        assert len(node.key) == node.num_pages * self._page_bytes, "a node's tokens and pages differ in number"
-        assert node.locks >= 0, "unlocked more often than locked"
-        protected = sum(child.is_protected for child in node.children.values())
-        assert node.locked_children == protected, f"{node.locked_children} locked children counted, {protected} are"
-        for first_page, child in node.children.items():
-            assert child.parent is node and child.num_pages > 0, "a child is empty or has another parent"
-            assert child.key.startswith(first_page) and len(first_page) == self._page_bytes, "a child's name is wrong"
-        assert node.entry or not node.is_free_leaf, "a free leaf is not in the heap"
+    # --- how ----------------------------------------------------------------------------------------------------------
+
+    def _find(self, tokens: PackedTokens, above: Node, length: int) -> tuple[Node, int, int, str, bool]:
+        """The longest match below `above`, which ends after `length` tokens.
+
+        Returns:
+            The node where it ends, and what `PrefixHandle` calls length, known_length, cut_by and was_evicted.
+        """
+        assert tokens and len(tokens) % _TOKEN_BYTES == 0, f"{len(tokens)} bytes are not one or more packed tokens"
+        limit = (len(tokens) - _TOKEN_BYTES) // self._page_bytes * self._page_bytes
+        node, end = self._walk(above, tokens, length * _TOKEN_BYTES, limit)
+        known_length, was_evicted = end // _TOKEN_BYTES, node.has_ghosts and self._is_ghost(node, tokens, end)
+        cut_by = ""
+        if self._spaces:
+            node, end, cut_by = self._last_point(node, end, above=above)
+        return node, end // _TOKEN_BYTES, known_length, cut_by, was_evicted
+
+    def _settle(
+        self, handle: PrefixHandle, found: tuple[Node, int, int, str, bool], *, now: int, claims: Claims
+    ) -> None:
+        """Move a handle to what was found for it, and count that as used."""
+        is_counted = self._eviction is Eviction.LFU and found[1] > handle.length
+        node, handle.length, handle.known_length, handle.cut_by, handle.was_evicted = found
+        handle.move(node, now=now, claims=claims)
+        node.num_uses += is_counted
+        self._touch_point(node, claims, is_counted=is_counted)
 
     def _walk(self, node: Node, tokens: PackedTokens, offset: int, limit: int) -> tuple[Node, int]:
         """Follow tokens[offset:limit] (in bytes, whole pages) down from `node`.
@@ -249,6 +338,15 @@ class RadixTree:
             node = child if matched == len(child.key) else self._split(child, matched)
             offset += matched
         return node, offset
+
+    def _is_ghost(self, node: Node, tokens: PackedTokens, end: int) -> bool:
+        """Whether the whole page of `tokens` (from byte `end` on) that `node` ends before was evicted."""
+        page = bytes(tokens[end : end + self._page_bytes])
+        if len(page) < self._page_bytes:
+            return False
+        if node.tail:
+            return node.tail.startswith(self._ghosts.sums(page))
+        return node.place is not None and self._ghosts.has(node.place, page)
 
     def _last_point(self, node: Node, end: int, *, above: Node) -> tuple[Node, int, str]:
         """The last restore point at or before `end` (in bytes), the end of `node`, and not before `above`.
@@ -266,19 +364,11 @@ class RadixTree:
         lost = next(filter(None, reasons), "+".join(self._spaces))
         return node, end, lost if reasons else ""
 
-    def _drop_point(self, node: Node, *, lost: str) -> None:
-        assert node.point is not None, "only restore points are dropped"
-        del self._points[node]
-        self._on_drop(node.point.parts)
-        node.point.parts, node.point.lost = {}, lost
-
-    def _touch_point(self, node: Node) -> None:
-        if node in self._points:
-            self._points[node] = self._points.pop(node)
-
-    def _value(self, node: Node) -> int:
-        """What a free leaf is worth, the smallest goes first: nothing if no prefix can be continued behind it."""
-        return node.last_used if node.has_point or not self._spaces else -1
+    def _touch_point(self, node: Node, claims: Claims, *, is_counted: bool) -> None:
+        if node.point is not None and node.has_point:
+            self._num_touches += 1
+            node.point.use(self._num_touches, claims)
+            node.point.num_uses += is_counted
 
     def _split(self, node: Node, size: int) -> Node:
         """Cut a node after `size` bytes. The upper part is new, so that handles of the lower end stay as they are."""
@@ -286,138 +376,146 @@ class RadixTree:
         assert parent is not None
         upper = node.take_front(size, page_bytes=self._page_bytes)
         upper.parent, upper.locked_children = parent, int(node.is_protected)
-        upper.children[bytes(node.key[: self._page_bytes])] = node
-        parent.children[bytes(upper.key[: self._page_bytes])] = upper
+        upper.children[node.name] = node
+        parent.children[upper.name] = upper
         node.parent = upper
         self.num_nodes += 1
         return upper
 
     def _append(self, handle: PrefixHandle, tokens: memoryview, pages: PageIds, now: int) -> None:
         """Put new pages after the handle's node, which no cached prefix continues with their first page."""
-        node = handle.node
         self.num_cached += len(pages)
-        # Growing in place keeps a long output one node. It would move the end of other handles, and of the root.
-        if node.parent is not None and not node.children and node.locks == 1 and node.point is None:
-            node.append(tokens, pages)
-            self.num_locked += len(pages)
-            return
-        leaf = Node(node, bytearray(tokens), pages.astype(np.int32), now)  # astype copies: the array is the caller's
-        node.children[bytes(tokens[: self._page_bytes])] = leaf
+        key = bytearray(tokens)
+        sums = self._ghosts.sums(key)
+        node, start = handle.node, 0
+        for end, place in self._ends(node, key, sums):
+            is_all = end - start == len(pages)
+            run = key if is_all else key[start * self._page_bytes : end * self._page_bytes]
+            run_sums = sums if is_all else sums[start * SUM_BYTES : end * SUM_BYTES]
+            if start == 0 and self._grows(node, handle.claims):
+                node.append(run, pages[:end], run_sums)
+                self._locks.num_pages += end
+            else:  # the array is the caller's, so the ids are copied
+                node = self._hang(node, run, pages[start:end].copy(), run_sums, now=now, claims=handle.claims)
+            node.place, start = place, end
+        handle.move(node, now=now, claims=handle.claims)
+
+    def _ends(self, node: Node, key: bytearray, sums: bytes) -> Sequence[tuple[int, Place | None]]:
+        """Where new pages after a node have to be cut, because evicted ones hang there: (pages, place), in order."""
+        num_pages = len(sums) // SUM_BYTES
+        if not node.has_ghosts:
+            return ((num_pages, None),)
+        ends: list[tuple[int, Place | None]] = [*self._ghosts.give_up(self._place_after(node), key, sums)]
+        if not ends or ends[-1][0] < num_pages:
+            ends.append((num_pages, None))
+        return ends
+
+    def _hang(self, parent: Node, key: bytearray, ids: PageIds, sums: bytes, *, now: int, claims: Claims) -> Node:
+        name = bytes(key[: self._page_bytes])
+        leaf = Node(parent, key, ids, bytearray(sums), name=name, last_used=now, claims=claims)
+        parent.children[name] = leaf
         self.num_nodes += 1
-        self._move_lock(handle, leaf, now)
+        return leaf
+
+    def _grows(self, node: Node, claims: Claims) -> bool:
+        """Whether pages after a node that one handle locks become part of it, as if they had been used with it.
+
+        That keeps a long output one node. It would move the end of other handles, of a root, and of evicted pages.
+        """
+        is_end = node.parent is not None and not node.children and node.locks == 1 and node.point is None
+        return is_end and not node.has_ghosts and node.num_uses == 0 and node.claims == claims
+
+    def _give_up(self, num_pages: int, *, is_evicted: bool) -> PageIds:
+        evicted = [_NO_PAGES]
+        missing = num_pages
+        while missing > 0 and (node := self._leaves.pop()) is not None:
+            if not node.is_free_leaf:
+                continue
+            count = min(missing, node.num_pages)
+            missing -= count
+            evicted.append(node.pages[: -count - 1 : -1])
+            if is_evicted and self._on_leave is not None:
+                self._on_leave(self._leaving(node, count))
+            if is_evicted and count == node.num_pages:
+                self._remember(node)
+            self._drop(node, count)
+        return np.concatenate(evicted)
+
+    def _remember(self, node: Node) -> None:
+        """A node is evicted, and what was trimmed off its end is with it."""
+        assert node.parent is not None, "roots have no pages"
+        max_bytes = self.num_cached * self._page_bytes // _GHOST_SHARE
+        place = self._place_after(node.parent)
+        self._ghosts.add(place, node.name, bytes(node.sums), end=node.place, max_bytes=max_bytes)
+
+    def _place_after(self, node: Node) -> Place:
+        """The place where a node ends, with all that was evicted behind it."""
+        if node.tail:
+            place = Place()
+            self._ghosts.add_rest(place, bytes(node.tail), end=node.place)
+            node.forget_tail()
+            node.place = place
+        elif node.place is None:
+            node.place = Place()
+        return node.place
+
+    def _leaving(self, node: Node, num_pages: int) -> Leaving:
+        """What `on_leave` is told of the last pages of a node, or of its restore point only."""
+        keys, pages, above = [node.key], [node.pages], node
+        while above.parent is not None:
+            above = above.parent
+            keys.append(above.key)
+            pages.append(above.pages)
+        assert isinstance(above, Root), "the way up ends at a root"
+        path, parts = np.concatenate(pages[::-1]), node.point.parts if node.point is not None else {}
+        return Leaving(above.seed, b"".join(keys[::-1]), path, len(path) - num_pages, parts, len(path) * self.page_size)
 
     def _drop(self, node: Node, count: int) -> None:
         """Forget the last `count` pages of a free leaf, and the leaf when none is left."""
         parent = node.parent
         assert parent is not None
         self.num_cached -= count
-        if node.has_point:
-            self._drop_point(node, lost="")
+        if node.point is not None and node.has_point:
+            self._drop_point(node.point, lost="")
         node.point = None
         if count < node.num_pages:
             node.drop_back(count, page_bytes=self._page_bytes)
-            self._push_free_leaf(node)
+            self._freed(node)
             return
-        del parent.children[bytes(node.key[: self._page_bytes])]
+        self._leaves.void(node)
+        del parent.children[node.name]
         self.num_nodes -= 1
         node.parent = None  # breaks the reference cycle
         # Only the deepest node of a prefix is marked as used; it hands that up when it goes.
-        parent.last_used = max(parent.last_used, node.last_used)
-        self._push_free_leaf(parent)
+        parent.use(node.last_used, node.claims)
+        parent.num_uses += node.num_uses
+        self._freed(parent)
 
-    def _move_lock(self, handle: PrefixHandle, node: Node, now: int) -> None:
-        """Let a handle lock `node`, at or below the one that it locks now."""
-        assert not handle.is_released, "the handle is released"
-        node.last_used = max(node.last_used, now)
-        if node is not handle.node:
-            self._lock(node)  # before unlocking, so that the walk ends at the handle's old node
-            self._unlock(handle.node)
-            handle.node = node
+    def _drop_point(self, point: RestorePoint, *, lost: str) -> None:
+        self._points.void(point)
+        self._on_drop(point.parts)
+        point.parts, point.lost = {}, lost
 
-    def _lock(self, node: Node) -> None:
-        was_protected = node.is_protected
-        node.locks += 1
-        while not was_protected:
-            self.num_locked += node.num_pages
-            if node.parent is None:
-                return
-            node = node.parent
-            was_protected = node.is_protected
-            node.locked_children += 1
+    def _freed(self, node: Node) -> None:
+        """Something that kept a node from being evicted is gone."""
+        if node.is_free_leaf:
+            self._leaves.push(node)
+        elif isinstance(node, Root) and not (node.children or node.is_protected):
+            del self._roots[node.seed]  # clients choose salts: there may be any number of them
 
-    def _unlock(self, node: Node) -> None:
-        node.locks -= 1
-        while not node.is_protected:
-            self.num_locked -= node.num_pages
-            self._push_free_leaf(node)
-            if node.parent is None:
-                return
-            node = node.parent
-            node.locked_children -= 1
-
-    def _push_free_leaf(self, node: Node) -> None:
-        if node.is_free_leaf and not node.entry:
-            self._num_pushes += 1
-            node.entry = self._num_pushes
-            heapq.heappush(self._heap, (self._value(node), node.entry, node))
+    def _worth_with_points(self, node: Node, now_s: float) -> Value:
+        """What a free leaf is worth: nothing if no prefix can be continued behind it."""
+        return self._worth(node, now_s) if node.has_point else _USELESS
 
     def _nodes(self) -> Iterator[Node]:
-        waiting = [self._root]
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting.extend(node.children.values())
+        for root in self._roots.values():
+            yield from _nodes_from(root)
 
 
-class PrefixHandle:
-    """A locked prefix. Made by `RadixTree.match`; `release` is the only way to unlock it.
-
-    Attributes:
-        length: tokens that it covers, a multiple of the page size.
-        known_length: tokens whose pages were found; more than `length` where no restore point follows.
-        cut_by: the component space that made the difference, or several joined by "+"; "" for none.
-        node: where it ends; the tree's own.
-        is_released: whether it is of no use any more.
-    """
-
-    __slots__ = ("_tree", "cut_by", "is_released", "known_length", "length", "node")
-
-    def __init__(self, tree: RadixTree, node: Node) -> None:
-        self.length = 0
-        self.known_length = 0
-        self.cut_by = ""
-        self.node = node
-        self._tree = tree
-        self.is_released = False
-
-    @property
-    def parts(self) -> Parts:
-        """Parts of the restore point at its end; none before the first page."""
-        return self.node.point.parts if self.node.point is not None else {}
-
-    @property
-    def key(self) -> Hashable:
-        """Names the position: equal for two handles that end at the same place, until this one is lengthened."""
-        return (self.node, self.length)
-
-    @property
-    def pages(self) -> PageIds:
-        """The device page of each page of the prefix, a copy."""
-        return self.pages_from(0)
-
-    def pages_from(self, first: int) -> PageIds:
-        """The device pages of the prefix without its first `first` ones; costs as much as what is returned."""
-        runs = [_NO_PAGES]
-        node, missing = self.node, self.length // self._tree.page_size - first
-        while missing > 0:
-            assert node.parent is not None, "the handle is longer than the way to the root"
-            runs.append(node.pages[-missing:])
-            missing -= node.num_pages
-            node = node.parent
-        return np.concatenate(runs[::-1])
-
-    def release(self) -> None:
-        """Unlock the prefix; the handle is of no use after that."""
-        assert not self.is_released, "a handle is released exactly once"
-        self.is_released = True
-        self._tree._unlock(self.node)
+def _nodes_from(node: Node) -> Iterator[Node]:
+    """A node and all below it, parents first."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(node.children.values())

@@ -7,15 +7,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raycache.cache.sequences import SequenceCache, SpaceSizes
+from raycache.cache.catalog import Catalog
+from raycache.cache.costs import Costs
+from raycache.cache.evict import Eviction
+from raycache.cache.host_tier import HostTier, WritePolicy
+from raycache.cache.keys import Identity
+from raycache.cache.sequences import SequenceCache
+from raycache.cache.spaces import SpaceSizes
+from raycache.cache.storage.lanes import StorageLanes
+from raycache.cache.storage_tier import StorageTier, Waiting
 from raycache.config import Config
 from raycache.engine.engine import Engine, Executor
+from raycache.engine.host_link import HostLink
+from raycache.engine.host_plan import envelope_layout, host_facts, model_components, part_widths
+from raycache.engine.host_service import open_arena
 from raycache.engine.memory_plan import cache_format, context_len, pool_sizes, resolve_dtype, step_tokens
 from raycache.engine.scheduler import Scheduler
 from raycache.errors import ConfigError
-from raycache.memory.component import CacheFormat, Reuse
+from raycache.memory.component import FULL, CacheFormat, Reuse
 from raycache.models.base import ModelConfig, check_split, check_weights, components, read_config
-from raycache.models.checkpoint import Checkpoint
+from raycache.models.checkpoint import Checkpoint, weights_fingerprint
 from raycache.parallel.sharding import Split
 from raycache.types import EngineInfo
 
@@ -54,6 +65,7 @@ def build_engine(
     device_type: str,
     num_pages: int,
     ranks: Sequence[Mapping[str, Any]] = (),
+    host: HostLink | None = None,
 ) -> Engine:
     """The decider for ranks that run.
 
@@ -64,6 +76,7 @@ def build_engine(
         device_type: "cpu" or "cuda".
         num_pages: that every rank holds.
         ranks: one row per rank, for people.
+        host: the host tier, or None. What an earlier engine has left there is taken over.
     """
     max_model_len = min(context_len(config, model), num_pages * config.page_size)
     info = EngineInfo(
@@ -76,6 +89,7 @@ def build_engine(
         num_pages=num_pages,
         max_queue=config.max_queue,
         ranks=tuple(ranks),
+        tiers=_tier_facts(config, model, device_type=device_type, num_pages=num_pages, host=host),
     )
     budget = step_tokens(config, device_type=device_type)
     if budget <= config.max_running:
@@ -84,26 +98,74 @@ def build_engine(
             budget,
             config.max_running,
         )
+    sizes = space_sizes(
+        config, model, device_type=device_type, sizes=_device_sizes(config, model, device_type, num_pages)
+    )
     scheduler = Scheduler(
-        cache=SequenceCache(
-            space_sizes(config, model, device_type=device_type, num_pages=num_pages), is_kept=config.prefix_cache
-        ),
+        cache=_sequence_cache(config, model, device_type=device_type, sizes=sizes, host=host),
         max_step_tokens=budget,
         max_running=config.max_running,
         micro_batches=executor.depth,
         eos_token_ids=model.eos_token_ids,
         restore_interval=config.restore_interval,
     )
-    return Engine(executor, info=info, scheduler=scheduler)
+    identity = Identity(weights_fingerprint(Path(config.model)), config.page_size)
+    return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=config.rank_timeout_s)
 
 
-def space_sizes(config: Config, model: ModelConfig, *, device_type: str, num_pages: int) -> SpaceSizes:
-    """What the decider must know of the ranks' pools."""
+def _sequence_cache(
+    config: Config, model: ModelConfig, *, device_type: str, sizes: SpaceSizes, host: HostLink | None
+) -> SequenceCache:
+    eviction = Eviction(config.eviction)
+    if host is None:
+        return SequenceCache(sizes, is_kept=config.prefix_cache, eviction=eviction)
+    arena = open_arena(host.path)
+    tier = HostTier(
+        space_sizes(config, model, device_type=device_type, sizes=host.sizes),
+        catalog=Catalog(
+            arena.catalog,
+            sizes=host.sizes,
+            page_size=config.page_size,
+            part_widths=part_widths(config, model, device_type=device_type),
+        ),
+        policy=WritePolicy(config.write_policy),
+        eviction=eviction,
+    )
+    tier.recover()
+    costs = Costs()
+    storage = StorageTier(
+        tier,
+        StorageLanes(host.work, num_lanes=config.storage_lanes, name="storage"),
+        waiting=Waiting(config.prefetch),
+        timeout_s=config.prefetch_timeout_s,
+        share=config.prefetch_share,
+        costs=costs,
+        epoch=host.epoch,
+    )
+    storage.is_attached = host.has_storage
+    return SequenceCache(sizes, is_kept=config.prefix_cache, eviction=eviction, host=tier, storage=storage, costs=costs)
+
+
+def _tier_facts(
+    config: Config, model: ModelConfig, *, device_type: str, num_pages: int, host: HostLink | None
+) -> dict[str, Mapping[str, Any]]:
+    layout = envelope_layout(config, model, device_type=device_type)
+    sizes = {"device": _device_sizes(config, model, device_type, num_pages)}
+    if host is not None:
+        sizes["host"] = dict(host.sizes)
+    return {tier: host_facts(layout, units, page_size=config.page_size) for tier, units in sizes.items()}
+
+
+def _device_sizes(config: Config, model: ModelConfig, device_type: str, num_pages: int) -> dict[str, int]:
     fmt = cache_format(config, dtype=resolve_dtype(config, device_type=device_type))
-    sizes = pool_sizes(config, model, num_pages=num_pages, fmt=fmt)
-    parts = components(model, fmt)
+    return pool_sizes(config, model, num_pages=num_pages, fmt=fmt)
+
+
+def space_sizes(config: Config, model: ModelConfig, *, device_type: str, sizes: Mapping[str, int]) -> SpaceSizes:
+    """What the decider must know of the pools of a tier."""
+    parts = model_components(config, model, device_type=device_type)
     return SpaceSizes(
-        num_pages=num_pages,
+        num_pages=sizes[FULL],
         page_size=config.page_size,
         windows={p.space: (p.window, sizes[p.space]) for p in parts if p.reuse is Reuse.LAST_WINDOW},
         states={p.space: sizes[p.space] for p in parts if p.reuse is Reuse.STATE_HERE},

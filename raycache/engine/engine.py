@@ -10,13 +10,24 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
+from raycache.cache.keys import Identity
+from raycache.cache.sequences import Use
+from raycache.engine.admin import Answer
 from raycache.engine.plan import RowResult, StepPlan
 from raycache.engine.request import Request
 from raycache.engine.scheduler import Batch, Scheduler
-from raycache.errors import PromptTooLongError, QueueFullError, RequestError
-from raycache.types import EngineInfo, EngineStats, FinishReason, GenerateRequest, RequestOutput
+from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
+from raycache.parallel.board import Acks
+from raycache.types import CacheOrder, EngineInfo, EngineStats, FinishReason, GenerateRequest, RequestOutput
+
+_POLL_S = 0.0001
+"""Between two looks at the board, when a rank is later with its loads than with its answer."""
+_DRAIN_S = 5.0
+_IDLE_S = 0.002
+"""How long a step without rows waits for pages on their way between tiers."""
 
 
 class Executor(Protocol):
@@ -39,6 +50,10 @@ class Executor(Protocol):
         """
         ...
 
+    def acks(self) -> Acks:
+        """How far all ranks are with page moves; waits for nobody."""
+        ...
+
     def close(self) -> None:
         """End the ranks."""
         ...
@@ -51,9 +66,22 @@ class Engine:
         executor: of a gang that has joined and loaded.
         info: facts about the model and the pool.
         scheduler: with the same pool and page size.
+        identity: what cached state depends on beside the tokens.
+        timeout_s: after which a rank that does not acknowledge its loads counts as lost.
     """
 
-    def __init__(self, executor: Executor, *, info: EngineInfo, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        identity: Identity,
+        timeout_s: float,
+    ) -> None:
+        self._identity = identity
+        self._timeout_s = timeout_s
+        self._load_s = 0.0
         self.info = info
         self._executor = executor
         self._scheduler = scheduler
@@ -66,8 +94,13 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a step would have something to do."""
+        """Whether anything waits or runs."""
         return self._scheduler.has_requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would have something to do: requests, or pages on their way between tiers."""
+        return self._scheduler.has_requests or self._scheduler.has_moves
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request.
@@ -81,15 +114,21 @@ class Engine:
         if self._scheduler.num_waiting >= self.info.max_queue:
             raise QueueFullError(self.info.max_queue, self._retry_after_s())
         self._arrivals += 1
-        self._scheduler.add(
-            Request.create(
-                request,
-                seed=self._random.getrandbits(62),
-                arrival=self._arrivals,
-                now_s=time.monotonic(),
-                max_model_len=self.info.max_model_len,
-            )
+        until_s = time.monotonic() + request.cache_ttl_s if request.cache_ttl_s else 0.0
+        use = Use(self.root(request.cache_salt), request.cache_priority, until_s)
+        created = Request.create(
+            request,
+            seed=self._random.getrandbits(62),
+            arrival=self._arrivals,
+            now_s=time.monotonic(),
+            max_model_len=self.info.max_model_len,
         )
+        created.use = use
+        self._scheduler.add(created, now_s=time.monotonic())
+
+    def root(self, cache_salt: str) -> bytes:
+        """Seed of the chains of a tenant's prefixes."""
+        return replace(self._identity, salt=cache_salt).seed()
 
     def cancel(self, request_id: str) -> None:
         """End a request; its pages are free in the next step."""
@@ -103,18 +142,24 @@ class Engine:
         Raises:
             RankLostError: the gang is lost; `restart` goes on with another.
         """
+        self._scheduler.acknowledge(self._executor.acks(), now_s=time.monotonic())
         while len(self._in_flight) < self._executor.depth:
             self._outputs += self._scheduler.take_ended(time.monotonic())
             batch = self._scheduler.schedule()
             if batch is None:
                 break
+            batch.start_s = time.monotonic()
             self._executor.submit(batch.plan)
             self._in_flight.append(batch)
         if self._in_flight:
             batch = self._in_flight[0]
             results = self._executor.collect(batch.plan)
+            acks = self._loaded(batch)
             self._in_flight.popleft()
-            self._outputs += self._scheduler.complete(batch, results)
+            self._note_pace(batch, acks)
+            self._outputs += self._scheduler.complete(batch, results, acks)
+        elif self._scheduler.has_moves:
+            self._scheduler.wait_for_moves(_IDLE_S)
         outputs, self._outputs = self._outputs, []
         self._finish_times.extend(time.monotonic() for output in outputs if output.finish_reason is not None)
         return outputs
@@ -126,15 +171,41 @@ class Engine:
             self._executor.submit(plan)
             self._executor.collect(plan)
 
+    def _loaded(self, batch: Batch) -> Acks:
+        """Wait until all ranks have said what became of a plan's loads: some may be later than the answer."""
+        deadline = time.monotonic() + self._timeout_s
+        while (acks := self._executor.acks()).loads < max(batch.loads, default=0):
+            if time.monotonic() > deadline:
+                raise RankLostError(-1, "unknown", batch.plan.step, "its loads from the host are not acknowledged")
+            time.sleep(_POLL_S)
+        return acks
+
+    def _note_pace(self, batch: Batch, acks: Acks) -> None:
+        """Learn what computing and loading take."""
+        costs = self._scheduler.costs
+        if batch.loads:
+            costs.load.note(acks.load_s - self._load_s, batch.num_loaded)
+            self._load_s = acks.load_s
+        elif self._executor.depth == 1:
+            costs.compute.note(time.monotonic() - batch.start_s, sum(row.num_tokens for row in batch.rows))
+
     def restart(self, executor: Executor) -> None:
         """Go on with another gang, whose pools are empty; requests keep the tokens that they have."""
         self._in_flight.clear()
-        self._executor = executor
+        self._executor, self._load_s = executor, 0.0
         self._scheduler.restart()
 
     def evict(self, space: str) -> bool:
         """Evict the least recently used page ("full") or restore point (a window or state space); False if none."""
         return self._scheduler.evict(space)
+
+    def admin(self, order: CacheOrder) -> Answer:
+        """Carry out an operator's order; the answer comes with the next steps.
+
+        Raises:
+            ConfigError: there is no such tier.
+        """
+        return self._scheduler.admin(order, root=self.root(order.cache_salt))
 
     def stats(self) -> EngineStats:
         """Counters and balances."""
@@ -145,9 +216,13 @@ class Engine:
         self._scheduler.check()
 
     def close(self) -> None:
-        """End the ranks in good order."""
+        """End the ranks in good order. Pages that are on their way to other tiers get a moment to arrive there."""
+        deadline = time.monotonic() + _DRAIN_S
+        while self._scheduler.has_moves and not self._scheduler.has_requests and time.monotonic() < deadline:
+            self.step()
         while self._in_flight:
             self._executor.collect(self._in_flight.popleft().plan)
+        self._scheduler.close()
         self._executor.submit(self._scheduler.heartbeat(is_last=True))
         self._executor.close()
 

@@ -10,7 +10,7 @@ from raycache.engine.control import broadcast_plan, receive_answers
 from raycache.engine.plan import RowResult, StepPlan, read_answers
 from raycache.engine.rank import Rank
 from raycache.errors import RankLostError
-from raycache.parallel.board import AckBoard
+from raycache.parallel.board import AckBoard, Acks
 from raycache.parallel.collectives import Group
 from raycache.parallel.sharding import Split
 
@@ -23,12 +23,14 @@ class LocalExecutor:
 
     Args:
         rank: with the whole model.
+        board: where it says how far its moves are; None without a host tier.
     """
 
     depth = 1
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, board: AckBoard | None = None) -> None:
         self._rank = rank
+        self._board = board
         self._plans: deque[StepPlan] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -37,6 +39,9 @@ class LocalExecutor:
     def collect(self, plan: StepPlan) -> list[RowResult]:
         assert self._plans.popleft() is plan, "plans are collected in order"
         return read_answers(plan, [self._rank.execute(plan)])
+
+    def acks(self) -> Acks:
+        return Acks() if self._board is None else self._board.acks()
 
     def close(self) -> None:
         self._plans.clear()
@@ -68,6 +73,9 @@ class GangExecutor:
         except RankLostError as cause:
             raise self._blame(plan, cause) from cause
         return read_answers(plan, answers)
+
+    def acks(self) -> Acks:
+        return self._board.acks()
 
     def close(self) -> None:
         try:

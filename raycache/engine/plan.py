@@ -5,6 +5,8 @@ changed:
 
     StepPlan 17
       admits  slot 3: pages of its cached prefix, sampling          overwrites what the slot held
+      saves   device page 7 -> host page 12, ...                    before anything of this step is written
+      loads   host page 3 -> device page 9, ...                     before a row reads them, layer by layer
       rows    slot 3: positions 128..383, 256 tokens, 4 new pages   a prefill chunk
               slot 0: position 901, 1 token                         decode
 """
@@ -20,6 +22,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from raycache.memory.moves import Moves, Unit
 from raycache.parallel.sharding import split_chunk
 from raycache.types import PackedTokens, SamplingParams, TokenLogprob
 
@@ -98,6 +101,9 @@ class StepPlan:
         admits: slots that change owner first.
         num_top: None when no row wants log-probabilities, else the most alternatives that one wants.
         is_last: the ranks end after it.
+        saves: units to copy to the host; they were written in earlier steps.
+        loads: units to copy to the device; rows of this step read them.
+        is_saved_first: what is saved is overwritten in this step, so saves end before loads and rows begin.
     """
 
     step: int
@@ -105,6 +111,9 @@ class StepPlan:
     admits: Sequence[Admit] = ()
     num_top: int | None = None
     is_last: bool = False
+    saves: Sequence[Moves] = ()
+    loads: Sequence[Moves] = ()
+    is_saved_first: bool = False
 
     def pack(self) -> bytes:
         """Encode for the wire."""
@@ -124,20 +133,32 @@ class StepPlan:
             ]
             for r in self.rows
         ]
-        packed: bytes = msgpack.packb([self.step, rows, admits, self.num_top, self.is_last])
+        moves = [[[m.number, m.units] for m in lane] for lane in (self.saves, self.loads)]
+        packed: bytes = msgpack.packb(
+            [self.step, rows, admits, self.num_top, self.is_last, *moves, self.is_saved_first]
+        )
         return packed
 
     @classmethod
     def unpack(cls, packed: bytes | memoryview) -> StepPlan:
         """Inverse of `pack`."""
-        step, rows, admits, num_top, is_last = msgpack.unpackb(packed, strict_map_key=False)
+        step, rows, admits, num_top, is_last, saves, loads, is_saved_first = msgpack.unpackb(
+            packed, strict_map_key=False
+        )
         return cls(
             step=step,
             rows=[Row(*row) for row in rows],
             admits=[Admit(a[0], a[1], _sampling(a[2]), *a[3:]) for a in admits],
             num_top=num_top,
             is_last=is_last,
+            saves=_moves(saves),
+            loads=_moves(loads),
+            is_saved_first=is_saved_first,
         )
+
+
+def _moves(lane: list[tuple[int, list[list[Any]]]]) -> tuple[Moves, ...]:
+    return tuple(Moves(number, [Unit(*unit) for unit in units]) for number, units in lane)
 
 
 def _lists(pages: PageLists) -> dict[str, list[int]]:

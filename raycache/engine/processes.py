@@ -89,6 +89,7 @@ class ProcessGang:
     Args:
         config: of the service.
         device_type: "cpu" or "cuda".
+        arena: file of the host tier, or None.
     Raises:
         RayCacheError: what kept a rank from starting; no process is left behind.
 
@@ -97,7 +98,7 @@ class ProcessGang:
         num_pages: that all ranks hold.
     """
 
-    def __init__(self, config: Config, *, device_type: str) -> None:
+    def __init__(self, config: Config, *, device_type: str, arena: Path | None = None) -> None:
         split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
         store = Store(_HOST)
         board = AckBoard.create(split.world_size)
@@ -121,7 +122,7 @@ class ProcessGang:
                     raise
                 control = joining.result()
             for process in self._processes:
-                process.send(self.num_pages)
+                process.send((self.num_pages, arena))
             self._receive(config.start_timeout_s)
         except BaseException:
             self.kill()
@@ -201,7 +202,7 @@ def _run_rank(connection: Connection, invitation: Invitation) -> None:
         runner = RankRunner(invitation.config, invitation.seat)
         runner.join(invitation.handles, epoch=invitation.epoch, board=invitation.board)
         connection.send(runner.load())
-        runner.build(connection.recv())
+        runner.build(*connection.recv())
         connection.send("running")
     except RayCacheError as cause:
         connection.send(cause)

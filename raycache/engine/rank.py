@@ -20,6 +20,7 @@ from raycache.engine.plan import Admit, Row, StepPlan, answer_width, emissions
 from raycache.engine.sampler import SampleRow, TokenCounts, logprobs, sample
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.device import DevicePool
+from raycache.memory.mover import Mover
 from raycache.models.base import Model, ModelConfig
 from raycache.parallel.context import ParallelContext
 from raycache.types import SamplingParams
@@ -88,6 +89,7 @@ class Rank:
         pool: this rank's part of the pages.
         backend: attention.
         dtype: of activations.
+        mover: between the pool and the host, None without a host tier.
     """
 
     ctx: ParallelContext
@@ -96,6 +98,7 @@ class Rank:
     pool: DevicePool
     backend: AttentionBackend
     dtype: torch.dtype
+    mover: Mover | None = None
     _slots: dict[int, Slot] = field(default_factory=dict)
     _unsent: Callable[[], None] = lambda: None
 
@@ -118,6 +121,7 @@ class Rank:
         Returns:
             Logits [N, vocab] in float32 of the positions that this cp rank emits; None before the last stage.
         """
+        self._move(plan)
         for admit in plan.admits:
             self._slots[admit.slot] = _new_slot(admit, self.pool.windows)
         for row in plan.rows:
@@ -133,6 +137,18 @@ class Rank:
         inputs = build_inputs(plan, tables, page_size=self.pool.page_size, windows=self.pool.windows, ctx=self.ctx)
         hidden = self._run_stage(inputs)
         return self.model.logits(hidden[inputs.logits]) if self.ctx.is_last_stage else None
+
+    def _move(self, plan: StepPlan) -> None:
+        """Start the plan's page moves. Views wait for the loads of their layer."""
+        if not (plan.saves or plan.loads):
+            return
+        assert self.mover is not None, "moves are planned only with a host tier"
+        for moves in plan.saves:
+            self.mover.save(moves)
+        if plan.is_saved_first:
+            self.mover.wait_saved(plan.saves[-1].number)
+        for moves in plan.loads:
+            self.mover.load(moves)
 
     def _run_stage(self, inputs: StepInputs) -> Tensor:
         run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions)
@@ -152,6 +168,9 @@ class Rank:
 
     def _answer(self, plan: StepPlan, logits: Tensor) -> NDArray[np.int64]:
         targets, sampled, rows = self._emissions(plan)
+        if plan.loads:
+            # A load that failed leaves whatever was there. The decider throws such rows away; sampling must bear them.
+            logits = logits.nan_to_num()
         tokens = torch.tensor(targets, dtype=torch.int64, device=logits.device)
         if rows:
             tokens[sampled] = sample(logits if len(rows) == len(targets) else logits[sampled], rows)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
 
-from raycache.cache.sequences import Holding
-from raycache.types import FinishReason, GenerateRequest, RequestOutput, SamplingParams, TokenLogprob
+from raycache.cache.sequences import Holding, Use
+from raycache.cache.storage_tier import Prefetch
+from raycache.errors import RequestError
+from raycache.types import FinishReason, GenerateRequest, Miss, RequestOutput, SamplingParams, TokenLogprob
 
 
 class Phase(Enum):
@@ -44,6 +46,10 @@ class Request:
         num_losses: gangs that were lost while it was in flight, one after another.
         is_in_flight: a plan with one of its rows is out.
         ending: why it ends as soon as it is not in flight, if it was cancelled or is late.
+        use: what its prefixes in the cache belong to, and count for.
+        may_load: whether its prefix may come from the host; not after that turned out to be bad.
+        prefetch: of its prefix from storage, if it was looked for there.
+        cached_by_tier, miss: where cached_len came from, and why it is not more.
         prompt_scores: log-probabilities of the prompt's tokens found so far, if wanted; from the second token on.
     """
 
@@ -68,10 +74,15 @@ class Request:
     is_in_flight: bool = False
     ending: FinishReason | None = None
     prompt_scores: list[TokenLogprob | None] = field(default_factory=list)
+    use: Use = field(default_factory=Use)
+    may_load: bool = True
+    prefetch: Prefetch | None = None
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    miss: Miss = Miss.NONE
 
     @classmethod
     def create(cls, request: GenerateRequest, *, seed: int, arrival: int, now_s: float, max_model_len: int) -> Request:
-        """Take a client's request in.
+        """Take a client's request in, at its start or after the tokens that it got from an engine that was lost.
 
         Args:
             request: checked already.
@@ -79,18 +90,25 @@ class Request:
             arrival: number of the request.
             now_s: the engine's clock, seconds.
             max_model_len: most tokens of prompt and output together.
+        Raises:
+            RequestError: it has all the tokens already that it may get.
         """
         sampling = request.sampling
+        if request.output and sampling.prompt_logprobs is not None:
+            sampling = replace(sampling, prompt_logprobs=None)  # told before the first token
         prompt_len = len(request.prompt)
         most = max_model_len if sampling.max_tokens is None else prompt_len + sampling.max_tokens
+        max_len = min(most, max_model_len)
+        if prompt_len + len(request.output) >= max_len:
+            raise RequestError(f"output has {len(request.output)} tokens and leaves no room for more", field="output")
         return cls(
             request_id=request.request_id,
             sampling=sampling,
             seed=seed if sampling.seed is None else sampling.seed,
             order=(request.priority, arrival),
             deadline=None if request.timeout_s is None else now_s + request.timeout_s,
-            max_len=min(most, max_model_len),
-            tokens=bytearray(np.asarray(request.prompt, np.int32).tobytes()),
+            max_len=max_len,
+            tokens=bytearray(np.asarray([*request.prompt, *request.output], np.int32).tobytes()),
             prompt_len=prompt_len,
         )
 
@@ -140,5 +158,7 @@ class Request:
             finish_reason=reason,
             cached_tokens=self.cached_len,
             cut_by=self.cut_by,
+            cached_by_tier=self.cached_by_tier,
+            miss=self.miss,
             error="the ranks were lost each time that it ran" if reason is FinishReason.ERROR else None,
         )

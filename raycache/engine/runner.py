@@ -18,10 +18,12 @@ import torch
 from raycache.attention.torch_ref import TorchBackend
 from raycache.config import Config
 from raycache.engine.control import answering_ranks, receive_plan, send_answer
+from raycache.engine.host_service import open_arena
 from raycache.engine.memory_plan import cache_format, pages_that_fit, pool_sizes, resolve_dtype
 from raycache.engine.rank import Rank
 from raycache.errors import RankLostError
 from raycache.memory.device import DevicePool
+from raycache.memory.mover import LaneName, Mover
 from raycache.models.base import Model, components, load_model, read_config
 from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.board import AckBoard, Lane
@@ -56,15 +58,16 @@ class RankRunner:
     Args:
         config: of the service.
         seat: of this rank.
+        board: where it says how far it is, if it does not join a gang.
     """
 
-    def __init__(self, config: Config, seat: Seat) -> None:
+    def __init__(self, config: Config, seat: Seat, *, board: AckBoard | None = None) -> None:
         self._config = config
         self._seat = seat
         self._device = torch.device(seat.device)
         self._dtype = resolve_dtype(config, device_type=self._device.type)
         self._ctx = ParallelContext.single(self._device)
-        self._board: AckBoard | None = None
+        self._board = board
         self._model: Model | None = None
         self._rank: Rank | None = None
         if seat.num_threads:
@@ -111,11 +114,12 @@ class RankRunner:
             self._config, config, ctx=self._ctx, dtype=self._dtype, ranks_on_node=self._seat.ranks_on_node
         )
 
-    def build(self, num_pages: int) -> Rank:
+    def build(self, num_pages: int, arena: Path | None = None) -> Rank:
         """Make the pool and the executor.
 
         Args:
             num_pages: the same on all ranks.
+            arena: file of this node's host tier, or None.
         """
         assert self._model is not None, "load comes first"
         config = read_config(Path(self._config.model))
@@ -128,9 +132,26 @@ class RankRunner:
             ctx=self._ctx,
         )
         self._rank = Rank(
-            ctx=self._ctx, config=config, model=self._model, pool=pool, backend=TorchBackend(), dtype=self._dtype
+            ctx=self._ctx,
+            config=config,
+            model=self._model,
+            pool=pool,
+            backend=TorchBackend(),
+            dtype=self._dtype,
+            mover=None if arena is None else self._new_mover(pool, arena),
         )
         return self._rank
+
+    def _new_mover(self, pool: DevicePool, path: Path) -> Mover:
+        arena, board, rank = open_arena(path), self._board, self._seat.rank
+        assert board is not None, "join comes first"
+
+        def post(lane: LaneName, number: int, has_failed: bool) -> None:
+            board.post(rank, Lane.LOAD_US, int(1e6 * mover.load_s))
+            board.post_moves(rank, lane, number, has_failed)
+
+        mover = Mover(pool, arena, arena.layout, rank=rank, post=post)
+        return mover
 
     def run(self) -> None:
         """Execute plans until the last one, or until the decider is gone.
@@ -161,6 +182,8 @@ class RankRunner:
         finally:
             # Whoever waits for this rank fails now instead of at its deadline.
             self._ctx.close()
+            if self._rank.mover is not None:
+                self._rank.mover.close()
 
     def _on_progress(self, loaded: int, total: int) -> None:
         if self._board is not None:

@@ -14,21 +14,28 @@ Where sequences live is decided in cache/sequences.py. Knows no clock: `now_s` i
 from __future__ import annotations
 
 import heapq
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 from raycache.cache.sequences import Room, SequenceCache
+from raycache.engine.admin import Answer, carry_out
 from raycache.engine.cuts import Cuts
+from raycache.engine.hits import Hits, note_hit
 from raycache.engine.plan import NO_PAGES, Admit, Row, RowResult, StepPlan
 from raycache.engine.request import Phase, Request
 from raycache.engine.waiting import WaitingQueue
-from raycache.types import EngineStats, FinishReason, RequestOutput, TokenLogprob
+from raycache.parallel.board import Acks
+from raycache.types import CacheOrder, EngineStats, FinishReason, RequestOutput, TokenLogprob
 
 _MAX_LOSSES = 3
 """Gangs that a request may be in flight on when they are lost; fewer than an engine rebuilds one after another."""
 
 _MAX_SCORED_TOKENS = 1024
 """Longest chunk whose every position is scored: each takes a row of the size of the vocabulary."""
+
+_CLOSE_S = 1.0
+"""How long calls to a storage may take to end."""
 
 _MAX_SET_ASIDE = 32
 """Waiting requests that one step looks past because another request is computing their next page."""
@@ -42,6 +49,9 @@ class Batch:
         budget: tokens that may still be added.
         max_rows: most rows.
         requests: of the rows, in order.
+        loads: numbers of the moves from the host that its rows wait for.
+        num_loaded: tokens that those bring.
+        start_s: when it was sent.
     """
 
     budget: int
@@ -49,6 +59,9 @@ class Batch:
     rows: list[Row] = field(default_factory=list)
     admits: list[Admit] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)
+    num_loaded: int = 0
+    start_s: float = 0.0
     plan: StepPlan = field(default_factory=lambda: StepPlan(0))
 
     @property
@@ -91,6 +104,10 @@ class Scheduler:
         self._max_running = max_running
         self._micro_batches = micro_batches
         self._eos = frozenset(eos_token_ids)
+        self._storage = cache.storage
+        self.costs = cache.costs
+        self._hits = Hits()
+        self._now_s = 0.0
         self._cuts = Cuts(cache, interval=restore_interval)
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
@@ -114,11 +131,21 @@ class Scheduler:
         """Whether anything waits or runs."""
         return bool(self._requests)
 
+    @property
+    def has_moves(self) -> bool:
+        """Whether pages are on their way between tiers."""
+        return self._cache.has_moves
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, request: Request) -> None:
-        """Queue a request; its tokens fit the pool."""
+    def add(self, request: Request, *, now_s: float) -> None:
+        """Queue a request whose tokens fit the pool, and look for its prefix in storage."""
+        self._now_s = now_s
+        if self._storage is not None and not request.is_scored:
+            request.prefetch = self._storage.start(
+                request.request_id, request.tokens, root=request.use.root, now=self._step, now_s=self._now_s
+            )
         self._requests[request.request_id] = request
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.request_id))
@@ -137,6 +164,8 @@ class Scheduler:
 
         One that was in flight at too many losses may be their cause and ends with an error.
         """
+        if self._cache.host is not None:
+            self._cache.host.lose()
         for request in list(self._running):
             request.num_losses += request.is_in_flight
             request.is_in_flight = False
@@ -144,6 +173,8 @@ class Scheduler:
                 self.end(request.request_id, FinishReason.ERROR)
             self._requeue(request)
         self._cache.clear()
+        if self._cache.host is not None:
+            self._cache.host.resume()
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -160,12 +191,21 @@ class Scheduler:
                 if request.phase is Phase.RUNNING:
                     self._continue(request, batch)
         self._admit(batch)
-        if not batch.rows:
+        saves, loads, is_saved_first = self._cache.take_moves()
+        if not batch.rows and not saves:
             return None
         self._step += 1
         self._counts["computed_tokens"] += sum(row.num_tokens for row in batch.rows)
         wanted = [top for request in batch.requests for top in _tops(request)]
-        batch.plan = StepPlan(self._step, batch.rows, batch.admits, num_top=max(wanted, default=None))
+        batch.plan = StepPlan(
+            self._step,
+            batch.rows,
+            batch.admits,
+            num_top=max(wanted, default=None),
+            saves=saves,
+            loads=loads,
+            is_saved_first=is_saved_first,
+        )
         for request in batch.requests:
             request.is_in_flight = True
         return batch
@@ -175,18 +215,43 @@ class Scheduler:
         self._step += 1
         return StepPlan(self._step, is_last=is_last)
 
-    def complete(self, batch: Batch, results: list[RowResult]) -> list[RequestOutput]:
+    def acknowledge(self, acks: Acks, *, now_s: float) -> None:
+        """Take in how far the ranks are with page moves, and what storage has brought."""
+        self._now_s = now_s
+        self._cache.tick(now_s)
+        if self._cache.host is not None:
+            self._cache.host.acknowledge(acks, now=self._step)
+        if self._storage is not None:
+            self._storage.poll(now=self._step, now_s=now_s)
+
+    def close(self) -> None:
+        """Ask no storage any more."""
+        if self._storage is not None:
+            self._storage.close(_CLOSE_S)
+
+    def wait_for_moves(self, timeout_s: float) -> None:
+        """Wait a little: nothing can run before pages have moved."""
+        if self._storage is not None and self._storage.num_open:
+            self._storage.wait(timeout_s)
+        else:
+            time.sleep(timeout_s)
+
+    def complete(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
         """Take in what came of a plan.
 
         Args:
             batch: as made by `schedule`.
             results: of its rows.
+            acks: of the ranks, its loads included.
         Returns:
             One increment per request that got a token.
         """
         outputs = []
+        is_whole = not batch.loads or acks.bad_load < batch.loads[0]
         for request, row, result in zip(batch.requests, batch.rows, results, strict=True):
             request.is_in_flight, request.num_losses = False, 0
+            if not self._take_load(request, is_whole=is_whole):
+                continue
             request.num_computed = row.start + row.num_tokens
             request.prompt_scores += [_trim(score, request.sampling.prompt_logprobs) for score in result.scores]
             self._advance(request)
@@ -217,6 +282,10 @@ class Scheduler:
         """See `SequenceCache.evict`."""
         return self._cache.evict(space)
 
+    def admin(self, order: CacheOrder, *, root: bytes) -> Answer:
+        """See `Engine.admin`."""
+        return carry_out(order, self._cache, stats=self.stats(), root=root, now=self._step)
+
     def stats(self) -> EngineStats:
         """Counters and balances."""
         return EngineStats(
@@ -225,6 +294,10 @@ class Scheduler:
             waiting=self.num_waiting,
             finished=dict(self._finished),
             spaces=self._cache.shared_counts(),
+            cached_by_tier=dict(self._hits.tokens),
+            misses=dict(self._hits.misses),
+            tiers=self._cache.tiers(),
+            warnings=self._hits.warnings(self._cache.tiers()),
             **self._cache.counts(),
             **self._counts,
         )
@@ -328,6 +401,9 @@ class Scheduler:
             request = self._waiting.first()
             if request is None:
                 break
+            if self._awaits_prefetch(request):
+                set_aside.append(self._waiting.set_aside())
+                continue
             self._lock_prefix(request)
             if self._next_page(request) in computing or self._cuts.is_worth_waiting(request, self._running):
                 # Another request computes what this one needs: a little later it can be reused, not computed twice.
@@ -343,13 +419,19 @@ class Scheduler:
                 computing.add(page)
         self._waiting.put_back(set_aside)
 
+    def _awaits_prefetch(self, request: Request) -> bool:
+        prefetch = request.prefetch
+        return (
+            self._storage is not None and prefetch is not None and self._storage.is_awaited(prefetch, now_s=self._now_s)
+        )
+
     def _lock_prefix(self, request: Request) -> None:
-        holding = self._cache.begin(request.tokens, is_matched=not request.is_scored, now=self._step)
+        holding = self._cache.begin(request.tokens, is_matched=not request.is_scored, now=self._step, use=request.use)
         request.holding, request.num_computed = holding, holding.handle.length
 
     def _unlock(self, request: Request) -> None:
         assert request.holding is not None, "only locked requests are unlocked"
-        self._cache.end(request.holding)
+        self._cache.end(request.holding, request.tokens, now=self._step)
         request.holding, request.num_computed = None, 0
 
     def _fits(self, request: Request) -> bool:
@@ -360,13 +442,30 @@ class Scheduler:
         needed = -(-(request.num_tokens + 1) // self.page_size) - len(request.holding.pages)
         return self._cache.num_obtainable >= needed + len(self._running)
 
+    def _take_load(self, request: Request, *, is_whole: bool) -> bool:
+        """What a row was loaded for it is the tree's now; if that is not what was saved, the request begins again."""
+        if request.holding is None or request.holding.load is None:
+            return True
+        self._cache.finish_load(request.holding, request.tokens, is_whole=is_whole, now=self._step)
+        if not is_whole:
+            request.may_load = False
+            request.num_admissions -= 1
+            self._requeue(request)
+        return is_whole
+
     def _start(self, request: Request, batch: Batch) -> None:
         holding = request.holding
         assert holding is not None, "only locked requests start"
         request.phase = Phase.RUNNING
         request.slot = self._free_slots.pop()
+        if self._storage is not None and request.prefetch is not None:
+            self._storage.abandon(request.prefetch)
+        is_worth = self.costs.is_load_worth(self._cache.num_loadable(holding))
+        request.num_computed = self._cache.start(
+            holding, request.tokens, may_load=request.may_load and is_worth, now=self._step
+        )
         if request.num_admissions == 0:
-            request.cached_len, request.cut_by = request.num_computed, holding.handle.cut_by
+            note_hit(request, is_load_worth=is_worth, page_size=self.page_size)
         request.num_admissions += 1
         request.cuts, request.num_planned = self._cuts.plan(request), request.num_computed
         self._running.append(request)
@@ -376,6 +475,9 @@ class Scheduler:
         count = self._chunk_len(request, batch)
         room = self._reserve(request, count, batch)
         assert room is not None, "it fits: checked just now"
+        if number := self._cache.plan_load(holding):
+            batch.loads.append(number)
+            batch.num_loaded += request.num_computed - request.cached_by_tier.get("device", 0)
         has_penalties = request.sampling.has_penalties
         batch.admits.append(
             Admit(
@@ -424,6 +526,7 @@ class Scheduler:
         if request.num_output == 0:
             self._counts["prompt_tokens"] += request.prompt_len
             self._counts["cached_tokens"] += request.cached_len
+            self._hits.count(request)
         request.append(token)
         self._counts["output_tokens"] += 1
         reason = None
@@ -445,6 +548,8 @@ class Scheduler:
             self._release(request)
         else:
             self._waiting.drop()
+        if self._storage is not None and request.prefetch is not None:
+            self._storage.abandon(request.prefetch)
         del self._requests[request.request_id]
         self._finished[reason] += 1
         return request.output(reason=reason)
@@ -452,7 +557,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Give back the slot and all pages of a running request."""
         assert request.holding is not None, "running requests hold something of the cache"
-        self._cache.end(request.holding)
+        self._cache.end(request.holding, request.tokens, now=self._step)
         request.holding = None
         self._free_slots.append(request.slot)
         self._running.remove(request)

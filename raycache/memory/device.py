@@ -1,9 +1,9 @@
 """The device pool: rows of every component of this rank's layers, in the rank's memory.
 
-One tensor per component, field and layer:
+One tensor per component and field, for all L layers of this rank that keep it:
 
-    rows of tokens       [num_pages, page_size / cp, *the field's shape with heads / tp]
-    states of sequences  [num_slots, *the field's shape with heads / (tp * cp)]
+    rows of tokens       [L, num_pages, page_size / cp, *the field's shape with heads / tp]
+    states of sequences  [L, num_slots, *the field's shape with heads / (tp * cp)]
 
 An id means the same tokens on every rank; each cp rank holds its run of a page's tokens, each tp rank its heads.
 """
@@ -11,7 +11,7 @@ An id means the same tokens on every rank; each cp rank holds its run of a page'
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ class DevicePool:
     Attributes:
         sizes, page_size: as given.
         windows: component space of pages -> tokens that a query sees; 0 for all before it.
+        device: that the rows are on.
+        gate: called with a layer before any of its views is handed out; returns when what is on its way there has
+            arrived (mover.py). At first nothing is.
     Raises:
         ConfigError: the memory is not there, or no view can serve a component's fields.
     """
@@ -70,6 +73,9 @@ class DevicePool:
         mine = layer_range(num_layers, ctx.pp.rank, ctx.pp.size)
         self.sizes, self.page_size = dict(sizes), page_size
         self.windows = {FULL: 0} | {c.space: c.window for c in components if c.reuse is not Reuse.STATE_HERE}
+        self.device = ctx.device
+        self.gate: Callable[[int], None] = _nothing_on_its_way
+        self._rows: dict[str, dict[str, Tensor]] = {}
         self._views: dict[tuple[type[View], int], View] = {}
         for component in components:
             kind = view_type(component)
@@ -78,37 +84,47 @@ class DevicePool:
                     f"component {component.name!r} has fields {[field.name for field in component.fields]} "
                     "that no view can serve"
                 )
-            for layer in (layer for layer in component.layers if layer in mine):
+            layers = [layer for layer in component.layers if layer in mine]
+            self._rows[component.name] = rows = self._allocate(component, len(layers), ctx) if layers else {}
+            for i, layer in enumerate(layers):
                 assert (kind, layer) not in self._views, f"layer {layer} has two components of one kind"
-                self._views[kind, layer] = kind(component, self._rows(component, ctx))
+                self._views[kind, layer] = kind(component, {name: of_layers[i] for name, of_layers in rows.items()})
+
+    def rows(self, component: str) -> Mapping[str, Tensor]:
+        """A component's rows [L, units, ...] by field, in the order of its layers; empty where L is 0."""
+        return self._rows[component]
 
     def kv(self, layer: int) -> KVView:
         """Keys and values of a layer, of all tokens or of a window's."""
+        self.gate(layer)
         view = self._views[KVView, layer]
         assert isinstance(view, KVView)
         return view
 
     def latent(self, layer: int) -> LatentView:
         """Latents of an MLA layer."""
+        self.gate(layer)
         view = self._views[LatentView, layer]
         assert isinstance(view, LatentView)
         return view
 
     def index(self, layer: int) -> IndexView:
         """Keys of a layer's sparse indexer."""
+        self.gate(layer)
         view = self._views[IndexView, layer]
         assert isinstance(view, IndexView)
         return view
 
     def state(self, layer: int) -> StateView:
         """States of a recurrent layer."""
+        self.gate(layer)
         view = self._views[StateView, layer]
         assert isinstance(view, StateView)
         return view
 
-    def _rows(self, component: Component, ctx: ParallelContext) -> dict[str, Tensor]:
-        """Rows of one layer by field. Not cleared: none is read before it is written, untouched memory is free."""
-        lead = [self.sizes[component.space]]
+    def _allocate(self, component: Component, num_layers: int, ctx: ParallelContext) -> dict[str, Tensor]:
+        """Rows by field. Not cleared: none is read before it is written, untouched memory is free."""
+        lead = [num_layers, self.sizes[component.space]]
         if component.reuse is not Reuse.STATE_HERE:
             lead.append(self.page_size // ctx.cp.size)
         try:
@@ -122,6 +138,10 @@ class DevicePool:
             }
         except (MemoryError, RuntimeError) as cause:
             raise ConfigError(
-                f"no memory on {ctx.device} of rank {ctx.rank} for {lead[0]} pages or slots of cache "
+                f"no memory on {ctx.device} of rank {ctx.rank} for {lead[1]} pages or slots of cache "
                 f"{component.name!r}; use a smaller --kv-memory, --num-pages, --max-running or --restore-points"
             ) from cause
+
+
+def _nothing_on_its_way(layer: int) -> None:
+    """The gate of a pool that nobody loads into."""

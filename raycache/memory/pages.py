@@ -6,7 +6,7 @@ counts; it holds no tensor.
     PageAllocator      pages of the sequence: a request or the tree owns each; many at once, so in arrays
     SharedAllocator    window pages and state slots: requests and restore points hold them together; few, counted
 
-    stack    [ 9 8 7 6 | . . . . ]     free ids, the next one to go is the last
+    stack    [ . . . . | 6 7 8 9 ]     free ids from num_taken on, the next one to go is the first
     slot_of  page -> its place on the stack, -1 while it is taken
 """
 
@@ -33,19 +33,23 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 0, f"a pool cannot have {num_pages} pages"
         self.num_pages = num_pages
-        self.num_free = num_pages
-        # All of them intp, the type that numpy indexes with: any other costs a conversion per use.
-        self._slots = np.arange(num_pages)
-        self._stack = self._slots[::-1].copy()
+        self._num_taken = 0
+        # Both of intp, the type that numpy indexes with: any other costs a conversion per use.
+        self._stack = np.arange(num_pages)
         self._slot_of = self._stack.copy()
+
+    @property
+    def num_free(self) -> int:
+        """Pages that are not taken."""
+        return self.num_pages - self._num_taken
 
     def allocate(self, count: int) -> PageIds:
         """Take `count` pages, most recently freed first; the caller has made sure that num_free suffices."""
         assert 0 <= count <= self.num_free, f"{count} pages wanted, {self.num_free} of {self.num_pages} are free"
-        top_first = self._stack[self.num_free - count : self.num_free][::-1]
-        self._slot_of[top_first] = _TAKEN
-        self.num_free -= count
-        return top_first.astype(np.int32)
+        pages = self._stack[self._num_taken : self._num_taken + count]
+        self._slot_of[pages] = _TAKEN
+        self._num_taken += count
+        return pages.astype(np.int32)
 
     def free(self, pages: PageIds) -> None:
         """Give pages back. A page that is free already, or twice in `pages`, is an assertion error.
@@ -53,23 +57,24 @@ class PageAllocator:
         Raises:
             IndexError: a page id is outside the pool.
         """
-        count, after = len(pages), self.num_free + len(pages)
-        assert after <= self.num_pages, f"{count} pages freed, but only {self.num_pages - self.num_free} are taken"
+        count, num_taken = len(pages), self._num_taken - len(pages)
+        assert num_taken >= 0, f"{count} pages freed, but only {self._num_taken} are taken"
         assert pages.dtype == np.int32, f"page ids are int32, not {pages.dtype}"
         # By way of unsigned, so that a negative id is out of bounds and does not count from the pool's end.
-        top_last = pages[::-1].view(np.uint32).astype(np.intp)
-        is_taken = self._slot_of[top_last] == _TAKEN
-        assert np.count_nonzero(is_taken) == count, f"freed twice: {pages[::-1][~is_taken]}"
-        slots = self._slots[self.num_free : after]
-        self._slot_of[top_last] = slots
-        assert np.count_nonzero(self._slot_of[top_last] == slots) == count, f"a page is twice in one free: {pages}"
-        self._stack[self.num_free : after] = top_last
-        self.num_free = after
+        index = pages.view(np.uint32).astype(np.intp)
+        # Sums stand for comparisons of all: a slot is never less than -1, and a page that is twice keeps the later one.
+        assert np.add.reduce(self._slot_of[index]) == _TAKEN * count, f"freed twice: {pages}"
+        self._slot_of[index] = np.arange(num_taken, self._num_taken)
+        slots = np.add.reduce(self._slot_of[index])
+        assert slots == (num_taken + self._num_taken - 1) * count // 2, f"a page is twice in one free: {pages}"
+        self._stack[num_taken : self._num_taken] = index
+        self._num_taken = num_taken
 
     def check(self, *, in_use: PageIds, cached: PageIds) -> None:
         """Assert that every page is in exactly one place: free, in use by a request, or cached by the tree."""
-        free = self._stack[: self.num_free]
-        assert np.array_equal(self._slot_of[free], self._slots[: self.num_free]), "the stack and its inverse disagree"
+        free = self._stack[self._num_taken :]
+        slots = np.arange(self._num_taken, self.num_pages)
+        assert np.array_equal(self._slot_of[free], slots), "the stack and its inverse disagree"
         assert np.count_nonzero(self._slot_of != _TAKEN) == self.num_free, "a taken page has a place on the stack"
         places = np.bincount(np.concatenate((free, in_use, cached)), minlength=self.num_pages)
         assert len(places) == self.num_pages, f"a page id is beyond the pool of {self.num_pages} pages"
@@ -116,6 +121,13 @@ class SharedAllocator:
             self._holders[i] -= 1
             if self._holders[i] == 0:
                 self._free.append(i)
+
+    def take(self, ids: Iterable[int]) -> None:
+        """Add a holder to each, free or not. Costs as much as the pool: for the start."""
+        for i in ids:
+            if self._holders[i] == 0:
+                self._free.remove(i)
+            self._holders[i] += 1
 
     def is_shared(self, id_: int) -> bool:
         """Whether more than one holds it."""

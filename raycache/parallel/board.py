@@ -1,6 +1,6 @@
 """The ack board: how far each rank is, one line of int64 per rank in shared memory.
 
-    rank 0   [ joined | loaded | step | failed | lost ]
+    rank 0   [ joined | loaded | step | failed | lost | saves | loads | bad save | bad load | load us ]
     rank 1   [ ...                                    ]
 
 Each rank writes its own line, the decider reads all of them and waits for none: numbers only grow, so a torn view is
@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -30,6 +31,28 @@ class Lane(IntEnum):
     STEP = 2  # last step completed
     FAILED = 3  # step during which the rank failed, 0 for none
     LOST = 4  # step after which the rank ended because another one was gone or late, 0 for none
+    SAVES = 5  # last moves to the host that are done, whether they failed or not
+    LOADS = 6  # the same from the host
+    BAD_SAVE = 7  # last moves to the host that failed, 0 for none
+    BAD_LOAD = 8  # the same from the host
+    LOAD_US = 9  # time spent in loads, microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Acks:
+    """How far all ranks are with page moves.
+
+    Attributes:
+        saves, loads: numbers up to which all are done.
+        bad_save, bad_load: the last that failed on any rank, 0 for none.
+        load_s: longest time that a rank has spent in loads.
+    """
+
+    saves: int = 0
+    loads: int = 0
+    bad_save: int = 0
+    bad_load: int = 0
+    load_s: float = 0.0
 
 
 class AckBoard:
@@ -68,6 +91,21 @@ class AckBoard:
     def low(self, lane: Lane) -> int:
         """What all ranks have reached."""
         return int(self.lines[:, lane].min())
+
+    def acks(self) -> Acks:
+        """Page moves of all ranks. Failures are read last: they are posted before the watermark that covers them."""
+        saves, loads = self.low(Lane.SAVES), self.low(Lane.LOADS)
+        bad_save, bad_load, load_us = (
+            int(self.lines[:, lane].max()) for lane in (Lane.BAD_SAVE, Lane.BAD_LOAD, Lane.LOAD_US)
+        )
+        return Acks(saves, loads, bad_save, bad_load, load_us / 1e6)
+
+    def post_moves(self, rank: int, lane: str, number: int, has_failed: bool, /) -> None:
+        """Moves of a lane, "save" or "load", are done."""
+        done, bad = (Lane.SAVES, Lane.BAD_SAVE) if lane == "save" else (Lane.LOADS, Lane.BAD_LOAD)
+        if has_failed:
+            self.post(rank, bad, number)
+        self.post(rank, done, number)
 
     def suspects(self, step: int) -> list[int]:
         """Ranks that may have kept a step from being completed: those that failed, else those that say nothing.

@@ -5,10 +5,10 @@ Two implementations exist: over the engine actor of a Ray cluster, and in this p
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Protocol
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
 
-from raycache.types import EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.types import CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 
 class AsyncEngine(Protocol):
@@ -27,6 +27,19 @@ class AsyncEngine(Protocol):
 
         Raises:
             EngineStoppedError: it is stopped or has failed.
+        """
+        ...
+
+    async def admin(self, order: CacheOrder) -> Mapping[str, Any]:
+        """Carry out an operator's order on the tiers of the cache, while requests run.
+
+        Returns:
+            Plain values. STATUS: {"tiers": {tier: {name: number}}, "warnings": [text]}. INSPECT: {"prompt_tokens": n,
+            "tiers": {tier: prompt tokens that a hit would reach with it and those above}, "cut_by": component or "",
+            "miss": Miss}. Others: what was done, such as {"checked": 512, "bad": 0}.
+        Raises:
+            ConfigError: it cannot be done; says what would work.
+            EngineStoppedError: the engine is stopped or has failed.
         """
         ...
 

@@ -12,13 +12,13 @@ use share it, so it knows no event loop:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raycache.server.detokenize import Detokenizer
 from raycache.server.stops import StopMatcher
 from raycache.server.tokenizer import Tokenizer
-from raycache.types import FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from raycache.types import FinishReason, Miss, RequestOutput, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,8 @@ class OutputText:
     Attributes:
         num_tokens: tokens generated, up to and including the one that completed a stop string.
         cached_tokens: prompt tokens that were reused from the cache.
+        cached_by_tier: those tokens by the tier that they came from.
+        miss: why no more of the prompt was reused.
         cut_by: the component that kept more of them from being reused, or "".
         finish_reason: None while it runs.
     """
@@ -87,6 +89,8 @@ class OutputText:
         self._text_len = 0
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.cached_by_tier: Mapping[str, int] = {}
+        self.miss = Miss.NONE
         self.cut_by = ""
         self.finish_reason: FinishReason | None = None
 
@@ -98,7 +102,9 @@ class OutputText:
         """
         if self.finish_reason is not None:
             raise ValueError(f"request {output.request_id} has ended with {self.finish_reason}")
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        if output.cached_tokens > self.cached_tokens:
+            self.cached_tokens, self.cached_by_tier = output.cached_tokens, output.cached_by_tier
+        self.miss = self.miss or output.miss
         self.cut_by = self.cut_by or output.cut_by
         text, entries = self._push_prompt(output.prompt_logprobs)
         logprobs = output.logprobs or ()

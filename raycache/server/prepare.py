@@ -163,6 +163,9 @@ def _choices(
             sampling=params,
             priority=body.priority,
             timeout_s=min(filter(None, (body.timeout_s, timeout_s)), default=None),
+            cache_salt=body.cache_salt,
+            cache_priority=body.cache_priority,
+            cache_ttl_s=body.cache_ttl_s,
         )
         text = OutputText(
             tokenizer, prompt=prompt, sampling=params, echo=echo, skip_special_tokens=body.skip_special_tokens

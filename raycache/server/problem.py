@@ -1,7 +1,7 @@
 """Errors in the shape of the OpenAI API.
 
-400 a field is wrong    401 API key    404 model or path    405 method    408 deadline    413 body too large
-415 not JSON            429 queue full (Retry-After)        500 failed    503 engine stopped
+400 a field is wrong    401 API key    403 not from here    404 model or path    405 method    408 deadline
+413 body too large      415 not JSON   429 queue full (Retry-After)       500 failed    503 engine stopped
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def _type(status: int) -> str:
     match status:
         case 401:
             return "authentication_error"
+        case 403:
+            return "permission_error"
         case 404:
             return "not_found_error"
         case 408:

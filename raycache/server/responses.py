@@ -14,7 +14,7 @@ from raycache.server.output_text import LogprobEntry, TextDelta
 from raycache.server.prepare import Choice, Generation
 from raycache.server.schema import ChatBody
 from raycache.server.tokenizer import Tokenizer
-from raycache.types import TokenLogprob
+from raycache.types import TIERS, TokenLogprob
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -37,10 +37,25 @@ def usage_of(generation: Generation) -> dict[str, Any]:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {
             "cached_tokens": sum(choice.text.cached_tokens for choice in firsts),
-            # Beyond the OpenAI API: which component's missing rows kept more of the prompt from being reused.
+            # Beyond the OpenAI API: where they came from, and which component's missing rows kept more from reuse.
+            "cached_tokens_by_tier": {tier: sum(c.text.cached_by_tier.get(tier, 0) for c in firsts) for tier in TIERS},
             **({"cut_by": cut_by} if (cut_by := next(filter(None, (c.text.cut_by for c in firsts)), "")) else {}),
         },
     }
+
+
+def cache_info(generation: Generation) -> dict[str, Any]:
+    """What came from the cache, and why no more did; with several prompts a list of that under "prompts"."""
+    infos = [
+        {
+            "cached_by_tier": {tier: choice.text.cached_by_tier.get(tier, 0) for tier in TIERS},
+            "miss": choice.text.miss.value,
+            "cut_by": choice.text.cut_by,
+        }
+        for choice in generation.choices
+        if choice.is_first
+    ]
+    return infos[0] if len(infos) == 1 else {"prompts": infos}
 
 
 class AnswerForm:
@@ -69,7 +84,12 @@ class AnswerForm:
             self._whole_choice(choice, _join(deltas))
             for choice, deltas in zip(self._generation.choices, outputs, strict=True)
         ]
-        return {**self._head(self._kind), "choices": choices, "usage": usage_of(self._generation)}
+        return {
+            **self._head(self._kind),
+            "choices": choices,
+            "usage": usage_of(self._generation),
+            **self._cache_info(),
+        }
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Chunks that come before the first token: in a chat, the role of each choice."""
@@ -92,9 +112,14 @@ class AnswerForm:
         if finish_reason:
             yield self._chunk(choice.index, {"delta": {}}, finish_reason)
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream with stream_options.include_usage."""
-        return {**self._head(self._chunk_kind), "choices": [], "usage": usage_of(self._generation)}
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """The chunk behind the last choice, if include_usage or return_cache_info asks for one."""
+        usage = {"usage": usage_of(self._generation)} if self._generation.body.include_usage else {}
+        if extra := usage | self._cache_info():
+            yield {**self._head(self._chunk_kind), "choices": [], **extra}
+
+    def _cache_info(self) -> dict[str, Any]:
+        return {"raycache": cache_info(self._generation)} if self._generation.body.return_cache_info else {}
 
     @property
     def _chunk_kind(self) -> str:

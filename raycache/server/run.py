@@ -49,8 +49,8 @@ async def answer_stream(
             seen.add(choice.index)
             for chunk in form.chunks(choice, delta, is_first=is_first):
                 yield event(to_json(chunk))
-    if generation.body.include_usage:
-        yield event(to_json(form.usage_chunk()))
+    for chunk in form.closing():
+        yield event(to_json(chunk))
     yield event(b"[DONE]")
 
 

@@ -19,6 +19,7 @@ from raycache.errors import RequestError
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_COMPLETION_LOGPROBS = 20
+MAX_SALT_CHARS = 256
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
 
@@ -64,6 +65,16 @@ def _check_stops(value: object) -> list[str]:
     return stops
 
 
+def _check_salt(value: object) -> str:
+    if not isinstance(value, str):
+        raise PydanticCustomError("salt", "must be a string")
+    if len(value) > MAX_SALT_CHARS:
+        raise PydanticCustomError(
+            "salt", "must have at most {limit} characters, got {count}", {"limit": MAX_SALT_CHARS, "count": len(value)}
+        )
+    return value
+
+
 def _are(values: list[Any], kind: type) -> bool:
     """Whether all are exactly of that type: True is not an int here."""
     return set(map(type, values)) <= {kind}
@@ -84,10 +95,21 @@ class ResponseFormat(BaseModel):
     type: str
 
 
-class GenerationBody(BaseModel):
-    """What both endpoints share. The second group is beyond the OpenAI API."""
+class StrictBody(BaseModel):
+    """A request body."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    def check(self) -> None:
+        """What does not fit together or is not supported.
+
+        Raises:
+            RequestError: names the field.
+        """
+
+
+class GenerationBody(StrictBody):
+    """What both endpoints share. The second group is beyond the OpenAI API."""
 
     model: str
     stream: bool = False
@@ -111,15 +133,17 @@ class GenerationBody(BaseModel):
     return_token_ids: bool = False
     priority: int = Field(default=0, ge=-_INT32, le=_INT32)
     timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    cache_salt: Annotated[str, PlainValidator(_check_salt)] = ""
+    cache_priority: int = Field(default=0, ge=-_INT32, le=_INT32)
+    cache_ttl_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    return_cache_info: bool = False
 
     def check(self) -> None:
-        """What does not fit together or is not supported.
-
-        Raises:
-            RequestError: names the field.
-        """
+        """See StrictBody.check."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true", field="stream_options")
+        if self.cache_ttl_s and not self.cache_priority:
+            raise RequestError("cache_ttl_s bounds cache_priority, send both", field="cache_ttl_s")
 
     @property
     def include_usage(self) -> bool:
@@ -207,14 +231,14 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=StrictBody)
 
 
 def parse_body(kind: type[Body], body: Mapping[str, Any]) -> Body:
     """Check a request body against its schema.
 
     Args:
-        kind: CompletionBody or ChatBody.
+        kind: such as CompletionBody.
         body: as parse_json gives it.
     Raises:
         RequestError: names the field and what it must be.

@@ -21,6 +21,7 @@ from raycache.engine.engine import Engine
 from raycache.engine.plan import Admit, Row, RowResult, StepPlan, emissions
 from raycache.engine.scheduler import Scheduler
 from raycache.models.base import read_config
+from raycache.parallel.board import Acks
 from raycache.parallel.sharding import Coords, Split
 from raycache.types import GenerateRequest, SamplingParams
 from tests.matrix.gang import Gang
@@ -116,6 +117,10 @@ class ForcedExecutor:
             asked.compare(row.start, found)
             results.append(RowResult(token=asked.dialogue.ids[stop] if row.output_position >= 0 else None))
         return results
+
+    def acks(self) -> Acks:
+        """No pages move."""
+        return Acks()
 
     def close(self) -> None:
         """Take the answers that are on their way."""

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raycache.cache.sequences import SpaceSizes
+from raycache.cache.spaces import SpaceSizes
 from raycache.engine.plan import Admit, Row, RowResult, StepPlan
 from raycache.errors import RankLostError
 from raycache.memory.component import FULL
+from raycache.parallel.board import Acks
 from raycache.types import FinishReason, SamplingParams, TokenLogprob
 
 VOCAB = 13
@@ -89,6 +90,9 @@ class TwinExecutor:
         if self.is_lost:
             raise RankLostError(1, "pp=0 cp=0 tp=1", plan.step, "killed by the test")
         return self._execute(StepPlan.unpack(packed))
+
+    def acks(self) -> Acks:
+        return Acks()
 
     def close(self) -> None:
         self._waiting.clear()

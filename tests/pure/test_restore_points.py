@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from raycache.cache.sequences import Holding, SequenceCache, SpaceSizes
+from raycache.cache.sequences import Holding, SequenceCache
+from raycache.cache.spaces import SpaceSizes
 from raycache.cache.tree import RadixTree
 from raycache.engine.engine import Engine
 from raycache.memory.component import window_pages
@@ -186,7 +187,7 @@ def test_evicting_many_points_does_not_let_the_tree_grow() -> None:
     cache = small_cache(num_pages=64, states=4)
     for i in range(300):
         compute(cache, [i] * 9, points=[8])
-    assert len(cache._tree._heap) < 4 * 64
+    assert len(cache._tree._leaves._heap) < 4 * 64
 
 
 def test_an_interval_is_rounded_up_to_pages_and_bounds_chunks() -> None:

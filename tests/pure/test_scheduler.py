@@ -12,7 +12,9 @@ from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from raycache.cache.sequences import SequenceCache, SpaceSizes
+from raycache.cache.keys import Identity
+from raycache.cache.sequences import SequenceCache
+from raycache.cache.spaces import SpaceSizes
 from raycache.engine.engine import Engine
 from raycache.engine.plan import StepPlan
 from raycache.engine.scheduler import Scheduler
@@ -66,7 +68,8 @@ def make_engine(
         eos_token_ids=(EOS,),
         restore_interval=interval,
     )
-    return Engine(executor, info=info, scheduler=scheduler), executor
+    identity = Identity("twin", page_size)
+    return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=5.0), executor
 
 
 def make_sizes(

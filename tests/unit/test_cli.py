@@ -283,6 +283,18 @@ def test_status_shows_the_figures_of_a_running_service(
     assert report["figures"] == FIGURES and report["service"]["pid"] == os.getpid()
 
 
+def test_status_tells_tiers_and_warnings(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYCACHE_API_KEY", "secret")
+    monkeypatch.setitem(FIGURES, "cached_by_tier", {"device": 300, "host": 200, "storage": 0})
+    monkeypatch.setitem(FIGURES, "warnings", ["storage stores and never hits"])
+    assert main(["status", "--endpoint", endpoint]) == 0
+    said = capsys.readouterr().out
+    assert "25.0 % (device 15.0, host 10.0, storage 0.0)" in said
+    assert "ok, warnings: 1, see raycache cache status" in said
+
+
 def test_status_of_a_remote_endpoint_without_its_key_says_which_variable_to_set(
     endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,7 @@ def test_sizes_are_read_with_their_unit(text: str, wanted: int) -> None:
     assert parse_bytes("kv_memory", text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "0", "0.5B", "-1GiB", "4 G", "1e9", "nan", "GiB", "4GiBs"])
+@pytest.mark.parametrize("text", ["", "0", "0.5B", "-1GiB", "4 G", "1e9", "nan", "GiB", "4GiBs", "9" * 400 + "GiB"])
 def test_what_is_no_size_is_refused_with_the_settings_name(text: str) -> None:
     with pytest.raises(ConfigError, match="kv_memory"):
         Config(kv_memory=text)
@@ -58,11 +58,61 @@ def test_what_is_no_size_is_refused_with_the_settings_name(text: str) -> None:
         ("device", "tpu"),
         ("dtype", "int8"),
         ("max_body", "big"),
+        ("host_memory", "much"),
+        ("host_memory", "-1GiB"),
+        ("eviction", "random"),
+        ("write_policy", "write_around"),
+        ("prefetch", "never"),
+        ("prefetch_timeout_s", 0.0),
+        ("prefetch_timeout_s", math.nan),
+        ("prefetch_share", 0.0),
+        ("prefetch_share", 1.1),
+        ("storage_lanes", 0),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name}"):
         Config.from_mapping({name: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "has_tier"), [("0", False), ("0GiB", False), ("auto", True), ("1", True), ("64GiB", True)]
+)
+def test_a_host_tier_is_there_unless_its_size_is_nothing(text: str, has_tier: bool) -> None:
+    assert Config(host_memory=text).has_host_tier is has_tier
+
+
+def test_only_where_nothing_has_a_meaning_is_it_a_size() -> None:
+    assert parse_bytes("host_memory", "0", least=0) == 0
+    with pytest.raises(ConfigError, match="kv_memory='0' is not a size"):
+        parse_bytes("kv_memory", "0")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"storage": "file:///d?size=1GiB"}, {"write_policy": "write_back"}, {"prefetch": "timeout"}]
+)
+def test_what_needs_a_host_tier_is_refused_without_one(wrong: dict[str, str]) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"^{name}=.* needs a host tier.*host_memory=auto"):
+        Config(**wrong)
+    assert Config(**wrong, host_memory="auto").has_host_tier
+
+
+def test_a_password_in_a_storage_url_is_not_in_its_refusal() -> None:
+    with pytest.raises(ConfigError) as refused:
+        Config(storage="redis://user:hidden@127.0.0.1/0")
+    assert "hidden" not in str(refused.value)
+
+
+def test_a_host_tier_without_cached_prefixes_is_refused_and_both_ways_out_work() -> None:
+    with pytest.raises(ConfigError, match="prefix_cache=False.*host_memory=0"):
+        Config(host_memory="1GiB", prefix_cache=False)
+    assert Config(host_memory="1GiB") and Config(prefix_cache=False)
+
+
+def test_a_path_as_storage_is_refused_with_its_url() -> None:
+    with pytest.raises(ConfigError, match="file:///var/cache/x"):
+        Config(storage="/var/cache/x", host_memory="auto")
 
 
 @given(cp=st.integers(1, 200), page_size=st.integers(1, 512))

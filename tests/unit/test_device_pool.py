@@ -90,7 +90,8 @@ def test_pools_take_the_bytes_that_were_planned_under_every_split(family: str, t
             pool = DevicePool(parts, num_layers=config.num_layers, sizes=SIZES, page_size=8, ctx=ctx)
             where = {"num_layers": config.num_layers, "page_size": 8, "split": split, "at": ctx.coords}
             planned = sum(SIZES[part.space] * unit_bytes(part, **where) for part in parts)  # type: ignore[arg-type]
-            assert sum(rows.untyped_storage().nbytes() for rows in tensors(pool)) == planned
+            memory = {rows.untyped_storage().data_ptr(): rows.untyped_storage().nbytes() for rows in tensors(pool)}
+            assert sum(memory.values()) == planned, "views of one component's layers share their memory"
 
 
 def tensors(pool: DevicePool) -> list[torch.Tensor]:

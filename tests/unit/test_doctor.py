@@ -160,6 +160,48 @@ def test_a_cache_below_the_context_is_a_warning(tiny: Path) -> None:
     assert found["cache"].verdict is Verdict.WARNING and "640 tokens" in found["cache"].text
 
 
+@pytest.mark.parametrize(
+    ("split", "page_bytes"),
+    [
+        ({}, 2 * 2 * 16 * 4 * 4 * 64),
+        ({"tp": 2, "pp": 2, "cp": 2}, 2 * 2 * 16 * 4 * 4 * 64),
+        ({"tp": 4}, 2 * 2 * 16 * 4 * 4 * 64),  # two ranks hold each KV head on the device, and store it once
+    ],
+)
+def test_the_host_tier_holds_what_the_model_leaves_behind_under_any_split(
+    tiny: Path, split: dict[str, Any], page_bytes: int
+) -> None:
+    found = examined(tiny, num_pages=64, host_memory="10MiB", **split)
+    assert found["host tier"].text.startswith(f"at most {10 * KIB**2 // page_bytes * 64} tokens")
+
+
+def test_a_host_tier_that_cannot_be_had_or_holds_nothing_is_refused(tiny: Path) -> None:
+    assert refused(examined(tiny, num_pages=64, host_memory="900TiB")) == {"host tier"}
+    assert "holds no page" in examined(tiny, num_pages=64, host_memory="1KiB")["host tier"].text
+    assert examined(tiny, num_pages=64, host_memory="auto")["host tier"].verdict is Verdict.OK
+    assert "host tier" not in examined(tiny, num_pages=64)
+
+
+def test_a_storage_in_files_is_looked_at_and_not_made(tiny: Path, tmp_path: Path) -> None:
+    def storage(url: str) -> Finding:
+        return examined(tiny, num_pages=64, host_memory="1MiB", storage=url)["storage"]
+
+    url = f"file://{tmp_path}/a/b"
+    assert storage(f"{url}?size=2MiB").text.startswith(f"file:{tmp_path}/a/b: up to 2.0 MiB, ")
+    assert storage(f"{url}?size=9000TiB").verdict is Verdict.WARNING
+    assert storage(url).verdict is storage("file://?size=2MiB").verdict is Verdict.REFUSED
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_storage_of_no_known_kind_is_refused(tiny: Path) -> None:
+    assert refused(examined(tiny, num_pages=64, host_memory="1MiB", storage="ftp://host/x")) == {"storage"}
+
+
+def test_a_storage_without_a_host_tier_is_refused_and_the_rest_is_examined(tiny: Path) -> None:
+    found = examined(tiny, storage="file:///x?size=1GiB")
+    assert "needs a host tier" in found["settings"].text and found["model"].verdict is Verdict.OK
+
+
 def test_a_port_in_use_is_refused(tiny: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -7,7 +7,7 @@ import json
 import random
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,96 +19,13 @@ import pytest
 from launch.http import build_app
 from launch.serve import bind, serve
 from raycache.config import Config
-from raycache.errors import ConfigError, EngineStoppedError, QueueFullError, RayCacheError
+from raycache.errors import ConfigError, EngineStoppedError, QueueFullError
 from raycache.server.tokenizer import Tokenizer
-from raycache.types import (
-    EngineInfo,
-    EngineStats,
-    FinishReason,
-    GenerateRequest,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprob,
-)
+from raycache.types import FinishReason
 from tests.oracle import tiny_tokenizers
+from tests.unit.scripted import TEXT, ScriptedEngine, over_asgi, over_port, run
 
-_TEXT = "one two three Grüße 東京 🎉 four five six seven eight nine ten"
 _KEY = "secret"
-
-
-class ScriptedEngine:
-    """Answers every request with the same tokens, one at a time."""
-
-    def __init__(self, tokenizer: Tokenizer, *, delay_s: float = 0.0) -> None:
-        self._script = tokenizer.encode(_TEXT, add_special_tokens=False)
-        self._eos = tokenizer.eos_id or 0
-        self._delay_s = delay_s
-        self.vocab_size = tokenizer.vocab_size
-        self.refusal: RayCacheError | None = None
-        self.failure: tuple[int, FinishReason] | None = None  # after so many tokens
-        self.requests: list[GenerateRequest] = []
-        self.running: set[str] = set()
-        self.cancelled: list[str] = []
-
-    async def info(self) -> EngineInfo:
-        return EngineInfo("tiny", "/models/tiny", self.vocab_size, (self._eos,), 200, 16, 64, 8)
-
-    async def stats(self) -> EngineStats:
-        if isinstance(self.refusal, EngineStoppedError):
-            raise self.refusal
-        return EngineStats(steps=7, running=len(self.running), finished={"stop": 3}, pages_total=64, pages_free=64)
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
-        if self.refusal is not None:
-            raise self.refusal
-        self.requests.append(request)
-        self.running.add(request.request_id)
-        try:
-            for output in self._outputs(request):
-                await asyncio.sleep(self._delay_s)
-                yield output
-                if output.finish_reason is not None:
-                    self.running.discard(request.request_id)
-                    return
-        finally:
-            if request.request_id in self.running:
-                self.running.discard(request.request_id)
-                self.cancelled.append(request.request_id)
-
-    def _outputs(self, request: GenerateRequest) -> Sequence[RequestOutput]:
-        sampling = request.sampling
-        script = [*self._script, self._eos]
-        if sampling.ignore_eos:
-            script = self._script * 1000
-        prompt = self._logprobs(request.prompt, sampling, prompt=True)
-        outputs = []
-        for position, token_id in enumerate(script[: sampling.max_tokens]):
-            reason = FinishReason.STOP if token_id == self._eos else None
-            if reason is None and sampling.max_tokens == position + 1:
-                reason = FinishReason.LENGTH
-            if self.failure is not None and self.failure[0] == position:
-                outputs.append(RequestOutput(request.request_id, finish_reason=self.failure[1], error="rank 3 is lost"))
-                break
-            outputs.append(
-                RequestOutput(
-                    request.request_id,
-                    (token_id,),
-                    logprobs=self._logprobs([token_id], sampling),
-                    prompt_logprobs=None if position or prompt is None else (None, *prompt[1:]),
-                    finish_reason=reason,
-                    cached_tokens=len(request.prompt) // 2,
-                )
-            )
-        return outputs
-
-    def _logprobs(
-        self, ids: Sequence[int], sampling: SamplingParams, *, prompt: bool = False
-    ) -> tuple[TokenLogprob, ...] | None:
-        count = sampling.prompt_logprobs if prompt else sampling.logprobs
-        if count is None:
-            return None
-        top = tuple((token_id, -0.5 * token_id if token_id else float("-inf")) for token_id in range(count))
-        return tuple(TokenLogprob(token_id, -0.25, top) for token_id in ids)
 
 
 @pytest.fixture(scope="module")
@@ -119,35 +36,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture
 def engine(tokenizer: Tokenizer) -> ScriptedEngine:
     return ScriptedEngine(tokenizer)
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await test
-
-    asyncio.run(bounded())
-
-
-@asynccontextmanager
-async def over_asgi(engine: ScriptedEngine, tokenizer: Tokenizer, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = build_app(engine, config=Config(**settings), info=await engine.info(), tokenizer=tokenizer)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield client
-
-
-@asynccontextmanager
-async def over_port(engine: ScriptedEngine, tokenizer: Tokenizer, **settings: Any) -> AsyncIterator[str]:
-    config = Config(port=0, **settings)
-    app = build_app(engine, config=config, info=await engine.info(), tokenizer=tokenizer)
-    stop, started = asyncio.Event(), asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(app, sock=bind(config), stop=stop, on_started=started.set_result, grace_s=1.0))
-    try:
-        yield await started
-    finally:
-        stop.set()
-        await serving
 
 
 @asynccontextmanager
@@ -174,10 +62,10 @@ def test_the_official_client_completes(engine: ScriptedEngine, tokenizer: Tokeni
             assert [model.id async for model in client.models.list()] == ["tiny"]
             assert (await client.models.retrieve("tiny")).id == "tiny"
             whole = await client.completions.create(model="tiny", prompt="Hello there", max_tokens=100, temperature=0)
-            assert whole.choices[0].text == _TEXT
+            assert whole.choices[0].text == TEXT
             assert whole.choices[0].finish_reason == "stop"
             prompt_len = len(tokenizer.encode("Hello there", add_special_tokens=True))
-            output_len = len(tokenizer.encode(_TEXT, add_special_tokens=False)) + 1
+            output_len = len(tokenizer.encode(TEXT, add_special_tokens=False)) + 1
             assert whole.usage and whole.usage.prompt_tokens == prompt_len
             assert (whole.usage.completion_tokens, whole.usage.total_tokens) == (output_len, prompt_len + output_len)
             assert whole.usage.prompt_tokens_details
@@ -186,7 +74,7 @@ def test_the_official_client_completes(engine: ScriptedEngine, tokenizer: Tokeni
                 model="tiny", prompt="Hello there", max_tokens=100, stream=True, stream_options={"include_usage": True}
             )
             chunks = [chunk async for chunk in stream]
-            assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == _TEXT
+            assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == TEXT
             assert all(chunk.usage is None for chunk in chunks[:-1])
             assert chunks[-1].usage == whole.usage and chunks[-1].choices == []
             assert chunks[-2].choices[0].finish_reason == "stop"
@@ -204,7 +92,7 @@ def test_the_official_client_chats(engine: ScriptedEngine, tokenizer: Tokenizer)
             whole = await client.chat.completions.create(
                 model="tiny", messages=messages, logprobs=True, top_logprobs=2, stop="five", max_completion_tokens=90
             )
-            cut = _TEXT[: _TEXT.index("five")]
+            cut = TEXT[: TEXT.index("five")]
             assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (cut, "stop")
             assert whole.choices[0].message.role == "assistant"
             assert whole.choices[0].logprobs and whole.choices[0].logprobs.content
@@ -278,7 +166,7 @@ def test_a_failure_midway_is_an_error_and_ends_the_stream(
             with pytest.raises(openai.APIError, match=words):
                 async for chunk in stream:
                     seen.append(chunk.choices[0].text)
-            assert seen and _TEXT.startswith("".join(seen))
+            assert seen and TEXT.startswith("".join(seen))
 
     run(scenario())
 
@@ -344,8 +232,8 @@ def test_64_streams_with_random_cancellations_leave_nothing_running(tokenizer: T
 
             wanted = [chance.choice([None, chance.randrange(20)]) for _ in range(64)]
             texts = await asyncio.gather(*map(one, wanted))
-            assert all(_TEXT.startswith(text) for text in texts)
-            assert all(text == _TEXT for text, count in zip(texts, wanted, strict=True) if count is None)
+            assert all(TEXT.startswith(text) for text in texts)
+            assert all(text == TEXT for text, count in zip(texts, wanted, strict=True) if count is None)
             await until(lambda: not engine.running)
 
     run(scenario())
@@ -386,7 +274,7 @@ def test_choices_of_several_prompts_interleave_with_the_right_indices(
             whole = (await client.post("/v1/completions", json=body)).json()
             streamed = sse((await client.post("/v1/completions", json={**body, "stream": True})).text)
         assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
-        wanted = ["a" + _TEXT] * 2 + ["bb" + _TEXT] * 2
+        wanted = ["a" + TEXT] * 2 + ["bb" + TEXT] * 2
         assert [choice["text"] for choice in whole["choices"]] == wanted
         texts = ["", "", "", ""]
         for chunk in streamed:

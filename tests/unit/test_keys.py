@@ -91,8 +91,18 @@ def test_keys_tell_rows_and_boxes_apart_and_nothing_else() -> None:
     keys = [key for row in rows for box in boxes for key in object_keys(digests, rows=row, box=box)]
     assert len(set(keys)) == len(rows) * len(boxes) * 2
     assert {len(key) for key in keys} == {KEY_BYTES}
-    assert set(stored_boxes(keys, rows=rows[0])) == set(boxes)
-    assert stored_boxes(keys, rows=rows[0])[0] == boxes[0]
+    suffixes = [key[-24:] for key in keys]
+    assert set(stored_boxes(suffixes, rows=rows[0], whole=boxes[0])) == set(boxes)
+    assert stored_boxes(suffixes, rows=rows[0], whole=boxes[0])[0] == boxes[0]
+
+
+def test_suffixes_that_are_none_of_ours_name_no_boxes() -> None:
+    whole, rows = Box(0, 2, 0, 4, 0, 4), row_format(kv("full", [0, 1], heads=4, dim=8, fmt=BF16))
+    right = rows + whole.packed()
+    beyond, empty = Box(0, 65535, 0, 4, 0, 4).packed(), bytes(12)
+    suffixes = [b"", rows, right + b"x", right[1:], bytes(12) + whole.packed(), rows + beyond, rows + empty]
+    assert stored_boxes(suffixes, rows=rows, whole=whole) == []
+    assert stored_boxes([*suffixes, right], rows=rows, whole=whole) == [whole]
 
 
 def test_a_box_without_anything_in_it_is_refused() -> None:

@@ -26,6 +26,8 @@ Buffer = bytes | bytearray | memoryview
 FORMAT_VERSION = 1
 HEADER_BYTES = 96
 MAX_KEY_BYTES = 64
+SUFFIX_BYTES = 24
+"""Of a key: its row format and box, after the digest (keys.py)."""
 _MAGIC = b"RCob"
 _FIELDS = struct.Struct("<4sHHQQ64s")
 _CHECKSUM = struct.Struct("<Q")
@@ -49,8 +51,9 @@ class StorageStats:
     """What a storage has and what it did since it was opened.
 
     Attributes:
-        objects: stored now.
-        bytes_used, bytes_limit: on the medium, with all that it takes to keep them; limit 0 for none.
+        objects: stored now, 0 where the medium does not count them (object.py).
+        bytes_used, bytes_limit: on the medium, with all that it takes to keep them; 0 where it does not say, limit 0
+            for none.
         stored: objects taken in.
         known: objects that were put and were there already.
         hits, missing: objects asked for.
@@ -77,11 +80,36 @@ class StorageStats:
     io_errors: int = 0
     unavailable: int = 0
 
+    def count(self, found: Sequence[Fetch]) -> None:
+        """Add the answers of a `get`."""
+        self.hits += found.count(Fetch.HIT)
+        self.missing += found.count(Fetch.MISSING)
+        self.corrupt += found.count(Fetch.CORRUPT)
+        self.foreign += found.count(Fetch.FOREIGN)
+
+
+@dataclass(frozen=True)
+class Scrub:
+    """What a check of all objects found.
+
+    Attributes:
+        checked: objects read.
+        num_bytes: of their payloads.
+        bad: those that were not what was put; they are gone now.
+        seconds: that it took.
+    """
+
+    checked: int
+    num_bytes: int
+    bad: int
+    seconds: float
+
 
 class Storage(Protocol):
     """A backend. Safe to be called from several threads; what is wrong with an object is in the answer, never raised.
 
-    A backend that is not reachable as a whole raises OSError, which `Guarded` (guard.py) turns into misses.
+    A backend that is not reachable as a whole raises OSError, which `Guarded` (guard.py) turns into misses. The engine
+    puts, gets and looks for objects; the last three methods are the operator's.
     """
 
     def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer]) -> list[bool]:
@@ -110,14 +138,30 @@ class Storage(Protocol):
                 first key is then the last to be evicted.
         """
 
-    def clear(self) -> None:
-        """Forget everything."""
+    def suffixes(self) -> set[bytes]:
+        """The distinct `suffix_of` of the stored keys: which row formats and boxes there are, whoever wrote them.
+
+        May lag behind what another process stores by some seconds, and name some whose objects have left since.
+        """
 
     def stats(self) -> StorageStats:
-        """A copy of the counters."""
+        """A copy of the counters; a storage across the network may be asked for some."""
 
     def close(self) -> None:
         """Let go of the medium, once; nothing else may be called after."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+    def resize(self, max_bytes: int) -> None:
+        """Change the bound; what was used least recently goes until it holds.
+
+        Raises:
+            ConfigError: it is too small, or the bound is not ours to set.
+        """
+
+    def scrub(self) -> Scrub:
+        """Read every object and drop those that are not what was put; others may use the storage meanwhile."""
 
 
 class Header(NamedTuple):
@@ -156,6 +200,50 @@ def read_header(data: Buffer) -> Header | Fetch:
     if xxhash.xxh3_64_intdigest(memoryview(data)[: _FIELDS.size]) != found:
         return Fetch.CORRUPT
     return Header(key[:key_len], num_bytes, checksum)
+
+
+def read_object(data: Buffer, *, key: bytes, num_bytes: int) -> memoryview | Fetch:
+    """Take a header and its payload apart, where they lie behind each other.
+
+    Args:
+        data: what the medium has for the key.
+        key: that was asked for.
+        num_bytes: of the payload that is expected.
+    Returns:
+        The payload, a view of `data`, or why there is none.
+    """
+    header = read_header(data)
+    if header is Fetch.MISSING:
+        return Fetch.CORRUPT  # zeros
+    if not isinstance(header, Header):
+        return header
+    if header.key != key or header.num_bytes != num_bytes:
+        return Fetch.FOREIGN
+    payload = memoryview(data)[HEADER_BYTES:]
+    if len(payload) != num_bytes or checksum_of(payload) != header.checksum:
+        return Fetch.CORRUPT
+    return payload
+
+
+def pack_object(key: bytes, payload: memoryview, *, into: memoryview) -> None:
+    """Write a header with its payload behind it into `HEADER_BYTES` more than the payload takes."""
+    into[:HEADER_BYTES] = Header(key, len(payload), checksum_of(payload)).packed()
+    into[HEADER_BYTES:] = payload
+
+
+def suffix_of(key: bytes) -> bytes:
+    """The last `SUFFIX_BYTES` of a key."""
+    return key[-SUFFIX_BYTES:]
+
+
+def check_objects(keys: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
+    """Refuse what no header can describe.
+
+    Raises:
+        ValueError: a key is empty or too long, or a payload is empty.
+    """
+    if not all(0 < len(key) <= MAX_KEY_BYTES for key in keys) or not all(payloads):
+        raise ValueError(f"keys must have 1 to {MAX_KEY_BYTES} bytes, and payloads at least one")
 
 
 def checksum_of(payload: Buffer) -> int:

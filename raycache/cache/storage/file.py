@@ -18,12 +18,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from raycache.cache.storage.base import MAX_KEY_BYTES, Buffer, Fetch, Header, StorageStats, flat
+from raycache.cache.storage.base import Buffer, Fetch, Header, Scrub, StorageStats, check_objects, flat
 from raycache.cache.storage.segment import Segment
 from raycache.cache.storage.shelves import DISK_FULL, SLOT_MASK, Shelf, Shelves
 from raycache.errors import ConfigError
@@ -32,23 +32,6 @@ _MARKER = "raycache-storage"
 _MARKER_TEXT = b"RayCache storage, format 1\n"
 _MIN_BYTES = 1 << 20
 _SAVE_USES_S = 30.0
-
-
-@dataclass(frozen=True)
-class Scrub:
-    """What a check of all objects found.
-
-    Attributes:
-        checked: objects read.
-        num_bytes: of them.
-        bad: those that were not what was put; they are gone now.
-        seconds: that it took.
-    """
-
-    checked: int
-    num_bytes: int
-    bad: int
-    seconds: float
 
 
 class _Job(NamedTuple):
@@ -96,8 +79,7 @@ class FileStorage:
             ValueError: a key is empty or too long, or a payload is empty.
         """
         views = [flat(payload) for payload in payloads]
-        if not all(0 < len(key) <= MAX_KEY_BYTES for key in keys) or not all(views):
-            raise ValueError(f"keys must have 1 to {MAX_KEY_BYTES} bytes, and payloads at least one")
+        check_objects(keys, views)
         stored = [False] * len(keys)
         with self._lock:
             jobs = self._reserve(keys, views, stored)
@@ -115,7 +97,7 @@ class FileStorage:
         for segment, batch in _by_segment(jobs):
             self._read(segment, batch, found)
         with self._lock:
-            self._count(found)
+            self._counts.count(found)
         self._save_uses_sometimes()
         return found
 
@@ -129,10 +111,10 @@ class FileStorage:
                         self._shelves.touch(shelf, key)
         return [shelf is not None for shelf in shelves]
 
-    def clear(self) -> None:
-        """See `Storage.clear`."""
+    def suffixes(self) -> set[bytes]:
+        """See `Storage.suffixes`: of all that was stored since it was opened or cleared, or found then."""
         with self._lock:
-            self._shelves.clear()
+            return set(self._shelves.suffixes)
 
     def stats(self) -> StorageStats:
         """See `Storage.stats`."""
@@ -152,13 +134,18 @@ class FileStorage:
                 segment.close()
             os.close(self._marker_fd)
 
+    def clear(self) -> None:
+        """See `Storage.clear`."""
+        with self._lock:
+            self._shelves.clear()
+
     def keys(self) -> list[bytes]:
-        """All keys, in no order: what another split wrote is found by them (`stored_boxes` in keys.py)."""
+        """All keys, in no order."""
         with self._lock:
             return self._shelves.keys()
 
     def resize(self, max_bytes: int) -> None:
-        """Change the bound; segments that were used least recently go until it holds.
+        """See `Storage.resize`: whole segments go.
 
         Raises:
             ConfigError: it is too small.
@@ -169,7 +156,7 @@ class FileStorage:
             self._shelves.bound(max_bytes)
 
     def scrub(self) -> Scrub:
-        """Read every object and drop those that are not what was put; others may use the storage meanwhile."""
+        """See `Storage.scrub`."""
         start_s, checked, num_bytes, bad = time.monotonic(), 0, 0, 0
         for key in self.keys():
             found = [Fetch.MISSING]
@@ -287,12 +274,6 @@ class FileStorage:
             self._shelves.erase(shelf, key)
         except OSError:
             self._counts.io_errors += 1
-
-    def _count(self, found: Sequence[Fetch]) -> None:
-        self._counts.hits += found.count(Fetch.HIT)
-        self._counts.missing += found.count(Fetch.MISSING)
-        self._counts.corrupt += found.count(Fetch.CORRUPT)
-        self._counts.foreign += found.count(Fetch.FOREIGN)
 
     def _save_uses_sometimes(self) -> None:
         if time.monotonic() >= self._save_uses_at_s:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raycache.cache.storage.base import Fetch, Header, StorageStats
+from raycache.cache.storage.base import Fetch, Header, StorageStats, suffix_of
 from raycache.cache.storage.segment import SUFFIX, UNFINISHED, Segment, segment_bytes_for, slot_bytes_for
 
 SLOT_MASK = (1 << 24) - 1
@@ -71,6 +71,7 @@ class Shelves:
     Attributes:
         num_bytes: of the files now.
         is_disk_full: the last new segment found no room on the disk.
+        suffixes: of all keys that there are or were since the start or the last `clear` (base.py).
     """
 
     def __init__(self, directory: Path, *, max_bytes: int, counts: StorageStats) -> None:
@@ -78,6 +79,7 @@ class Shelves:
         self._shelves: dict[int, Shelf] = {}
         self.num_bytes = 0
         self.is_disk_full = False
+        self.suffixes = set[bytes]()
         self._grow_again_s = 0.0
         self._next_use = self._next_number = 1
         self._recover()
@@ -145,6 +147,7 @@ class Shelves:
             self.give_back(shelf, place)
         else:
             shelf.index[key] = place
+            self.suffixes.add(suffix_of(key))
 
     def give_back(self, shelf: Shelf, place: int) -> None:
         """A taken place was not used after all."""
@@ -170,6 +173,7 @@ class Shelves:
         """Give up everything."""
         for segment in list(self.segments()):
             self._drop(segment, is_eviction=False)
+        self.suffixes.clear()
 
     def _make_room(self, shelf: Shelf) -> bool:
         """Whether the bound leaves room for a segment; gives up those of other shelves that are colder than all here.
@@ -264,6 +268,7 @@ class Shelves:
             if (older := shelf.index.pop(key, None)) is not None:
                 self.give_back(shelf, older)
             shelf.index[key] = place
+            self.suffixes.add(suffix_of(key))
             self._next_use = max(self._next_use, use + 1)
 
     def _recover_segment(self, shelf: Shelf, segment: Segment) -> list[tuple[int, bytes, Shelf, int]]:

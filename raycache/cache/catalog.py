@@ -1,0 +1,301 @@
+"""What the host tier holds, in shared memory, so that whoever decides next finds it.
+
+Written by the decider alone and read after its death, which may have come between any two stores: a record's `valid`
+byte is cleared before the record changes and set after it is whole.
+
+    page    valid 1 | digest 32 | parent 4 | seed 32 (used at the first page of a prefix) | tokens 4 * S
+    point   valid 1 | per space: number of ids 4, ids 4 * width         the restore point at the end of that page
+
+Record i is that of host page i; all fields are arrays of their own. What is read back is verified: a page's digest has
+to be that of its parent's digest and its tokens (keys.py).
+"""
+
+# Shapes in this file: N host pages, S tokens per page, P pages of one call.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from raycache.cache.keys import DIGEST_BYTES, tag_of
+from raycache.cache.node import Parts
+from raycache.memory.arena import Arena
+from raycache.memory.component import FULL
+from raycache.memory.pages import PageIds
+from raycache.types import PackedTokens
+
+_ALIGN = 64
+_DIGEST = np.dtype(f"V{DIGEST_BYTES}")
+_NONE = -1
+
+Holds = Callable[[str, Sequence[int], Sequence[int]], Sequence[bool]]
+"""Whether slots hold what they should: space, units, the tags of their digests -> one answer per unit."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A prefix that was found, from its first page to the last that anything was recorded of.
+
+    Attributes:
+        seed: of its chain.
+        tokens: packed, whole pages.
+        pages: host ids.
+        points: (length in pages, parts), the shortest first; a point that branches share is in the first of them.
+    """
+
+    seed: bytes
+    tokens: bytes
+    pages: PageIds
+    points: list[tuple[int, Parts]]
+
+
+def slots_hold(arena: Arena) -> Holds:
+    """Looks at the headers of an arena: a unit is held if the slots of all ranks say its tag."""
+    ranks = range(arena.layout.split.world_size)
+    headers = {
+        space: [arena.headers(rank, space) for rank in ranks if arena.layout.pieces(rank, space)]
+        for space in arena.layout.spaces
+    }
+
+    def holds(space: str, units: Sequence[int], tags: Sequence[int]) -> Sequence[bool]:
+        wanted, are_held = np.asarray(tags, np.uint64), np.ones(len(units), np.bool_)
+        for header in headers.get(space, ()):
+            are_held &= header[list(units), 0] == wanted
+        found: list[bool] = are_held.tolist()
+        return found
+
+    return holds
+
+
+class Catalog:
+    """Records of host pages and of the restore points at their ends.
+
+    Args:
+        memory: at least `num_bytes`, zeroes when it is new.
+        sizes: component space -> units of the host tier.
+        page_size: tokens per page.
+        part_widths: space -> most ids that one restore point has of it; 1 for state slots.
+    """
+
+    def __init__(
+        self, memory: memoryview, *, sizes: Mapping[str, int], page_size: int, part_widths: Mapping[str, int]
+    ) -> None:
+        self._sizes, self._widths = dict(sizes), dict(part_widths)
+        self._page_bytes = 4 * page_size
+        self._records = _Records(memory, _fields(sizes[FULL], page_size, part_widths), spaces=tuple(part_widths))
+
+    @staticmethod
+    def num_bytes(*, sizes: Mapping[str, int], page_size: int, part_widths: Mapping[str, int]) -> int:
+        """That a catalog takes."""
+        fields = _fields(sizes[FULL], page_size, part_widths)
+        return sum(_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in fields)
+
+    def add_pages(
+        self, ids: PageIds, *, digests: Sequence[bytes], tokens: PackedTokens, parent: int, seed: bytes
+    ) -> None:
+        """Record pages that follow each other.
+
+        Args:
+            ids: host pages, P of them.
+            digests: of each.
+            tokens: of exactly these pages, P * S packed.
+            parent: host page before them, -1 for none.
+            seed: of the chain.
+        """
+        if not len(ids):
+            return
+        assert len(digests) == len(ids), f"{len(digests)} digests of {len(ids)} pages"
+        assert len(tokens) == len(ids) * self._page_bytes, f"{len(tokens) // 4} tokens of {len(ids)} pages"
+        self.drop_pages(ids)
+        records = self._records
+        records.digests[ids] = np.frombuffer(b"".join(digests), _DIGEST)
+        records.tokens[ids] = np.frombuffer(tokens, records.tokens.dtype)
+        records.parents[ids[1:]], records.parents[ids[0]] = ids[:-1], parent
+        if parent == _NONE:
+            records.seeds[ids[0]] = np.frombuffer(seed, _DIGEST)[0]
+        records.valid[ids] = 1
+
+    def drop_pages(self, ids: PageIds) -> None:
+        """Forget pages, and the restore points that end there."""
+        self._records.has_point[ids] = 0
+        self._records.valid[ids] = 0
+
+    def digests(self, ids: PageIds) -> list[bytes]:
+        """Of pages that are recorded."""
+        found: list[bytes] = self._records.digests[ids].tolist()
+        return found
+
+    def add_point(self, page: int, parts: Parts) -> None:
+        """Record the restore point at the end of a page; it has parts of every point space."""
+        assert set(parts) == set(self._widths), f"a restore point has parts of {set(self._widths)}, got {set(parts)}"
+        records = self._records
+        records.has_point[page] = 0
+        for space, units in parts.items():
+            records.num_parts[space][page] = len(units)
+            records.parts[space][page, : len(units)] = units
+        records.has_point[page] = 1
+
+    def drop_point(self, page: int) -> None:
+        """Forget the restore point at the end of a page."""
+        self._records.has_point[page] = 0
+
+    def recover(self, holds: Holds = lambda space, units, tags: [True] * len(units)) -> list[Branch]:
+        """Read what an earlier decider left; what is wrong or hangs at nothing is marked invalid.
+
+        Args:
+            holds: to look at the headers of the slots, too.
+        Returns:
+            Branches that give all pages and points when they are put into a RadixTree in turn.
+        """
+        records = self._records
+        chains = _Chains(records, holds)
+        lost = np.flatnonzero(records.valid)
+        self.drop_pages(lost[~np.isin(lost, list(chains.depths))].astype(np.int32))
+        points = self._points(chains, holds)
+        lost = np.flatnonzero(records.has_point)
+        records.has_point[lost[~np.isin(lost, list(points))]] = 0
+        return [
+            Branch(
+                records.seeds[path[0]].tobytes(),
+                records.tokens[path].tobytes(),
+                np.asarray(path, np.int32),
+                [(number + 1, points[path[number]]) for number in range(first, len(path)) if path[number] in points],
+            )
+            for path, first in chains.paths()
+        ]
+
+    def _points(self, chains: _Chains, holds: Holds) -> dict[int, Parts]:
+        """Restore points by the page at whose end they stand, if all their parts are what they should be."""
+        points, taken = dict[int, Parts](), set[tuple[str, int]]()
+        most = max(self._widths.values(), default=0)
+        for path, first in chains.paths():
+            for number in range(first, len(path)):
+                parts = self._point(path[number])
+                if parts is None or not _are_held(
+                    parts, chains.tags(path[max(0, number + 1 - most) : number + 1]), holds
+                ):
+                    continue
+                # Window pages are shared by points, a state slot belongs to one.
+                own = {(space, unit) for space, units in parts.items() for unit in units if self._widths[space] == 1}
+                if not own & taken:
+                    points[path[number]] = parts
+                    taken |= own
+        return points
+
+    def _point(self, page: int) -> Parts | None:
+        """The restore point at the end of a page, if there is one and its ids exist."""
+        if not self._records.has_point[page]:
+            return None
+        parts = dict[str, Sequence[int]]()
+        for space, width in self._widths.items():
+            count = int(self._records.num_parts[space][page])
+            if not 0 <= count <= width:
+                return None
+            parts[space] = tuple(self._records.parts[space][page, :count].tolist())
+            if not all(0 <= unit < self._sizes[space] for unit in parts[space]):
+                return None
+        return parts
+
+
+class _Records:
+    """The arrays, each with one entry per host page.
+
+    Attributes:
+        valid, has_point: 0 or 1.
+        digests, tokens, seeds: as bytes.
+        parents: host pages, -1 for none.
+        num_parts, parts: space -> ids of the restore point, how many and which.
+    """
+
+    def __init__(self, memory: memoryview, fields: Iterable[_Field], *, spaces: Sequence[str]) -> None:
+        arrays, offset = [], 0
+        for dtype, shape in fields:
+            arrays.append(np.frombuffer(memory, dtype, math.prod(shape), offset).reshape(shape))
+            offset += _aligned(arrays[-1].nbytes)
+        self.valid, self.has_point, self.digests, self.seeds, self.tokens, self.parents, *parts = arrays
+        self.num_parts = dict(zip(spaces, parts[::2], strict=True))
+        self.parts = dict(zip(spaces, parts[1::2], strict=True))
+
+
+_Field = tuple[np.dtype[Any], tuple[int, ...]]
+"""Type and shape of an array."""
+
+
+def _fields(num_pages: int, page_size: int, part_widths: Mapping[str, int]) -> list[_Field]:
+    """The arrays in the order in which they lie in memory."""
+    flag, number = np.dtype(np.uint8), np.dtype(np.int32)
+    types = (flag, flag, _DIGEST, _DIGEST, np.dtype(f"V{4 * page_size}"), number)
+    fields: list[_Field] = [(dtype, (num_pages,)) for dtype in types]
+    for width in part_widths.values():
+        fields += [(number, (num_pages,)), (number, (num_pages, width))]
+    return fields
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
+
+
+class _Chains:
+    """The pages that hang together, verified from the first of a prefix on.
+
+    Attributes:
+        depths: page -> its number in the prefix; parents come before children, each child with all that follows it.
+    """
+
+    def __init__(self, records: _Records, holds: Holds) -> None:
+        self._records = records
+        pages = np.flatnonzero(records.valid)
+        tags = [tag_of(digest) for digest in records.digests[pages].tolist()]
+        pages = pages[np.asarray(holds(FULL, pages.tolist(), tags), np.bool_)]
+        children: dict[int, list[int]] = {}
+        for page, parent in zip(pages.tolist(), records.parents[pages].tolist(), strict=True):
+            children.setdefault(parent, []).append(page)
+        self.depths = self._verified(children)
+
+    def tags(self, pages: Sequence[int]) -> list[int]:
+        """Of the digests of pages."""
+        return [tag_of(digest) for digest in self._records.digests[pages].tolist()]
+
+    def paths(self) -> Iterator[tuple[list[int], int]]:
+        """(pages from the first on to one that none follows, how many of them the path before had, too)."""
+        path, num_known = list[int](), 0
+        for page, depth in self.depths.items():
+            if depth < len(path):
+                yield path, num_known
+                path, num_known = path[:depth], depth
+            path.append(page)
+        if path:
+            yield path, num_known
+
+    def _verified(self, children: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        depths, known = dict[int, int](), set[bytes]()
+        waiting = [(page, 0) for page in children.get(_NONE, ())]
+        while waiting:
+            page, depth = waiting.pop()
+            digest = self._records.digests[page].tobytes()
+            # One that is there twice has been moved by a decider that died before it could drop the old one.
+            if digest not in known and digest == self._digest(page):
+                known.add(digest)
+                depths[page] = depth
+                waiting += [(child, depth + 1) for child in children.get(page, ())]
+        return depths
+
+    def _digest(self, page: int) -> bytes:
+        """What the digest of a page has to be."""
+        records = self._records
+        parent = int(records.parents[page])
+        before = records.seeds[page] if parent == _NONE else records.digests[parent]
+        return sha256(before.tobytes() + records.tokens[page].tobytes()).digest()
+
+
+def _are_held(parts: Parts, tags: Sequence[int], holds: Holds) -> bool:
+    """Whether the slots hold what belongs to the last of these pages; a space has a unit for each, or one for all."""
+    return all(
+        len(units) <= len(tags) and all(holds(space, units, tags[len(tags) - len(units) :]))
+        for space, units in parts.items()
+    )

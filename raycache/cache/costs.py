@@ -1,0 +1,64 @@
+"""Whether it is faster to move a prefix than to compute it, from what both took lately.
+
+A slower tier is never used because it is there. As long as one side was not measured, moving is assumed to be worth it;
+a tier that was found too slow is tried again now and then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_WEIGHT = 0.2  # of the newest measurement
+_LEAST_TOKENS = 32  # shorter steps and moves say more about overheads
+_RETRY_EVERY = 32
+
+
+@dataclass(slots=True)
+class Pace:
+    """Seconds per token of one activity, as a moving average; 0 before the first measurement."""
+
+    s_per_token: float = 0.0
+
+    def note(self, seconds: float, num_tokens: int) -> None:
+        """Take in a measurement."""
+        if num_tokens < _LEAST_TOKENS or seconds <= 0:
+            return
+        new = seconds / num_tokens
+        self.s_per_token = new if self.s_per_token == 0 else (1 - _WEIGHT) * self.s_per_token + _WEIGHT * new
+
+
+class Costs:
+    """Paces of computing, loading from the host and fetching from storage."""
+
+    def __init__(self) -> None:
+        self.compute, self.load, self.fetch = Pace(), Pace(), Pace()
+        self._num_refused = 0
+
+    def is_load_worth(self, num_tokens: int) -> bool:
+        """Whether loading so many tokens from the host beats computing them."""
+        return self._is_worth(self.load.s_per_token * num_tokens, num_tokens)
+
+    def is_wait_worth(self, num_tokens: int, *, waited_s: float) -> bool:
+        """Whether fetching so many tokens from storage, and loading them, beats computing them.
+
+        Args:
+            num_tokens: that are still missing.
+            waited_s: what the request has waited for them already.
+        """
+        left_s = (self.fetch.s_per_token + self.load.s_per_token) * num_tokens
+        # One that was taken for faster than it is ends as well: whoever waits for it gives up in time.
+        return self._is_worth(max(left_s, waited_s if self.compute.s_per_token else 0.0), num_tokens)
+
+    def figures(self) -> dict[str, float]:
+        """For people and metrics."""
+        return {
+            "compute_us_per_token": 1e6 * self.compute.s_per_token,
+            "load_us_per_token": 1e6 * self.load.s_per_token,
+            "fetch_us_per_token": 1e6 * self.fetch.s_per_token,
+        }
+
+    def _is_worth(self, move_s: float, num_tokens: int) -> bool:
+        if self.compute.s_per_token == 0 or move_s <= self.compute.s_per_token * num_tokens:
+            return True
+        self._num_refused += 1
+        return self._num_refused % _RETRY_EVERY == 0

@@ -1,0 +1,192 @@
+"""What was evicted, remembered without its tokens and pages, to tell why a match ended.
+
+    root - [ a b c ]            d and e were evicted, then f, which followed another time: two ghosts hang at the
+                    ` ( d e )   place where [ a b c ] ends
+                    ` ( f )
+
+A ghost is a run of pages that hung at a place: the end of a node, or of another ghost. When pages come back, the ghost
+gives them up from its front, and what is left of it hangs where they end. The first page of a run is known by a 64 bit
+hash of its tokens; those behind it, and those trimmed off a node that stays, by a sum over eight of their tokens, spread
+over the page: reading them all costs a third of an insert. So the answer is exact but for a page that has these eight
+tokens in common with another that followed the same prefix, and for the oldest ghosts, forgotten to bound the memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from raycache.types import PackedTokens
+
+SUM_BYTES = 8
+"""Bytes of the sum of one page."""
+
+_NUM_SAMPLES = 4  # words of two tokens
+_LEAST_BYTES = 1 << 18
+_GHOST_BYTES = 512  # of a ghost without its sums, with its place and entries
+_Key = int | bytes  # the hash of the first page, or its sum if its tokens are not known any more
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Place:
+    """The end of a run of pages, with what hung there and was evicted.
+
+    Attributes:
+        ghosts: by what their first page is known by.
+        num_rests: those of them that are what is left of a run, known by a sum.
+    """
+
+    ghosts: dict[_Key, _Ghost] = field(default_factory=dict)
+    num_rests: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Ghost:
+    """A run of evicted pages.
+
+    Attributes:
+        place: where it hangs; None once it is forgotten or all its pages are back.
+        key: its name there.
+        sums: of its pages, one after the other.
+        end: the place where its last page ends; None if nothing hangs there.
+    """
+
+    place: Place | None
+    key: _Key
+    sums: bytes
+    end: Place | None
+
+
+class Ghosts:
+    """Runs of pages that were evicted.
+
+    Args:
+        page_bytes: of packed tokens.
+    """
+
+    def __init__(self, page_bytes: int) -> None:
+        self._word = np.dtype(np.uint64 if page_bytes % 8 == 0 else np.uint32)
+        self._page_bytes = page_bytes
+        self._num_words = page_bytes // self._word.itemsize
+        self._stride = max(1, self._num_words // _NUM_SAMPLES)
+        num_samples = len(range(self._stride - 1, self._num_words, self._stride))
+        draw = np.random.default_rng(num_samples)
+        self._factors = draw.integers(1 << 64, size=num_samples, dtype=np.uint64) | np.uint64(1)
+        self._by_age: deque[_Ghost] = deque()  # with some that are gone
+        self._roots: WeakValueDictionary[bytes, Place] = WeakValueDictionary()
+        self._num_ghosts = 0
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return self._num_ghosts
+
+    def root(self, seed: bytes) -> Place:
+        """The place where all prefixes begin; ghosts hang there still when the root was forgotten."""
+        place = self._roots.get(seed)
+        if place is None:
+            place = self._roots[seed] = Place()
+        return place
+
+    def sums(self, tokens: PackedTokens) -> bytes:
+        """One per page of these packed tokens, `SUM_BYTES` each."""
+        words = np.frombuffer(tokens, self._word).reshape(-1, self._num_words)
+        return bytes((words[:, self._stride - 1 :: self._stride] @ self._factors).tobytes())
+
+    def has(self, place: Place, page: bytes) -> bool:
+        """Whether the page with these tokens hung there and was evicted."""
+        return hash(page) in place.ghosts or (place.num_rests > 0 and self.sums(page) in place.ghosts)
+
+    def add(self, place: Place, first_page: bytes, sums: bytes, *, end: Place | None, max_bytes: int) -> None:
+        """Pages are evicted.
+
+        Args:
+            place: where they hung.
+            first_page: tokens of the first of them.
+            sums: of all of them.
+            end: the place where they end, if anything may hang there.
+            max_bytes: of all ghosts together; the oldest are forgotten.
+        """
+        if end is not None and len(end.ghosts) == 1:  # evicted run by run, it is one all the same
+            ghost = next(iter(end.ghosts.values()))
+            sums, end = sums + ghost.sums, ghost.end
+            self._forget(ghost)
+        self._hang(place, hash(first_page), sums, end)
+        while self._num_bytes > max_bytes and self._num_bytes > _LEAST_BYTES:
+            self._forget(self._by_age.popleft())
+
+    def add_rest(self, place: Place, sums: bytes, *, end: Place | None) -> None:
+        """Pages were evicted whose tokens are not known any more; arguments as for `add`."""
+        self._hang(place, sums[:SUM_BYTES], sums, end)
+
+    def give_up(self, place: Place, tokens: bytearray, sums: bytes) -> list[tuple[int, Place]]:
+        """Pages are cached at `place`, perhaps again.
+
+        Args:
+            place: nothing that is cached hangs there with their first page.
+            tokens, sums: theirs.
+        Returns:
+            (number of pages, place where they end) wherever among them other ghosts hang, in order.
+        """
+        ends: list[tuple[int, Place]] = []
+        known = 0
+        while place.ghosts and known < len(sums):
+            page = known // SUM_BYTES * self._page_bytes
+            key = hash(bytes(tokens[page : page + self._page_bytes]))
+            ghost = place.ghosts.get(key) or place.ghosts.get(sums[known : known + SUM_BYTES])
+            if ghost is None:
+                break
+            num_back = _common(ghost.sums, sums[known:])
+            known += num_back
+            place = ghost.end or Place()
+            if num_back < len(ghost.sums):
+                place = Place()
+                self.add_rest(place, ghost.sums[num_back:], end=ghost.end)
+            self._forget(ghost)
+            if place.ghosts:
+                ends.append((known // SUM_BYTES, place))
+        return ends
+
+    def clear(self) -> None:
+        """Forget all."""
+        while self._by_age:
+            self._forget(self._by_age.popleft())
+
+    def check(self) -> None:
+        """Assert that every ghost hangs where it says, and that the counts are right."""
+        ghosts = [ghost for ghost in self._by_age if ghost.place is not None]
+        assert all(ghost.place is not None and ghost.place.ghosts[ghost.key] is ghost for ghost in ghosts), "lost"
+        assert len(ghosts) == self._num_ghosts, f"{self._num_ghosts} ghosts counted, there are {len(ghosts)}"
+        assert len(self._by_age) <= 2 * self._num_ghosts + 64, "ghosts that are gone are kept"
+        num_bytes = sum(_GHOST_BYTES + len(ghost.sums) for ghost in ghosts)
+        assert self._num_bytes == num_bytes, f"{self._num_bytes} bytes counted, there are {num_bytes}"
+
+    def _hang(self, place: Place, key: _Key, sums: bytes, end: Place | None) -> None:
+        ghost = place.ghosts[key] = _Ghost(place, key, sums, end)
+        place.num_rests += isinstance(key, bytes)
+        self._by_age.append(ghost)
+        self._num_ghosts += 1
+        self._num_bytes += _GHOST_BYTES + len(sums)
+
+    def _forget(self, ghost: _Ghost) -> None:
+        place = ghost.place
+        if place is None:
+            return
+        del place.ghosts[ghost.key]
+        place.num_rests -= isinstance(ghost.key, bytes)
+        ghost.place = None
+        self._num_ghosts -= 1
+        self._num_bytes -= _GHOST_BYTES + len(ghost.sums)
+        if len(self._by_age) > 2 * self._num_ghosts + 64:
+            self._by_age = deque(ghost for ghost in self._by_age if ghost.place is not None)
+
+
+def _common(first: bytes, second: bytes) -> int:
+    """How many bytes of whole sums are equal from the start on."""
+    if second.startswith(first):
+        return len(first)
+    size = min(len(first), len(second))
+    differs = np.frombuffer(first[:size], np.uint64) != np.frombuffer(second[:size], np.uint64)
+    return int(differs.argmax()) * SUM_BYTES if differs.any() else size

@@ -1,0 +1,146 @@
+"""Locked prefixes.
+
+A node is protected while a handle locks it or a node below it is protected. Protected nodes reach up to the root, so a
+walk that locks or unlocks stops at the first ancestor that is protected anyway:
+
+    locked by handles, + children that are protected      0 + 1 - 1 + 0
+                                                                ` 0 + 0   <- free leaf: the only kind that is evicted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import numpy as np
+
+from raycache.cache.node import Claims, Node, Parts
+from raycache.memory.pages import PageIds
+
+
+class Locks:
+    """Which nodes are protected.
+
+    Args:
+        on_free: called for each node that is not protected any more.
+    Attributes:
+        num_pages: of all protected nodes.
+    """
+
+    def __init__(self, on_free: Callable[[Node], None]) -> None:
+        self._on_free = on_free
+        self.num_pages = 0
+
+    def add(self, node: Node) -> None:
+        """Protect a node and those above it."""
+        was_protected = node.locks or node.locked_children
+        node.locks += 1
+        while not was_protected:
+            self.num_pages += node.num_pages
+            if node.parent is None:
+                return
+            node = node.parent
+            was_protected = node.locks or node.locked_children
+            node.locked_children += 1
+
+    def remove(self, node: Node) -> None:
+        """Take back what `add` did."""
+        node.locks -= 1
+        while not (node.locks or node.locked_children):
+            parent = node.parent
+            self.num_pages -= node.num_pages
+            self._on_free(node)
+            if parent is None:
+                return
+            node = parent
+            node.locked_children -= 1
+
+
+class PrefixHandle:
+    """A locked prefix. Made by `RadixTree.match`; `release` is the only way to unlock it.
+
+    Attributes:
+        root: of the tree that it is in.
+        length: tokens that it covers, a multiple of the page size.
+        known_length: tokens whose pages were found; more than `length` where no restore point follows.
+        cut_by: the component space that made the difference, or several joined by "+"; "" for none.
+        was_evicted: whether the page behind known_length was cached once and evicted, when it was looked for.
+        node: where it ends; the tree's own.
+        claims: what it was last used with; the tree's own.
+        is_released: whether it is of no use any more.
+    """
+
+    __slots__ = (
+        "_locks",
+        "_page_size",
+        "claims",
+        "cut_by",
+        "is_released",
+        "known_length",
+        "length",
+        "node",
+        "root",
+        "was_evicted",
+    )
+
+    def __init__(self, node: Node, *, root: bytes, locks: Locks, page_size: int) -> None:
+        self.root = root
+        self.length = 0
+        self.known_length = 0
+        self.cut_by = ""
+        self.was_evicted = False
+        self.node = node
+        self.claims: Claims = ()
+        self.is_released = False
+        self._locks = locks
+        self._page_size = page_size
+        locks.add(node)
+
+    @property
+    def parts(self) -> Parts:
+        """Parts of the restore point at its end; none before the first page."""
+        return self.node.point.parts if self.node.point is not None else {}
+
+    @property
+    def key(self) -> Hashable:
+        """Names the position: equal for two handles that end at the same place, until this one is lengthened."""
+        return (self.node, self.length)
+
+    @property
+    def pages(self) -> PageIds:
+        """The device page of each page of the prefix, a copy."""
+        return self.pages_from(0)
+
+    def pages_from(self, first: int) -> PageIds:
+        """The device pages of the prefix without its first `first` ones; costs as much as what is returned."""
+        runs = []
+        node, missing = self.node, self.length // self._page_size - first
+        while missing > 0:
+            assert node.parent is not None, "the handle is longer than the way to the root"
+            runs.append(node.pages[-missing:])
+            missing -= node.num_pages
+            node = node.parent
+        return np.concatenate(runs[::-1]) if runs else np.empty(0, np.int32)
+
+    def clone(self) -> PrefixHandle:
+        """Another lock on the same prefix, which does not move with this one and is released on its own."""
+        assert not self.is_released, "the handle is released"
+        clone = PrefixHandle(self.node, root=self.root, locks=self._locks, page_size=self._page_size)
+        clone.length, clone.known_length, clone.cut_by = self.length, self.known_length, self.cut_by
+        clone.was_evicted, clone.claims = self.was_evicted, self.claims
+        return clone
+
+    def move(self, node: Node, *, now: int, claims: Claims) -> None:
+        """Lock `node`, at or below the one that is locked now, in its place, and use it; for the tree."""
+        assert not self.is_released, "the handle is released"
+        if node is not self.node:
+            self._locks.add(node)  # before unlocking, so that the walk ends at the old node
+            self._locks.remove(self.node)
+            self.node = node
+        self.claims = claims
+        node.use(now, claims)
+
+    def release(self) -> None:
+        """Unlock the prefix; the handle is of no use after that."""
+        assert not self.is_released, "a handle is released exactly once"
+        self.is_released = True
+        self._locks.remove(self.node)

@@ -1,0 +1,363 @@
+"""The storage tier as the decider sees it: prefixes fetched to the host ahead of their requests, and persisted.
+
+    request queued -> find -> host pages reserved -> fetch, some pages an order -> pages enter the host's tree in order
+    host page entered -> persist
+
+All calls are made by lanes (storage/lanes.py); nothing here waits. What does not come in time is a miss.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from raycache.cache.costs import Costs
+from raycache.cache.host_tier import Entered, HostParts, HostTier
+from raycache.cache.storage.base import Fetch
+from raycache.cache.storage.lanes import StorageLanes
+from raycache.cache.storage.orders import Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.cache.tree import PrefixHandle
+from raycache.memory.component import FULL
+from raycache.memory.pages import PageIds
+from raycache.types import Miss, PackedTokens
+
+_PAGES_PER_ORDER = 16
+_MOST_PERSISTS = 256
+"""Orders to persist that may wait; with more of them the storage is too slow, and pages are not persisted."""
+_COMPLETE_FACTOR = 10.0
+"""Under wait_complete a request waits so many times prefetch_timeout_s at most: no wait is without end."""
+
+
+class Waiting(StrEnum):
+    """Whether a request waits for its prefetch."""
+
+    BEST_EFFORT = "best_effort"
+    COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Units of one fetch.
+
+    Attributes:
+        pages, digests: of the sequence, which follow each other.
+        parts: of the restore point; only in the last one.
+        answers: one per unit, pages first; None until they are there.
+    """
+
+    pages: PageIds
+    digests: list[bytes]
+    parts: HostParts | None = None
+    answers: Sequence[Fetch] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """What storage brings for one request.
+
+    Attributes:
+        owner: the request's id.
+        tokens: of the prompt, packed.
+        handle: of the host, at the end of what has come.
+        digests: of all whole pages that can be reused.
+        start_s: when it began.
+        begin, end: what it has brought to the host, in tokens; both 0 for nothing.
+        num_stored: tokens that the storage has, from the prompt's begin on.
+        worst: the worst answer to a fetch so far.
+        chunks: fetches that were not taken in yet.
+        why_short: why less came than is stored.
+        is_done: nothing more will come.
+        is_abandoned: its request does not wait for it any more.
+    """
+
+    owner: str
+    tokens: PackedTokens
+    handle: PrefixHandle
+    digests: list[bytes]
+    start_s: float
+    begin: int = 0
+    end: int = 0
+    num_stored: int = 0
+    worst: Fetch = Fetch.HIT
+    chunks: deque[Chunk] = field(default_factory=deque)
+    why_short: Miss = Miss.TIMEOUT
+    is_done: bool = False
+    is_abandoned: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Persist:
+    handle: PrefixHandle
+    num_pages: int
+
+
+class StorageTier:
+    """Decides what moves between host and storage.
+
+    Args:
+        host: the tier above.
+        lanes: make the calls.
+        waiting: whether requests wait for their prefetch.
+        timeout_s: how long, under that policy; and when a fetch that has not begun is given up.
+        share: of the host's pages, how much prefetches may hold at a time.
+        costs: what moving and computing take.
+        epoch: of the decider; orders of others are refused.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        lanes: StorageLanes,
+        *,
+        waiting: Waiting,
+        timeout_s: float,
+        share: float,
+        costs: Costs,
+        epoch: int = 0,
+    ) -> None:
+        self._host, self._lanes, self._costs, self._epoch = host, lanes, costs, epoch
+        self._waiting, self._timeout_s = waiting, timeout_s
+        self._most_reserved = int(share * host.counts()["pages_total"])
+        self._num_reserved = 0
+        self._num_orders = 0
+        self._finds: dict[int, Prefetch] = {}
+        self._fetches: dict[int, tuple[Prefetch, Chunk]] = {}
+        self._persists: dict[int, _Persist] = {}
+        self._asked: dict[int, Callable[[int | None], None]] = {}
+        self._counts: Counter[str] = Counter()
+        self.is_attached = True
+        host.on_enter = self._persist
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def start(self, owner: str, tokens: PackedTokens, *, root: bytes, now: int, now_s: float) -> Prefetch | None:
+        """Look for a request's prefix; None if the host has all of it."""
+        page_size = self._host.page_size
+        wanted = (len(tokens) // 4 - 1) // page_size
+        if not self.is_attached or not wanted:
+            return None
+        handle = self._host.match(tokens, root=root, now=now)
+        if handle.length == wanted * page_size:
+            handle.release()
+            return None
+        usable = handle.length
+        self._host.lengthen(handle, tokens, limit=handle.known_length, now=now)
+        known = self._host.page_digests(handle)
+        digests = known + self._host.digests(known[-1] if known else root, tokens, len(known), wanted)
+        prefetch = Prefetch(owner, tokens, handle, digests, now_s, num_stored=usable)
+        self._finds[self._order(OrderKind.FIND, owner, digests=digests, deadline_s=now_s + self._timeout_s)] = prefetch
+        return prefetch
+
+    def find(self, tokens: PackedTokens, *, root: bytes, then: Callable[[int | None], None]) -> None:
+        """Ask how many first tokens the storage could continue; `then` is told when it is known, None for no answer."""
+        wanted = (len(tokens) // 4 - 1) // self._host.page_size
+        digests = self._host.digests(root, tokens, 0, wanted)
+        number = self._order(OrderKind.FIND, "operator", digests=digests, deadline_s=time.monotonic() + self._timeout_s)
+        self._asked[number] = then
+
+    def is_awaited(self, prefetch: Prefetch, *, now_s: float) -> bool:
+        """Whether its request should wait for more of it."""
+        if prefetch.is_done or prefetch.is_abandoned or self._waiting is Waiting.BEST_EFFORT:
+            return False
+        waited_s = now_s - prefetch.start_s
+        limit_s = self._timeout_s * (_COMPLETE_FACTOR if self._waiting is Waiting.COMPLETE else 1.0)
+        if waited_s >= limit_s:
+            prefetch.why_short = Miss.TIMEOUT
+            return False
+        missing = len(prefetch.digests) * self._host.page_size - prefetch.handle.length
+        if not self._costs.is_wait_worth(missing, waited_s=waited_s):
+            prefetch.why_short = Miss.SLOWER
+            return False
+        return True
+
+    def abandon(self, prefetch: Prefetch) -> None:
+        """Its request runs, or has ended: what has begun still comes to the host."""
+        if not (prefetch.is_done or prefetch.is_abandoned):
+            prefetch.is_abandoned = True
+            self._lanes.cancel(prefetch.owner)
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Orders whose answers have not come."""
+        return len(self._finds) + len(self._fetches) + len(self._persists) + len(self._asked)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the next answer."""
+        self._lanes.wait(timeout_s)
+
+    def poll(self, *, now: int, now_s: float) -> None:
+        """Take in what the lanes have done."""
+        for answer in self._lanes.answers():
+            if answer.outcome is Outcome.UNAVAILABLE:
+                self._counts["unavailable_orders"] += 1
+            if answer.number in self._asked:
+                is_known = answer.outcome is Outcome.DONE
+                self._asked.pop(answer.number)(answer.found.point_pages * self._host.page_size if is_known else None)
+            elif answer.kind is OrderKind.FIND:
+                self._take_found(self._finds.pop(answer.number), answer, now_s=now_s)
+            elif answer.kind is OrderKind.FETCH:
+                prefetch, chunk = self._fetches.pop(answer.number)
+                chunk.answers = answer.fetches
+                self._costs.fetch.note(answer.seconds, answer.fetches.count(Fetch.HIT) * self._host.page_size)
+                self._take_chunks(prefetch, now=now)
+            else:
+                persist = self._persists.pop(answer.number)
+                self._counts["persisted_pages"] += sum(answer.stored[: persist.num_pages])
+                persist.handle.release()
+
+    def close(self, timeout_s: float) -> None:
+        """End the lanes; what is on its way is given up."""
+        self._lanes.close(timeout_s)
+
+    def counts(self) -> dict[str, float]:
+        """Figures for people and metrics."""
+        return {name: float(self._counts[name]) for name in _COUNTERS} | {
+            "prefetching_pages": self._num_reserved,
+            "open_orders": self.num_open,
+        }
+
+    # --- how ----------------------------------------------------------------------------------------------------------
+
+    def _order(
+        self,
+        kind: OrderKind,
+        owner: str,
+        *,
+        units: Sequence[StoredUnit] = (),
+        digests: Sequence[bytes] = (),
+        deadline_s: float = math.inf,
+    ) -> int:
+        self._num_orders += 1
+        self._lanes.post(
+            StorageOrder(kind, self._num_orders, owner, tuple(units), tuple(digests), deadline_s, self._epoch)
+        )
+        return self._num_orders
+
+    def _take_found(self, prefetch: Prefetch, answer: StorageAnswer, *, now_s: float) -> None:
+        """Fetch what the storage has beyond the host, as much as there is room for."""
+        if answer.outcome is not Outcome.DONE:
+            prefetch.worst = Fetch.UNAVAILABLE
+            self._finish(prefetch)
+            return
+        size = self._host.page_size
+        stop, has_point = self._reachable(answer.found, prefetch)
+        if answer.found.is_foreign and stop * size <= prefetch.num_stored:
+            prefetch.worst = Fetch.FOREIGN
+        usable, prefetch.num_stored = prefetch.num_stored, max(prefetch.num_stored, stop * size)
+        first = prefetch.handle.length // size
+        missing = max(0, stop - first)
+        if stop * size <= usable or prefetch.is_abandoned:
+            self._finish(prefetch)
+            return
+        pages = self._reserve(missing) if missing else np.empty(0, np.int32)
+        if pages is None:
+            prefetch.why_short = Miss.NO_ROOM
+            self._finish(prefetch)
+            return
+        for start in range(0, missing, _PAGES_PER_ORDER):
+            end = min(start + _PAGES_PER_ORDER, missing)
+            prefetch.chunks.append(Chunk(pages[start:end], prefetch.digests[first + start : first + end]))
+        if has_point:
+            if not prefetch.chunks:
+                prefetch.chunks.append(Chunk(pages, []))
+            prefetch.chunks[-1].parts = self._host.reserve_parts(self._host.part_counts(stop * size))
+        for chunk in prefetch.chunks:
+            self._fetch(prefetch, chunk, stop=stop)
+
+    def _reachable(self, found: Found, prefetch: Prefetch) -> tuple[int, bool]:
+        """Up to which page the prefetch goes, and whether a restore point is to be fetched there."""
+        if not self._host.point_spaces:
+            return min(found.num_pages, len(prefetch.digests)), False
+        return min(found.point_pages, len(prefetch.digests)), True
+
+    def _reserve(self, count: int) -> PageIds | None:
+        if self._num_reserved + count > self._most_reserved:
+            self._counts["refused_prefetches"] += 1
+            return None
+        pages = self._host.reserve(count)
+        if pages is not None:
+            self._num_reserved += count
+        return pages
+
+    def _fetch(self, prefetch: Prefetch, chunk: Chunk, *, stop: int) -> None:
+        units = [StoredUnit(FULL, *unit) for unit in zip(chunk.pages.tolist(), chunk.digests, strict=True)]
+        for space, ids in (chunk.parts or {}).items():
+            digests = prefetch.digests[stop - len(ids) : stop]
+            units += [StoredUnit(space, *unit) for unit in zip(ids, digests, strict=True)]
+        # A fetch that has begun cannot be stopped; one that waits for its turn for too long is of no use.
+        deadline_s = prefetch.start_s + self._timeout_s * _COMPLETE_FACTOR
+        self._fetches[self._order(OrderKind.FETCH, prefetch.owner, units=units, deadline_s=deadline_s)] = (
+            prefetch,
+            chunk,
+        )
+
+    def _take_chunks(self, prefetch: Prefetch, *, now: int) -> None:
+        """Let what has come enter the host's tree, in order; behind a page that did not come, nothing is of use."""
+        while prefetch.chunks and prefetch.chunks[0].answers is not None:
+            chunk = prefetch.chunks.popleft()
+            assert chunk.answers is not None, "just asked"
+            self._num_reserved -= len(chunk.pages)
+            bad = [answer for answer in chunk.answers if answer is not Fetch.HIT]
+            if prefetch.worst is Fetch.HIT and bad:
+                prefetch.worst = bad[0]
+            num_good = len(chunk.pages)
+            if bad:
+                num_good = next((i for i, answer in enumerate(chunk.answers) if answer is not Fetch.HIT), 0)
+                num_good = min(num_good, len(chunk.pages))
+            if prefetch.is_done:
+                num_good = 0
+            self._enter(prefetch, chunk, num_good, is_whole=not bad and not prefetch.is_done, now=now)
+            if bad:
+                prefetch.is_done = True  # later chunks are given back as they come
+        if not prefetch.chunks:
+            self._finish(prefetch)
+
+    def _enter(self, prefetch: Prefetch, chunk: Chunk, num_good: int, *, is_whole: bool, now: int) -> None:
+        good, handle = chunk.pages[:num_good], prefetch.handle
+        if num_good:
+            if prefetch.end == 0:
+                prefetch.begin = handle.length
+            entered = self._host.enter(handle, prefetch.tokens, good, chunk.digests[:num_good], now=now)
+            prefetch.end = handle.length
+            self._counts["prefetched_pages"] += len(entered)
+        self._host.give_back(chunk.pages[num_good:], None if is_whole else chunk.parts)
+        if is_whole and chunk.parts is not None and self._host.keep(handle, chunk.parts):
+            self._counts["prefetched_points"] += 1
+            if prefetch.end == 0:
+                prefetch.begin = prefetch.end = handle.length
+
+    def _finish(self, prefetch: Prefetch) -> None:
+        prefetch.is_done = True
+        if not prefetch.handle.is_released:
+            prefetch.handle.release()
+
+    def _persist(self, entered: Entered) -> None:
+        if not self.is_attached:
+            return
+        if len(self._persists) >= _MOST_PERSISTS:
+            self._counts["unpersisted_pages"] += len(entered.pages)
+            return
+        units = [StoredUnit(FULL, *unit) for unit in zip(entered.pages.tolist(), entered.digests, strict=True)]
+        for space, ids in entered.parts.items():
+            units += [StoredUnit(space, *unit) for unit in zip(ids, entered.parts_digests[space], strict=True)]
+        number = self._order(OrderKind.PERSIST, f"persist {entered.handle.root.hex()[:8]}", units=units)
+        self._persists[number] = _Persist(entered.handle.clone(), len(entered.pages))
+
+
+_COUNTERS = (
+    "prefetched_pages",
+    "prefetched_points",
+    "persisted_pages",
+    "unpersisted_pages",
+    "refused_prefetches",
+    "unavailable_orders",
+)

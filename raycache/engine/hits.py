@@ -1,0 +1,111 @@
+"""What requests found in the cache: tokens per tier, why it was not more, and whether a tier is of any use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from raycache.cache.storage.base import Fetch
+from raycache.cache.storage_tier import Prefetch
+from raycache.cache.tree import PrefixHandle
+from raycache.engine.request import Request
+from raycache.types import TIERS, Miss
+
+_LEAST_REQUESTS = 50
+"""Before so many requests have come, a tier that was not hit says nothing."""
+
+_BAD: Mapping[Fetch, Miss] = {
+    Fetch.CORRUPT: Miss.CHECKSUM,
+    Fetch.FOREIGN: Miss.IDENTITY,
+    Fetch.UNAVAILABLE: Miss.TIMEOUT,
+}
+_CAUSES: Mapping[str, str] = {
+    Miss.NEVER_SEEN: "prompts share no prefix; check that what they share stands at their beginning",
+    Miss.SHORTER_THAN_PAGE: "shared prefixes are shorter than a page; use a smaller --page-size",
+    Miss.EVICTED_HOST: "prefixes leave before they are used again; raise --host-memory",
+    Miss.EVICTED_STORAGE: "prefixes leave before they are used again; raise the storage's size",
+    Miss.STATE_MISSING: "restore points are lost; lower --restore-interval or raise --restore-points",
+    Miss.CHECKSUM: "what it stores comes back damaged; run `raycache cache scrub` and check the medium",
+    Miss.IDENTITY: "it holds prefixes of other weights or formats; give each model a storage of its own",
+    Miss.TIMEOUT: "it is too slow or cannot be reached; raise --prefetch-timeout-s or use prefetch=wait_complete",
+    Miss.SLOWER: "computing is faster than moving here; smaller models may not need this tier",
+}
+
+
+class Hits:
+    """Counts over all requests."""
+
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+
+    def count(self, request: Request) -> None:
+        """A request has got its first token."""
+        self.tokens.update(request.cached_by_tier)
+        self.misses[request.miss or "none"] += 1
+
+    def warnings(self, tiers: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
+        """Tiers that store and never hit, with the likely cause."""
+        found = []
+        num_requests = self.misses.total()
+        for tier, counts in tiers.items():
+            stored = counts.get("saved_pages" if tier == "host" else "stored", 0)
+            if stored and not self.tokens[tier] and num_requests >= _LEAST_REQUESTS:
+                reason, count = max(
+                    ((reason, count) for reason, count in self.misses.items() if reason != "none"),
+                    key=lambda entry: entry[1],
+                    default=("none", num_requests),
+                )
+                cause = _CAUSES.get(reason, "the tiers above hold all that is used again")
+                found.append(
+                    f"tier inert: {tier} has stored {stored:.0f} pages and served none to {num_requests} requests; "
+                    f"most often: {reason} ({count}): {cause}"
+                )
+        return tuple(found)
+
+
+def note_hit(request: Request, *, is_load_worth: bool, page_size: int) -> None:
+    """Write down what a request that starts takes from which tier, and why it is not more."""
+    holding = request.holding
+    assert holding is not None, "requests that start hold something of the cache"
+    cached = request.num_computed
+    on_device = cached if holding.load is None else holding.load.num_device
+    fetched = 0
+    if request.prefetch is not None:
+        fetched = max(0, min(cached, request.prefetch.end) - max(on_device, request.prefetch.begin))
+    counts = dict(zip(TIERS, (on_device, cached - on_device - fetched, fetched), strict=True))
+    request.cached_len = cached
+    request.cached_by_tier = {tier: count for tier, count in counts.items() if count}
+    wanted = (request.num_tokens - 1) // page_size * page_size
+    host = None if holding.cursor is None else holding.cursor.found
+    if not request.may_load and cached < wanted:
+        request.miss = Miss.CHECKSUM
+    elif host is not None and host.length > cached:
+        request.miss = Miss.NO_ROOM if is_load_worth else Miss.SLOWER
+    else:
+        request.miss, request.cut_by = explain(wanted, cached, holding.handle, host, request.prefetch)
+
+
+def explain(
+    wanted: int, cached: int, device: PrefixHandle, host: PrefixHandle | None, prefetch: Prefetch | None
+) -> tuple[Miss, str]:
+    """Why no more than `cached` of the `wanted` tokens of a prompt is reused, and the component that is to blame.
+
+    Args:
+        wanted: the whole pages of a prompt, in tokens.
+        cached: tokens of them that are.
+        device, host: the prompt's prefix in each tier, as it was matched.
+        prefetch: of the prompt, if storage was asked.
+    """
+    if cached >= wanted:
+        return (Miss.NONE if wanted else Miss.SHORTER_THAN_PAGE), ""
+    if prefetch is not None and prefetch.worst in _BAD:
+        return _BAD[prefetch.worst], ""
+    if prefetch is not None and prefetch.num_stored > cached:
+        return prefetch.why_short, ""
+    known = device.known_length if host is None else max(device.known_length, host.known_length)
+    if known > cached:
+        return Miss.STATE_MISSING, device.cut_by or ("" if host is None else host.cut_by)
+    if host is not None and host.known_length >= device.known_length and host.was_evicted:
+        return (Miss.EVICTED_HOST if prefetch is None else Miss.EVICTED_STORAGE), ""
+    return (Miss.EVICTED_DEVICE if device.was_evicted else Miss.NEVER_SEEN), ""

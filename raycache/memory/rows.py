@@ -1,0 +1,199 @@
+"""How rows are laid out outside the device: one envelope per page or state slot and rank, without a tensor.
+
+An envelope holds what one rank keeps of one unit (a page, or a state slot) of a component space: a piece per group of
+fields that are cut alike, each a box of layers x tokens x heads, contiguous, so that a piece is also what storage
+holds as one object.
+
+    envelope of a page     [ kv: k [L, T, H, D], v [L, T, H, D] | latent: latent [L, T, 1, R], rope ... | index ... ]
+
+What is whole on several ranks (latents, index keys, KV heads fewer than ranks) is stored once: each of n replicas holds
+the n-th part of the tokens, or of the layers where a unit has one row.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from raycache.cache.keys import Box
+from raycache.memory.component import ITEMSIZE, Component, Reuse, RowField
+from raycache.parallel.sharding import Coords, Split, even_range, layer_range, shared_head_range, state_part
+
+ALIGN = 64
+"""Bytes to which pieces and envelopes are aligned."""
+
+
+@dataclass(frozen=True)
+class FieldPlace:
+    """One field's rows in an envelope.
+
+    Attributes:
+        field: of the component.
+        offset: in the envelope, bytes.
+        shape: [layers, tokens, heads, *rest of a row]; one token for states, one head for what has none.
+    """
+
+    field: RowField
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the field's rows in one envelope."""
+        return math.prod(self.shape) * ITEMSIZE[self.field.dtype]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one group's rows, contiguous in an envelope.
+
+    Attributes:
+        group: the component, with only the fields that are cut alike.
+        box: which rows.
+        offset: in the envelope, bytes.
+        fields: in their order, behind each other without gaps.
+    """
+
+    group: Component
+    box: Box
+    offset: int
+    fields: tuple[FieldPlace, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the object that storage holds."""
+        return sum(place.num_bytes for place in self.fields)
+
+
+def groups(component: Component) -> list[Component]:
+    """A component's fields by their number of heads: what has as many is cut alike."""
+    by_heads: dict[int, list[RowField]] = {}
+    for field in component.fields:
+        by_heads.setdefault(num_heads(field), []).append(field)
+    # Wide numbers first, so that all of them are aligned without gaps.
+    return [
+        replace(component, fields=tuple(sorted(fields, key=lambda field: -ITEMSIZE[field.dtype])))
+        for fields in by_heads.values()
+    ]
+
+
+def num_heads(field: RowField) -> int:
+    """Heads of the whole model; 1 for what has none."""
+    assert field.head_axis in (None, 0), "heads are the first axis of a row"
+    return 1 if field.head_axis is None else field.shape[0]
+
+
+def row_shape(field: RowField) -> tuple[int, ...]:
+    """A row of one head."""
+    return field.shape if field.head_axis is None else field.shape[1:]
+
+
+def place_fields(group: Component, box: Box, *, offset: int = 0) -> tuple[FieldPlace, ...]:
+    """The fields of a box behind each other, from `offset` on."""
+    places = []
+    for field in group.fields:
+        place = FieldPlace(field, offset, (*box.shape, *row_shape(field)))
+        places.append(place)
+        offset += place.num_bytes
+    return tuple(places)
+
+
+class EnvelopeLayout:
+    """Envelopes of all ranks of a gang.
+
+    Args:
+        components: of the model.
+        num_layers: of the whole model.
+        page_size: tokens per page.
+        split: of the gang.
+    Attributes:
+        spaces: of the components, in their order.
+    """
+
+    def __init__(self, components: Sequence[Component], *, num_layers: int, page_size: int, split: Split) -> None:
+        self._num_layers, self._page_size, self.split = num_layers, page_size, split
+        self._groups = [group for component in components for group in groups(component)]
+        self.spaces = tuple(dict.fromkeys(group.space for group in self._groups))
+        ranks = range(split.world_size)
+        self._held = [{group: self.device_box(group, rank) for group in self._groups} for rank in ranks]
+        self._pieces = [{space: tuple(self._place(space, rank)) for space in self.spaces} for rank in ranks]
+
+    def groups(self, space: str) -> list[Component]:
+        """Groups of a space, in the order of their pieces."""
+        return [group for group in self._groups if group.space == space]
+
+    def pieces(self, rank: int, space: str) -> tuple[Piece, ...]:
+        """What a rank's envelope of a unit holds; empty if it has none of the space's layers."""
+        return self._pieces[rank][space]
+
+    def envelope_bytes(self, rank: int, space: str) -> int:
+        """Of one unit on one rank."""
+        return _end(self.pieces(rank, space))
+
+    def unit_bytes(self, space: str) -> int:
+        """Of one unit on all ranks together."""
+        return sum(self.envelope_bytes(rank, space) for rank in range(self.split.world_size))
+
+    def sources(self, rank: int, space: str) -> list[tuple[int, Piece]]:
+        """Where a rank finds all rows that its device holds of a unit: (rank whose slab it is in, piece)."""
+        return [
+            (peer, piece)
+            for peer in range(self.split.world_size)
+            for piece in self.pieces(peer, space)
+            if self._held[peer][piece.group] == self._held[rank][piece.group]
+        ]
+
+    def device_box(self, group: Component, rank: int) -> Box | None:
+        """The rows of a group that a rank's device holds of one unit; None for none."""
+        at = self.split.coords(rank)
+        mine = layer_range(self._num_layers, at.pp, self.split.pp)
+        layers = range(bisect.bisect_left(group.layers, mine.start), bisect.bisect_left(group.layers, mine.stop))
+        if not layers:
+            return None
+        tokens, heads = self._tokens(group, at), self._heads(group, at)
+        return Box(layers.start, layers.stop, tokens.start, tokens.stop, heads.start, heads.stop)
+
+    def _tokens(self, group: Component, at: Coords) -> range:
+        if group.reuse is Reuse.STATE_HERE:
+            return range(1)
+        share = self._page_size // self.split.cp
+        return range(at.cp * share, (at.cp + 1) * share)
+
+    def _heads(self, group: Component, at: Coords) -> range:
+        field = group.fields[0]
+        if field.head_axis is None:
+            return range(1)
+        part, parts = (at.tp, self.split.tp) if group.reuse is not Reuse.STATE_HERE else state_part(self.split, at)
+        return shared_head_range(num_heads(field), part, parts)
+
+    def _place(self, space: str, rank: int) -> Iterator[Piece]:
+        offset = 0
+        for group in self.groups(space):
+            box = self._stored_box(group, rank)
+            if box is not None:
+                piece = Piece(group, box, offset, place_fields(group, box, offset=offset))
+                yield piece
+                offset = _end((piece,))
+
+    def _stored_box(self, group: Component, rank: int) -> Box | None:
+        """A rank's part of what it and its replicas hold alike."""
+        held = self._held[rank][group]
+        if held is None:
+            return None
+        replicas = [peer for peer in range(self.split.world_size) if self._held[peer][group] == held]
+        layers, tokens, _ = held.shape
+        part = even_range(tokens if tokens > 1 else layers, replicas.index(rank), len(replicas))
+        if not part:
+            return None
+        if tokens > 1:
+            return replace(held, first_token=held.first_token + part.start, end_token=held.first_token + part.stop)
+        return replace(held, first_layer=held.first_layer + part.start, end_layer=held.first_layer + part.stop)
+
+
+def _end(pieces: Sequence[Piece]) -> int:
+    """Bytes up to the end of the last piece, aligned."""
+    if not pieces:
+        return 0
+    return -(-(pieces[-1].offset + pieces[-1].num_bytes) // ALIGN) * ALIGN

@@ -1,0 +1,241 @@
+"""Lanes do every order once and answer it once, whatever the storage does."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from raycache.cache.storage.base import Fetch
+from raycache.cache.storage.lanes import StorageLanes
+from raycache.cache.storage.orders import Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+
+WAIT_S = 20.0  # longer than a busy machine takes
+UNIT = StoredUnit("full", 3, bytes(range(32)))
+
+
+def order(number: int, owner: str = "a", kind: OrderKind = OrderKind.FETCH, deadline_s: float = 1e18) -> StorageOrder:
+    return StorageOrder(kind, number, owner, units=(UNIT,), deadline_s=deadline_s)
+
+
+def persist(number: int, owner: str = "a") -> StorageOrder:
+    return order(number, owner, OrderKind.PERSIST)
+
+
+class Desk:
+    """Does orders when it is told to, and remembers in which order it began."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.errors: dict[int, Exception] = {}
+        self._may_end = threading.Semaphore(0)
+        self._changed = threading.Condition()
+
+    def work(self, order: StorageOrder) -> StorageAnswer:
+        with self._changed:
+            self.begun.append(order.number)
+            self._changed.notify_all()
+        assert self._may_end.acquire(timeout=WAIT_S)
+        if order.number in self.errors:
+            raise self.errors[order.number]
+        return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE, found=Found(order.number))
+
+    def let_end(self, count: int = 1) -> None:
+        self._may_end.release(count)
+
+    def wait_for(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.begun) >= count, WAIT_S)
+
+
+@contextmanager
+def lanes_of(work: Callable[[StorageOrder], StorageAnswer], num_lanes: int = 1) -> Iterator[StorageLanes]:
+    lanes = StorageLanes(work, num_lanes=num_lanes, name="test")
+    try:
+        yield lanes
+    finally:
+        lanes.close(0)
+
+
+def take(lanes: StorageLanes, count: int) -> list[StorageAnswer]:
+    """The next answers, as many as that."""
+    answers: list[StorageAnswer] = []
+    while len(answers) < count:
+        assert lanes.wait(WAIT_S)
+        answers += lanes.answers()
+    assert len(answers) == count
+    return answers
+
+
+def test_every_order_is_answered_once() -> None:
+    def work(order: StorageOrder) -> StorageAnswer:
+        time.sleep(random.random() / 2000)
+        return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE)
+
+    with lanes_of(work, num_lanes=4) as lanes:
+        for number in range(200):
+            lanes.post(order(number, f"owner {number % 7}", list(OrderKind)[number % 3]))
+        assert lanes.num_open == 200
+        answers = take(lanes, 200)
+        assert sorted(answer.number for answer in answers) == list(range(200))
+        assert all(answer.outcome is Outcome.DONE and answer.seconds > 0 for answer in answers)
+        assert lanes.num_open == 0 and lanes.answers() == []
+        assert lanes.close(WAIT_S)
+
+
+def test_owners_take_turns() -> None:
+    desk = Desk()
+    with lanes_of(desk.work) as lanes:
+        lanes.post(order(0, "first"))
+        desk.wait_for(1)
+        for number, owner in enumerate("aaaabbc", start=1):
+            lanes.post(order(number, owner))
+        desk.let_end(8)
+        take(lanes, 8)
+    assert desk.begun == [0, 1, 5, 7, 2, 6, 3, 4]
+
+
+def test_fetching_goes_before_persisting_and_has_a_lane_of_its_own() -> None:
+    desk = Desk()
+    with lanes_of(desk.work, num_lanes=2) as lanes:
+        for number in range(3):
+            lanes.post(persist(number))
+        desk.wait_for(1)
+        lanes.post(order(3))
+        desk.wait_for(2)
+        assert sorted(desk.begun) == [0, 3], "one lane is left free by persists"
+        lanes.post(order(4))
+        desk.let_end(5)
+        take(lanes, 5)
+    assert sorted(desk.begun) == [0, 1, 2, 3, 4]
+
+
+def test_a_single_lane_persists_when_there_is_nothing_else() -> None:
+    desk = Desk()
+    with lanes_of(desk.work) as lanes:
+        lanes.post(persist(0))
+        desk.wait_for(1)
+        lanes.post(persist(1))
+        lanes.post(order(2))
+        desk.let_end(3)
+        take(lanes, 3)
+    assert desk.begun == [0, 2, 1]
+
+
+def test_what_has_not_begun_can_be_cancelled() -> None:
+    desk = Desk()
+    with lanes_of(desk.work) as lanes:
+        lanes.post(order(0, "a"))
+        desk.wait_for(1)
+        for number, owner in ((1, "a"), (2, "b"), (3, "a")):
+            lanes.post(order(number, owner))
+        lanes.post(persist(4, "a"))
+        lanes.cancel("a")
+        cancelled = take(lanes, 3)
+        assert [(answer.number, answer.outcome) for answer in cancelled] == [(n, Outcome.CANCELLED) for n in (1, 3, 4)]
+        assert [answer.fetches for answer in cancelled] == [(Fetch.UNAVAILABLE,), (Fetch.UNAVAILABLE,), ()]
+        assert [answer.stored for answer in cancelled] == [(), (), (False,)]
+        desk.let_end(2)
+        assert {answer.number: answer.outcome for answer in take(lanes, 2)} == {0: Outcome.DONE, 2: Outcome.DONE}
+    assert desk.begun == [0, 2]
+
+
+def test_what_does_not_begin_in_time_is_late_even_if_all_lanes_hang() -> None:
+    desk = Desk()
+    with lanes_of(desk.work) as lanes:
+        lanes.post(order(0))
+        desk.wait_for(1)
+        now_s = time.monotonic()
+        lanes.post(order(1, "b", deadline_s=now_s + 60))
+        lanes.post(order(2, "b", deadline_s=now_s + 0.05))
+        lanes.post(order(3, "c"))
+        assert lanes.answers() == []
+        (late,) = take(lanes, 1)
+        assert (late.number, late.outcome) == (2, Outcome.LATE)
+        assert 0.05 <= time.monotonic() - now_s < WAIT_S
+        assert lanes.num_open == 3
+        desk.let_end(3)
+        assert {answer.outcome for answer in take(lanes, 3)} == {Outcome.DONE}
+    assert desk.begun == [0, 1, 3]
+
+
+def test_what_has_begun_is_not_late() -> None:
+    desk = Desk()
+    with lanes_of(desk.work) as lanes:
+        lanes.post(order(0, deadline_s=time.monotonic() + 0.02))
+        desk.wait_for(1)
+        assert not lanes.wait(0.05)
+        desk.let_end()
+        (answer,) = take(lanes, 1)
+        assert answer.outcome is Outcome.DONE and answer.seconds >= 0.05
+
+
+def test_nobody_to_ask_is_an_answer() -> None:
+    desk = Desk()
+    desk.errors[0] = ConnectionError("the owner of the arena is gone")
+    desk.errors[1] = TimeoutError()
+    desk.let_end(2)
+    with lanes_of(desk.work) as lanes:
+        lanes.post(order(0))
+        lanes.post(persist(1))
+        gone, slow = take(lanes, 2)
+        assert (gone.outcome, gone.error, gone.fetches) == (
+            Outcome.UNAVAILABLE,
+            "the owner of the arena is gone",
+            (Fetch.UNAVAILABLE,),
+        )
+        assert (slow.outcome, slow.error, slow.stored) == (Outcome.UNAVAILABLE, "TimeoutError", (False,))
+
+
+def test_a_defect_is_answered_and_shows_and_costs_no_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = queue.SimpleQueue[threading.ExceptHookArgs]()
+    monkeypatch.setattr(threading, "excepthook", shown.put)
+    desk = Desk()
+    desk.errors = {number: ZeroDivisionError("ours") for number in range(3)}
+    desk.let_end(4)
+    with lanes_of(desk.work) as lanes:
+        for number in range(4):
+            lanes.post(order(number) if number != 1 else persist(number))
+        answers = {answer.number: answer.outcome for answer in take(lanes, 4)}
+        assert answers == {0: Outcome.UNAVAILABLE, 1: Outcome.UNAVAILABLE, 2: Outcome.UNAVAILABLE, 3: Outcome.DONE}
+        assert [shown.get(timeout=WAIT_S).exc_type for _ in range(3)] == [ZeroDivisionError] * 3
+        assert lanes.close(WAIT_S)
+
+
+def test_closing_answers_all_and_does_not_wait_for_what_hangs() -> None:
+    desk = Desk()
+    with lanes_of(desk.work, num_lanes=2) as lanes:
+        for number in range(4):
+            lanes.post(order(number))
+        desk.wait_for(2)
+        assert not lanes.close(0.05)
+        assert [(answer.number, answer.outcome) for answer in lanes.answers()] == [
+            (2, Outcome.CANCELLED),
+            (3, Outcome.CANCELLED),
+        ]
+        lanes.post(order(4))
+        assert [answer.outcome for answer in lanes.answers()] == [Outcome.CANCELLED]
+        desk.let_end(2)
+        assert lanes.close(WAIT_S)
+        assert sorted(answer.number for answer in lanes.answers()) == [0, 1]
+        assert lanes.num_open == 0
+
+
+def test_waiting_ends_in_time() -> None:
+    with lanes_of(Desk().work) as lanes:
+        start_s = time.monotonic()
+        assert not lanes.wait(0.05)
+        assert 0.05 <= time.monotonic() - start_s < WAIT_S
+        assert not lanes.wait(0)
+
+
+def test_orders_and_answers_travel() -> None:
+    for thing in (order(1), order(1).not_done(Outcome.LATE), persist(2).not_done(Outcome.UNAVAILABLE, "why")):
+        assert pickle.loads(pickle.dumps(thing)) == thing
+    assert UNIT.tag == 0x0706050403020100
