@@ -1,8 +1,7 @@
 """The engine actor: owns the decider of one replica and the gang that executes for it.
 
-One thread runs the engine; the actor's methods only leave things in its inbox or read what it has put out, so that
-no caller ever
-waits for a step and no step for a caller.
+One thread runs the engine; the actor's methods only leave things in its inbox or read what it has put out, so that no
+caller ever waits for a step and no step for a caller.
 
     submit, cancel -> inbox -> [ engine thread: step, step, ... ] -> outbox -> poll
 """
@@ -12,25 +11,35 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from actors.answers import answer_now
+from actors.arena import OWNER, storage_work
 from actors.gang import Gang
 from raycache.config import Config
 from raycache.engine.build import build_engine, check_model
 from raycache.engine.engine import Engine
+from raycache.engine.host_link import HostLink
+from raycache.engine.host_spec import host_spec
 from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
-from raycache.types import EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.models.base import ModelConfig
+from raycache.types import CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 _log = logging.getLogger(__name__)
 _MAX_REBUILDS = 4
 """Gangs that may be lost one after another without a step in between, before the engine gives up."""
 
-Message = tuple[str, RequestOutput | RayCacheError]
-"""Request id, and an increment or why it was refused."""
+
+Message = tuple[str, RequestOutput | RayCacheError | str]
+"""Request id, and an increment or why it was refused; or "", and a line for the operator."""
+
+T = TypeVar("T")
 
 
 class EngineActor:
@@ -40,12 +49,15 @@ class EngineActor:
         config: of the service.
         device: "cpu" or "cuda".
         places: for the ranks.
+        arena: actor that owns the host tier; None without one.
+        epoch: of the last gang before this engine's first.
     """
 
-    def __init__(self, config: Config, device: str, places: PlacementGroup) -> None:
+    def __init__(self, config: Config, device: str, places: PlacementGroup, *, arena: Any, epoch: int) -> None:
         self._config = config
         self._device = device
         self._places = places
+        self._arena = arena
         self._inbox: list[Callable[[], None]] = []
         self._outbox: list[Message] = []
         self._changed = threading.Condition()
@@ -54,7 +66,8 @@ class EngineActor:
         self._is_stopping = False
         self._engine: Engine | None = None
         self._gang: Gang | None = None
-        self._epoch = 0
+        self._host: HostLink | None = None
+        self._epoch = epoch
         self._losses = 0
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._thread.start()
@@ -97,22 +110,16 @@ class EngineActor:
     @ray.method(concurrency_group="ask")
     def check(self) -> None:
         """Assert all balances, between two steps."""
-        done = threading.Event()
-        failed: list[AssertionError] = []
+        self._between_steps(lambda engine: engine.check())
 
-        def work() -> None:
-            try:
-                self._ready().check()
-            except AssertionError as cause:
-                failed.append(cause)
-            finally:
-                done.set()
+    @ray.method(concurrency_group="admin")
+    def admin(self, order: CacheOrder) -> Mapping[str, Any]:
+        """Carry out an order on the tiers, between two steps; see `AsyncEngine.admin`.
 
-        self._post(work)
-        if not done.wait(self._config.rank_timeout_s):
-            raise EngineStoppedError("the engine did not come to the check in time")
-        if failed:
-            raise failed[0]
+        Raises:
+            RayCacheError: it cannot be done.
+        """
+        return self._within(self._between_steps(lambda engine: engine.admin(order)))
 
     @ray.method(concurrency_group="order")
     def submit(self, request: GenerateRequest) -> None:
@@ -148,6 +155,25 @@ class EngineActor:
             self._changed.notify_all()
         self._thread.join(timeout_s)
 
+    def _between_steps(self, work: Callable[[Engine], T]) -> T:
+        """What the engine's thread answers."""
+        found: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(work(self._ready()))
+            except (AssertionError, RayCacheError) as cause:
+                found.set_exception(cause)
+
+        self._post(run)
+        return self._within(found)
+
+    def _within(self, found: Future[T]) -> T:
+        try:
+            return found.result(self._config.rank_timeout_s)
+        except TimeoutError as cause:
+            raise EngineStoppedError("the engine did not come to the order in time") from cause
+
     def _post(self, work: Callable[[], None]) -> None:
         with self._changed:
             self._inbox.append(work)
@@ -176,6 +202,8 @@ class EngineActor:
 
     def _start(self) -> None:
         model = check_model(self._config)
+        if self._arena is not None:
+            self._host = self._open_host(model)
         gang = self._new_gang()
         self._engine = build_engine(
             gang.executor,
@@ -184,20 +212,36 @@ class EngineActor:
             device_type=self._device,
             num_pages=gang.num_pages,
             ranks=[{**row, "pages": gang.num_pages} for row in gang.rows],
+            host=self._host,
         )
         self._progress = ("ready", 1.0)
+
+    def _open_host(self, model: ModelConfig) -> HostLink:
+        """Have the arena made, or find that of an engine before, whose size it keeps."""
+        self._note_progress("making the host tier", 0.0)
+        timeout_s = self._config.start_timeout_s  # the first touch of its memory can take seconds per GiB
+        sizes = answer_now(self._arena.sizes.remote(), of=OWNER, timeout_s=timeout_s)
+        spec = host_spec(self._config, model, device_type=self._device, sizes=sizes)
+        path, spec = answer_now(self._arena.open.remote(spec, self._epoch), of=OWNER, timeout_s=timeout_s)
+        return HostLink(
+            path=path,
+            sizes=spec.sizes,
+            work=storage_work(self._arena, timeout_s=self._config.rank_timeout_s),
+            has_storage=bool(spec.storage),
+            epoch=self._epoch,
+        )
 
     def _turn(self) -> None:
         """Take the inbox in, then make one step, or wait for something to do."""
         engine = self._ready()
         with self._changed:
-            if not self._inbox and not engine.has_requests and not self._is_stopping:
+            if not self._inbox and not engine.has_work and not self._is_stopping:
                 self._changed.wait(self._config.rank_timeout_s / 4)
             inbox, self._inbox = self._inbox, []
         for work in inbox:
             work()
         try:
-            if not engine.has_requests:
+            if not engine.has_work:
                 engine.heartbeat()
                 return
             outputs = engine.step()
@@ -222,7 +266,7 @@ class EngineActor:
         """The next gang that starts whole: one can lose a rank while it starts, as a running one can."""
         while self._losses < _MAX_REBUILDS:
             self._losses += 1
-            _log.error("%s; rebuilding the gang as epoch %d", error, self._epoch + 1)
+            self._put([("", f"{error}; rebuilding the gang as epoch {self._epoch + 1}")])
             try:
                 return self._new_gang()
             except RankLostError as cause:
@@ -232,7 +276,12 @@ class EngineActor:
     def _new_gang(self) -> Gang:
         self._epoch += 1
         self._gang = Gang(
-            self._config, device=self._device, places=self._places, epoch=self._epoch, on_progress=self._note_progress
+            self._config,
+            device=self._device,
+            places=self._places,
+            epoch=self._epoch,
+            arena=None if self._host is None else self._host.path,
+            on_progress=self._note_progress,
         )
         return self._gang
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,14 +16,19 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.answers import ours
 from actors.rank import RankActor
 from raycache.config import Config
 from raycache.engine.executors import GangExecutor
+from raycache.engine.host_directory import are_ranks_gone
 from raycache.engine.runner import Seat
-from raycache.errors import ConfigError, RankLostError, RayCacheError
+from raycache.errors import ConfigError, EngineStoppedError, RankLostError
 from raycache.parallel.board import AckBoard, Lane
 from raycache.parallel.context import DECIDER, Store, build_group, group_handles
 from raycache.parallel.sharding import Split
+
+_KILL_TIMEOUT_S = 60.0
+"""For a rank that was killed to be dead; Ray takes some seconds for one that does not answer it."""
 
 
 class Gang:
@@ -32,6 +39,7 @@ class Gang:
         device: "cpu" or "cuda".
         places: one bundle per tp group.
         epoch: number of this gang; handles of others are refused.
+        arena: file of the host tier, which only one gang at a time moves rows in; None without one.
         on_progress: told phase and share (0 to 1) while the gang starts; what it raises ends the start.
     Raises:
         RayCacheError: what kept a rank from starting; no actor is left behind.
@@ -49,14 +57,20 @@ class Gang:
         device: str,
         places: PlacementGroup,
         epoch: int,
+        arena: Path | None,
         on_progress: Callable[[str, float], None],
     ) -> None:
         self._config = config
+        self._arena = arena
         self._split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
         self._on_progress = on_progress
         self._running: list[Any] = []
         self._actors: list[Any] = []
+        self._await_end_of_others()
         self._board = AckBoard.create(config.world_size)
+        # Without a name at once, so that nothing is left of it even if this process is killed while ranks start.
+        self._board_file = os.open(self._board.path, os.O_RDWR)
+        self._board.unlink()
         try:
             for rank in range(config.world_size):
                 self._actors.append(self._create(rank, device=device, places=places))
@@ -65,12 +79,12 @@ class Gang:
             self._meet(seats, wheres, device=device, epoch=epoch)
             fits = self._get([actor.load.remote() for actor in self._actors], phase="loading weights")
             self.num_pages = min(fits)
-            self._get([actor.build.remote(self.num_pages) for actor in self._actors], phase="making pools")
+            self._get([actor.build.remote(self.num_pages, arena) for actor in self._actors], phase="making pools")
         except BaseException:
             self.kill()
             raise
         finally:
-            self._board.unlink()
+            os.close(self._board_file)
         self.rows = [
             {
                 "rank": seat.rank,
@@ -107,9 +121,18 @@ class Gang:
         self.kill()
 
     def kill(self) -> None:
-        """Remove all ranks at once."""
+        """Remove all ranks at once. They are gone when the next gang begins."""
         for actor in self._actors:
             ray.kill(actor)
+
+    def _await_end_of_others(self) -> None:
+        """Ranks of a lost gang end by themselves, but they may still be writing into the arena.
+
+        Raises:
+            EngineStoppedError: they do not end.
+        """
+        if self._arena is not None and not are_ranks_gone(self._arena.parent, timeout_s=_KILL_TIMEOUT_S):
+            raise EngineStoppedError(f"ranks of the gang before still use the host tier after {_KILL_TIMEOUT_S:.0f} s")
 
     def _create(self, rank: int, *, device: str, places: PlacementGroup) -> Any:
         bundle = places.bundle_specs[rank // self._split.tp]
@@ -139,8 +162,9 @@ class Gang:
             if where["node"] != here:
                 # A board is memory of one node: this one never hears of a rank elsewhere, so it must not call it late.
                 self._board.post(rank, Lane.STEP, 2**62)
+        board = Path(f"/proc/{os.getpid()}/fd/{self._board_file}")
         joins = [
-            actor.join.remote(seat, handles, epoch, self._board.path if where["node"] == here else None)
+            actor.join.remote(seat, handles, epoch, board if where["node"] == here else None)
             for actor, seat, where in zip(self._actors, seats, wheres, strict=True)
         ]
         with ThreadPoolExecutor(1) as pool:
@@ -154,7 +178,6 @@ class Gang:
                 self._store.close()
                 raise
             self.executor = GangExecutor(control.result(), split=self._split, board=self._board)
-        self._board.unlink()  # all that will map it have done so
 
     def _get(self, refs: list[Any], *, phase: str) -> list[Any]:
         """Results of all ranks, within the start's deadline."""
@@ -167,7 +190,7 @@ class Gang:
                 try:
                     ray.get(ref)
                 except RayTaskError as cause:
-                    raise _ours(cause) from cause
+                    raise ours(cause) from cause
                 except RayActorError as cause:
                     rank = refs.index(ref)
                     raise RankLostError(rank, str(self._split.coords(rank)), 0, f"it died while {phase}") from cause
@@ -199,8 +222,3 @@ def _seats(wheres: Sequence[dict[str, Any]], *, device: str) -> list[Seat]:
 
 def _device(where: dict[str, Any], seat: Seat) -> str:
     return f"cuda:{','.join(map(str, where['gpus']))}" if where["gpus"] else seat.device
-
-
-def _ours(error: RayTaskError) -> Exception:
-    """The error that a rank raised, if it is one that we raise on purpose."""
-    return error.cause if isinstance(error.cause, RayCacheError) else error

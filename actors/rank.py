@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from raycache.config import Config
+from raycache.engine.host_directory import Lease
 from raycache.engine.runner import RankRunner, Seat
 from raycache.parallel.context import GroupHandle
 from raycache.parallel.sharding import Split
@@ -26,6 +27,7 @@ class RankActor:
         self._config = config
         self._number = rank
         self._runner: RankRunner | None = None
+        self._lease: Lease | None = None
 
     def __repr__(self) -> str:
         """What the Ray dashboard and logs call it."""
@@ -46,9 +48,12 @@ class RankActor:
         """Read the weights; pages that fit."""
         return self._started().load()
 
-    def build(self, num_pages: int) -> None:
-        """Make the pool."""
-        self._started().build(num_pages)
+    def build(self, num_pages: int, arena: Path | None) -> None:
+        """Make the pool, and map the arena."""
+        if arena is not None:
+            # Until this process ends, however it ends: no other gang may use the slabs before.
+            self._lease = Lease(arena.parent, "ranks")
+        self._started().build(num_pages, arena)
 
     def run(self) -> None:
         """Execute plans until the last one."""

@@ -180,5 +180,5 @@ def _value(name: str, value: object) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if "bytes" in name:
             return human_bytes(value)
-        return f"{value:,}" if isinstance(value, int) or value.is_integer() else f"{value:.3f}"
+        return f"{value:,.0f}" if isinstance(value, int) or value.is_integer() else f"{value:.3f}"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

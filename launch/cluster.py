@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from actors.cluster import Cluster, connect, device_type, disconnect, reserve
 from actors.front import RayEngine
-from launch import table
+from launch import cache, table
 from launch.http import build_app
 from launch.serve import bind, serve
 from launch.service import register
@@ -106,6 +106,7 @@ def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config)
             "",
             f"model      {info.model} (context of {info.max_model_len} tokens)",
             f"cache      {info.num_pages} pages of {info.page_size} tokens: {tokens} tokens fit",
+            *cache.summary(info.tiers),
             f"endpoint   {endpoint}/v1",
             f"dashboard  {dashboard + _TOKEN_HINT if dashboard else 'none'}",
             "Ctrl-C stops it.",

@@ -97,6 +97,7 @@ class LLM:
         model_config = check_model(self.config)
         self.tokenizer = Tokenizer(model)
         self._host: HostService | None = None
+        self._runner: RankRunner | None = None
         self._gang: ProcessGang | None = None
         self._executor: Executor
         host = self._open_host(model_config, device_type=device_type) if self.config.has_host_tier else None
@@ -105,9 +106,10 @@ class LLM:
             board = AckBoard.create(1)
             board.unlink()  # nobody else looks at it
             seat = Seat(rank=0, host="127.0.0.1", device=device, ranks_on_node=1)
-            runner = RankRunner(self.config, seat, board=board)
-            num_pages = runner.load()
-            self._executor = LocalExecutor(runner.build(num_pages, None if host is None else host.path), board)
+            self._runner = RankRunner(self.config, seat, board=board)
+            num_pages = self._runner.load()
+            rank = self._runner.build(num_pages, None if host is None else host.path)
+            self._executor = LocalExecutor(rank, board)
         else:
             self._gang = ProcessGang(self.config, device_type=device_type, arena=None if host is None else host.path)
             num_pages, self._executor = self._gang.num_pages, self._gang.executor
@@ -230,6 +232,11 @@ class LLM:
                 self._gang.kill()
         if self._gang is not None:
             self._gang.join(_CLOSE_TIMEOUT_S)
+        self._close_host()
+
+    def _close_host(self) -> None:
+        if self._runner is not None:
+            self._runner.close()  # before the memory that it moves to goes
         if self._host is not None:
             self._host.close()
 
@@ -282,6 +289,7 @@ class LLM:
     ) -> None:
         if error is not None and self._gang is not None:
             self._gang.kill()
+            self._close_host()
         else:
             self.close()
 

@@ -6,7 +6,7 @@
 
 What a policy looks at is kept where a handle ends, in nodes and in restore points, and handed up to the parent when a
 node goes: a prefix is at least as used as what hung below it. One lazy heap has an entry per candidate; use does not
-touch the heap, an entry is put right when it is popped:
+touch the heap, an entry is put right when it comes first:
 
     heap    (value when pushed, number of the entry, item)        item.entry is 0 or the number of its valid entry
 """
@@ -126,17 +126,17 @@ class EvictionOrder(Generic[T]):
             item.entry = 0
             self._num_valid -= 1
 
-    def pop(self) -> T | None:
-        """Take the item out that goes first; None if there is no candidate. Costs O(log n)."""
+    def first(self) -> T | None:
+        """The item that goes first, which stays a candidate; None if there is none. Costs O(log n) per entry passed."""
         while self._heap:
-            rank, last_used, entry, item = heapq.heappop(self._heap)
-            if entry != item.entry:
-                continue
-            item.entry = 0
-            self._num_valid -= 1
-            if self._worth(item, self.now_s) <= (rank, last_used):
-                return item
-            self.push(item)
+            rank, last_used, entry, item = self._heap[0]
+            if entry == item.entry:
+                if self._worth(item, self.now_s) <= (rank, last_used):
+                    return item
+                self.void(item)
+                self.push(item)
+            else:
+                heapq.heappop(self._heap)
         return None
 
     def tick(self, now_s: float) -> None:

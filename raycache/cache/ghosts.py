@@ -6,9 +6,9 @@
 
 A ghost is a run of pages that hung at a place: the end of a node, or of another ghost. When pages come back, the ghost
 gives them up from its front, and what is left of it hangs where they end. The first page of a run is known by a 64 bit
-hash of its tokens; those behind it, and those trimmed off a node that stays, by a sum over eight of their tokens, spread
-over the page: reading them all costs a third of an insert. So the answer is exact but for a page that has these eight
-tokens in common with another that followed the same prefix, and for the oldest ghosts, forgotten to bound the memory.
+hash of its tokens; those behind it, and those trimmed off a node that stays, by a sample, the low halves of four
+tokens, as reading them all would cost a third of an insert. So the answer is exact but for a page whose sample is that
+of another one that followed the same prefix, and for the oldest ghosts, which are forgotten to bound the memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 
 from raycache.types import PackedTokens
 
-SUM_BYTES = 8
-"""Bytes of the sum of one page."""
+SAMPLE_BYTES = 8
+"""Bytes of the sample of one page."""
 
-_NUM_SAMPLES = 4  # words of two tokens
+_NUM_TOKENS = 4  # in a sample
 _LEAST_BYTES = 1 << 18
-_GHOST_BYTES = 512  # of a ghost without its sums, with its place and entries
-_Key = int | bytes  # the hash of the first page, or its sum if its tokens are not known any more
+_GHOST_BYTES = 512  # of a ghost without its samples, with its place and entries
+_Key = int | bytes  # the hash of the first page, or its sample if its tokens are not known any more
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -36,7 +36,7 @@ class Place:
 
     Attributes:
         ghosts: by what their first page is known by.
-        num_rests: those of them that are what is left of a run, known by a sum.
+        num_rests: those of them that are what is left of a run, known by a sample.
     """
 
     ghosts: dict[_Key, _Ghost] = field(default_factory=dict)
@@ -50,13 +50,13 @@ class _Ghost:
     Attributes:
         place: where it hangs; None once it is forgotten or all its pages are back.
         key: its name there.
-        sums: of its pages, one after the other.
+        samples: of its pages, one after the other.
         end: the place where its last page ends; None if nothing hangs there.
     """
 
     place: Place | None
     key: _Key
-    sums: bytes
+    samples: bytearray
     end: Place | None
 
 
@@ -68,13 +68,12 @@ class Ghosts:
     """
 
     def __init__(self, page_bytes: int) -> None:
-        self._word = np.dtype(np.uint64 if page_bytes % 8 == 0 else np.uint32)
         self._page_bytes = page_bytes
-        self._num_words = page_bytes // self._word.itemsize
-        self._stride = max(1, self._num_words // _NUM_SAMPLES)
-        num_samples = len(range(self._stride - 1, self._num_words, self._stride))
-        draw = np.random.default_rng(num_samples)
-        self._factors = draw.integers(1 << 64, size=num_samples, dtype=np.uint64) | np.uint64(1)
+        num_halves = page_bytes // 2  # the low half of token i is half 2 i
+        self._stride = num_halves // _NUM_TOKENS
+        tokens = [page_bytes // 4 * i // _NUM_TOKENS for i in range(1, _NUM_TOKENS + 1)]
+        self._halves = [max(0, 2 * token - 2) for token in tokens]
+        self._num_halves = num_halves
         self._by_age: deque[_Ghost] = deque()  # with some that are gone
         self._roots: WeakValueDictionary[bytes, Place] = WeakValueDictionary()
         self._num_ghosts = 0
@@ -90,63 +89,67 @@ class Ghosts:
             place = self._roots[seed] = Place()
         return place
 
-    def sums(self, tokens: PackedTokens) -> bytes:
-        """One per page of these packed tokens, `SUM_BYTES` each."""
-        words = np.frombuffer(tokens, self._word).reshape(-1, self._num_words)
-        return bytes((words[:, self._stride - 1 :: self._stride] @ self._factors).tobytes())
+    def samples(self, tokens: PackedTokens) -> bytes:
+        """One per page of these packed tokens, `SAMPLE_BYTES` each."""
+        if len(tokens) == self._page_bytes:
+            return b"".join([tokens[2 * half : 2 * half + 2] for half in self._halves])
+        halves = np.frombuffer(tokens, np.uint16)
+        if self._num_halves % (2 * _NUM_TOKENS) == 0:  # they lie evenly, and a slice is faster
+            return bytes(halves[self._stride - 2 :: self._stride].tobytes())
+        return bytes(halves.reshape(-1, self._num_halves)[:, self._halves].tobytes())
 
     def has(self, place: Place, page: bytes) -> bool:
         """Whether the page with these tokens hung there and was evicted."""
-        return hash(page) in place.ghosts or (place.num_rests > 0 and self.sums(page) in place.ghosts)
+        return hash(page) in place.ghosts or (place.num_rests > 0 and self.samples(page) in place.ghosts)
 
-    def add(self, place: Place, first_page: bytes, sums: bytes, *, end: Place | None, max_bytes: int) -> None:
+    def add(self, place: Place, first_page: bytes, samples: bytearray, *, end: Place | None, max_bytes: int) -> None:
         """Pages are evicted.
 
         Args:
             place: where they hung.
             first_page: tokens of the first of them.
-            sums: of all of them.
+            samples: of all of them, not copied.
             end: the place where they end, if anything may hang there.
             max_bytes: of all ghosts together; the oldest are forgotten.
         """
         if end is not None and len(end.ghosts) == 1:  # evicted run by run, it is one all the same
             ghost = next(iter(end.ghosts.values()))
-            sums, end = sums + ghost.sums, ghost.end
+            samples, end = samples + ghost.samples, ghost.end
             self._forget(ghost)
-        self._hang(place, hash(first_page), sums, end)
+        self._hang(place, hash(first_page), samples, end)
         while self._num_bytes > max_bytes and self._num_bytes > _LEAST_BYTES:
             self._forget(self._by_age.popleft())
 
-    def add_rest(self, place: Place, sums: bytes, *, end: Place | None) -> None:
+    def add_rest(self, place: Place, samples: bytearray, *, end: Place | None) -> None:
         """Pages were evicted whose tokens are not known any more; arguments as for `add`."""
-        self._hang(place, sums[:SUM_BYTES], sums, end)
+        self._hang(place, bytes(samples[:SAMPLE_BYTES]), samples, end)
 
-    def give_up(self, place: Place, tokens: bytearray, sums: bytes) -> list[tuple[int, Place]]:
+    def give_up(self, place: Place, tokens: bytearray, samples: bytes) -> list[tuple[int, Place]]:
         """Pages are cached at `place`, perhaps again.
 
         Args:
             place: nothing that is cached hangs there with their first page.
-            tokens, sums: theirs.
+            tokens, samples: theirs.
         Returns:
             (number of pages, place where they end) wherever among them other ghosts hang, in order.
         """
         ends: list[tuple[int, Place]] = []
         known = 0
-        while place.ghosts and known < len(sums):
-            page = known // SUM_BYTES * self._page_bytes
+        while place.ghosts and known < len(samples):
+            page = known // SAMPLE_BYTES * self._page_bytes
             key = hash(bytes(tokens[page : page + self._page_bytes]))
-            ghost = place.ghosts.get(key) or place.ghosts.get(sums[known : known + SUM_BYTES])
+            ghost = place.ghosts.get(key) or place.ghosts.get(samples[known : known + SAMPLE_BYTES])
             if ghost is None:
                 break
-            num_back = _common(ghost.sums, sums[known:])
+            num_back = _common(ghost.samples, samples[known:])
             known += num_back
             place = ghost.end or Place()
-            if num_back < len(ghost.sums):
+            if num_back < len(ghost.samples):
                 place = Place()
-                self.add_rest(place, ghost.sums[num_back:], end=ghost.end)
+                self.add_rest(place, ghost.samples[num_back:], end=ghost.end)
             self._forget(ghost)
             if place.ghosts:
-                ends.append((known // SUM_BYTES, place))
+                ends.append((known // SAMPLE_BYTES, place))
         return ends
 
     def clear(self) -> None:
@@ -160,15 +163,15 @@ class Ghosts:
         assert all(ghost.place is not None and ghost.place.ghosts[ghost.key] is ghost for ghost in ghosts), "lost"
         assert len(ghosts) == self._num_ghosts, f"{self._num_ghosts} ghosts counted, there are {len(ghosts)}"
         assert len(self._by_age) <= 2 * self._num_ghosts + 64, "ghosts that are gone are kept"
-        num_bytes = sum(_GHOST_BYTES + len(ghost.sums) for ghost in ghosts)
+        num_bytes = sum(_GHOST_BYTES + len(ghost.samples) for ghost in ghosts)
         assert self._num_bytes == num_bytes, f"{self._num_bytes} bytes counted, there are {num_bytes}"
 
-    def _hang(self, place: Place, key: _Key, sums: bytes, end: Place | None) -> None:
-        ghost = place.ghosts[key] = _Ghost(place, key, sums, end)
+    def _hang(self, place: Place, key: _Key, samples: bytearray, end: Place | None) -> None:
+        ghost = place.ghosts[key] = _Ghost(place, key, samples, end)
         place.num_rests += isinstance(key, bytes)
         self._by_age.append(ghost)
         self._num_ghosts += 1
-        self._num_bytes += _GHOST_BYTES + len(sums)
+        self._num_bytes += _GHOST_BYTES + len(samples)
 
     def _forget(self, ghost: _Ghost) -> None:
         place = ghost.place
@@ -178,15 +181,15 @@ class Ghosts:
         place.num_rests -= isinstance(ghost.key, bytes)
         ghost.place = None
         self._num_ghosts -= 1
-        self._num_bytes -= _GHOST_BYTES + len(ghost.sums)
+        self._num_bytes -= _GHOST_BYTES + len(ghost.samples)
         if len(self._by_age) > 2 * self._num_ghosts + 64:
             self._by_age = deque(ghost for ghost in self._by_age if ghost.place is not None)
 
 
-def _common(first: bytes, second: bytes) -> int:
-    """How many bytes of whole sums are equal from the start on."""
+def _common(first: bytearray, second: bytes) -> int:
+    """How many bytes of whole samples are equal from the start on."""
     if second.startswith(first):
         return len(first)
     size = min(len(first), len(second))
     differs = np.frombuffer(first[:size], np.uint64) != np.frombuffer(second[:size], np.uint64)
-    return int(differs.argmax()) * SUM_BYTES if differs.any() else size
+    return int(differs.argmax()) * SAMPLE_BYTES if differs.any() else size

@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
+from itertools import repeat
 
 import numpy as np
 
-from raycache.cache.catalog import Catalog
+from raycache.cache.catalog import Catalog, Holds
 from raycache.cache.evict import Eviction, Leaving
-from raycache.cache.keys import tag_of
+from raycache.cache.keys import tags_of
 from raycache.cache.node import Parts
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.tree import PrefixHandle, RadixTree
@@ -33,6 +34,7 @@ from raycache.parallel.board import Acks
 from raycache.types import PackedTokens
 
 _NO_PAGES: PageIds = np.empty(0, np.int32)
+_NEW_RANKS = Acks()
 
 
 class WritePolicy(StrEnum):
@@ -86,7 +88,7 @@ class Job:
         tokens: of the sequence, packed; it may grow.
         pages, digests: of the host.
         parts: of the restore point at the end, or None.
-        release: lets go of the device's units.
+        release: lets go of the device's units; told whether they are saved.
     """
 
     number: int
@@ -95,7 +97,7 @@ class Job:
     pages: PageIds
     digests: list[bytes]
     parts: HostParts | None
-    release: Callable[[], None]
+    release: Callable[[bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ class HostTier:
         self._is_urgent = False
         self._is_lost = False
         self._moving: set[int] = set()  # pages that are in no tree yet
+        self._moving_parts: list[Parts] = []  # the same of restore points
+        self._held_parts: list[Parts] = []
         self._counts: Counter[str] = Counter()
 
     # --- the life of a sequence ---------------------------------------------------------------------------------------
@@ -180,7 +184,7 @@ class HostTier:
         *,
         stop: int,
         parts: Parts,
-        release: Callable[[], None],
+        release: Callable[[bool], None],
         now: int,
     ) -> bool:
         """Copy a sequence's first pages to the host, as far as they are not there, and the restore point behind them.
@@ -191,7 +195,7 @@ class HostTier:
             pages: device pages from a page number on, up to `stop`.
             stop: number of pages.
             parts: device units of the restore point there; empty for none.
-            release: called when the device's units are not needed any more.
+            release: called when the device's units are not needed any more, with whether they are saved.
             now: step number.
         Returns:
             Whether moves were planned; if not, nothing is held.
@@ -210,15 +214,10 @@ class HostTier:
         digests = self.digests(cursor.tail[-1] if cursor.tail else cursor.found.root, tokens, first, stop)
         cursor.tail = [*cursor.tail, *digests][-self._tail :]
         host_parts = self._take_parts(parts)
-        units = [
-            Unit(FULL, device, host, tag_of(digest))
-            for device, host, digest in zip(pages(first).tolist(), taken.tolist(), digests, strict=True)
-        ]
+        units = _units(FULL, pages(first).tolist(), taken.tolist(), digests)
         if host_parts is not None:
-            tags = [tag_of(digest) for digest in cursor.tail]
             for space, ids in parts.items():
-                moved = zip(ids, host_parts[space], tags[len(tags) - len(ids) :], strict=True)
-                units += [Unit(space, *unit) for unit in moved]
+                units += _units(space, ids, host_parts[space], cursor.tail[len(cursor.tail) - len(ids) :])
         cursor.num_planned = max(cursor.num_planned, stop)
         cursor.num_open += 1
         self._num_saves += 1
@@ -226,10 +225,14 @@ class HostTier:
         self._jobs.append(Job(self._num_saves, cursor, tokens, taken, digests, host_parts, release))
         return True
 
-    def save_leaving(self, leaving: Leaving) -> None:
-        """Copy what the device is about to evict; the plan that overwrites it saves it first."""
-        if self.policy is not WritePolicy.BACK or (self._shared and not leaving.parts):
-            return  # pages without their restore point are of no use
+    def save_leaving(self, leaving: Leaving) -> bool:
+        """Copy what the device is about to evict; the plan that overwrites it saves it first.
+
+        Returns:
+            Whether the host has all of its pages, or will.
+        """
+        if self._shared and not leaving.parts:
+            return False  # pages without their restore point are of no use
         cursor = self.open(leaving.tokens, root=leaving.root, now=0)
         is_planned = self.save(
             cursor,
@@ -237,32 +240,42 @@ class HostTier:
             lambda first: leaving.pages[first:],
             stop=len(leaving.pages),
             parts=leaving.parts,
-            release=lambda: None,
+            release=lambda is_done: None,
             now=0,
         )
         self._is_urgent |= is_planned
         self.close(cursor)
+        return cursor.num_planned == len(leaving.pages)
 
-    def load(self, handle: PrefixHandle, *, first: int, pages: Sequence[int], parts: Parts) -> int:
+    def hold(self, parts: Parts) -> None:
+        """Keep the units of a restore point as they are until `let_go`, whether or not the tree gives it up."""
+        for space, ids in parts.items():
+            self._shared[space].share(ids)
+        self._held_parts.append(parts)
+
+    def let_go(self, parts: Parts) -> None:
+        """Undo `hold`."""
+        self._held_parts.remove(parts)
+        for space, ids in parts.items():
+            self._shared[space].release(ids)
+
+    def load(self, handle: PrefixHandle, *, first: int, pages: Sequence[int], parts: Parts, host_parts: Parts) -> int:
         """Plan the moves of a prefix to the device.
 
         Args:
             handle: of the host's prefix, locked until they are done.
             first: number of the first page to load.
             pages: device pages for those from there to the handle's end.
-            parts: device units for those of the restore point at the handle's end.
+            parts: device units for the restore point at the handle's end.
+            host_parts: its units here, held until they are done.
         Returns:
             Number of the moves.
         """
         host = handle.pages
         digests = self._catalog.digests(host)
-        units = [
-            Unit(FULL, device, page, tag_of(digest))
-            for device, page, digest in zip(pages, host[first:].tolist(), digests[first:], strict=True)
-        ]
-        for space, ids in handle.parts.items():
-            tags = digests[len(host) - len(ids) :]
-            units += [Unit(space, *unit) for unit in zip(parts[space], ids, map(tag_of, tags), strict=True)]
+        units = _units(FULL, pages, host[first:].tolist(), digests[first:])
+        for space, ids in host_parts.items():
+            units += _units(space, parts[space], ids, digests[len(host) - len(ids) :])
         self._num_loads += 1
         self._loads.append(Moves(self._num_loads, units))
         self._counts["loaded_pages"] += len(pages)
@@ -299,9 +312,9 @@ class HostTier:
             self._finish(self._jobs.popleft(), is_done=False, now=0)
         self._saves, self._loads, self._is_urgent = [], [], False
 
-    def resume(self) -> None:
-        """There are new ranks."""
-        self._num_saves = self._num_loads = 0
+    def resume(self, acks: Acks = _NEW_RANKS) -> None:
+        """There are ranks again, which have acknowledged so many moves."""
+        self._num_saves, self._num_loads = acks.saves, acks.loads
         self._is_lost = False
 
     # --- units for a storage ------------------------------------------------------------------------------------------
@@ -354,6 +367,7 @@ class HostTier:
         if not self._tree.keep(handle, parts):
             self._release_parts(parts)
             return False
+        self._moving_parts.remove(parts)
         parts.page = int(handle.pages_from(handle.length // self.page_size - 1)[0])
         self._catalog.add_point(parts.page, parts)
         return True
@@ -373,6 +387,10 @@ class HostTier:
     def match(self, tokens: PackedTokens, *, root: bytes, now: int) -> PrefixHandle:
         """As `RadixTree.match`."""
         return self._tree.match(tokens, now=now, root=root)
+
+    def rematch(self, handle: PrefixHandle, tokens: PackedTokens, *, now: int) -> None:
+        """As `RadixTree.rematch`."""
+        self._tree.rematch(handle, tokens, now=now)
 
     def lengthen(self, handle: PrefixHandle, tokens: PackedTokens, *, limit: int, now: int) -> None:
         """As `RadixTree.lengthen`."""
@@ -397,9 +415,15 @@ class HostTier:
 
     # --- all of it ----------------------------------------------------------------------------------------------------
 
-    def recover(self) -> int:
-        """Build the tree from the catalog that an earlier decider left; pages found."""
-        branches = self._catalog.recover()
+    def recover(self, holds: Holds = lambda space, units, tags: [True] * len(units)) -> int:
+        """Build the tree from the catalog that an earlier decider left.
+
+        Args:
+            holds: looks at the slots themselves.
+        Returns:
+            Pages found.
+        """
+        branches = self._catalog.recover(holds)
         found = np.unique(np.concatenate([_NO_PAGES, *(branch.pages for branch in branches)]))
         self._pages.free(np.setdiff1d(self._pages.allocate(self._pages.num_free), found))
         for branch in branches:
@@ -431,6 +455,9 @@ class HostTier:
         """Assert that every unit is free, cached or on its way."""
         self._tree.check()
         self._pages.check(in_use=np.asarray(sorted(self._moving), np.int32), cached=self._tree.cached_pages())
+        parts = self._tree.point_parts() + self._moving_parts + self._held_parts
+        for space, allocator in self._shared.items():
+            allocator.check(i for part in parts for i in part.get(space, ()))
 
     # --- how ----------------------------------------------------------------------------------------------------------
 
@@ -466,7 +493,9 @@ class HostTier:
                 if not self._tree.evict_point(space):
                     return None
                 self._counts["evicted_points"] += 1
-        return HostParts({space: self._shared[space].allocate(len(ids)) for space, ids in parts.items()})
+        taken = HostParts({space: self._shared[space].allocate(len(ids)) for space, ids in parts.items()})
+        self._moving_parts.append(taken)
+        return taken
 
     def _finish(self, job: Job, *, is_done: bool, now: int) -> None:
         cursor = job.cursor
@@ -477,10 +506,11 @@ class HostTier:
             is_kept = job.parts is not None and self.keep(cursor.saved, job.parts)
             self._tell(cursor.saved, entered, job.digests, job.parts if is_kept else None)
         else:
+            is_done = False
             cursor.is_broken = True
             self._counts["failed_saves"] += 1
             self.give_back(job.pages, job.parts)
-        job.release()
+        job.release(is_done)
         if cursor.is_closed and cursor.num_open == 0:
             cursor.saved.release()
 
@@ -505,6 +535,8 @@ class HostTier:
     def _release_parts(self, parts: Parts) -> None:
         if isinstance(parts, HostParts) and parts.page >= 0:
             self._catalog.drop_point(parts.page)
+        else:
+            self._moving_parts.remove(parts)
         for space, ids in parts.items():
             self._shared[space].release(ids)
 
@@ -521,6 +553,11 @@ class HostTier:
                     self._shared[space].take(ids)
                 if self._tree.keep(handle, parts):
                     parts.page = int(pages[stop - 1])
+
+
+def _units(space: str, device: Sequence[int], host: Sequence[int], digests: Sequence[bytes]) -> list[Unit]:
+    assert len(device) == len(host) == len(digests), f"{len(device)} units of {space} to {len(host)}"
+    return list(map(Unit._make, zip(repeat(space), device, host, tags_of(digests), strict=False)))
 
 
 _COUNTERS = (

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from hashlib import sha256
 
+import numpy as np
+
 from raycache.memory.component import Component
 from raycache.types import PackedTokens
 
@@ -170,6 +172,12 @@ def row_format(component: Component) -> bytes:
 def tag_of(digest: bytes) -> int:
     """The first 8 bytes of a digest, little endian: what headers of host slots and plans say of it."""
     return int.from_bytes(digest[:8], "little")
+
+
+def tags_of(digests: Sequence[bytes]) -> list[int]:
+    """`tag_of` of many digests."""
+    words: list[int] = np.frombuffer(b"".join(digests), "<u8")[:: DIGEST_BYTES // 8].tolist()
+    return words
 
 
 def object_keys(digests: Iterable[bytes], *, rows: bytes, box: Box) -> list[bytes]:

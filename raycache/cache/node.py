@@ -4,20 +4,21 @@ The tree decides when; this is how, at the cost of the bytes that have to be com
 
     key     [ t t t t | t t t t | ... . ]           packed tokens, a bytearray: grows in place
     pages   [   p     |   p     | ... . ]           one id per page; the two parts of a split share one array
-    sums    [   s     |   s     | ... . | s | s ]   one per page, and of those that were trimmed off its end
+    samples [   s     |   s     | ... . | s | s ]   one per page, and of those that were trimmed off its end
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from raycache.cache.ghosts import SUM_BYTES, Place
+from raycache.cache.ghosts import SAMPLE_BYTES, Place
 from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
 
-_STRIDE_BYTES = 1 << 20  # of one memcmp; what differs is looked for inside the last one
+STRIDE_BYTES = 1 << 20
+"""Of one memcmp at most; what differs is looked for inside the last one."""
 
 
 Parts = Mapping[str, Sequence[int]]
@@ -77,12 +78,12 @@ class Node(Evictable):
     Attributes:
         parent: None for a root, and once it is evicted.
         key: packed tokens of the run.
-        sums: of its pages, to remember them by when they are evicted, and of evicted ones that followed.
+        samples: of its pages, to remember them by when they are evicted, and of evicted ones that followed.
         name: the bytes of its first page.
         children: by name.
         locks: handles that end here.
         locked_children: children that are protected.
-        place: where the sums end, as a place where more evicted pages may hang; None if none ever did.
+        place: where the samples end, as a place where more evicted pages may hang; None if none ever did.
         point: restore point at its end, if there is or was one.
         num_pages: length of the run.
     """
@@ -98,7 +99,7 @@ class Node(Evictable):
         "parent",
         "place",
         "point",
-        "sums",
+        "samples",
     )
 
     def __init__(
@@ -106,7 +107,7 @@ class Node(Evictable):
         parent: Node | None,
         key: bytearray,
         ids: PageIds,
-        sums: bytearray,
+        samples: bytearray,
         *,
         name: bytes = b"",
         place: Place | None = None,
@@ -124,7 +125,7 @@ class Node(Evictable):
         self.point: RestorePoint | None = None
         self.num_pages = len(ids)
         self._ids = ids  # may be longer than the run, by room to grow
-        self.sums = sums
+        self.samples = samples
 
     @property
     def pages(self) -> PageIds:
@@ -133,14 +134,18 @@ class Node(Evictable):
 
     @property
     def tail(self) -> bytearray:
-        """Sums of evicted pages that followed the run and did not come back."""
-        return self.sums[self.num_pages * SUM_BYTES :]
+        """Samples of evicted pages that followed the run and did not come back."""
+        return self.samples[self.num_pages * SAMPLE_BYTES :]
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether evicted pages followed the run that were part of it."""
+        return len(self.samples) > self.num_pages * SAMPLE_BYTES
 
     @property
     def has_ghosts(self) -> bool:
         """Whether evicted pages followed the run that did not come back."""
-        has_tail = len(self.sums) > self.num_pages * SUM_BYTES
-        return has_tail or (self.place is not None and bool(self.place.ghosts))
+        return self.has_tail or (self.place is not None and bool(self.place.ghosts))
 
     @property
     def is_protected(self) -> bool:
@@ -162,11 +167,8 @@ class Node(Evictable):
 
         One pass of memcmp in strides, then halving inside the stride that differs. Slices are views: no copies.
         """
-        size = len(self.key)
-        if size <= _STRIDE_BYTES and offset + size <= limit and tokens.startswith(self.key, offset):
-            return size  # most nodes match whole
-        size = min(size, limit - offset)
-        stride = max(1, _STRIDE_BYTES // page_bytes) * page_bytes
+        size = min(len(self.key), limit - offset)
+        stride = max(1, STRIDE_BYTES // page_bytes) * page_bytes
         key, matched = memoryview(self.key), 0
         while matched < size and tokens.startswith(key[matched : min(matched + stride, size)], offset + matched):
             matched += stride
@@ -181,11 +183,19 @@ class Node(Evictable):
                 differs = middle
         return matched
 
+    def walk_down(self) -> Iterator[Node]:
+        """This node and all below it, parents first."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
     def check(self, *, page_bytes: int) -> None:
         """Assert what holds for every node of a tree."""
         assert len(self.key) == self.num_pages * page_bytes, "a node's tokens and pages differ in number"
-        assert len(self.sums) >= self.num_pages * SUM_BYTES, "a node has fewer sums than pages"
-        assert not (self.tail and self.children), "evicted pages are forgotten where others follow"
+        assert len(self.samples) >= self.num_pages * SAMPLE_BYTES, "a node has fewer samples than pages"
+        assert not (self.has_tail and self.children), "evicted pages are forgotten where others follow"
         assert self.locks >= 0, "unlocked more often than locked"
         protected = sum(child.is_protected for child in self.children.values())
         assert self.locked_children == protected, f"{self.locked_children} locked children counted, {protected} are"
@@ -195,7 +205,7 @@ class Node(Evictable):
         assert self.point is None or self.point.node is self, "a restore point stands elsewhere"
         assert self.entry or not self.is_free_leaf, "a free leaf is not among the candidates"
 
-    def append(self, tokens: PackedTokens, ids: PageIds, sums: bytes) -> None:
+    def append(self, tokens: PackedTokens, ids: PageIds, samples: bytes) -> None:
         """Grow by whole pages at the end, where no evicted ones follow; amortised, costs as much as what is new."""
         end = self.num_pages + len(ids)
         if end > len(self._ids):
@@ -205,7 +215,7 @@ class Node(Evictable):
         self._ids[self.num_pages : end] = ids
         self.num_pages = end
         self.key += tokens
-        self.sums += sums
+        self.samples += samples
 
     def take_front(self, size: int, *, page_bytes: int) -> Node:
         """Cut the first `size` bytes off into a node of their own, which is not linked to anything yet.
@@ -214,21 +224,21 @@ class Node(Evictable):
         """
         num_pages = size // page_bytes
         front_key, self.key = _cut(self.key, size)
-        front_sums, self.sums = _cut(self.sums, num_pages * SUM_BYTES)
-        front = Node(None, front_key, self._ids[:num_pages], front_sums, name=self.name)
+        front_samples, self.samples = _cut(self.samples, num_pages * SAMPLE_BYTES)
+        front = Node(None, front_key, self._ids[:num_pages], front_samples, name=self.name)
         self.name = bytes(self.key[:page_bytes])
         self._ids = self._ids[num_pages:]
         self.num_pages -= num_pages
         return front
 
     def drop_back(self, num_pages: int, *, page_bytes: int) -> None:
-        """Give up the last `num_pages` pages, fewer than all; their sums stay."""
+        """Give up the last `num_pages` pages, fewer than all; their samples stay."""
         self.num_pages -= num_pages
         del self.key[-num_pages * page_bytes :]
 
     def forget_tail(self) -> None:
         """Forget what was trimmed off the end of the run."""
-        del self.sums[self.num_pages * SUM_BYTES :]
+        del self.samples[self.num_pages * SAMPLE_BYTES :]
 
 
 class Root(Node):

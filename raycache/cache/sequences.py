@@ -33,7 +33,7 @@ from raycache.cache.storage_tier import StorageTier
 from raycache.cache.tree import PrefixHandle, RadixTree
 from raycache.memory.component import FULL
 from raycache.memory.moves import Moves
-from raycache.memory.pages import PageAllocator, SharedAllocator
+from raycache.memory.pages import PageAllocator, PageIds, SharedAllocator
 from raycache.types import PackedTokens
 
 
@@ -87,7 +87,8 @@ class Load:
         handle: of the host's prefix.
         first: number of the first page to load.
         num_device: tokens before it that the device had.
-        parts: device units for the restore point at the handle's end.
+        parts: device units for the restore point at the handle's end, with a holder: no row writes there.
+        host_parts: its units on the host, held there.
         number: of the moves, 0 before they are planned.
     """
 
@@ -95,6 +96,7 @@ class Load:
     first: int
     num_device: int
     parts: Parts
+    host_parts: Parts
     number: int = 0
 
     @property
@@ -172,6 +174,7 @@ class SequenceCache:
     Attributes:
         host, storage, costs: as given.
         num_evicted: pages of the sequence that were freed to make room.
+        num_evicted_unsaved: those of them that the host did not have, if there is one.
         num_points_evicted: restore points that were given up to make room.
     """
 
@@ -190,18 +193,21 @@ class SequenceCache:
         self.host, self.storage = host, storage
         self.costs = costs or Costs()
         self.num_evicted = 0
+        self.num_evicted_unsaved = 0
         self.num_points_evicted = 0
+        self._is_saved = np.zeros(sizes.num_pages, np.bool_)
         self._windows = {space: window for space, (window, _) in sizes.windows.items()}
         self._state_space = next(iter(sizes.states), "")
         self._pages = PageAllocator(sizes.num_pages)
         self._shared = {space: SharedAllocator(count) for space, (_, count) in sizes.windows.items()}
         self._shared |= {space: SharedAllocator(count) for space, count in sizes.states.items()}
+        self._saving: list[Parts] = []  # of restore points on their way to the host: holders of their own
         self._tree = RadixTree(
             sizes.page_size,
             point_spaces=tuple(self._shared),
             eviction=eviction,
             on_drop=self._release_parts,
-            on_leave=self._on_leave if host is not None else None,
+            on_leave=self._on_leave if host is not None and host.policy is WritePolicy.BACK else None,
         )
 
     @property
@@ -246,7 +252,7 @@ class SequenceCache:
         return holding
 
     def start(self, holding: Holding, tokens: PackedTokens, *, may_load: bool, now: int) -> int:
-        """A sequence begins to run: save what a second one uses now, and prepare to load what the host has beyond.
+        """A sequence is about to run: prepare to load what the host has beyond the device.
 
         Args:
             holding: as it was begun.
@@ -254,43 +260,77 @@ class SequenceCache:
             may_load: whether loading is wanted.
             now: step number.
         Returns:
-            Where the sequence goes on, in tokens: `make_room` comes next, and `plan_load` after it.
+            Where the sequence goes on, in tokens: `make_room` comes next, then `use`, and `plan_load`.
         """
-        holding.is_started = True
-        if self.host is not None and self.host.policy is not WritePolicy.BACK:
-            self._save(holding, tokens, now=now)
         if may_load and holding.cursor is not None and holding.cursor.found.length > holding.handle.length:
             self._prepare_load(holding, tokens, now=now)
         return holding.handle.length if holding.load is None else holding.load.position
 
+    def use(self, holding: Holding, tokens: PackedTokens, *, now: int) -> None:
+        """A sequence that has room runs: what a second one uses now is saved.
+
+        Not before it has room: one that tries again and again would save the same pages each time.
+        """
+        holding.is_started = True
+        if self.host is not None and self.host.policy is not WritePolicy.BACK and holding.load is None:
+            self._save(holding, tokens, now=now)
+
+    def load_more(self, holding: Holding, tokens: PackedTokens, num_computed: int, *, now: int) -> int:
+        """Prepare to load what the host has got behind a sequence that runs; only for models without restore points.
+
+        Returns:
+            As `start`; `num_computed` if there is nothing.
+        """
+        if self.host is None or self._shared or holding.cursor is None:
+            return num_computed
+        found = holding.cursor.found
+        self.host.rematch(found, tokens, now=now)
+        if found.length <= num_computed:
+            return num_computed
+        first = holding.handle.length // self.page_size
+        holding.load = Load(found.clone(), first, holding.handle.length, {}, {})
+        self.host.hold({})
+        return found.length
+
+    def drop_load(self, holding: Holding) -> None:
+        """Let go of what a load needs: it is over, or is not made."""
+        load, holding.load = holding.load, None
+        if load is not None and self.host is not None:
+            load.handle.release()
+            self.host.let_go(load.host_parts)
+            self._release_parts(load.parts)
+
     def plan_load(self, holding: Holding) -> int:
-        """Plan the moves of a sequence that has room; their number, 0 for none."""
+        """Plan the moves of a load that was prepared, once the row behind it has room; their number."""
         load = holding.load
-        if load is None or self.host is None:
-            return 0
+        assert load is not None and self.host is not None, "there is something to load"
         stop = load.position // self.page_size
         load.number = self.host.load(
-            load.handle, first=load.first, pages=holding.pages[load.first : stop], parts=load.parts
+            load.handle,
+            first=load.first,
+            pages=holding.pages[load.first : stop],
+            parts=load.parts,
+            host_parts=load.host_parts,
         )
         return load.number
 
     def finish_load(self, holding: Holding, tokens: PackedTokens, *, is_whole: bool, now: int) -> None:
         """The ranks have said what became of a load; the next is `advance`, or `end` where it failed."""
-        load, holding.load = holding.load, None
+        load = holding.load
         assert load is not None and self.host is not None, "only what was planned comes back"
-        load.handle.release()
         if not is_whole:
+            self.drop_load(holding)
             if holding.cursor is not None:  # it locks what is to go
                 self.host.close(holding.cursor)
                 holding.cursor = None
-            self.host.discard(tokens, root=holding.use.root, first_page=load.first)
+            last = load.position // self.page_size - 1  # whose restore point may be what is bad
+            self.host.discard(tokens, root=holding.use.root, first_page=min(load.first, last))
             return
+        self._is_saved[holding.pages[load.first : load.position // self.page_size]] = True
         self._adopt(holding, tokens, load.position, now=now)
-        if load.parts:
-            for space, ids in load.parts.items():
-                self._shared[space].share(ids)
-            if not self._tree.keep(holding.handle, load.parts):
-                self._release_parts(load.parts)
+        if load.parts and self._tree.keep(holding.handle, load.parts):
+            load.parts = {}
+        self.drop_load(holding)
 
     def make_room(self, holding: Holding, start: int, stop: int) -> Room | None:
         """Room for the tokens [start, stop) of a sequence; None, with nothing taken, if there is too little.
@@ -358,9 +398,7 @@ class SequenceCache:
         self._replace_checkpoint(holding, None)
         if holding.is_started and self.host is not None and self.host.policy is WritePolicy.THROUGH:
             self._save(holding, tokens, now=now)
-        if holding.load is not None:
-            holding.load.handle.release()
-            holding.load = None
+        self.drop_load(holding)
         if holding.cursor is not None and self.host is not None:
             self.host.close(holding.cursor)
         self._pages.free(np.asarray(sorted(holding.own), np.int32))
@@ -430,6 +468,7 @@ class SequenceCache:
         if self.host is None:
             return {}
         found = {"host": self.host.counts() | self.costs.figures()}
+        found["host"]["evicted_unsaved_pages"] = self.num_evicted_unsaved
         return found if self.storage is None else {**found, "storage": self.storage.counts()}
 
     def shared_counts(self) -> dict[str, tuple[int, int]]:
@@ -445,8 +484,9 @@ class SequenceCache:
         self._pages.check(in_use=np.asarray(own, np.int32), cached=self._tree.cached_pages())
         is_idle = not holdings and (self.host is None or not self.host.has_moves)
         assert self._tree.num_locked == 0 or not is_idle, "pages are locked and nothing runs"
-        parts = self._tree.point_parts()
+        parts = self._tree.point_parts() + self._saving
         parts += [holding.checkpoint[1] for holding in holdings if holding.checkpoint is not None]
+        parts += [holding.load.parts for holding in holdings if holding.load is not None]
         for space, allocator in self._shared.items():
             held = [i for part in parts for i in part.get(space, ())]
             for holding in holdings:
@@ -460,10 +500,15 @@ class SequenceCache:
 
     def _prepare_load(self, holding: Holding, tokens: PackedTokens, *, now: int) -> None:
         """Take what the restore point needs on the device; pages of the sequence come with the room for the row."""
-        assert holding.cursor is not None, "there is a host tier"
+        assert holding.cursor is not None and self.host is not None, "there is a host tier"
         found = holding.cursor.found
-        needed = {space: len(ids) for space, ids in found.parts.items()}
+        host_parts = dict(found.parts)
+        needed = {space: len(ids) for space, ids in host_parts.items()}
+        if self.has_points and not needed:
+            return  # the restore point made room for others since it was matched
+        self.host.hold(host_parts)  # what leaves the device now may need room on the host
         if not all(self._make_free(space, count) for space, count in needed.items()):
+            self.host.let_go(host_parts)
             return
         # Pages that the device knows beyond its last restore point need not be loaded.
         self._tree.lengthen(holding.handle, tokens, limit=found.length, now=now)
@@ -477,7 +522,9 @@ class SequenceCache:
             if holding.state >= 0:
                 self._shared[self._state_space].release([holding.state])
             holding.state = parts[self._state_space][0]
-        holding.load = Load(found.clone(), len(holding.pages), holding.handle.length, parts)
+        for space, taken in parts.items():
+            self._shared[space].share(taken)
+        holding.load = Load(found.clone(), len(holding.pages), holding.handle.length, parts, host_parts)
 
     def _save_new(self, holding: Holding, tokens: PackedTokens, *, now: int) -> None:
         """Under write_through, hand pages over once they are computed: those of prompts at once, of answers some at a
@@ -497,22 +544,29 @@ class SequenceCache:
             return
         holding.num_saved, holding.saved_point = stop, point
         handle = holding.handle.clone()
+        moved: list[PageIds] = []
         held = dict(parts)
         for space, ids in held.items():
             self._shared[space].share(ids)
+        self._saving.append(held)
 
-        def release() -> None:
+        def pages(first: int) -> PageIds:
+            moved.append(handle.pages_from(first))
+            return moved[-1]
+
+        def release(is_done: bool) -> None:
+            for ids in moved if is_done else ():
+                self._is_saved[ids] = True
             handle.release()
-            self._release_parts(held)  # not the tree's: a holder of our own
+            self._saving.remove(held)
+            self._release_parts(held)
 
-        if not self.host.save(
-            holding.cursor, tokens, handle.pages_from, stop=stop, parts=held, release=release, now=now
-        ):
-            release()
+        if not self.host.save(holding.cursor, tokens, pages, stop=stop, parts=held, release=release, now=now):
+            release(False)
 
     def _on_leave(self, leaving: Leaving) -> None:
         assert self.host is not None, "asked for with a host tier only"
-        self.host.save_leaving(leaving)
+        self._is_saved[leaving.pages] |= self.host.save_leaving(leaving)
 
     def _first_page(self, position: int, window: int) -> int:
         """The first page that a query at `position` sees through a window."""
@@ -525,6 +579,7 @@ class SequenceCache:
                 evicted = self._tree.evict(missing)
                 self._pages.free(evicted)
                 self.num_evicted += len(evicted)
+                self.num_evicted_unsaved += int(np.count_nonzero(~self._is_saved[evicted]))
             return self._pages.num_free >= count
         allocator = self._shared[space]
         while allocator.num_free < count and self._tree.evict_point(space):
@@ -536,6 +591,7 @@ class SequenceCache:
         if needed[FULL] > 0:
             new_pages[FULL] = self._pages.allocate(needed[FULL]).tolist()
             holding.pages += new_pages[FULL]
+            self._is_saved[new_pages[FULL]] = False
             holding.own.update(new_pages[FULL])
         for space, held in holding.windows.items():
             taken = self._shared[space].allocate(needed[space])

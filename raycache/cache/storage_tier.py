@@ -19,6 +19,7 @@ import numpy as np
 
 from raycache.cache.costs import Costs
 from raycache.cache.host_tier import Entered, HostParts, HostTier
+from raycache.cache.node import Parts
 from raycache.cache.storage.base import Fetch
 from raycache.cache.storage.lanes import StorageLanes
 from raycache.cache.storage.orders import Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
@@ -70,6 +71,7 @@ class Prefetch:
         start_s: when it began.
         begin, end: what it has brought to the host, in tokens; both 0 for nothing.
         num_stored: tokens that the storage has, from the prompt's begin on.
+        is_known: whether the storage has said so; until then there may be more.
         worst: the worst answer to a fetch so far.
         chunks: fetches that were not taken in yet.
         why_short: why less came than is stored.
@@ -85,6 +87,7 @@ class Prefetch:
     begin: int = 0
     end: int = 0
     num_stored: int = 0
+    is_known: bool = False
     worst: Fetch = Fetch.HIT
     chunks: deque[Chunk] = field(default_factory=deque)
     why_short: Miss = Miss.TIMEOUT
@@ -96,6 +99,7 @@ class Prefetch:
 class _Persist:
     handle: PrefixHandle
     num_pages: int
+    parts: Parts
 
 
 class StorageTier:
@@ -147,11 +151,9 @@ class StorageTier:
         if handle.length == wanted * page_size:
             handle.release()
             return None
-        usable = handle.length
-        self._host.lengthen(handle, tokens, limit=handle.known_length, now=now)
         known = self._host.page_digests(handle)
         digests = known + self._host.digests(known[-1] if known else root, tokens, len(known), wanted)
-        prefetch = Prefetch(owner, tokens, handle, digests, now_s, num_stored=usable)
+        prefetch = Prefetch(owner, tokens, handle, digests, now_s, num_stored=handle.length)
         self._finds[self._order(OrderKind.FIND, owner, digests=digests, deadline_s=now_s + self._timeout_s)] = prefetch
         return prefetch
 
@@ -203,7 +205,7 @@ class StorageTier:
                 is_known = answer.outcome is Outcome.DONE
                 self._asked.pop(answer.number)(answer.found.point_pages * self._host.page_size if is_known else None)
             elif answer.kind is OrderKind.FIND:
-                self._take_found(self._finds.pop(answer.number), answer, now_s=now_s)
+                self._take_found(self._finds.pop(answer.number), answer, now=now)
             elif answer.kind is OrderKind.FETCH:
                 prefetch, chunk = self._fetches.pop(answer.number)
                 chunk.answers = answer.fetches
@@ -213,6 +215,7 @@ class StorageTier:
                 persist = self._persists.pop(answer.number)
                 self._counts["persisted_pages"] += sum(answer.stored[: persist.num_pages])
                 persist.handle.release()
+                self._host.let_go(persist.parts)
 
     def close(self, timeout_s: float) -> None:
         """End the lanes; what is on its way is given up."""
@@ -242,36 +245,43 @@ class StorageTier:
         )
         return self._num_orders
 
-    def _take_found(self, prefetch: Prefetch, answer: StorageAnswer, *, now_s: float) -> None:
+    def _take_found(self, prefetch: Prefetch, answer: StorageAnswer, *, now: int) -> None:
         """Fetch what the storage has beyond the host, as much as there is room for."""
         if answer.outcome is not Outcome.DONE:
             prefetch.worst = Fetch.UNAVAILABLE
             self._finish(prefetch)
             return
+        prefetch.is_known = True
         size = self._host.page_size
         stop, has_point = self._reachable(answer.found, prefetch)
         if answer.found.is_foreign and stop * size <= prefetch.num_stored:
             prefetch.worst = Fetch.FOREIGN
         usable, prefetch.num_stored = prefetch.num_stored, max(prefetch.num_stored, stop * size)
-        first = prefetch.handle.length // size
-        missing = max(0, stop - first)
         if stop * size <= usable or prefetch.is_abandoned:
             self._finish(prefetch)
             return
-        pages = self._reserve(missing) if missing else np.empty(0, np.int32)
-        if pages is None:
+        # Pages that the host has beyond its last restore point, or has got since, need not be fetched.
+        self._host.lengthen(prefetch.handle, prefetch.tokens, limit=stop * size, now=now)
+        first = prefetch.handle.length // size
+        missing = stop - first
+        pages = self._reserve(missing)
+        parts = self._host.reserve_parts(self._host.part_counts(stop * size)) if has_point else None
+        if pages is None or (has_point and parts is None):
             prefetch.why_short = Miss.NO_ROOM
+            self._give_back(pages, parts)
             self._finish(prefetch)
             return
         for start in range(0, missing, _PAGES_PER_ORDER):
             end = min(start + _PAGES_PER_ORDER, missing)
             prefetch.chunks.append(Chunk(pages[start:end], prefetch.digests[first + start : first + end]))
-        if has_point:
-            if not prefetch.chunks:
-                prefetch.chunks.append(Chunk(pages, []))
-            prefetch.chunks[-1].parts = self._host.reserve_parts(self._host.part_counts(stop * size))
+        if has_point and not prefetch.chunks:
+            prefetch.chunks.append(Chunk(pages, []))
+        if parts is not None:
+            prefetch.chunks[-1].parts = parts
         for chunk in prefetch.chunks:
             self._fetch(prefetch, chunk, stop=stop)
+        if not prefetch.chunks:
+            self._finish(prefetch)
 
     def _reachable(self, found: Found, prefetch: Prefetch) -> tuple[int, bool]:
         """Up to which page the prefetch goes, and whether a restore point is to be fetched there."""
@@ -287,6 +297,12 @@ class StorageTier:
         if pages is not None:
             self._num_reserved += count
         return pages
+
+    def _give_back(self, pages: PageIds | None, parts: HostParts | None) -> None:
+        """What was reserved for a prefetch that has no room for all of it."""
+        taken = np.empty(0, np.int32) if pages is None else pages
+        self._num_reserved -= len(taken)
+        self._host.give_back(taken, parts)
 
     def _fetch(self, prefetch: Prefetch, chunk: Chunk, *, stop: int) -> None:
         units = [StoredUnit(FULL, *unit) for unit in zip(chunk.pages.tolist(), chunk.digests, strict=True)]
@@ -350,7 +366,8 @@ class StorageTier:
         for space, ids in entered.parts.items():
             units += [StoredUnit(space, *unit) for unit in zip(ids, entered.parts_digests[space], strict=True)]
         number = self._order(OrderKind.PERSIST, f"persist {entered.handle.root.hex()[:8]}", units=units)
-        self._persists[number] = _Persist(entered.handle.clone(), len(entered.pages))
+        self._host.hold(entered.parts)
+        self._persists[number] = _Persist(entered.handle.clone(), len(entered.pages), entered.parts)
 
 
 _COUNTERS = (

@@ -19,15 +19,15 @@ A restore point goes as a whole; pages behind the last one of a prefix are of no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from raycache.cache.evict import Eviction, EvictionOrder, Leaving, Value
-from raycache.cache.ghosts import SUM_BYTES, Ghosts, Place
 from raycache.cache.handle import Locks, PrefixHandle
 from raycache.cache.node import Claims, Node, Parts, RestorePoint, Root
+from raycache.cache.trie import Trie
 from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
 
@@ -36,7 +36,6 @@ __all__ = ["PrefixHandle", "RadixTree"]
 _TOKEN_BYTES = 4
 _NO_PAGES: PageIds = np.empty(0, np.int32)
 _USELESS: Value = (-(1 << 62), 0)  # goes before all else, first come, first served
-_GHOST_SHARE = 16  # ghosts take at most this part of the bytes that the cached tokens take
 
 
 class RadixTree:
@@ -48,9 +47,6 @@ class RadixTree:
         eviction: the policy.
         on_drop: takes the parts of restore points that are given up.
         on_leave: sees what is evicted just before it is; it may not change the tree.
-    Attributes:
-        num_cached: pages that the tree owns.
-        num_nodes: runs of pages, for a look at the tree's shape.
     """
 
     def __init__(
@@ -68,16 +64,18 @@ class RadixTree:
         self._eviction = eviction
         self._on_drop = on_drop
         self._on_leave = on_leave
-        self.num_cached = 0
-        self.num_nodes = 0
         self._page_bytes = page_size * _TOKEN_BYTES
-        self._roots: dict[bytes, Root] = {}
+        self._trie = Trie(self._page_bytes)
         self._locks = Locks(self._freed)
         self._worth = eviction.worth
         self._leaves: EvictionOrder[Node] = EvictionOrder(self._worth_with_points if self._spaces else self._worth)
         self._points: EvictionOrder[RestorePoint] = EvictionOrder(self._worth)
         self._num_touches = 0  # the clock of restore points: finer than steps
-        self._ghosts = Ghosts(self._page_bytes)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that the tree owns."""
+        return self._trie.num_pages
 
     @property
     def num_locked(self) -> int:
@@ -95,9 +93,19 @@ class RadixTree:
         return len(self._points)
 
     @property
+    def num_nodes(self) -> int:
+        """Runs of pages: for a look at the tree's shape."""
+        return self._trie.num_nodes
+
+    @property
     def num_roots(self) -> int:
         """Roots that something hangs at, or a handle."""
-        return len(self._roots)
+        return len(self._trie.roots)
+
+    @property
+    def num_ghosts(self) -> int:
+        """Runs of pages that were evicted and are remembered."""
+        return len(self._trie.ghosts)
 
     # --- find and lock ------------------------------------------------------------------------------------------------
 
@@ -116,10 +124,7 @@ class RadixTree:
         Returns:
             Handle with a length of whole pages, perhaps 0. Release it exactly once.
         """
-        start = self._roots.get(root)
-        if start is None:
-            start = self._roots[root] = Root(root, self._ghosts.root(root))
-        found = self._find(tokens, start, 0)
+        found = self._find(tokens, self._trie.root(root), 0)
         handle = PrefixHandle(found[0], root=root, locks=self._locks, page_size=self.page_size)
         self._settle(handle, found, now=now, claims=self._eviction.claims_of(priority, until_s))
         return handle
@@ -148,7 +153,7 @@ class RadixTree:
         assert limit % self.page_size == 0, f"{limit} tokens are not whole pages of {self.page_size}"
         assert len(tokens) >= limit * _TOKEN_BYTES, f"{limit} tokens wanted of {len(tokens) // _TOKEN_BYTES}"
         start = handle.length * _TOKEN_BYTES
-        node, end = self._walk(handle.node, tokens, start, limit * _TOKEN_BYTES)
+        node, end = self._trie.walk(handle.node, tokens, start, limit * _TOKEN_BYTES)
         handle.length = end // _TOKEN_BYTES
         handle.known_length = max(handle.known_length, handle.length)
         handle.move(node, now=now, claims=handle.claims)
@@ -179,14 +184,18 @@ class RadixTree:
         start = handle.length * _TOKEN_BYTES
         limit = start + len(pages) * self._page_bytes
         assert len(tokens) >= limit, f"{len(pages)} pages after {handle.length} tokens, but {len(tokens) // 4} tokens"
-        node, end = self._walk(handle.node, tokens, start, limit)
-        handle.move(node, now=now, claims=self._eviction.claims_of(priority, until_s))
+        node, end = self._trie.walk(handle.node, tokens, start, limit)
+        claims = self._eviction.claims_of(priority, until_s)
+        if node is not handle.node or end == limit:
+            handle.move(node, now=now, claims=claims)
         num_known = (end - start) // self._page_bytes
         if end < limit:
-            self._append(handle, memoryview(tokens)[end:limit], pages[num_known:], now)
+            self._append(handle, memoryview(tokens)[end:limit], pages[num_known:], now=now, claims=claims)
         handle.length = limit // _TOKEN_BYTES
         is_adopted = np.empty(len(pages), np.bool_)
-        is_adopted[:num_known], is_adopted[num_known:] = False, True
+        is_adopted.fill(True)
+        if num_known:
+            is_adopted[:num_known] = False
         return is_adopted
 
     def keep(self, handle: PrefixHandle, parts: Parts) -> bool:
@@ -228,7 +237,7 @@ class RadixTree:
 
     def evict_point(self, space: str) -> bool:
         """Give up the restore point that goes first, because `space` needs room; False if there is none."""
-        point = self._points.pop()
+        point = self._points.first()
         if point is None:
             return False
         if self._on_leave is not None:
@@ -242,9 +251,7 @@ class RadixTree:
     def clear(self) -> PageIds:
         """Give up every page that no handle protects, and return them; what was evicted is forgotten."""
         pages = self._give_up(self.num_evictable, is_evicted=False)
-        self._ghosts.clear()
-        for node in self._nodes():
-            node.forget_tail()
+        self._trie.forget_ghosts()
         return pages
 
     def discard(self, tokens: PackedTokens, *, root: bytes = b"", first_page: int = 0) -> PageIds:
@@ -258,12 +265,12 @@ class RadixTree:
             Pages that are the caller's now; none if that page is not cached.
         """
         start = first_page * self._page_bytes
-        if root not in self._roots or len(tokens) < start + self._page_bytes:
+        if root not in self._trie.roots or len(tokens) < start + self._page_bytes:
             return _NO_PAGES
-        node, end = self._walk(self._roots[root], tokens, 0, start)
+        node, end = self._trie.walk(self._trie.roots[root], tokens, 0, start)
         first = node.children.get(bytes(tokens[start : start + self._page_bytes])) if end == start else None
         pages = [_NO_PAGES]
-        for below in reversed(list(_nodes_from(first))) if first is not None else ():
+        for below in reversed(list(first.walk_down())) if first is not None else ():
             if below.is_free_leaf:  # what is below it came before it
                 pages.append(below.pages)
                 self._drop(below, below.num_pages)
@@ -273,29 +280,20 @@ class RadixTree:
 
     def cached_pages(self) -> PageIds:
         """All pages that the tree owns, in no particular order. Walks the tree: for checks."""
-        return np.concatenate([_NO_PAGES, *(node.pages for node in self._nodes())])
+        return np.concatenate([_NO_PAGES, *(node.pages for node in self._trie.nodes())])
 
     def point_parts(self) -> list[Parts]:
         """Parts of all restore points: for checks."""
-        return [node.point.parts for node in self._nodes() if node.point is not None and node.has_point]
+        return [node.point.parts for node in self._trie.nodes() if node.point is not None and node.has_point]
 
     def check(self) -> None:
         """Assert every invariant of the tree. Walks all of it: for tests and idle times."""
-        nodes = list(self._nodes())
-        for node in nodes:
-            node.check(page_bytes=self._page_bytes)
-        pages = self.cached_pages()
-        num_runs = len(nodes) - len(self._roots)
-        assert self.num_nodes == num_runs, f"{self.num_nodes} nodes counted, there are {num_runs}"
-        assert self.num_cached == len(pages), f"{self.num_cached} cached pages counted, there are {len(pages)}"
-        assert len(np.unique(pages)) == len(pages), "a page is in the tree twice"
+        self._trie.check()
+        nodes = list(self._trie.nodes())
         locked = sum(node.num_pages for node in nodes if node.is_protected)
         assert self.num_locked == locked, f"{self.num_locked} locked pages counted, there are {locked}"
-        for seed, root in self._roots.items():
-            assert root.seed == seed and (root.children or root.is_protected), "a root is not forgotten"
         self._leaves.check({node for node in nodes if node.entry})
         self._points.check({node.point for node in nodes if node.point is not None and node.has_point})
-        self._ghosts.check()
 
     # --- how ----------------------------------------------------------------------------------------------------------
 
@@ -307,8 +305,10 @@ class RadixTree:
         """
         assert tokens and len(tokens) % _TOKEN_BYTES == 0, f"{len(tokens)} bytes are not one or more packed tokens"
         limit = (len(tokens) - _TOKEN_BYTES) // self._page_bytes * self._page_bytes
-        node, end = self._walk(above, tokens, length * _TOKEN_BYTES, limit)
-        known_length, was_evicted = end // _TOKEN_BYTES, node.has_ghosts and self._is_ghost(node, tokens, end)
+        node, end = self._trie.walk(above, tokens, length * _TOKEN_BYTES, limit)
+        known_length, was_evicted = end // _TOKEN_BYTES, False
+        if node.has_ghosts:
+            was_evicted = self._trie.was_evicted(node, bytes(tokens[end : end + self._page_bytes]))
         cut_by = ""
         if self._spaces:
             node, end, cut_by = self._last_point(node, end, above=above)
@@ -323,30 +323,6 @@ class RadixTree:
         handle.move(node, now=now, claims=claims)
         node.num_uses += is_counted
         self._touch_point(node, claims, is_counted=is_counted)
-
-    def _walk(self, node: Node, tokens: PackedTokens, offset: int, limit: int) -> tuple[Node, int]:
-        """Follow tokens[offset:limit] (in bytes, whole pages) down from `node`.
-
-        Returns:
-            The last node that matches, cut so that it ends where the match does, and the byte where that is.
-        """
-        while offset < limit:
-            child = node.children.get(bytes(tokens[offset : offset + self._page_bytes]))
-            if child is None:
-                break
-            matched = child.matching_bytes(tokens, offset, limit, page_bytes=self._page_bytes)
-            node = child if matched == len(child.key) else self._split(child, matched)
-            offset += matched
-        return node, offset
-
-    def _is_ghost(self, node: Node, tokens: PackedTokens, end: int) -> bool:
-        """Whether the whole page of `tokens` (from byte `end` on) that `node` ends before was evicted."""
-        page = bytes(tokens[end : end + self._page_bytes])
-        if len(page) < self._page_bytes:
-            return False
-        if node.tail:
-            return node.tail.startswith(self._ghosts.sums(page))
-        return node.place is not None and self._ghosts.has(node.place, page)
 
     def _last_point(self, node: Node, end: int, *, above: Node) -> tuple[Node, int, str]:
         """The last restore point at or before `end` (in bytes), the end of `node`, and not before `above`.
@@ -370,66 +346,24 @@ class RadixTree:
             node.point.use(self._num_touches, claims)
             node.point.num_uses += is_counted
 
-    def _split(self, node: Node, size: int) -> Node:
-        """Cut a node after `size` bytes. The upper part is new, so that handles of the lower end stay as they are."""
-        parent = node.parent
-        assert parent is not None
-        upper = node.take_front(size, page_bytes=self._page_bytes)
-        upper.parent, upper.locked_children = parent, int(node.is_protected)
-        upper.children[node.name] = node
-        parent.children[upper.name] = upper
-        node.parent = upper
-        self.num_nodes += 1
-        return upper
-
-    def _append(self, handle: PrefixHandle, tokens: memoryview, pages: PageIds, now: int) -> None:
+    def _append(self, handle: PrefixHandle, tokens: memoryview, pages: PageIds, *, now: int, claims: Claims) -> None:
         """Put new pages after the handle's node, which no cached prefix continues with their first page."""
-        self.num_cached += len(pages)
-        key = bytearray(tokens)
-        sums = self._ghosts.sums(key)
-        node, start = handle.node, 0
-        for end, place in self._ends(node, key, sums):
-            is_all = end - start == len(pages)
-            run = key if is_all else key[start * self._page_bytes : end * self._page_bytes]
-            run_sums = sums if is_all else sums[start * SUM_BYTES : end * SUM_BYTES]
-            if start == 0 and self._grows(node, handle.claims):
-                node.append(run, pages[:end], run_sums)
-                self._locks.num_pages += end
-            else:  # the array is the caller's, so the ids are copied
-                node = self._hang(node, run, pages[start:end].copy(), run_sums, now=now, claims=handle.claims)
-            node.place, start = place, end
-        handle.move(node, now=now, claims=handle.claims)
-
-    def _ends(self, node: Node, key: bytearray, sums: bytes) -> Sequence[tuple[int, Place | None]]:
-        """Where new pages after a node have to be cut, because evicted ones hang there: (pages, place), in order."""
-        num_pages = len(sums) // SUM_BYTES
-        if not node.has_ghosts:
-            return ((num_pages, None),)
-        ends: list[tuple[int, Place | None]] = [*self._ghosts.give_up(self._place_after(node), key, sums)]
-        if not ends or ends[-1][0] < num_pages:
-            ends.append((num_pages, None))
-        return ends
-
-    def _hang(self, parent: Node, key: bytearray, ids: PageIds, sums: bytes, *, now: int, claims: Claims) -> Node:
-        name = bytes(key[: self._page_bytes])
-        leaf = Node(parent, key, ids, bytearray(sums), name=name, last_used=now, claims=claims)
-        parent.children[name] = leaf
-        self.num_nodes += 1
-        return leaf
-
-    def _grows(self, node: Node, claims: Claims) -> bool:
-        """Whether pages after a node that one handle locks become part of it, as if they had been used with it.
-
-        That keeps a long output one node. It would move the end of other handles, of a root, and of evicted pages.
-        """
-        is_end = node.parent is not None and not node.children and node.locks == 1 and node.point is None
-        return is_end and not node.has_ghosts and node.num_uses == 0 and node.claims == claims
+        node = handle.node
+        # Pages become part of the node where they were used alike, so that a long output stays one node. That would
+        # move the end of other handles, of a restore point, and of a root.
+        is_own = node.locks == 1 and not node.children and node.point is None and node.parent is not None
+        grows = is_own and node.num_uses == 0 and node.claims == claims
+        num_before = node.num_pages
+        last = self._trie.append(node, tokens, pages, grows=grows, now=now, claims=claims)
+        self._locks.num_pages += node.num_pages - num_before
+        handle.move(last, now=now, claims=claims)
 
     def _give_up(self, num_pages: int, *, is_evicted: bool) -> PageIds:
         evicted = [_NO_PAGES]
         missing = num_pages
-        while missing > 0 and (node := self._leaves.pop()) is not None:
+        while missing > 0 and (node := self._leaves.first()) is not None:
             if not node.is_free_leaf:
+                self._leaves.void(node)
                 continue
             count = min(missing, node.num_pages)
             missing -= count
@@ -437,27 +371,9 @@ class RadixTree:
             if is_evicted and self._on_leave is not None:
                 self._on_leave(self._leaving(node, count))
             if is_evicted and count == node.num_pages:
-                self._remember(node)
+                self._trie.evicted(node)
             self._drop(node, count)
         return np.concatenate(evicted)
-
-    def _remember(self, node: Node) -> None:
-        """A node is evicted, and what was trimmed off its end is with it."""
-        assert node.parent is not None, "roots have no pages"
-        max_bytes = self.num_cached * self._page_bytes // _GHOST_SHARE
-        place = self._place_after(node.parent)
-        self._ghosts.add(place, node.name, bytes(node.sums), end=node.place, max_bytes=max_bytes)
-
-    def _place_after(self, node: Node) -> Place:
-        """The place where a node ends, with all that was evicted behind it."""
-        if node.tail:
-            place = Place()
-            self._ghosts.add_rest(place, bytes(node.tail), end=node.place)
-            node.forget_tail()
-            node.place = place
-        elif node.place is None:
-            node.place = Place()
-        return node.place
 
     def _leaving(self, node: Node, num_pages: int) -> Leaving:
         """What `on_leave` is told of the last pages of a node, or of its restore point only."""
@@ -472,20 +388,17 @@ class RadixTree:
 
     def _drop(self, node: Node, count: int) -> None:
         """Forget the last `count` pages of a free leaf, and the leaf when none is left."""
-        parent = node.parent
-        assert parent is not None
-        self.num_cached -= count
-        if node.point is not None and node.has_point:
+        had_point, num_pages = node.has_point, node.num_pages
+        if node.point is not None and had_point:
             self._drop_point(node.point, lost="")
         node.point = None
-        if count < node.num_pages:
-            node.drop_back(count, page_bytes=self._page_bytes)
+        if count == num_pages or had_point:  # it is worth less without the point
+            self._leaves.void(node)
+        if count < num_pages:
+            self._trie.trim(node, count)
             self._freed(node)
             return
-        self._leaves.void(node)
-        del parent.children[node.name]
-        self.num_nodes -= 1
-        node.parent = None  # breaks the reference cycle
+        parent = self._trie.take_off(node)
         # Only the deepest node of a prefix is marked as used; it hands that up when it goes.
         parent.use(node.last_used, node.claims)
         parent.num_uses += node.num_uses
@@ -501,21 +414,8 @@ class RadixTree:
         if node.is_free_leaf:
             self._leaves.push(node)
         elif isinstance(node, Root) and not (node.children or node.is_protected):
-            del self._roots[node.seed]  # clients choose salts: there may be any number of them
+            del self._trie.roots[node.seed]  # clients choose salts: there may be any number of them
 
     def _worth_with_points(self, node: Node, now_s: float) -> Value:
         """What a free leaf is worth: nothing if no prefix can be continued behind it."""
         return self._worth(node, now_s) if node.has_point else _USELESS
-
-    def _nodes(self) -> Iterator[Node]:
-        for root in self._roots.values():
-            yield from _nodes_from(root)
-
-
-def _nodes_from(node: Node) -> Iterator[Node]:
-    """A node and all below it, parents first."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting.extend(node.children.values())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raycache.cache.catalog import Catalog
+from raycache.cache.catalog import Catalog, slots_hold
 from raycache.cache.costs import Costs
 from raycache.cache.evict import Eviction
 from raycache.cache.host_tier import HostTier, WritePolicy
@@ -131,7 +131,7 @@ def _sequence_cache(
         policy=WritePolicy(config.write_policy),
         eviction=eviction,
     )
-    tier.recover()
+    tier.recover(slots_hold(arena))
     costs = Costs()
     storage = StorageTier(
         tier,

@@ -192,8 +192,9 @@ class Engine:
     def restart(self, executor: Executor) -> None:
         """Go on with another gang, whose pools are empty; requests keep the tokens that they have."""
         self._in_flight.clear()
-        self._executor, self._load_s = executor, 0.0
-        self._scheduler.restart()
+        acks = executor.acks()
+        self._executor, self._load_s = executor, acks.load_s
+        self._scheduler.restart(acks)
 
     def evict(self, space: str) -> bool:
         """Evict the least recently used page ("full") or restore point (a window or state space); False if none."""

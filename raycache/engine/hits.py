@@ -17,6 +17,7 @@ _LEAST_REQUESTS = 50
 _BAD: Mapping[Fetch, Miss] = {
     Fetch.CORRUPT: Miss.CHECKSUM,
     Fetch.FOREIGN: Miss.IDENTITY,
+    Fetch.MISSING: Miss.EVICTED_STORAGE,
     Fetch.UNAVAILABLE: Miss.TIMEOUT,
 }
 _CAUSES: Mapping[str, str] = {
@@ -49,7 +50,7 @@ class Hits:
         found = []
         num_requests = self.misses.total()
         for tier, counts in tiers.items():
-            stored = counts.get("saved_pages" if tier == "host" else "stored", 0)
+            stored = counts["saved_pages" if tier == "host" else "persisted_pages"]
             if stored and not self.tokens[tier] and num_requests >= _LEAST_REQUESTS:
                 reason, count = max(
                     ((reason, count) for reason, count in self.misses.items() if reason != "none"),
@@ -86,6 +87,14 @@ def note_hit(request: Request, *, is_load_worth: bool, page_size: int) -> None:
         request.miss, request.cut_by = explain(wanted, cached, holding.handle, host, request.prefetch)
 
 
+def count_more(request: Request, num_tokens: int) -> None:
+    """Storage has brought tokens of a prompt while the ones before them were computed."""
+    if num_tokens and request.num_output == 0:
+        request.cached_len += num_tokens
+        by_tier = request.cached_by_tier
+        request.cached_by_tier = {**by_tier, "storage": by_tier.get("storage", 0) + num_tokens}
+
+
 def explain(
     wanted: int, cached: int, device: PrefixHandle, host: PrefixHandle | None, prefetch: Prefetch | None
 ) -> tuple[Miss, str]:
@@ -101,7 +110,7 @@ def explain(
         return (Miss.NONE if wanted else Miss.SHORTER_THAN_PAGE), ""
     if prefetch is not None and prefetch.worst in _BAD:
         return _BAD[prefetch.worst], ""
-    if prefetch is not None and prefetch.num_stored > cached:
+    if prefetch is not None and (prefetch.num_stored > cached or not prefetch.is_known):
         return prefetch.why_short, ""
     known = device.known_length if host is None else max(device.known_length, host.known_length)
     if known > cached:

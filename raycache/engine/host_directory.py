@@ -7,7 +7,7 @@
         ranks    locked by every process that has it mapped to move rows
 
 Locks are the kernel's: they end with their process however that ends, so a lock that can be had says that all who held
-it are dead. A watcher, a process of its own, removes the directory once both locks have been free for a while.
+it are dead. A process of its own (host_watcher.py) removes the directory once both locks have been free for a while.
 """
 
 from __future__ import annotations
@@ -30,27 +30,6 @@ SPEC = "spec"
 
 _ORPHANED_S = 6.0
 """An owner that died is back sooner, and meanwhile ranks hold their lock."""
-_WATCH = """
-import fcntl, os, shutil, sys, time
-directory, limit_s = sys.argv[1], float(sys.argv[2])
-def is_free(name):
-    try:
-        with open(os.path.join(directory, name), "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-free_since = time.monotonic()
-while os.path.isdir(directory):
-    if not (is_free("owner") and is_free("ranks")):
-        free_since = time.monotonic()
-    elif time.monotonic() - free_since > limit_s:
-        shutil.rmtree(directory, ignore_errors=True)
-    time.sleep(0.5)
-"""
-"""Runs on the bare interpreter, with nothing of ours imported: a few MB for as long as the service lives."""
 
 
 def new_name() -> str:
@@ -79,7 +58,8 @@ def make(directory: Path) -> None:
 
 
 def _watch(directory: Path) -> None:
-    watcher = [sys.executable, "-I", "-S", "-c", _WATCH, str(directory), str(_ORPHANED_S)]
+    script = Path(__file__).with_name("host_watcher.py")
+    watcher = [sys.executable, "-I", "-S", str(script), str(directory), str(_ORPHANED_S)]
     # In the background of a shell it is nobody's child, and in a session of its own it does not end with our group.
     command, quiet = ["sh", "-c", '"$@" &', "sh", *watcher], subprocess.DEVNULL
     subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, cwd="/", start_new_session=True, check=True)
@@ -90,6 +70,24 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+class DirectoryGoneError(ConfigError):
+    """The directory of a host tier is not there any more."""
+
+
+def own(directory: Path) -> Lease:
+    """Become the owner of the directory, which is made if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made, or another process owns it.
+    """
+    make(directory)
+    try:
+        return Lease(directory, "owner")
+    except DirectoryGoneError:
+        make(directory)  # the watcher has just removed it
+        return Lease(directory, "owner")
+
+
 class Lease:
     """A lock on a directory's "owner" (one at a time) or "ranks" (any number), held until it is closed.
 
@@ -98,18 +96,22 @@ class Lease:
         name: "owner" or "ranks".
         timeout_s: how long the one before may take to end.
     Raises:
-        ConfigError: the directory is gone, or another process still holds the lock.
+        DirectoryGoneError: it is not there.
+        ConfigError: another process still holds the lock.
     """
 
     def __init__(self, directory: Path, name: str, *, timeout_s: float = 10.0) -> None:
         how = fcntl.LOCK_EX if name == "owner" else fcntl.LOCK_SH
         try:
             self._file = (directory / name).open("rb")
-        except OSError as cause:
-            raise ConfigError(f"the host tier's directory {directory} cannot be used: {cause}") from cause
+        except FileNotFoundError as cause:
+            raise DirectoryGoneError(f"the host tier's directory {directory} is gone") from cause
         if not _lock(self._file.fileno(), how, timeout_s=timeout_s):
             self._file.close()
             raise ConfigError(f"another process still uses {directory / name} after {timeout_s:.0f} s")
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            self._file.close()
+            raise DirectoryGoneError(f"the host tier's directory {directory} was just removed")
 
     def close(self) -> None:
         """Give it back."""

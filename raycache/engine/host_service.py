@@ -21,7 +21,7 @@ from raycache.cache.storage.librarian import Librarian
 from raycache.cache.storage.open import open_storage, storage_name
 from raycache.cache.storage.orders import StorageAnswer, StorageOrder
 from raycache.engine import host_directory
-from raycache.engine.host_directory import ARENA, SPEC, Lease
+from raycache.engine.host_directory import ARENA, SPEC
 from raycache.errors import ConfigError
 from raycache.memory.arena import Arena
 from raycache.memory.component import Component, Reuse, RowField
@@ -84,8 +84,12 @@ class HostSpec:
         return cls(components=parts, split=Split(**values.pop("split")), **values)
 
 
-_CHANGEABLE: dict[str, Any] = {"sizes": {}, "catalog_bytes": 0, "storage": "", "storage_timeout_s": 0.0} | {
-    "storage_bytes": 0
+_CHANGEABLE: dict[str, Any] = {
+    "sizes": {},
+    "catalog_bytes": 0,
+    "storage": "",
+    "storage_timeout_s": 0.0,
+    "storage_bytes": 0,
 }
 
 
@@ -102,10 +106,9 @@ class HostService:
     """
 
     def __init__(self, directory: Path) -> None:
-        host_directory.make(directory)
         self._directory = directory
         self.path = directory / ARENA
-        self._lease = Lease(directory, "owner")
+        self._lease = host_directory.own(directory)
         self._lock = threading.Lock()
         self._spec: HostSpec | None = None
         self._arena: Arena | None = None

@@ -182,8 +182,12 @@ class RankRunner:
         finally:
             # Whoever waits for this rank fails now instead of at its deadline.
             self._ctx.close()
-            if self._rank.mover is not None:
-                self._rank.mover.close()
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the host tier; for a rank that does not `run`."""
+        if self._rank is not None and self._rank.mover is not None:
+            self._rank.mover.close()
 
     def _on_progress(self, loaded: int, total: int) -> None:
         if self._board is not None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from raycache.cache.sequences import Room, SequenceCache
 from raycache.engine.admin import Answer, carry_out
 from raycache.engine.cuts import Cuts
-from raycache.engine.hits import Hits, note_hit
+from raycache.engine.hits import Hits, count_more, note_hit
 from raycache.engine.plan import NO_PAGES, Admit, Row, RowResult, StepPlan
 from raycache.engine.request import Phase, Request
 from raycache.engine.waiting import WaitingQueue
@@ -159,9 +159,10 @@ class Scheduler:
             request.ending = reason
             self._ending.append(request)
 
-    def restart(self) -> None:
+    def restart(self, acks: Acks) -> None:
         """Take all requests back to the queue and forget all pages: the ranks that held them are gone.
 
+        Page moves are numbered on from what the new ranks have acknowledged, which is nothing unless they are the old.
         One that was in flight at too many losses may be their cause and ends with an error.
         """
         if self._cache.host is not None:
@@ -174,7 +175,7 @@ class Scheduler:
             self._requeue(request)
         self._cache.clear()
         if self._cache.host is not None:
-            self._cache.host.resume()
+            self._cache.host.resume(acks)
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -319,11 +320,36 @@ class Scheduler:
     # --- running requests ---------------------------------------------------------------------------------------------
 
     def _continue(self, request: Request, batch: Batch) -> None:
-        """Give a running request its next tokens; it may lose its pages, or take those of requests behind it."""
+        """Give a running request its next tokens; it may lose its pages, or take those of requests behind it.
+
+        What storage has brought in the meantime is loaded, not computed: a long prefix comes from both sides.
+        """
+        before = request.num_computed
+        self._load_more(request)
         count = self._chunk_len(request, batch)
         room = self._reserve(request, count, batch)
         if room is not None:
+            self._plan_load(request, batch)
+            count_more(request, request.num_computed - before)
             batch.add(request, self._row(request, count, room))
+        elif request.holding is not None and request.holding.load is not None:
+            self._cache.drop_load(request.holding)
+            request.num_computed = before
+
+    def _load_more(self, request: Request) -> None:
+        prefetch, start = request.prefetch, request.num_computed
+        if prefetch is None or prefetch.end <= start or request.remaining == 1 or not request.may_load:
+            return
+        assert request.holding is not None, "running requests hold something of the cache"
+        if self.costs.is_load_worth(prefetch.end - start):
+            request.num_computed = self._cache.load_more(request.holding, request.tokens, start, now=self._step)
+
+    def _plan_load(self, request: Request, batch: Batch) -> None:
+        """Plan the moves that a row with room needs, if any."""
+        assert request.holding is not None, "running requests hold something of the cache"
+        if (load := request.holding.load) is not None:
+            batch.loads.append(self._cache.plan_load(request.holding))
+            batch.num_loaded += load.position - load.first * self.page_size
 
     def _chunk_len(self, request: Request, batch: Batch) -> int:
         """Tokens of a request's next row."""
@@ -384,7 +410,7 @@ class Scheduler:
     def _make_way(self, batch: Batch) -> None:
         """Preempt requests of lower priority for the first that waits. Comes before they are planned in this step."""
         request = self._waiting.first()
-        if request is None or not self._running:
+        if request is None or not self._running or self._awaits_prefetch(request):
             return
         while (victim := self._victim(batch, behind=request)) and victim.order[0] > request.order[0]:
             self._lock_prefix(request)
@@ -414,7 +440,8 @@ class Scheduler:
                 self._unlock(request)
                 break
             self._waiting.pop()
-            self._start(request, batch)
+            if not self._start(request, batch):
+                break
             if (page := self._next_page(request)) is not None:
                 computing.add(page)
         self._waiting.put_back(set_aside)
@@ -436,7 +463,7 @@ class Scheduler:
 
     def _fits(self, request: Request) -> bool:
         """Whether all its tokens find pages next to what the running requests will want in their next steps."""
-        if not self._running:
+        if not self._running and not self._cache.has_moves:
             return True  # alone, it fits the pool: checked when it arrived
         assert request.holding is not None, "only locked requests are asked about"
         needed = -(-(request.num_tokens + 1) // self.page_size) - len(request.holding.pages)
@@ -453,13 +480,14 @@ class Scheduler:
             self._requeue(request)
         return is_whole
 
-    def _start(self, request: Request, batch: Batch) -> None:
+    def _start(self, request: Request, batch: Batch) -> bool:
+        """Run a request that fits; False if it has to wait on, for what saves on their way still hold."""
         holding = request.holding
         assert holding is not None, "only locked requests start"
         request.phase = Phase.RUNNING
         request.slot = self._free_slots.pop()
-        if self._storage is not None and request.prefetch is not None:
-            self._storage.abandon(request.prefetch)
+        if self._storage is not None and request.prefetch is not None and self._cache.has_points:
+            self._storage.abandon(request.prefetch)  # others take what comes while they run
         is_worth = self.costs.is_load_worth(self._cache.num_loadable(holding))
         request.num_computed = self._cache.start(
             holding, request.tokens, may_load=request.may_load and is_worth, now=self._step
@@ -474,10 +502,13 @@ class Scheduler:
         tables = holding.tables()
         count = self._chunk_len(request, batch)
         room = self._reserve(request, count, batch)
-        assert room is not None, "it fits: checked just now"
-        if number := self._cache.plan_load(holding):
-            batch.loads.append(number)
-            batch.num_loaded += request.num_computed - request.cached_by_tier.get("device", 0)
+        if room is None:
+            request.num_admissions -= 1
+            if request.phase is Phase.RUNNING:
+                self._requeue(request)
+            return False
+        self._cache.use(holding, request.tokens, now=self._step)
+        self._plan_load(request, batch)
         has_penalties = request.sampling.has_penalties
         batch.admits.append(
             Admit(
@@ -490,6 +521,7 @@ class Scheduler:
             )
         )
         batch.add(request, self._row(request, count, room))
+        return True
 
     def _pages_being_computed(self) -> set[tuple[object, bytes]]:
         pages = (self._next_page(request) for request in self._running if request.remaining > 1)
@@ -524,6 +556,8 @@ class Scheduler:
         token = result.token
         assert token is not None, "only rows that sampled come here"
         if request.num_output == 0:
+            if self._storage is not None and request.prefetch is not None:
+                self._storage.abandon(request.prefetch)
             self._counts["prompt_tokens"] += request.prompt_len
             self._counts["cached_tokens"] += request.cached_len
             self._hits.count(request)

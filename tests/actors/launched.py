@@ -12,7 +12,7 @@ import pytest
 
 
 def traces(scratch: Path, processes: list[psutil.Process]) -> set[str]:
-    """What the processes of a service left behind in shared memory and temporary files."""
+    """What the processes of a service, the launching one among them, left in shared memory and temporary files."""
     boards = (path for process in processes for path in Path("/dev/shm").glob(f"raycache-{process.pid}-*"))
     return {str(path) for path in (*boards, *scratch.glob("raycache-*"))}
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from raycache.parallel.sharding import Split
-from tests.matrix.matrix import SPLITS, Workbench, run_controls, run_row
-from tests.matrix.scenarios import SCENARIOS
+from tests.matrix.matrix import COLUMNS, SPLITS, Workbench, run_controls, run_row
 from tests.matrix.table import Cell, Table, label
 from tests.oracle.families import FAMILIES
 
@@ -23,20 +22,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description="Every family under every split.")
     parser.add_argument("--families", type=_names, default=list(FAMILIES), help="such as llama,gemma3; all")
     parser.add_argument("--splits", type=_splits, default=SPLITS, help="tp.pp.cp, such as 1.1.1,2.1.2; all")
-    parser.add_argument("--scenarios", type=_names, default=list(SCENARIOS), help=f"of {', '.join(SCENARIOS)}; all")
+    parser.add_argument("--scenarios", type=_names, default=list(COLUMNS), help=f"of {', '.join(COLUMNS)}; all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="rank i computes on device i")
     parser.add_argument("--controls", action="store_true", help="damage the cache instead: it must be noticed")
+    parser.add_argument("--storages", type=Path, help="directory that keeps what splits have stored, for other_splits")
     parser.add_argument("--out", type=Path, help="file for the table as well")
     chosen = parser.parse_args()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    for given, known in ((chosen.families, FAMILIES), (chosen.scenarios, SCENARIOS)):
+    for given, known in ((chosen.families, FAMILIES), (chosen.scenarios, COLUMNS)):
         if unknown := set(given) - set(known):
             parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     if chosen.controls:
         text, is_good = _controls(chosen.families, chosen.splits, device_type=chosen.device)
     else:
-        text, is_good = _matrix(chosen.families, chosen.splits, chosen.scenarios, device_type=chosen.device)
+        with Workbench(chosen.device, storages=chosen.storages) as bench:
+            text, is_good = _matrix(bench, chosen.families, chosen.splits, chosen.scenarios)
     print(text)
     if chosen.out:
         chosen.out.write_text(text)
@@ -44,14 +45,13 @@ def main() -> int:
 
 
 def _matrix(
-    families: Sequence[str], splits: Sequence[Split], scenarios: Sequence[str], *, device_type: str
+    bench: Workbench, families: Sequence[str], splits: Sequence[Split], scenarios: Sequence[str]
 ) -> tuple[str, bool]:
     """The table, and whether all of it passes. Split by split, since a gang serves one; printed family by family."""
     rows: dict[tuple[str, Split], dict[str, Cell]] = {}
-    with Workbench(device_type) as bench:
-        for split, family in _told(splits, families):
-            rows[family, split] = cells = run_row(bench, family, split, scenarios)
-            print(" ".join(str(cell) for cell in cells.values()), file=sys.stderr, flush=True)
+    for split, family in _told(splits, families):
+        rows[family, split] = cells = run_row(bench, family, split, scenarios)
+        print(" ".join(str(cell) for cell in cells.values()), file=sys.stderr, flush=True)
     table = Table(scenarios)
     for family, split in itertools.product(families, splits):
         table.add(family, split, rows[family, split])

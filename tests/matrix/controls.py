@@ -84,7 +84,7 @@ def damage_all(at: Setting, *, layers: Sequence[int] = ()) -> Iterator[Control]:
     trial.ask("base")
     trial.hit("base", cached=LENGTH)
     assert trial.error <= at.corpus.atol and not trial.problems, f"wrong without damage: {trial.error}"
-    for part in _parts(at.contents):
+    for part in parts_of(at.contents):
         for is_stale in (False, True) if part.token < 0 else (False,):
             if not layers or part.layer in layers:
                 yield _damage(at, trial, part, is_stale=is_stale)
@@ -97,7 +97,7 @@ def _damage(at: Setting, trial: Trial, part: Part, *, is_stale: bool) -> Control
     older = _state_slot(trial, length=LENGTH - PAGE_SIZE) if part.component.reuse is Reuse.STATE_HERE else -1
 
     def on_admit(request_id: str, admit: Admit, row: Row) -> None:
-        unit, other = _units(part, admit, row, older=older)
+        unit, other = units_of(part, admit, row, older=older)
         trial.gang.tell(Damage(part.layer, part.fields, unit, source=other if is_stale else -1, token=part.token))
 
     trial.executor.on_admit = on_admit
@@ -110,13 +110,14 @@ def _damage(at: Setting, trial: Trial, part: Part, *, is_stale: bool) -> Control
     return Control(f"{part} {'stale' if is_stale else 'zero'}", logits, cache)
 
 
-def _units(part: Part, admit: Admit, row: Row, *, older: int) -> tuple[int, int]:
+def units_of(part: Part, admit: Admit, row: Row, *, older: int) -> tuple[int, int]:
     """(page or slot to damage, another one) among those that a request goes on from."""
     if part.component.reuse is Reuse.STATE_HERE:
         assert row.read_state not in (-1, older), "the request goes on from another state than the older one"
         return row.read_state, older
-    pages = admit.pages[part.component.space]
-    return pages[part.page], pages[part.page - 1]
+    space, page = part.component.space, part.page % _NUM_PAGES
+    pages = [*admit.pages[space], *row.new_pages.get(space, ())]  # those that are loaded are among the new ones
+    return pages[page], pages[page - 1]
 
 
 def _state_slot(trial: Trial, *, length: int) -> int:
@@ -131,7 +132,7 @@ def _state_slot(trial: Trial, *, length: int) -> int:
     return found[0]
 
 
-def _parts(contents: Contents) -> list[Part]:
+def parts_of(contents: Contents) -> list[Part]:
     """Everything that can be damaged, by layer."""
     found = []
     for component in contents.parts:

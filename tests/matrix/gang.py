@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from raycache.config import Config
 from raycache.engine.processes import RankProcess, invite
-from raycache.parallel.board import AckBoard
+from raycache.parallel.board import AckBoard, Acks
 from raycache.parallel.context import Store
 from raycache.parallel.sharding import Split
 from tests.matrix.ranks import Failure, Order, serve
@@ -34,10 +34,9 @@ class Gang:
         self.split = split
         self.is_broken = False
         self._num_open = 0
-        self._store, board = Store("127.0.0.1"), AckBoard.create(split.world_size)
-        board.unlink()  # nobody looks at it
+        self._store, self._board = Store("127.0.0.1"), AckBoard.create(split.world_size)
         config = Config(tp=split.tp, pp=split.pp, cp=split.cp, page_size=8, rank_timeout_s=TIMEOUT_S)
-        invitations = invite(config, device_type=device_type, store=self._store, board=board, epoch=1)
+        invitations = invite(config, device_type=device_type, store=self._store, board=self._board, epoch=1)
         self._processes = [RankProcess(serve, invitation) for invitation in invitations]
 
     def close(self) -> None:
@@ -47,6 +46,7 @@ class Gang:
         for process in self._processes:
             process.process.join()
             process.connection.close()
+        self._board.unlink()
         self._store.close()
 
     def tell(self, order: Order) -> None:
@@ -82,7 +82,12 @@ class Gang:
                 if isinstance(found[rank], Failure):
                     raise RankFailedError(found[rank].text)
         self.is_broken = False
+        self._board.unlink()  # whoever answers has mapped it; nothing stays behind if this process is killed
         return [found[rank] for rank in sorted(found)]
+
+    def acks(self) -> Acks:
+        """How far all ranks are with page moves."""
+        return self._board.acks()
 
     def drain(self) -> None:
         """Take the answers that nobody waits for any more."""

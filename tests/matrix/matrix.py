@@ -5,23 +5,29 @@ from __future__ import annotations
 import itertools
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from raycache.errors import CheckpointError, ConfigError
 from raycache.models.base import check_split, read_config
 from raycache.parallel.sharding import Split
+from tests.matrix.blind import damage_loads
 from tests.matrix.contents import Contents
 from tests.matrix.controls import Control, damage_all
+from tests.matrix.faults import FAULT_SCENARIOS
 from tests.matrix.gang import Gang, RankFailedError
-from tests.matrix.scenarios import SCENARIOS, Setting
+from tests.matrix.scenarios import SCENARIOS, Scenario, Setting
 from tests.matrix.sequences import Corpus, make_corpus
 from tests.matrix.table import Cell
+from tests.matrix.tiers import TIER_SCENARIOS
 from tests.matrix.trial import load
 
 SPLITS = [Split(tp, pp, cp) for tp, pp, cp in itertools.product((1, 2, 4), repeat=3) if tp * pp * cp <= 8]
 """All of {1, 2, 4} with at most 8 ranks."""
+
+COLUMNS: Mapping[str, Scenario] = MappingProxyType({**SCENARIOS, **TIER_SCENARIOS, **FAULT_SCENARIOS})
+"""By name; those of the device first."""
 
 
 class Workbench:
@@ -29,11 +35,13 @@ class Workbench:
 
     Args:
         device_type: "cpu" or "cuda".
+        storages: where what every split has stored is kept for the next time; None for this time only.
     """
 
-    def __init__(self, device_type: str = "cpu") -> None:
+    def __init__(self, device_type: str = "cpu", *, storages: Path | None = None) -> None:
         self._device_type = device_type
         self._directory = tempfile.TemporaryDirectory()
+        self._storages = storages or Path(self._directory.name) / "storages"
         self._corpora: dict[str, tuple[Corpus, Contents]] = {}
         self._gang: Gang | None = None
 
@@ -62,7 +70,11 @@ class Workbench:
         if self._gang is None or self._gang.is_broken or self._gang.split != split:
             self._close_gang()
             self._gang = Gang(split, device_type=self._device_type)
-        return Setting(self._gang, corpus, load(self._gang, corpus), contents)
+        return Setting(self._gang, corpus, load(self._gang, corpus), contents, self._storages)
+
+    def stored(self, family: str) -> list[Path]:
+        """What splits have stored of a family, see tiers.other_splits."""
+        return sorted((self._storages / family).iterdir())
 
     def _close_gang(self) -> None:
         if self._gang is not None:
@@ -91,7 +103,7 @@ def run_cell(setting: Setting, scenario: str) -> Cell:
     """One cell. If a rank fails, the gang is broken."""
     corpus, error, problems = setting.corpus, 0.0, []
     try:
-        for trial in SCENARIOS[scenario](setting):
+        for trial in COLUMNS[scenario](setting):
             error = max(error, trial.error)
             problems += trial.problems
             if trial.wrong_tokens:
@@ -109,7 +121,8 @@ def run_controls(
 ) -> tuple[list[Control], str]:
     """What was noticed of all damage, and why there is none, with "FAIL" if that is no refusal."""
     try:
-        return list(damage_all(bench.prepare(family, split), layers=layers)), ""
+        at = bench.prepare(family, split)
+        return [*damage_all(at, layers=layers), *damage_loads(at)], ""
     except ConfigError as refusal:
         return [], f"refused: {refusal}"
     except (CheckpointError, RankFailedError, AssertionError) as cause:

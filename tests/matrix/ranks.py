@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,14 +15,17 @@ from torch import Tensor
 
 from raycache.attention.torch_ref import TorchBackend
 from raycache.config import Config
+from raycache.engine.host_service import open_arena
 from raycache.engine.memory_plan import cache_format, pool_sizes
 from raycache.engine.plan import StepPlan
 from raycache.engine.processes import Invitation
 from raycache.engine.rank import Rank
 from raycache.memory.device import DevicePool
+from raycache.memory.mover import LaneName, Mover
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
 from raycache.models.base import components, load_model, read_config
 from raycache.models.checkpoint import Checkpoint
+from raycache.parallel.board import AckBoard, Lane
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 
@@ -50,6 +53,19 @@ class Poison:
 
 
 @dataclass(frozen=True)
+class Host:
+    """Move pages to and from this arena from now on, by numbers that begin at 1; answered.
+
+    Attributes:
+        path: of the arena, None for none.
+        is_blind: take what the host holds for right, without a look at tags and checksums.
+    """
+
+    path: Path | None
+    is_blind: bool = False
+
+
+@dataclass(frozen=True)
 class Damage:
     """Overwrite one page, token or state of some fields of a layer, with zeros or with another one.
 
@@ -59,6 +75,7 @@ class Damage:
         unit: page or slot.
         source: the page or slot whose rows it gets; -1 for zeros.
         token: of the page, the only one that is overwritten; -1 for all of it.
+        is_after_load: not now, but in the next plan, when the layer has been loaded.
     """
 
     layer: int
@@ -66,6 +83,7 @@ class Damage:
     unit: int
     source: int = -1
     token: int = -1
+    is_after_load: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +102,7 @@ class Read:
     units: Mapping[str, Sequence[int]]
 
 
-Order = Load | Run | Poison | Damage | Repair | Read
+Order = Load | Run | Poison | Host | Damage | Repair | Read
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,7 @@ class Failure:
 
 
 def serve(connection: Connection, invitation: Invitation) -> None:
-    """Join, then follow orders until the connection closes. Load, Run and Read are answered."""
+    """Join, then follow orders until the connection closes. Load, Host, Run and Read are answered."""
     torch.set_num_threads(1)
     config, seat = invitation.config, invitation.seat
     handles = {name: handle for name, handle in invitation.handles.items() if handle.kind != "control"}
@@ -106,7 +124,7 @@ def serve(connection: Connection, invitation: Invitation) -> None:
     ctx = ParallelContext.join(
         split, rank=seat.rank, host=seat.host, device=device, handles=handles, epoch=invitation.epoch
     )
-    bench = Bench(ctx)
+    bench = Bench(ctx, AckBoard(invitation.board, num_ranks=split.world_size))
     while True:
         try:
             order = connection.recv()
@@ -117,7 +135,7 @@ def serve(connection: Connection, invitation: Invitation) -> None:
         except Exception:  # whatever a rank raises belongs into the table
             connection.send(Failure(f"rank {seat.rank} ({ctx.coords}): {traceback.format_exc()}"))
             continue
-        if isinstance(order, Load | Run | Read):
+        if isinstance(order, Load | Host | Run | Read):
             connection.send(answer)
 
 
@@ -126,28 +144,35 @@ class Bench:
 
     Args:
         ctx: of the rank.
+        board: where it says how far its moves are.
     """
 
-    def __init__(self, ctx: ParallelContext) -> None:
-        self._ctx = ctx
+    def __init__(self, ctx: ParallelContext, board: AckBoard) -> None:
+        self._ctx, self._board = ctx, board
         self._rank: Rank | None = None
+        self._open_gate: Callable[[int], None] = lambda layer: None
         self._backups: list[tuple[Tensor, Tensor]] = []
 
     def follow(self, order: Order) -> Rows | NDArray[np.float32] | None:
         """Execute an order; what comes of it."""
         match order:
             case Load():
+                self._close_mover()
                 self._rank = None  # its memory first
                 self._rank = load_rank(order.config, self._ctx)
+                self._open_gate = self._rank.pool.gate
                 return None
             case Run():
-                assert self._rank is not None, "load comes first"
-                logits = self._rank.forward(StepPlan.unpack(order.plan))
+                logits = self._loaded.forward(StepPlan.unpack(order.plan))
                 return None if logits is None else logits.cpu().numpy()
             case Poison():
                 self._backups.clear()
                 for rows, _ in self._rows().values():
                     rows.fill_(float("nan"))
+            case Host():
+                self._use_host(order)
+            case Damage(is_after_load=True):
+                self._damage_later(order)
             case Damage():
                 self._damage(order)
             case Repair():
@@ -158,6 +183,49 @@ class Bench:
                 found = self._rows().items()
                 return {key: rows[list(order.units[space])].cpu().numpy() for key, (rows, space) in found}
         return None
+
+    @property
+    def _loaded(self) -> Rank:
+        assert self._rank is not None, "load comes first"
+        return self._rank
+
+    def _use_host(self, order: Host) -> None:
+        """A new mover, whose numbers begin anew on the board."""
+        self._close_mover()
+        board, number = self._board, self._ctx.rank
+        for lane in (Lane.SAVES, Lane.LOADS, Lane.BAD_SAVE, Lane.BAD_LOAD, Lane.LOAD_US):
+            board.post(number, lane, 0)
+        if order.path is None:
+            return
+
+        def post(lane: LaneName, move: int, has_failed: bool) -> None:
+            board.post(number, Lane.LOAD_US, int(1e6 * mover.load_s))
+            board.post_moves(number, lane, move, has_failed)
+
+        arena = open_arena(order.path)
+        mover = Mover(self._loaded.pool, arena, arena.layout, rank=number, post=post)
+        self._loaded.mover = mover
+        if order.is_blind:
+            for space in mover._spaces.values():
+                space.fault = lambda unit: ""  # type: ignore[method-assign]
+
+    def _close_mover(self) -> None:
+        if self._rank is not None and self._rank.mover is not None:
+            self._rank.mover.close()
+            self._rank.mover = None
+            self._rank.pool.gate = self._open_gate
+
+    def _damage_later(self, order: Damage) -> None:
+        """Behind the mover's gate: the layer has passed its checks, and nothing has looked at it."""
+        pool, gate = self._loaded.pool, self._loaded.pool.gate
+
+        def gate_then_damage(layer: int) -> None:
+            gate(layer)
+            if layer == order.layer:
+                pool.gate = gate
+                self._damage(order)
+
+        pool.gate = gate_then_damage
 
     def _damage(self, order: Damage) -> None:
         known = self._rows()
@@ -175,14 +243,13 @@ class Bench:
 
     def _rows(self) -> dict[tuple[int, str], tuple[Tensor, str]]:
         """(layer, field) -> (rows [units, ...], component space)."""
-        assert self._rank is not None, "load comes first"
         found: dict[tuple[int, str], tuple[Tensor, str]] = {}
-        for (_, layer), view in self._rank.pool._views.items():
+        for (_, layer), view in self._loaded.pool._views.items():
             match view:
                 case KVView():
                     rows = {"k": view.k, "v": view.v}
                 case LatentView():
-                    share = self._rank.pool.page_size // self._ctx.cp.size
+                    share = self._loaded.pool.page_size // self._ctx.cp.size
                     rows = {
                         "latent": view._latent.unflatten(0, (-1, share)),
                         "rope": view._rope.unflatten(0, (-1, share)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -31,12 +32,14 @@ class Setting:
         corpus: of the family.
         config: of the ranks' pools.
         contents: what the cache must hold.
+        storages: directory with what every split has stored, see tiers.other_splits.
     """
 
     gang: Gang
     corpus: Corpus
     config: Config
     contents: Contents
+    storages: Path
 
     @property
     def point_space(self) -> str:
@@ -47,7 +50,7 @@ class Setting:
 
     def trial(self, **settings: int) -> Trial:
         """A new engine."""
-        return Trial(self.gang, self.corpus, self.config, **settings)
+        return Trial(self.gang, self.corpus, self.config, host=None, **settings)
 
 
 def cold(at: Setting) -> Iterator[Trial]:

@@ -6,26 +6,29 @@ dialogue's next token is answered, so that one wrong logit does not change what 
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raycache.cache.sequences import Holding, SequenceCache
+from raycache.cache.costs import Pace
+from raycache.cache.sequences import Holding, SequenceCache, Use
 from raycache.config import Config
 from raycache.engine.build import build_engine
 from raycache.engine.engine import Engine
+from raycache.engine.host_link import HostLink
 from raycache.engine.plan import Admit, Row, RowResult, StepPlan, emissions
 from raycache.engine.scheduler import Scheduler
 from raycache.models.base import read_config
 from raycache.parallel.board import Acks
 from raycache.parallel.sharding import Coords, Split
 from raycache.types import GenerateRequest, SamplingParams
-from tests.matrix.gang import Gang
-from tests.matrix.ranks import Load, Poison, Read, Rows, Run
+from tests.matrix.gang import TIMEOUT_S, Gang, RankFailedError
+from tests.matrix.ranks import Host, Load, Poison, Read, Rows, Run
 from tests.matrix.sequences import ANSWER, Corpus, Dialogue
 
 NUM_PAGES = 128
@@ -41,7 +44,7 @@ class Asked:
         dialogue: that it follows.
         end: tokens that are computed until it is answered.
         cached: tokens that were reused.
-        cut_by: see types.RequestOutput.
+        by_tier, miss, cut_by: see types.RequestOutput.
         error: largest difference of a logit to float64; infinite if one is not finite.
         wrong_tokens: generated positions whose best token is another one.
         reused: most tokens that were in the cache when it began to run, or went on after it had to give way.
@@ -54,6 +57,8 @@ class Asked:
     dialogue: Dialogue
     end: int
     cached: int = -1
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    miss: str = ""
     cut_by: str = ""
     error: float = 0.0
     wrong_tokens: int = 0
@@ -74,6 +79,21 @@ class Asked:
         self.wrong_tokens += int(np.count_nonzero(np.asarray(found) != wanted))
 
 
+@dataclass
+class Flight:
+    """What is known of a plan that is on its way.
+
+    Attributes:
+        owners: ids of the requests of its rows.
+        admitted: those that begin to run, and where.
+        loading: those of them that wait for pages from the host.
+    """
+
+    owners: list[str]
+    admitted: dict[str, int] = field(default_factory=dict)
+    loading: set[str] = field(default_factory=set)
+
+
 class ForcedExecutor:
     """Executes plans on a gang and answers with the tokens of the dialogues.
 
@@ -91,40 +111,65 @@ class ForcedExecutor:
         self.scheduler: Scheduler | None = None
         self._gang = gang
         self._asked = asked
-        self._owners: deque[list[str]] = deque()
+        self._flying: deque[Flight] = deque()
 
     def submit(self, plan: StepPlan) -> None:
         """Send the plan so that all of its positions are emitted."""
         assert self.scheduler is not None, "made with the engine"
-        owners = {request.slot: request.request_id for request in self.scheduler._running}
-        self._owners.append([owners[row.slot] for row in plan.rows])
+        owners = {request.slot: request for request in self.scheduler._running}
+        flight = Flight([owners[row.slot].request_id for row in plan.rows])
         rows = {row.slot: row for row in plan.rows}
         for admit in plan.admits:
-            asked = self._asked[owners[admit.slot]]
-            asked.reused = max(asked.reused, rows[admit.slot].start)
-            self.on_admit(owners[admit.slot], admit, rows[admit.slot])
+            request, row = owners[admit.slot], rows[admit.slot]
+            flight.admitted[request.request_id] = row.start
+            assert request.holding is not None, "it runs"
+            if request.holding.load is not None:
+                flight.loading.add(request.request_id)
+            self.on_admit(request.request_id, admit, row)
+        self._flying.append(flight)
         self._gang.ask(Run(_all_emitted(plan).pack()))
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
-        """Compare the logits of every row; the next token of its dialogue where one is sampled."""
-        owners = self._owners.popleft()
-        logits = _join(_all_emitted(plan), self._gang.answers(), self._gang.split)
+        """Compare the logits of every row; the next token of its dialogue where one is sampled.
+
+        Rows of a load that failed are computed from anything: nobody may look at them, and they count as not computed.
+        """
+        flight, answers = self._flying.popleft(), self._gang.answers()
+        lost = flight.loading if self._has_bad_load(plan) else set()
+        logits = _join(_all_emitted(plan), answers, self._gang.split, is_alike=not lost) if plan.rows else []
         results = []
-        for row, owner, found in zip(plan.rows, owners, logits, strict=True):
+        for row, owner, found in zip(plan.rows, flight.owners, logits, strict=True):
             asked, stop = self._asked[owner], row.start + row.num_tokens
             tokens = np.frombuffer(row.tokens, np.int32).tolist()
             assert tokens == asked.dialogue.ids[row.start : stop], "other tokens are computed than asked for"
-            asked.compare(row.start, found)
+            if owner not in lost:
+                asked.reused = max(asked.reused, flight.admitted.get(owner, 0))
+                asked.compare(row.start, found)
             results.append(RowResult(token=asked.dialogue.ids[stop] if row.output_position >= 0 else None))
         return results
 
     def acks(self) -> Acks:
-        """No pages move."""
-        return Acks()
+        """How far all ranks are with page moves."""
+        return self._gang.acks()
+
+    def _has_bad_load(self, plan: StepPlan) -> bool:
+        numbers, deadline = [moves.number for moves in plan.loads], time.monotonic() + TIMEOUT_S
+        while numbers and self.acks().loads < numbers[-1]:
+            if time.monotonic() > deadline:
+                raise RankFailedError(f"loads {numbers} are not acknowledged")
+            time.sleep(0.0001)
+        return bool(numbers) and self.acks().bad_load >= numbers[0]
 
     def close(self) -> None:
         """Take the answers that are on their way."""
         self._gang.drain()
+
+
+class FixedPace(Pace):
+    """Not moved by measurements."""
+
+    def note(self, seconds: float, num_tokens: int) -> None:
+        """Do nothing."""
 
 
 class Trial:
@@ -134,10 +179,13 @@ class Trial:
         gang: with the model of `base` loaded, see `load`.
         corpus: the model and its dialogues.
         base: settings that the gang's pools were made with.
+        host: the tier below the device, or None.
         settings: of the scheduler, which differ from those.
     """
 
-    def __init__(self, gang: Gang, corpus: Corpus, base: Config, **settings: int) -> None:
+    def __init__(
+        self, gang: Gang, corpus: Corpus, base: Config, *, host: HostLink | None = None, **settings: int
+    ) -> None:
         config = replace(base, **settings)  # type: ignore[arg-type]
         self.asked: list[Asked] = []
         self.problems: list[str] = []
@@ -146,14 +194,18 @@ class Trial:
         self._by_id: dict[str, Asked] = {}
         self.executor = ForcedExecutor(gang, self._by_id)
         gang.tell(Poison())
+        gang.ask(Host(None if host is None else host.path))
+        gang.answers()
         self.engine: Engine = build_engine(
             self.executor,
             config,
             model=read_config(Path(config.model)),
             device_type="cpu",
             num_pages=config.num_pages,
+            host=host,
         )
         self.executor.scheduler = self.engine._scheduler
+        self.set_pace(compute_s=0.0)
 
     @property
     def cache(self) -> SequenceCache:
@@ -180,7 +232,8 @@ class Trial:
         """One step of the engine, after which every page must be where it belongs."""
         for output in self.engine.step():
             asked = self._by_id[output.request_id]
-            asked.cached, asked.cut_by = output.cached_tokens, output.cut_by
+            asked.cached, asked.by_tier = output.cached_tokens, dict(output.cached_by_tier)
+            asked.miss, asked.cut_by = str(output.miss), output.cut_by
             asked.is_done = output.finish_reason is not None
         self.engine.check()
 
@@ -201,12 +254,60 @@ class Trial:
             self.expect(asked.is_done, f"{asked.request_id} was not answered")
             self.expect(not missing, f"{asked.request_id}: {sorted(missing)} were neither cached nor computed")
 
-    def hit(self, name: str, *, cached: int, cut_by: str = "") -> Asked:
-        """Ask, and expect that so many tokens come from the cache; `cut_by` names what kept more from doing so."""
-        (asked,) = self.ask(name)
-        self.expect(asked.cached == cached, f"{name}: {asked.cached} tokens cached, expected {cached}")
-        self.expect(asked.cut_by == cut_by, f"{name}: cut by {asked.cut_by!r}, expected {cut_by!r}")
+    def hit(
+        self,
+        name: str,
+        *,
+        cached: int = -1,
+        cut_by: str = "",
+        tiers: Mapping[str, int] | None = None,
+        miss: str | None = None,
+        length: int = 0,
+    ) -> Asked:
+        """Ask for a prompt, or the first tokens of it, and compare what came from the cache.
+
+        Args:
+            name: of the dialogue.
+            cached: tokens from the cache; -1 for the sum of the tiers'.
+            cut_by: what kept more from being reused.
+            tiers: tokens from each; None if that does not matter.
+            miss: why it was not more; None if that does not matter, as it is without tiers.
+            length: of the prompt, 0 for all of it.
+        """
+        asked = self.add(name, length=length)
+        self.finish()
+        found = {"cached": asked.cached, "cut_by": asked.cut_by}
+        wanted: dict[str, object] = {"cached": cached if tiers is None else sum(tiers.values()), "cut_by": cut_by}
+        if tiers is not None:
+            found["tiers"], wanted["tiers"] = str(asked.by_tier), str({k: v for k, v in tiers.items() if v})
+            miss = miss or ""
+        if miss is not None:
+            found["miss"], wanted["miss"] = asked.miss, miss
+        self.expect(found == wanted, f"{asked.request_id}: {found}, expected {wanted}")
         return asked
+
+    def settle(self) -> None:
+        """Run until all pages are where they go to."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.engine.has_work:
+            self.step()
+            if time.monotonic() > deadline:
+                raise RankFailedError("pages move without end")
+        self.finish()
+
+    def forget_device(self) -> None:
+        """Let the device's tree forget all, and spoil all that its pools hold: tokens can come from below only."""
+        self.settle()
+        self.cache.clear()
+        self.gang.tell(Poison())
+
+    def set_pace(self, *, compute_s: float) -> None:
+        """How long computing a token is taken to last: what is measured on a busy machine decides nothing here.
+
+        Args:
+            compute_s: seconds per token; 0 for so long that moving is always worth it.
+        """
+        self.engine._scheduler.costs.compute = FixedPace(compute_s)
 
     def expect(self, is_so: bool, problem: str) -> None:
         """Note a problem, unless it is so."""
@@ -225,7 +326,8 @@ class Trial:
 
     def held(self, ids: Sequence[int], read: Callable[[Holding], None]) -> None:
         """Lock the longest cached prefix of some tokens while it is looked at."""
-        holding = self.cache.begin(np.asarray(ids, np.int32).tobytes(), is_matched=True, now=1 << 20)
+        use = Use(self.engine.root(""))
+        holding = self.cache.begin(np.asarray(ids, np.int32).tobytes(), is_matched=True, now=1 << 20, use=use)
         read(holding)
         self.cache.end(holding)
         self.engine.check()
@@ -262,15 +364,18 @@ def _all_emitted(plan: StepPlan) -> StepPlan:
     return replace(plan, rows=[replace(row, targets=row.tokens, output_position=-1) for row in plan.rows], num_top=0)
 
 
-def _join(plan: StepPlan, answers: Sequence[NDArray[np.float32] | None], split: Split) -> list[NDArray[np.float32]]:
-    """Logits [T, V] per row, out of those that the ranks of the last stage emit."""
+def _join(
+    plan: StepPlan, answers: Sequence[NDArray[np.float32] | None], split: Split, *, is_alike: bool
+) -> list[NDArray[np.float32]]:
+    """Logits [T, V] per row, out of those that the ranks of the last stage emit; tp ranks have to agree if alike."""
     found: list[dict[int, NDArray[np.float32]]] = [{} for _ in plan.rows]
     for cp, places in enumerate(emissions(plan, cp_size=split.cp)):
         same = [answers[split.rank(Coords(pp=split.pp - 1, cp=cp, tp=tp))] for tp in range(split.tp)]
         first = same[0]
         assert first is not None, "the last stage has logits"
         for other in same[1:]:
-            assert other is not None and np.array_equal(first, other, equal_nan=True), "tp ranks differ"
+            is_same = other is not None and np.array_equal(first, other, equal_nan=True)
+            assert is_same or not is_alike, "tp ranks differ"
         lines = iter(first)
         for i, positions in places:
             found[i].update({position: next(lines) for position in positions.tolist()})

@@ -5,6 +5,8 @@ An executor of plans that shares no code with the ranks. Each computed token is 
 the pages of a window if the twin has one; a recurrent state is the list of all tokens that went into it. A page is
 wiped when it is handed out. So a wrong page or state, one that is used twice or too early, or a token that was never
 computed fails at once or gives another next token.
+
+What a failed load should have brought is garbage: a row that sees any says a token that no model says.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from raycache.errors import RankLostError
 from raycache.memory.component import FULL
 from raycache.parallel.board import Acks
 from raycache.types import FinishReason, SamplingParams, TokenLogprob
+from tests.oracle.twin_host import Content, TwinHost, TwinMover
 
 VOCAB = 13
 EOS = 0
@@ -60,13 +63,14 @@ class TwinExecutor:
     Args:
         sizes: of the pools.
         depth: plans that may be in flight.
+        mover: of its pages to and from the host, if there is one.
 
     Attributes:
         plans: all that were executed.
         is_lost: set it, and the gang is lost at the next collect.
     """
 
-    def __init__(self, sizes: SpaceSizes, *, depth: int = 1) -> None:
+    def __init__(self, sizes: SpaceSizes, *, depth: int = 1, mover: TwinMover | None = None) -> None:
         self.depth = depth
         self.plans: list[StepPlan] = []
         self.is_lost = False
@@ -78,6 +82,10 @@ class TwinExecutor:
         self._memory: dict[str, dict[int, dict[int, tuple[int, int]]]] = {space: {} for space in self._windows}
         self._tables: dict[int, dict[str, list[int]]] = {}
         self._states: dict[int, list[int]] = {}
+        self._garbage: set[tuple[str, int]] = set()
+        self._state_space = next(iter(sizes.states), "")
+        self.mover = mover or TwinMover(TwinHost())
+        self.mover.bind(self._copy)
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._waiting) < self.depth, "more plans in flight than stages"
@@ -92,7 +100,7 @@ class TwinExecutor:
         return self._execute(StepPlan.unpack(packed))
 
     def acks(self) -> Acks:
-        return Acks()
+        return self.mover.acks()
 
     def close(self) -> None:
         self._waiting.clear()
@@ -103,20 +111,56 @@ class TwinExecutor:
         self.plans.append(plan)
         for admit in plan.admits:
             self._tables[admit.slot] = {space: list(admit.pages.get(space, ())) for space in self._windows}
+        self.mover.save(plan.saves, is_first=plan.is_saved_first)
+        for row in plan.rows:
+            for space in self._windows:
+                self._append(row, space)
+        self._load(plan)
+        bad_slots = {row.slot for row in plan.rows if self._sees_garbage(row)}
         for row in plan.rows:
             for space in self._windows:
                 self._write(row, space)
-        self._carry_states(plan)
+        self._carry_states(plan, bad_slots)
         samplings = {admit.slot: admit for admit in plan.admits}
-        return [self._read(row, plan, samplings.get(row.slot)) for row in plan.rows]
+        return [
+            _nonsense(row, plan) if row.slot in bad_slots else self._read(row, plan, samplings.get(row.slot))
+            for row in plan.rows
+        ]
 
-    def _write(self, row: Row, space: str) -> None:
+    def _copy(self, space: str, device: int) -> Content:
+        """What a unit holds now."""
+        assert (space, device) not in self._garbage, "garbage is saved"
+        return list(self._states[device]) if space == self._state_space else dict(self._memory[space][device])
+
+    def _load(self, plan: StepPlan) -> None:
+        for unit, content in self.mover.load(plan.loads).items():
+            self._garbage.discard((unit.space, unit.device))
+            if content is None:
+                self._garbage.add((unit.space, unit.device))
+                content = []
+            if unit.space == self._state_space:
+                self._states[unit.device] = [*content]
+            else:
+                self._memory[unit.space][unit.device] = dict(content)
+
+    def _sees_garbage(self, row: Row) -> bool:
+        pages = set()
+        for space, window in self._windows.items():
+            first = max(0, row.start - window + 1) // self._page_size if window else 0
+            pages |= {(space, page) for page in self._tables[row.slot][space][first:]}
+        return not self._garbage.isdisjoint(pages | {(self._state_space, row.read_state)})
+
+    def _append(self, row: Row, space: str) -> None:
         table, memory = self._tables[row.slot][space], self._memory[space]
         for page in row.new_pages.get(space, ()):
             assert -1 <= page < self._counts[space], f"page {page} is not in the pool"
             assert page >= 0 or self._windows[space], "every page of the sequence is kept"
             memory[page] = {}
+            self._garbage.discard((space, page))
             table.append(page)
+
+    def _write(self, row: Row, space: str) -> None:
+        table, memory = self._tables[row.slot][space], self._memory[space]
         assert row.num_tokens >= 1, "a row computes something"
         for position, token in enumerate(np.frombuffer(row.tokens, np.int32).tolist(), start=row.start):
             number = table[position // self._page_size]
@@ -129,7 +173,7 @@ class TwinExecutor:
         if not self._windows[space]:
             assert len(set(table)) == len(table), "a page is twice in a table"
 
-    def _carry_states(self, plan: StepPlan) -> None:
+    def _carry_states(self, plan: StepPlan, bad_slots: set[int]) -> None:
         if not self._num_states:
             assert all(row.read_state == row.write_state == -1 for row in plan.rows)
             return
@@ -140,12 +184,19 @@ class TwinExecutor:
             assert row.read_state not in written[:i] + written[i + 1 :], "a row reads a state that another one writes"
         for row in plan.rows:
             before = self._states[row.read_state] if row.read_state >= 0 else []
+            if row.slot in bad_slots:
+                self._garbage.add((self._state_space, row.write_state))
+                self._states[row.write_state] = []
+                continue
+            self._garbage.discard((self._state_space, row.write_state))
             assert len(before) == row.start, "the state is that of another position"
             self._states[row.write_state] = before + np.frombuffer(row.tokens, np.int32).tolist()
 
     def _read(self, row: Row, plan: StepPlan, admit: Admit | None) -> RowResult:
         if admit is not None:
-            assert row.start == len(admit.pages[FULL]) * self._page_size, "computing starts behind the cached prefix"
+            loaded = {unit.device for moves in plan.loads for unit in moves.units if unit.space == FULL}
+            num_cached = len(admit.pages[FULL]) + len(loaded.intersection(row.new_pages.get(FULL, ())))
+            assert row.start == num_cached * self._page_size, "computing starts behind the cached prefix"
         tokens = self._see(row, FULL, first=0)
         for space, window in self._windows.items():
             if window:
@@ -175,6 +226,14 @@ class TwinExecutor:
             assert found == position, "a page holds other positions than it is used for"
             tokens.append(token)
         return tokens
+
+
+def _nonsense(row: Row, plan: StepPlan) -> RowResult:
+    """What a row says that has seen garbage."""
+    if row.output_position < 0:
+        return RowResult()
+    told = None if plan.num_top is None else logprob([], VOCAB, num_top=plan.num_top)
+    return RowResult(VOCAB, told)
 
 
 def _number(tokens: Sequence[int]) -> int:

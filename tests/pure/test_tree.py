@@ -377,6 +377,29 @@ def test_what_came_back_in_part_is_known_to_have_gone_on() -> None:
     tree.check()
 
 
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 6, 16, 64])
+def test_pages_of_any_size_that_came_back_in_part_are_known(page_size: int) -> None:
+    tree, tokens = RadixTree(page_size), np.arange(5 * page_size + 1)
+    cache(tree, tokens[:-1], range(5)).release()
+    tree.evict(5)
+    cache(tree, [*tokens[: 2 * page_size], *[7] * page_size], [5, 6, 7]).release()
+    assert lacks_what_was_evicted(tree, tokens)
+    assert not lacks_what_was_evicted(tree, [*tokens[: 2 * page_size], *[9] * (page_size + 1)])
+    tree.check()
+
+
+def test_a_page_that_differs_in_one_token_was_not_evicted() -> None:
+    tree = RadixTree(64)
+    cache(tree, [0] * 192, range(3)).release()
+    tree.evict(3)
+    tokens = np.zeros(193, int)
+    assert lacks_what_was_evicted(tree, tokens)
+    for position in range(64):
+        tokens[position] = 1
+        assert not lacks_what_was_evicted(tree, tokens)
+        tokens[position] = 0
+
+
 def test_clearing_forgets_what_was_evicted() -> None:
     tree = RadixTree(S)
     cache(tree, range(20), range(5)).release()
@@ -393,7 +416,7 @@ def test_the_memory_of_what_was_evicted_is_bounded() -> None:
         tree.evict(1)
     assert not tree.match(packed([0] * 5), now=1).was_evicted
     assert tree.match(packed([2999] * 5), now=1).was_evicted
-    assert len(tree._ghosts) < 1000
+    assert tree.num_ghosts < 1000
     tree.check()
 
 
@@ -500,6 +523,9 @@ class TreeAgainstDict(RuleBasedStateMachine):
     @rule(target=running, request=running)
     def clone(self, request: Running) -> Running:
         clone = Running(request.root, list(request.tokens), request.handle.clone(), claim=request.claim)
+        assert (clone.handle.root, clone.handle.key) == (request.handle.root, request.handle.key)
+        assert clone.handle.known_length == request.handle.known_length
+        assert clone.handle.was_evicted == request.handle.was_evicted
         self.requests.append(clone)
         return clone
 

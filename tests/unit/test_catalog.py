@@ -212,7 +212,26 @@ def test_restore_points_that_cannot_be_are_dropped_and_their_pages_stay() -> Non
     branches = catalog_in(memory).recover()
     assert points_of(branches) == {b: {"window": (1, 2), "state": (3,)}}
     assert pages_of(branches) == host.pages
-    assert points_of(catalog_in(memory).recover()) == points_of(branches)
+    host.catalog.drop_point(b)
+    assert points_of(catalog_in(memory).recover()) == {}, "c's is gone for good"
+
+
+def test_a_record_that_was_not_finished_is_not_there() -> None:
+    memory, tokens, seed = memoryview(bytearray(NUM_BYTES)), packed([1, 2, 3, 4]), b"s" * 32
+    catalog, page, digest = catalog_in(memory), page_ids([3]), sha256(seed + tokens).digest()
+    catalog.add_pages(page, digests=[digest], tokens=tokens, parent=-1, seed=seed)
+    catalog.add_point(3, {"window": (1,), "state": (1,)})
+    assert points_of(catalog.recover()) == {3: {"window": (1,), "state": (1,)}}
+    with pytest.raises(ValueError, match="'x'"):
+        catalog.add_point(3, {"window": (2,), "state": "x"})  # type: ignore[dict-item]
+    assert points_of(catalog.recover()) == {}
+    catalog.add_point(3, {"window": (1,), "state": (1,)})
+    with pytest.raises(ValueError, match="buffer"):
+        catalog.add_pages(page, digests=[digest], tokens=tokens, parent=-1, seed=b"short")
+    assert catalog.recover() == []
+    catalog.add_pages(page, digests=[digest], tokens=tokens, parent=-1, seed=seed)
+    (branch,) = catalog.recover()
+    assert branch.points == [], "a page that is recorded anew has no point"
 
 
 def test_a_slot_whose_header_says_something_else_is_not_held(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from raycache.errors import CheckpointError
 from raycache.models.base import read_config
-from raycache.models.checkpoint import INDEX, SINGLE, Checkpoint
+from raycache.models.checkpoint import INDEX, SINGLE, Checkpoint, weights_fingerprint
 from tests.oracle.tiny import make_tiny
 
 
@@ -287,3 +287,18 @@ def test_no_directory_and_no_config_are_told_apart(tmp_path: Path) -> None:
         read_config(Path("org/model"))
     with pytest.raises(CheckpointError, match=r"config\.json is missing; is .* a Hugging Face model directory"):
         read_config(tmp_path)
+
+
+def test_a_fingerprint_tells_trained_weights_apart_and_not_their_place(whole: Path, copy: Path) -> None:
+    first = weights_fingerprint(whole)
+    assert weights_fingerprint(copy) == first
+    tensors = load_file(copy / SINGLE)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1e-3
+    save_file(tensors, copy / SINGLE, metadata={"format": "pt"})
+    assert weights_fingerprint(copy) != first
+
+
+def test_a_fingerprint_knows_the_config(copy: Path) -> None:
+    first = weights_fingerprint(copy)
+    edit(copy / "config.json", rms_norm_eps=1e-3)
+    assert weights_fingerprint(copy) != first

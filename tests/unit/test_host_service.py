@@ -97,7 +97,7 @@ def test_there_is_one_owner_at_a_time(directory: Path) -> None:
             Lease(directory, "owner", timeout_s=0.1)
     finally:
         service.close()
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(ConfigError, match="is gone"):
         Lease(directory, "owner")
 
 

@@ -107,6 +107,7 @@ def test_fetching_goes_before_persisting_and_has_a_lane_of_its_own() -> None:
         for number in range(3):
             lanes.post(persist(number))
         desk.wait_for(1)
+        time.sleep(0.05)  # for another lane to begin what it must not
         lanes.post(order(3))
         desk.wait_for(2)
         assert sorted(desk.begun) == [0, 3], "one lane is left free by persists"
@@ -160,6 +161,8 @@ def test_what_does_not_begin_in_time_is_late_even_if_all_lanes_hang() -> None:
         assert (late.number, late.outcome) == (2, Outcome.LATE)
         assert 0.05 <= time.monotonic() - now_s < WAIT_S
         assert lanes.num_open == 3
+        lanes.post(order(4, deadline_s=now_s))
+        assert [answer.number for answer in lanes.answers()] == [4], "nobody has to wait for it"
         desk.let_end(3)
         assert {answer.outcome for answer in take(lanes, 3)} == {Outcome.DONE}
     assert desk.begun == [0, 1, 3]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raycache.cache.storage.base import Fetch, Storage, StorageStats
+from raycache.cache.storage.base import Fetch, Storage, StorageStats, checksum_of
 from tests.unit.storage_media import (
     BucketMedium,
     FileMedium,
@@ -97,6 +97,20 @@ def test_what_is_there_is_not_written_again(storage: Storage) -> None:
     assert storage.stats().stored == storage.stats().known == 1
     assert put(storage, [1, 2, 2]) == [True] * 3
     assert has(storage, range(5)) == [1, 2]
+
+
+@pytest.mark.parametrize("size", [1000, 1 << 20])
+def test_a_payload_that_is_not_what_its_checksum_was_taken_of_is_corrupt_when_read(storage: Storage, size: int) -> None:
+    keys = [key_of(number) for number in range(3)]
+    payloads = [payload_of(key, size) for key in keys]
+    totals = [checksum_of(payload) for payload in payloads]
+    damaged = bytearray(payloads[1])
+    damaged[size // 2] ^= 1
+    assert storage.put(keys, payloads=[payloads[0], damaged, payloads[2]], checksums=[totals[0], totals[1], 0])
+    assert all(known in (0, total) for known, total in zip(storage.checksums(keys), totals, strict=True))
+    assert get(storage, [0, 1, 2], size) == [Fetch.HIT, Fetch.CORRUPT, Fetch.HIT]
+    assert get(storage, [1], size) == [Fetch.MISSING]
+    assert storage.checksums([keys[1]]) == [0]
 
 
 def test_another_length_is_foreign_and_replaced_when_put(storage: Storage) -> None:

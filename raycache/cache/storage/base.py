@@ -112,12 +112,15 @@ class Storage(Protocol):
     puts, gets and looks for objects; the last three methods are the operator's.
     """
 
-    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer]) -> list[bool]:
+    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
         """Store objects, parents before children; the first one is the last to be evicted.
 
         Args:
             keys: at most 64 bytes each. One that is there already is not written again: equal keys mean equal state.
             payloads: one per key, at least a byte each; not changed until the call returns.
+            checksums: of the payloads, as of when they were known to be right, 0 where there is none; empty for none
+                at all. They become the objects' own, so that a payload that was damaged since then is found corrupt by
+                whoever reads it. The others are taken now.
         Returns:
             Which are stored now.
         """
@@ -136,6 +139,12 @@ class Storage(Protocol):
             keys: to look for.
             touch: count as a use, so that the prefix of something that was just stored does not leave before it. The
                 first key is then the last to be evicted.
+        """
+
+    def checksums(self, keys: Sequence[bytes]) -> list[int]:
+        """Checksums of objects as they were put, 0 where the medium would have to be asked for it or there is none.
+
+        Between a `get` and this call another object may have taken the place of the one that was read.
         """
 
     def suffixes(self) -> set[bytes]:
@@ -225,9 +234,15 @@ def read_object(data: Buffer, *, key: bytes, num_bytes: int) -> memoryview | Fet
     return payload
 
 
-def pack_object(key: bytes, payload: memoryview, *, into: memoryview) -> None:
-    """Write a header with its payload behind it into `HEADER_BYTES` more than the payload takes."""
-    into[:HEADER_BYTES] = Header(key, len(payload), checksum_of(payload)).packed()
+def pack_object(key: bytes, payload: memoryview, *, into: memoryview, checksum: int = 0) -> None:
+    """Write a header with its payload behind it into `HEADER_BYTES` more than the payload takes.
+
+    Args:
+        key, payload: of the object.
+        into: memory for both.
+        checksum: of the payload, 0 to take it now.
+    """
+    into[:HEADER_BYTES] = Header(key, len(payload), checksum or checksum_of(payload)).packed()
     into[HEADER_BYTES:] = payload
 
 

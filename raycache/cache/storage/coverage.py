@@ -38,12 +38,14 @@ class Place:
         piece: of its envelope.
         span: of the piece in the envelope, bytes.
         suffix: of the object's key.
+        is_whole: it is all of the envelope, so that both have the same checksum.
     """
 
     rank: int
     piece: Piece
     span: slice
     suffix: bytes
+    is_whole: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,13 @@ def groups_of(layout: EnvelopeLayout, space: str) -> list[Group]:
 def _group_of(layout: EnvelopeLayout, component: Component) -> Group:
     rows = row_format(component)
     places = [
-        Place(rank, piece, slice(piece.offset, piece.offset + piece.num_bytes), rows + piece.box.packed())
+        Place(
+            rank,
+            piece,
+            slice(piece.offset, piece.offset + piece.num_bytes),
+            rows + piece.box.packed(),
+            is_whole=piece.num_bytes == layout.envelope_bytes(rank, component.space),
+        )
         for rank in range(layout.split.world_size)
         for piece in layout.pieces(rank, component.space)
         if piece.group == component

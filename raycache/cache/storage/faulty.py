@@ -75,13 +75,14 @@ class FaultyStorage:
         self._errors_left = 0
         self._counts = StorageStats()
 
-    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer]) -> list[bool]:
+    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
         """See `Storage.put`."""
         self._begin()
         with self._lock:
             end = self._end(len(keys))
             taken = [i for i in range(len(keys)) if i < end and not self._happens(self._rates.drop)]
-        done = self._inner.put([keys[i] for i in taken], payloads=[payloads[i] for i in taken])
+        known = [checksums[i] for i in taken] if checksums else []
+        done = self._inner.put([keys[i] for i in taken], payloads=[payloads[i] for i in taken], checksums=known)
         stored = [False] * len(keys)
         with self._lock:
             for i, is_stored in zip(taken, done, strict=True):
@@ -112,6 +113,10 @@ class FaultyStorage:
         stored = self._inner.contains(keys, touch=touch)
         with self._lock:
             return [is_stored and key not in self._lost for key, is_stored in zip(keys, stored, strict=True)]
+
+    def checksums(self, keys: Sequence[bytes]) -> list[int]:
+        """See `Storage.checksums`."""
+        return self._inner.checksums(keys)
 
     def suffixes(self) -> set[bytes]:
         """See `Storage.suffixes`."""

@@ -35,7 +35,7 @@ _SAVE_USES_S = 30.0
 
 
 class _Job(NamedTuple):
-    """One object on its way: which of the caller's, where it lies, its bytes; its use and what it must sum to."""
+    """One object on its way: which of the caller's, where it lies, its bytes, its use, its checksum or 0."""
 
     item: int
     key: bytes
@@ -72,7 +72,7 @@ class FileStorage:
             raise
         self._save_uses_at_s = time.monotonic() + _SAVE_USES_S
 
-    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer]) -> list[bool]:
+    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
         """See `Storage.put`.
 
         Raises:
@@ -82,7 +82,7 @@ class FileStorage:
         check_objects(keys, views)
         stored = [False] * len(keys)
         with self._lock:
-            jobs = self._reserve(keys, views, stored)
+            jobs = self._reserve(keys, views, checksums or [0] * len(keys), stored)
         errors = {segment: self._write(segment, batch) for segment, batch in _by_segment(jobs)}
         with self._lock:
             self._publish(jobs, errors, stored)
@@ -110,6 +110,12 @@ class FileStorage:
                     if shelf is not None:
                         self._shelves.touch(shelf, key)
         return [shelf is not None for shelf in shelves]
+
+    def checksums(self, keys: Sequence[bytes]) -> list[int]:
+        """See `Storage.checksums`."""
+        with self._lock:
+            shelves = [self._shelves.find(key) for key in keys]
+            return [0 if shelf is None else shelf.checksum(key) for shelf, key in zip(shelves, keys, strict=True)]
 
     def suffixes(self) -> set[bytes]:
         """See `Storage.suffixes`: of all that was stored since it was opened or cleared, or found then."""
@@ -173,7 +179,9 @@ class FileStorage:
             self._counts.corrupt += bad
         return Scrub(checked, num_bytes, bad, time.monotonic() - start_s)
 
-    def _reserve(self, keys: Sequence[bytes], views: Sequence[memoryview], stored: list[bool]) -> list[_Job]:
+    def _reserve(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], checksums: Sequence[int], stored: list[bool]
+    ) -> list[_Job]:
         """Places for what is not there yet. What is, is touched first: it must not make room for its children."""
         for i in reversed(range(len(keys))):
             if (shelf := self._shelves.find(keys[i])) is None:
@@ -193,7 +201,7 @@ class FileStorage:
                 shelf, place = taken
                 segment, _ = shelf.at(place)
                 segment.num_held += 1
-                jobs.append(_Job(i, keys[i], shelf, segment, place, view, use=last_use - i))
+                jobs.append(_Job(i, keys[i], shelf, segment, place, view, last_use - i, checksums[i]))
         return jobs
 
     def _take(self, num_bytes: int) -> tuple[Shelf, int] | None:
@@ -212,7 +220,7 @@ class FileStorage:
         """Write the objects of one segment, and then their records; returns 0 or the number of an error."""
         slots = [job.place & SLOT_MASK for job in batch]
         try:
-            checksums = segment.write(slots, [job.view for job in batch])
+            checksums = segment.write(slots, [job.view for job in batch], known=[job.checksum for job in batch])
             headers = [Header(job.key, len(job.view), total) for job, total in zip(batch, checksums, strict=True)]
             segment.record(slots, headers, uses=[job.use for job in batch])
         except OSError as error:

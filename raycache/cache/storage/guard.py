@@ -77,11 +77,11 @@ class Guarded:
         """Whether the last call reached it."""
         return self._opened is not None
 
-    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer]) -> list[bool]:
+    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
         """See `Storage.put`."""
         with self._ask() as storage:
             if storage is not None:
-                return storage.put(keys, payloads=payloads)
+                return storage.put(keys, payloads=payloads, checksums=checksums)
         return [False] * self._away(len(keys))
 
     def get(self, keys: Sequence[bytes], *, into: Sequence[Buffer]) -> list[Fetch]:
@@ -97,6 +97,13 @@ class Guarded:
             if storage is not None:
                 return storage.contains(keys, touch=touch)
         return [False] * self._away(len(keys))
+
+    def checksums(self, keys: Sequence[bytes]) -> list[int]:
+        """See `Storage.checksums`; none is known while it is away."""
+        with self._ask() as storage:
+            if storage is not None:
+                return storage.checksums(keys)
+        return [0] * len(keys)
 
     def suffixes(self) -> set[bytes]:
         """See `Storage.suffixes`; none while it is away."""

@@ -121,7 +121,7 @@ class ObjectStorage:
         except FileNotFoundError as error:
             raise ConfigError(f"storage {name}: there is no such bucket; make it or name another") from error
 
-    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer]) -> list[bool]:
+    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
         """See `Storage.put`.
 
         Raises:
@@ -130,7 +130,8 @@ class ObjectStorage:
         """
         views = [flat(payload) for payload in payloads]
         check_objects(keys, views)
-        done = self._workers.run([partial(self._put, key, view) for key, view in zip(keys, views, strict=True)])
+        objects = zip(keys, views, checksums or [0] * len(keys), strict=True)
+        done = self._workers.run([partial(self._put, *parts) for parts in objects])
         with self._lock:
             self._counts.stored += done.count(_Put.STORED)
             self._counts.known += done.count(_Put.KNOWN)
@@ -157,6 +158,10 @@ class ObjectStorage:
         """See `Storage.contains`; `touch` does nothing. Raises OSError as `put`."""
         sizes = self._workers.run([partial(self._size, key) for key in keys])
         return [size is not None for size in sizes]
+
+    def checksums(self, keys: Sequence[bytes]) -> list[int]:
+        """See `Storage.checksums`: the server would have to be asked."""
+        return [0] * len(keys)
 
     def suffixes(self) -> set[bytes]:
         """See `Storage.suffixes`; listed again after half a minute. Raises OSError as `put`."""
@@ -205,12 +210,12 @@ class ObjectStorage:
 
     # Requests. Each runs in a thread of the workers.
 
-    def _put(self, key: bytes, payload: memoryview) -> _Put:
+    def _put(self, key: bytes, payload: memoryview, checksum: int) -> _Put:
         if self._size(key) == HEADER_BYTES + len(payload):
             return _Put.KNOWN
         try:
             with self._scratch.hold(HEADER_BYTES + len(payload)) as packed, _answers():
-                pack_object(key, payload, into=packed)
+                pack_object(key, payload, into=packed, checksum=checksum)
                 obstore.put(self._bucket, _path_of(key), packed, use_multipart=False)
         except PermissionError:
             return _Put.FAILED  # it may still be read

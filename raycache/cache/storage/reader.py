@@ -29,6 +29,10 @@ _SCRATCH_BYTES = 32 << 20
 _WORST_LAST = list(Fetch)
 
 
+_Slot = tuple[int, str, int]
+"""(rank, component space, host id)."""
+
+
 class _Want(NamedTuple):
     """One piece that is to be filled.
 
@@ -121,7 +125,7 @@ class UnitReader:
             for group in self._groups.get(unit.space, ())
             for place in group.places
         ]
-        answers = self._read_own(wants)
+        answers, checksums = self._read_own(wants)
         lacking = [i for i, answer in enumerate(answers) if answer not in (Fetch.HIT, Fetch.UNAVAILABLE)]
         for i, joined in zip(lacking, self._read_joined([wants[i] for i in lacking]), strict=True):
             answers[i] = joined if joined is Fetch.HIT else _worst(answers[i], joined)
@@ -130,11 +134,11 @@ class UnitReader:
             found[want.item] = _worst(found[want.item], answer)
         for unit, answer in zip(units, found, strict=True):
             if answer is Fetch.HIT:
-                self._write_headers(unit)
+                self._write_headers(unit, checksums)
         return found
 
-    def _read_own(self, wants: Sequence[_Want]) -> list[Fetch]:
-        """Read the pieces whose very box is stored where they belong."""
+    def _read_own(self, wants: Sequence[_Want]) -> tuple[list[Fetch], dict[_Slot, int]]:
+        """Read the pieces whose very box is stored where they belong; and checksums of what they fill, if known."""
         known = {group: set(self._coverage.boxes(group)) for group in {want.group for want in wants}}
         own = [i for i, want in enumerate(wants) if want.place.piece.box in known[want.group]]
         keys = [wants[i].unit.digest + wants[i].place.suffix for i in own]
@@ -142,7 +146,10 @@ class UnitReader:
         answers = [Fetch.MISSING] * len(wants)
         for i, answer in zip(own, self._storage.get(keys, into=into) if keys else (), strict=True):
             answers[i] = answer
-        return answers
+        whole = [i for i in own if answers[i] is Fetch.HIT and wants[i].place.is_whole]
+        slots = [(wants[i].place.rank, wants[i].unit.space, wants[i].unit.host) for i in whole]
+        checksums = self._storage.checksums([wants[i].unit.digest + wants[i].place.suffix for i in whole])
+        return answers, dict(zip(slots, checksums, strict=True))
 
     def _read_joined(self, wants: Sequence[_Want]) -> list[Fetch]:
         """Read pieces from objects of other boxes."""
@@ -205,10 +212,12 @@ class UnitReader:
         envelope: memoryview = self._slabs[want.place.rank, want.unit.space][want.unit.host].data
         return envelope
 
-    def _write_headers(self, unit: StoredUnit) -> None:
+    def _write_headers(self, unit: StoredUnit, known: Mapping[_Slot, int]) -> None:
         for rank in self._ranks.get(unit.space, ()):
             header = self._headers[rank, unit.space][unit.host]
-            header[1] = checksum_of(self._slabs[rank, unit.space][unit.host].data)
+            # One that is not of these bytes, because the object was replaced since, fails when the slot is loaded.
+            checksum = known.get((rank, unit.space, unit.host), 0)
+            header[1] = checksum or checksum_of(self._slabs[rank, unit.space][unit.host].data)
             header[0] = unit.tag  # last: from here on it counts
 
 

@@ -96,7 +96,7 @@ class RedisStorage:
                 name,
             )
 
-    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer]) -> list[bool]:
+    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
         """See `Storage.put`.
 
         Raises:
@@ -110,7 +110,8 @@ class RedisStorage:
         num_known = sum(stored)
         new = [i for i in reversed(range(len(keys))) if not stored[i]]
         parts = list(_batches(new, [len(view) for view in views]))
-        requests = [partial(self._set, [keys[i] for i in part], [views[i] for i in part]) for part in parts]
+        objects = list(zip(keys, views, checksums or [0] * len(keys), strict=True))
+        requests = [partial(self._set, [objects[i] for i in part]) for part in parts]
         num_full = 0
         for which, done in self._workers.each(requests):
             for i, answer in zip(parts[which], done, strict=True):
@@ -145,6 +146,10 @@ class RedisStorage:
         """See `Storage.contains`. Raises OSError as `put`."""
         command = "TOUCH" if touch else "EXISTS"
         return [bool(number) for number in self._ask_each(command, keys)]
+
+    def checksums(self, keys: Sequence[bytes]) -> list[int]:
+        """See `Storage.checksums`: the server would have to be asked."""
+        return [0] * len(keys)
 
     def suffixes(self) -> set[bytes]:
         """See `Storage.suffixes`; if the server evicts the set, it fills again as objects are put. Raises OSError."""
@@ -229,12 +234,13 @@ class RedisStorage:
 
     # Requests. Each runs in a thread of the workers.
 
-    def _set(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[RedisError | None]:
-        commands: list[tuple[Any, ...]] = [("SADD", self._suffixes_key, *{suffix_of(key) for key in keys})]
-        with self._scratch.hold(sum(HEADER_BYTES + len(payload) for payload in payloads)) as rest:
-            for key, payload in zip(keys, payloads, strict=True):
+    def _set(self, objects: Sequence[tuple[bytes, memoryview, int]]) -> list[RedisError | None]:
+        """Store (key, payload, checksum or 0)."""
+        commands: list[tuple[Any, ...]] = [("SADD", self._suffixes_key, *{suffix_of(key) for key, *_ in objects})]
+        with self._scratch.hold(sum(HEADER_BYTES + len(payload) for _, payload, _ in objects)) as rest:
+            for key, payload, checksum in objects:
                 packed, rest = rest[: HEADER_BYTES + len(payload)], rest[HEADER_BYTES + len(payload) :]
-                pack_object(key, payload, into=packed)
+                pack_object(key, payload, into=packed, checksum=checksum)
                 commands.append(("SET", self._name_of(key), packed))
             _, *answers = self._pipeline(commands)
         return [answer if isinstance(answer, RedisError) else None for answer in answers]

@@ -150,22 +150,25 @@ class Segment:
         self.forget(slot)
         os.pwrite(self._fd, _NO_RECORD, self._records_start + slot * _RECORD_BYTES)
 
-    def write(self, slots: Sequence[int], payloads: Sequence[memoryview]) -> list[int]:
+    def write(self, slots: Sequence[int], payloads: Sequence[memoryview], *, known: Sequence[int]) -> list[int]:
         """Write payloads, without their records.
 
         Args:
             slots: ascending.
             payloads: one per slot, of at most `slot_bytes`.
+            known: their checksums, 0 where it is to be computed.
         Returns:
             Their checksums.
         Raises:
             OSError: of the disk; any of these slots may be spoilt.
         """
         if self.slot_bytes > _UNIT_BYTES:
-            return [self._write_large(slot, payload) for slot, payload in zip(slots, payloads, strict=True)]
+            jobs = zip(slots, payloads, known, strict=True)
+            return [self._write_large(slot, payload, total) for slot, payload, total in jobs]
         checksums = list[int]()
         for start, run in self._runs(slots, payloads):
-            checksums += [checksum_of(payload) for payload in run]
+            totals = known[len(checksums) : len(checksums) + len(run)]
+            checksums += [total or checksum_of(payload) for total, payload in zip(totals, run, strict=True)]
             _write_all(self._fd, self._whole_slots(run, _ZEROS), start)
         return checksums
 
@@ -255,8 +258,11 @@ class Segment:
             return run
         return [part for payload in run for part in (payload, rest[: self.slot_bytes - len(payload)])]
 
-    def _write_large(self, slot: int, payload: memoryview) -> int:
+    def _write_large(self, slot: int, payload: memoryview, known: int) -> int:
         start, checksum = self._data_start + slot * self.slot_bytes, xxhash.xxh3_64()
+        if known:
+            _write_all(self._fd, [payload, _ZEROS[: -len(payload) % ALIGN]], start)
+            return known
         for offset in range(0, len(payload), _UNIT_BYTES):
             part = payload[offset : offset + _UNIT_BYTES]
             checksum.update(part)

@@ -59,6 +59,11 @@ class Shelf:
         segment, slot = self.at(self.index[key])
         return segment.lengths[slot]
 
+    def checksum(self, key: bytes) -> int:
+        """Of an object's payload."""
+        segment, slot = self.at(self.index[key])
+        return segment.checksums[slot]
+
 
 class Shelves:
     """All that is stored in a directory, up to a bound.

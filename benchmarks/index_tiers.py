@@ -1,0 +1,93 @@
+"""Device and host tier together under the replay of `benchmarks.index`: what deciding costs, without copies.
+
+Every page is saved at once, acknowledged when its request ends, and loaded when only the host has it. Chain hashes and
+the catalog are part of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raycache.cache.catalog import Catalog
+from raycache.cache.evict import Eviction
+from raycache.cache.host_tier import HostTier
+from raycache.cache.sequences import Holding, SequenceCache, Use
+from raycache.cache.spaces import SpaceSizes
+from raycache.memory.component import FULL
+from raycache.parallel.board import Acks
+
+_DEVICE_SHARE = 8
+"""The host holds so many times what the device does."""
+_USE = Use(bytes(32))
+
+
+class TiersCache:
+    """What serves: sequences on the device, write-through to the host.
+
+    Args:
+        num_tokens: of the host tier; the device has an eighth of it, or what runs at once if that is more.
+        page_size: tokens per page.
+        running_tokens: most tokens that run at once.
+    """
+
+    name = "RayCache, device and host tier"
+
+    def __init__(self, *, num_tokens: int, page_size: int, running_tokens: int) -> None:
+        num_pages = num_tokens // page_size
+        sizes = {FULL: num_pages}
+        self._page_size = page_size
+        self._memory = bytearray(Catalog.num_bytes(sizes=sizes, page_size=page_size, part_widths={}))
+        catalog = Catalog(memoryview(self._memory), sizes=sizes, page_size=page_size, part_widths={})
+        self._host = HostTier(SpaceSizes(num_pages, page_size), catalog=catalog, eviction=Eviction.LRU)
+        device = SpaceSizes(max(num_tokens // _DEVICE_SHARE, running_tokens) // page_size, page_size)
+        self._cache = SequenceCache(device, is_kept=True, host=self._host)
+        self._now = 0
+        self.moves: Counter[str] = Counter()
+
+    @staticmethod
+    def pack(tokens: npt.NDArray[np.int32]) -> bytes:
+        """The form in which it wants tokens."""
+        return tokens.tobytes()
+
+    def begin(self, tokens: bytes) -> tuple[int, tuple[bytes, Holding]]:
+        """Match in both tiers, plan what is loaded, make room for the rest."""
+        self._now += 1
+        holding = self._cache.begin(tokens, is_matched=True, now=self._now, use=_USE)
+        start = self._cache.start(holding, tokens, may_load=True, now=self._now)
+        assert self._cache.make_room(holding, start, len(tokens) // 4) is not None, "the device is too small"
+        self._cache.use(holding, tokens, now=self._now)
+        if holding.load is not None:
+            self._cache.plan_load(holding)
+        return start, (tokens, holding)
+
+    def finish(self, running: tuple[bytes, Any]) -> None:
+        """Its load has come; keep the prompt, save what the host lacks, unlock it."""
+        tokens, holding = running
+        if holding.load is not None:
+            self._cache.finish_load(holding, tokens, is_whole=True, now=self._now)
+        self._cache.advance(holding, tokens, len(tokens) // 4, is_kept=True, is_point=False, now=self._now)
+        self._cache.end(holding, tokens, now=self._now)
+        saves, loads, _ = self._cache.take_moves()
+        for name, lane in (("saved", saves), ("loaded", loads)):
+            self.moves[name] += sum(len(moves.units) for moves in lane)
+        if saves:
+            self._host.acknowledge(Acks(saves=saves[-1].number), now=self._now)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens in the host tier, which has what the device has."""
+        return int(self._host.counts()["pages_cached"]) * self._page_size
+
+    def num_bytes(self) -> int:
+        """Memory of everything that both tiers keep about what is cached, the catalog's copy of the tokens included."""
+        from benchmarks.index import bytes_of  # the benchmark that uses this
+
+        return bytes_of(self._cache)
+
+    def check(self) -> None:
+        """Assert that no page is lost, when nothing runs."""
+        self._cache.check([])

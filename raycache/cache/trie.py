@@ -1,0 +1,185 @@
+"""The shape of the radix tree: how runs of pages are found, cut, hung and taken off.
+
+Knows no handles, clocks, policies or restore points (tree.py). What is taken off because it was evicted leaves a ghost
+(ghosts.py), so that whoever looks for it can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from raycache.cache.ghosts import SAMPLE_BYTES, Ghosts, Place
+from raycache.cache.node import STRIDE_BYTES, Claims, Node, Root
+from raycache.memory.pages import PageIds
+from raycache.types import PackedTokens
+
+_GHOST_SHARE = 16  # ghosts take at most this part of the bytes that the cached tokens take
+
+
+class Trie:
+    """Runs of whole pages below roots.
+
+    Args:
+        page_bytes: of packed tokens.
+    Attributes:
+        roots: by seed, those that something hangs at or somebody stands at.
+        num_pages: in all nodes.
+        num_nodes: without the roots.
+        ghosts: of what was evicted.
+    """
+
+    def __init__(self, page_bytes: int) -> None:
+        self.roots: dict[bytes, Root] = {}
+        self.num_pages = 0
+        self.num_nodes = 0
+        self.ghosts = Ghosts(page_bytes)
+        self._page_bytes = page_bytes
+
+    def root(self, seed: bytes) -> Root:
+        """The root of a seed, a new one if need be."""
+        root = self.roots.get(seed)
+        if root is None:
+            root = self.roots[seed] = Root(seed, self.ghosts.root(seed))
+        return root
+
+    def walk(self, node: Node, tokens: PackedTokens, offset: int, limit: int) -> tuple[Node, int]:
+        """Follow tokens[offset:limit] (in bytes, whole pages) down from `node`.
+
+        Returns:
+            The last node that matches, cut so that it ends where the match does, and the byte where that is.
+        """
+        while offset < limit and node.children:
+            child = node.children.get(bytes(tokens[offset : offset + self._page_bytes]))
+            if child is None:
+                break
+            size = len(child.key)
+            if size > STRIDE_BYTES or offset + size > limit or not tokens.startswith(child.key, offset):
+                size = child.matching_bytes(tokens, offset, limit, page_bytes=self._page_bytes)
+            node = child if size == len(child.key) else self._split(child, size)
+            offset += size
+        return node, offset
+
+    def was_evicted(self, node: Node, page: bytes) -> bool:
+        """Whether a page, not cached now, with these tokens (perhaps too few) followed a node and was evicted."""
+        if len(page) < self._page_bytes:
+            return False
+        if node.has_tail:
+            return node.tail.startswith(self.ghosts.samples(page))
+        return node.place is not None and self.ghosts.has(node.place, page)
+
+    def append(self, node: Node, tokens: memoryview, ids: PageIds, *, grows: bool, now: int, claims: Claims) -> Node:
+        """Put pages after a node, which no child continues with their first page.
+
+        Args:
+            node: at whose end.
+            tokens: theirs.
+            ids: theirs.
+            grows: whether they may become part of the node, unless evicted pages hang at its end.
+            now, claims: of the use that nodes are made with.
+        Returns:
+            The node that they end with.
+        """
+        self.num_pages += len(ids)
+        key, start = bytearray(tokens), 0
+        samples = self.ghosts.samples(key)
+        ends: Sequence[tuple[int, Place | None]] = ((len(ids), None),)
+        if node.has_ghosts:
+            ends = self._ends(node, key, samples)
+            grows = grows and not node.has_ghosts
+        for end, place in ends:
+            run, run_ids, run_samples = key, ids, samples
+            if len(ends) > 1:
+                run, run_ids = key[start * self._page_bytes : end * self._page_bytes], ids[start:end]
+                run_samples = samples[start * SAMPLE_BYTES : end * SAMPLE_BYTES]
+            if grows and start == 0:
+                node.append(run, run_ids, run_samples)
+            else:  # the array is the caller's
+                node = self._hang(node, run, run_ids.copy(), run_samples, now=now, claims=claims)
+            node.place, start = place, end
+        return node
+
+    def evicted(self, node: Node) -> None:
+        """A leaf is about to be taken off because it is evicted: remember it, and what was trimmed off its end.
+
+        Its samples are not copied: it is of no use after that.
+        """
+        assert node.parent is not None, "roots have no pages"
+        place, max_bytes = self._place_after(node.parent), self.num_pages * self._page_bytes // _GHOST_SHARE
+        self.ghosts.add(place, node.name, node.samples, end=node.place, max_bytes=max_bytes)
+
+    def trim(self, node: Node, num_pages: int) -> None:
+        """Take the last pages off a leaf, fewer than all; it remembers them."""
+        self.num_pages -= num_pages
+        node.drop_back(num_pages, page_bytes=self._page_bytes)
+
+    def take_off(self, node: Node) -> Node:
+        """Take a leaf off; returns what it hung at."""
+        parent = node.parent
+        assert parent is not None and not node.children, "only leaves are taken off"
+        self.num_pages -= node.num_pages
+        self.num_nodes -= 1
+        del parent.children[node.name]
+        node.parent = None  # breaks the reference cycle
+        return parent
+
+    def forget_ghosts(self) -> None:
+        """Forget what was evicted."""
+        self.ghosts.clear()
+        for node in self.nodes():
+            node.forget_tail()
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes with the roots, parents first."""
+        for root in self.roots.values():
+            yield from root.walk_down()
+
+    def check(self) -> None:
+        """Assert that the nodes and the counts are right."""
+        nodes = list(self.nodes())
+        for node in nodes:
+            node.check(page_bytes=self._page_bytes)
+        num_runs, pages = len(nodes) - len(self.roots), np.concatenate([np.empty(0, int), *(n.pages for n in nodes)])
+        assert self.num_nodes == num_runs, f"{self.num_nodes} nodes counted, there are {num_runs}"
+        assert self.num_pages == len(pages), f"{self.num_pages} pages counted, there are {len(pages)}"
+        assert len(np.unique(pages)) == len(pages), "a page is in the tree twice"
+        for seed, root in self.roots.items():
+            assert root.seed == seed and (root.children or root.is_protected), "a root is not forgotten"
+        self.ghosts.check()
+
+    def _split(self, node: Node, size: int) -> Node:
+        """Cut a node after `size` bytes. The upper part is new, so that handles of the lower end stay as they are."""
+        parent = node.parent
+        assert parent is not None
+        upper = node.take_front(size, page_bytes=self._page_bytes)
+        upper.parent, upper.locked_children = parent, int(node.is_protected)
+        upper.children[node.name] = node
+        parent.children[upper.name] = upper
+        node.parent = upper
+        self.num_nodes += 1
+        return upper
+
+    def _ends(self, node: Node, key: bytearray, samples: bytes) -> Sequence[tuple[int, Place | None]]:
+        """Where new pages after a node have to be cut, because evicted ones hang there: (pages, place), in order."""
+        ends: list[tuple[int, Place | None]] = [*self.ghosts.give_up(self._place_after(node), key, samples)]
+        num_pages = len(samples) // SAMPLE_BYTES
+        return ends if ends and ends[-1][0] == num_pages else [*ends, (num_pages, None)]
+
+    def _hang(self, parent: Node, key: bytearray, ids: PageIds, samples: bytes, *, now: int, claims: Claims) -> Node:
+        name = bytes(key[: self._page_bytes])
+        leaf = Node(parent, key, ids, bytearray(samples), name=name, last_used=now, claims=claims)
+        parent.children[name] = leaf
+        self.num_nodes += 1
+        return leaf
+
+    def _place_after(self, node: Node) -> Place:
+        """The place where a node ends, with all that was evicted behind it."""
+        if node.has_tail:
+            place = Place()
+            self.ghosts.add_rest(place, node.tail, end=node.place)
+            node.forget_tail()
+            node.place = place
+        elif node.place is None:
+            node.place = Place()
+        return node.place

@@ -1,0 +1,265 @@
+"""kill -9 of a service's processes under load: a client sees a pause, and the same tokens as without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from actors.cluster import Cluster
+from raycache.errors import ConfigError, EngineStoppedError
+from raycache.types import CacheAction, CacheOrder
+from tests.actors.serving import Service, serving
+
+_PAGE = 16
+
+
+@dataclass
+class Heard:
+    """What one client got."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    cached: int = -1
+    finish_reason: str = ""
+    logprobs: list[float] = field(default_factory=list)
+
+
+async def listen(service: Service, prompt: Sequence[int], count: int, heard: Heard, **sampling: Any) -> Heard:
+    """One streamed completion; `heard` grows while it runs."""
+    stream = await service.client.completions.create(
+        model=service.info.model,
+        prompt=list(prompt),
+        max_tokens=count,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+        timeout=200,
+        **sampling,
+    )
+    async for chunk in stream:
+        for choice in chunk.choices:
+            heard.tokens += choice.model_dump().get("token_ids") or []
+            heard.text += choice.text
+            heard.finish_reason = choice.finish_reason or heard.finish_reason
+            if choice.logprobs is not None:
+                heard.logprobs += choice.logprobs.token_logprobs
+        if chunk.usage is not None:
+            heard.cached = chunk.usage.prompt_tokens_details.cached_tokens
+    return heard
+
+
+def prompts(count: int, *, seed: int, shared: int = 40, length: int = 20) -> list[list[int]]:
+    draw = random.Random(seed)
+    prefix = [draw.randrange(3, 260) for _ in range(shared)]
+    return [prefix + [draw.randrange(3, 260) for _ in range(length)] for _ in range(count)]
+
+
+def kill(name: str, number: int = 0) -> int:
+    """kill -9 of one of the processes below this one whose actor is called so; its id."""
+    found = [p for p in psutil.Process().children(recursive=True) if name in p.name() and p.status() != "zombie"]
+    os.kill(found[number].pid, signal.SIGKILL)
+    return found[number].pid
+
+
+async def spoken(heard: Sequence[Heard], *, at_least: int) -> None:
+    """Wait until all together have so many tokens."""
+    while sum(len(each.tokens) for each in heard) < at_least:
+        await asyncio.sleep(0.01)
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 8, "frequency_penalty": 0.5, "logprobs": 1},
+    {"temperature": 0, "presence_penalty": 1.0},
+]
+
+
+def test_streams_go_on_without_gap_or_repetition_when_the_engine_is_killed(cluster: Cluster, model: Path) -> None:
+    async def together(service: Service, heard: list[Heard]) -> None:
+        tasks = []
+        for prompt, sampling, into in zip(prompts(12, seed=1), SAMPLINGS * 3, heard, strict=True):
+            if len(tasks) == 6:
+                await spoken(heard, at_least=6)
+            tasks.append(asyncio.create_task(listen(service, prompt, 80, into, **sampling)))
+        await asyncio.gather(*tasks)
+
+    async def run() -> None:
+        # More requests than run, and as many as run and wait: a new engine cannot take all of them at once.
+        async with serving(model, tp=2, page_size=_PAGE, num_pages=96, max_running=6, max_queue=6) as service:
+            calm = [Heard() for _ in range(12)]
+            await together(service, calm)
+            heard = [Heard() for _ in range(12)]
+            running = asyncio.create_task(together(service, heard))
+            for share in (100, 500):
+                await spoken(heard, at_least=share)
+                kill("EngineActor")
+            await running
+            for before, after in zip(calm, heard, strict=True):
+                assert after.tokens == before.tokens and after.text == before.text
+                assert after.finish_reason == "length" and len(after.tokens) == 80
+                assert after.logprobs == pytest.approx(before.logprobs, abs=1e-3)
+            await service.engine.check()
+
+    asyncio.run(asyncio.wait_for(run(), 250))
+
+
+def test_a_new_engine_takes_what_came_meanwhile_and_goes_on_with_the_same_random_numbers(
+    cluster: Cluster, model: Path
+) -> None:
+    async def run() -> None:
+        async with serving(model, page_size=_PAGE, num_pages=64) as service:
+            prompt, heard = prompts(1, seed=2)[0], Heard()
+            calm = await listen(service, prompt, 30, Heard(), temperature=0)
+            unseeded = asyncio.create_task(listen(service, prompt, 120, heard, temperature=1.0))
+            await spoken([heard], at_least=20)
+            (seed,) = [stream.request.sampling.seed for stream in service.engine.streams]
+            kill("EngineActor")
+            first = asyncio.create_task(listen(service, prompt, 30, Heard(), temperature=0))
+            await asyncio.sleep(0.5)
+            with pytest.raises(EngineStoppedError, match="recovering"):
+                await service.engine.stats()
+            second = asyncio.create_task(listen(service, prompt, 30, Heard(), temperature=0))
+            assert [(await each).tokens for each in (first, second)] == [calm.tokens] * 2
+            # Asked for again with the seed that was drawn for it, it is the same stream.
+            again = await listen(service, prompt, 120, Heard(), temperature=1.0, seed=seed)
+            assert (await unseeded).tokens == again.tokens and len(again.tokens) == 120
+
+    asyncio.run(asyncio.wait_for(run(), 200))
+
+
+def test_an_engine_that_never_gets_anywhere_is_given_up(cluster: Cluster, model: Path) -> None:
+    async def run() -> None:
+        async with serving(model, page_size=_PAGE, num_pages=64) as service:
+            running = asyncio.create_task(listen(service, prompts(1, seed=4)[0], 30, Heard(), temperature=0))
+            watch = asyncio.create_task(service.engine.watch())
+            while not watch.done():
+                names = [p.name() for p in psutil.Process().children(recursive=True)]
+                if any("EngineActor" in name for name in names):
+                    kill("EngineActor")
+                await asyncio.sleep(0.05)
+            with pytest.raises(EngineStoppedError, match="the engine actor died"):
+                await watch
+            with pytest.raises(openai.APIError, match="the engine actor died"):
+                await running
+
+    asyncio.run(asyncio.wait_for(run(), 200))
+
+
+@pytest.mark.parametrize("victims", [["RankActor"], ["EngineActor", "ArenaActor"]])
+def test_hits_in_the_host_tier_outlive_all_that_use_it(cluster: Cluster, model: Path, victims: list[str]) -> None:
+    async def run() -> None:
+        settings = {"tp": 2, "page_size": _PAGE, "num_pages": 64, "host_memory": "64MiB"}
+        async with serving(model, **settings) as service:
+            cases = prompts(3, seed=5, shared=0, length=70)
+            calm = [await listen(service, prompt, 20, Heard(), temperature=0) for prompt in cases]
+            await asyncio.sleep(1)
+            heard = Heard()
+            running = asyncio.create_task(listen(service, cases[0], 200, heard, temperature=0))
+            await spoken([heard], at_least=10)
+            for victim in victims:
+                kill(victim)
+            await running
+            assert heard.tokens[:20] == calm[0].tokens
+            for prompt, before in list(zip(cases, calm, strict=True))[1:]:
+                after = await listen(service, prompt, 20, Heard(), temperature=0)
+                assert after.tokens == before.tokens and after.cached == 4 * _PAGE
+            stats = await service.engine.stats()
+            assert stats.cached_by_tier["host"] >= 2 * 4 * _PAGE
+            await service.engine.check()
+
+    asyncio.run(asyncio.wait_for(run(), 200))
+
+
+async def figure_of(service: Service, name: str, *, at_least: float) -> float:
+    """A figure of the storage tier, once it is so high."""
+    for _ in range(200):
+        figures = (await service.engine.stats()).tiers.get("storage", {})
+        if figures.get(name, -1) >= at_least:
+            break
+        await asyncio.sleep(0.1)
+    return figures[name]
+
+
+def test_another_owner_of_the_arena_goes_on_with_arena_and_storage(
+    cluster: Cluster, model: Path, tmp_path: Path
+) -> None:
+    storage = f"file://{tmp_path}/store?size=64MiB"
+
+    async def run() -> None:
+        settings = {"page_size": _PAGE, "num_pages": 64, "host_memory": "32MiB", "storage": storage}
+        cases = prompts(4, seed=6, shared=0, length=70)
+        async with serving(model, tp=2, **settings) as service:
+            calm = await listen(service, cases[0], 40, Heard(), temperature=0)
+            assert await figure_of(service, "stored", at_least=4) >= 4
+            heard = Heard()
+            running = asyncio.create_task(listen(service, cases[1], 200, heard, temperature=0))
+            await spoken([heard], at_least=10)
+            kill("ArenaActor")
+            await running
+            # Its counters begin anew; what it stores from now on is there for the next service.
+            before = [await listen(service, prompt, 40, Heard(), temperature=0) for prompt in cases[2:]]
+            assert await figure_of(service, "stored", at_least=8) >= 8
+            assert (await listen(service, cases[0], 40, Heard(), temperature=0)).tokens == calm.tokens
+            await service.engine.check()
+        async with serving(model, cp=2, prefetch="wait_complete", **settings) as service:
+            for prompt, expected in zip([cases[0], *cases[2:]], [calm, *before], strict=True):
+                after = await listen(service, prompt, 40, Heard(), temperature=0)
+                assert after.tokens == expected.tokens and after.cached == 4 * _PAGE
+            assert (await service.engine.stats()).cached_by_tier["storage"] == 3 * 4 * _PAGE
+
+    asyncio.run(asyncio.wait_for(run(), 200))
+
+
+def test_operators_orders_reach_decider_and_storage_and_outlive_the_engine(
+    cluster: Cluster, model: Path, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        order = CacheOrder
+        async with serving(model, page_size=_PAGE, num_pages=64, host_memory="32MiB") as service:
+            admin = service.engine.admin
+            prompt = prompts(1, seed=7, shared=0, length=70)[0]
+            with pytest.raises(ConfigError, match="attach one first"):
+                await admin(order(CacheAction.SCRUB))
+            assert await admin(order(CacheAction.ATTACH, url=f"file://{tmp_path}/store?size=64MiB")) == {
+                "storage": f"file:{tmp_path}/store"
+            }
+            await listen(service, prompt, 20, Heard(), temperature=0)
+            stored = await figure_of(service, "stored", at_least=5)
+            await admin(order(CacheAction.RESIZE, size=32 << 20))
+            kill("EngineActor")
+            await listen(service, prompts(1, seed=8)[0], 20, Heard(), temperature=0)
+            assert (await admin(order(CacheAction.SCRUB)))["checked"] >= stored
+            assert (await admin(order(CacheAction.STATUS)))["tiers"]["storage"]["bytes_limit"] == 32 << 20
+            facts = (await service.engine.info()).tiers["storage"]
+            assert facts == {"name": f"file:{tmp_path}/store", "bytes": 32 << 20}
+            await admin(order(CacheAction.CLEAR, tiers=("device", "host")))
+            seen = await admin(order(CacheAction.INSPECT, prompt=tuple(prompt)))
+            assert seen["tiers"] == {"device": 0, "host": 0, "storage": 4 * _PAGE}
+            await admin(order(CacheAction.DETACH))
+            seen = await admin(order(CacheAction.INSPECT, prompt=tuple(prompt)))
+            assert seen["tiers"] == {"device": 0, "host": 0}
+            await service.engine.check()
+
+    asyncio.run(asyncio.wait_for(run(), 200))
+
+
+def test_a_service_without_a_host_tier_says_what_storage_needs(cluster: Cluster, model: Path) -> None:
+    async def run() -> None:
+        async with serving(model, page_size=_PAGE, num_pages=64) as service:
+            for kind in (CacheAction.ATTACH, CacheAction.DETACH, CacheAction.RESIZE, CacheAction.SCRUB):
+                with pytest.raises(ConfigError, match="host tier"):
+                    await service.engine.admin(CacheOrder(kind, url="file:///tmp/x?size=1GiB", size=1))
+            assert (await service.engine.admin(CacheOrder(CacheAction.CLEAR)))["cleared_pages"] == {"device": 0}
+
+    asyncio.run(asyncio.wait_for(run(), 100))

@@ -1,0 +1,201 @@
+"""A storage of the twin's host memory, with troubles, and lanes to it without threads: every look at the answers is a
+tick of their clock, so that the same random numbers give the same story."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from raycache.cache.storage.base import Fetch
+from raycache.cache.storage.orders import Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.memory.component import FULL
+from tests.oracle.twin_host import Content, Slot, TwinHost
+
+
+@dataclass(frozen=True)
+class StorageTrouble:
+    """Parts of 1 of what is asked that go wrong, and how late answers are.
+
+    Attributes:
+        errors: orders that raise OSError.
+        lost: objects that turn out to be gone, once FIND has promised them.
+        bad: objects that come back damaged, foreign or not at all.
+        refused: objects that are not taken.
+        foreign: FINDs that see another model's objects behind what they find.
+        late: orders that are given up because their turn never comes.
+        most_ticks: that an order takes at most.
+    """
+
+    errors: float = 0.0
+    lost: float = 0.0
+    bad: float = 0.0
+    refused: float = 0.0
+    foreign: float = 0.0
+    late: float = 0.0
+    most_ticks: int = 0
+
+
+class TwinStorage:
+    """Objects by (space, digest).
+
+    Args:
+        host: whose slots are filled and read.
+        page_size: tokens per page.
+        windows: space -> window in tokens.
+        state_space: of states, "" for none.
+        most: objects; the oldest go.
+    Attributes:
+        trouble: that it has from now on.
+        num_unheld: units that were to be persisted and not in their slots any more.
+    """
+
+    def __init__(
+        self,
+        host: TwinHost,
+        *,
+        page_size: int,
+        windows: Mapping[str, int],
+        state_space: str = "",
+        most: int = 1 << 30,
+        trouble: StorageTrouble = StorageTrouble(),
+        random: Random | None = None,
+    ) -> None:
+        self.objects: dict[tuple[str, bytes], Content] = {}
+        self.trouble, self.num_unheld = trouble, 0
+        self._host, self._random, self._most = host, random or Random(0), most
+        self._page_size, self._windows, self._state_space = page_size, dict(windows), state_space
+
+    def work(self, order: StorageOrder) -> StorageAnswer:
+        if self._happens(self.trouble.errors):
+            raise OSError("the twin's storage is away")
+        answer = {OrderKind.FIND: self._find, OrderKind.FETCH: self._fetch, OrderKind.PERSIST: self._persist}
+        return answer[order.kind](order)
+
+    def forget(self, space: str | None = None) -> None:
+        """Lose everything, or all of one space."""
+        self.objects = {key: held for key, held in self.objects.items() if space is not None and key[0] != space}
+
+    def _find(self, order: StorageOrder) -> StorageAnswer:
+        # A page vouches for those before it, as galloping takes it.
+        stored = [n for n, digest in enumerate(order.digests, start=1) if (FULL, digest) in self.objects]
+        num_pages = max(stored, default=0)
+        points = [n for n in range(1, num_pages + 1) if self._is_point(order.digests, n)]
+        found = Found(num_pages, max(points, default=0), self._happens(self.trouble.foreign))
+        return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE, found=found)
+
+    def _is_point(self, digests: Sequence[bytes], length: int) -> bool:
+        needed = [(self._state_space, digests[length - 1])] if self._state_space else []
+        for space, window in self._windows.items():
+            first = max(0, length * self._page_size - window + 1) // self._page_size
+            needed += [(space, digest) for digest in digests[first:length]]
+        return all(key in self.objects for key in needed)
+
+    def _fetch(self, order: StorageOrder) -> StorageAnswer:
+        fetches = tuple(self._fetch_one(unit) for unit in order.units)
+        return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE, fetches=fetches)
+
+    def _fetch_one(self, unit: StoredUnit) -> Fetch:
+        self._host.slots.pop((unit.space, unit.host), None)
+        key = (unit.space, unit.digest)
+        if self._happens(self.trouble.lost):
+            self.objects.pop(key, None)
+        if key not in self.objects:
+            return Fetch.MISSING
+        if self._happens(self.trouble.bad):
+            return self._random.choice([Fetch.CORRUPT, Fetch.FOREIGN, Fetch.UNAVAILABLE])
+        self._host.slots[unit.space, unit.host] = Slot(unit.tag, self.objects[key])
+        return Fetch.HIT
+
+    def _persist(self, order: StorageOrder) -> StorageAnswer:
+        stored = tuple(self._persist_one(unit) for unit in order.units)
+        while len(self.objects) > self._most:
+            del self.objects[next(iter(self.objects))]
+        return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE, stored=stored)
+
+    def _persist_one(self, unit: StoredUnit) -> bool:
+        if not self._host.holds(unit.space, unit.host, unit.tag):
+            self.num_unheld += 1
+            return False
+        if self._happens(self.trouble.refused):
+            return False
+        self.objects[unit.space, unit.digest] = self._host.slots[unit.space, unit.host].content
+        return True
+
+    def _happens(self, part: float) -> bool:
+        return self._random.random() < part
+
+
+@dataclass
+class _Turn:
+    order: StorageOrder
+    begins_in: int
+    ends_in: int
+
+
+class TwinLanes:
+    """`StorageLanes` without threads: orders end some ticks after they were posted, in any order.
+
+    Args:
+        storage: does them.
+        random: draws how long they take.
+    """
+
+    def __init__(self, storage: TwinStorage, *, random: Random | None = None) -> None:
+        self._storage, self._random = storage, random or Random(0)
+        self._turns: list[_Turn] = []
+        self._answers: list[StorageAnswer] = []
+
+    @property
+    def num_open(self) -> int:
+        return len(self._turns) + len(self._answers)
+
+    def post(self, order: StorageOrder) -> None:
+        ticks = self._random.randint(0, self._storage.trouble.most_ticks)
+        self._turns.append(_Turn(order, self._random.randint(0, ticks), ticks))
+
+    def answers(self) -> list[StorageAnswer]:
+        self._random.shuffle(self._turns)
+        for turn in self._turns:
+            turn.begins_in -= 1
+            turn.ends_in -= 1
+            if turn.begins_in >= 0 and self._is_late(turn.order):
+                self._give_up(turn, Outcome.LATE)
+        self._end(lambda turn: turn.ends_in < 0)
+        answers, self._answers = self._answers, []
+        return answers
+
+    def cancel(self, owner: str) -> None:
+        for turn in list(self._turns):
+            if turn.order.owner == owner and turn.begins_in >= 0:
+                self._give_up(turn, Outcome.CANCELLED)
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self._answers)
+
+    def close(self, timeout_s: float) -> bool:
+        self.cancel_all()
+        return True
+
+    def cancel_all(self) -> None:
+        """The decider is gone: what has begun comes to its end, as the fence makes sure; nothing else does."""
+        self._end(lambda turn: turn.begins_in < 0)
+        for turn in list(self._turns):
+            self._give_up(turn, Outcome.CANCELLED)
+
+    def _is_late(self, order: StorageOrder) -> bool:
+        return order.deadline_s <= time.monotonic() or self._random.random() < self._storage.trouble.late
+
+    def _give_up(self, turn: _Turn, outcome: Outcome) -> None:
+        self._turns = [other for other in self._turns if other is not turn]
+        self._answers.append(turn.order.not_done(outcome))
+
+    def _end(self, is_over: Callable[[_Turn], bool]) -> None:
+        over = [turn for turn in self._turns if is_over(turn)]
+        self._turns = [turn for turn in self._turns if not is_over(turn)]
+        for turn in over:
+            try:
+                self._answers.append(self._storage.work(turn.order))
+            except OSError as error:
+                self._answers.append(turn.order.not_done(Outcome.UNAVAILABLE, str(error)))

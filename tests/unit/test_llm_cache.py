@@ -1,0 +1,95 @@
+"""Operators' orders to the tiers of a model in this process; answers never change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raycache.errors import ConfigError, EngineStoppedError
+from raycache.llm import LLM
+from raycache.types import CacheAction, CacheOrder, Miss, SamplingParams
+from tests.oracle.tiny import make_tiny
+from tests.oracle.tiny_tokenizers import byte_level
+
+VOCAB, PAGE, NUM_PAGES = 403, 8, 6
+PROMPT = np.random.default_rng(5).integers(3, VOCAB, PAGE * NUM_PAGES + 3).tolist()
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(byte_level(make_tiny(tmp_path_factory.mktemp("model"), vocab_size=VOCAB, num_hidden_layers=2)))
+
+
+@pytest.fixture
+def llm(model: str, tmp_path: Path) -> Iterator[LLM]:
+    storage = f"file://{tmp_path}/first?size=4MiB"
+    settings = {"device": "cpu", "page_size": PAGE, "num_pages": 40, "prefetch_share": 1.0}
+    with LLM(model, **settings, host_memory="4MiB", storage=storage, prefetch="wait_complete") as opened:
+        yield opened
+        opened.check()
+
+
+def ask(llm: LLM) -> tuple[tuple[int, ...], dict[str, int], Miss]:
+    (found,) = llm.generate([PROMPT], GREEDY)
+    return found.token_ids, dict(found.cached_by_tier), found.miss
+
+
+def clear(llm: LLM, *tiers: str) -> None:
+    llm.cache(CacheOrder(CacheAction.CLEAR, tiers=tiers))
+
+
+def test_a_prefix_comes_from_the_first_tier_that_was_not_cleared(llm: LLM) -> None:
+    expected, cached, miss = ask(llm)
+    assert (cached, miss) == ({}, Miss.NEVER_SEEN)
+    assert ask(llm) == (expected, {"device": PAGE * NUM_PAGES}, Miss.NONE)
+    clear(llm, "device")
+    assert ask(llm) == (expected, {"host": PAGE * NUM_PAGES}, Miss.NONE)
+    clear(llm, "device", "host")
+    assert ask(llm) == (expected, {"storage": PAGE * NUM_PAGES}, Miss.NONE)
+    clear(llm)
+    assert ask(llm)[:2] == (expected, {})
+
+
+def test_inspect_says_how_far_each_tier_reaches(llm: LLM) -> None:
+    ask(llm)
+    clear(llm, "device")
+    found = llm.cache(CacheOrder(CacheAction.INSPECT, prompt=tuple(PROMPT)))
+    assert found["tiers"] == {"device": 0, "host": PAGE * NUM_PAGES, "storage": PAGE * NUM_PAGES}
+    assert found["prompt_tokens"] == len(PROMPT)
+
+
+def test_a_storage_is_attached_and_detached_while_requests_come(llm: LLM, tmp_path: Path) -> None:
+    expected, *_ = ask(llm)
+    assert llm.cache(CacheOrder(CacheAction.DETACH)) == {"detached": f"file:{tmp_path}/first"}
+    clear(llm, "device", "host")
+    assert ask(llm)[:2] == (expected, {})
+    llm.cache(CacheOrder(CacheAction.ATTACH, url=f"file://{tmp_path}/second?size=4MiB"))
+    clear(llm, "device", "host")
+    assert ask(llm)[:2] == (expected, {}), "the second storage is empty"
+    llm.cache(CacheOrder(CacheAction.ATTACH, url=f"file://{tmp_path}/first?size=4MiB"))
+    clear(llm, "device", "host")
+    assert ask(llm)[:2] == (expected, {"storage": PAGE * NUM_PAGES}), "the first one has kept what it had"
+
+
+def test_status_resize_and_scrub_tell_what_is_stored(llm: LLM) -> None:
+    ask(llm)
+    assert llm.cache(CacheOrder(CacheAction.RESIZE, size=2 << 20)) == {"bytes_limit": 2 << 20}
+    tiers = llm.cache(CacheOrder(CacheAction.STATUS))["tiers"]
+    assert tiers["storage"]["bytes_limit"] == 2 << 20
+    assert tiers["host"]["pages_cached"] == tiers["storage"]["objects"] == NUM_PAGES
+    assert llm.cache(CacheOrder(CacheAction.SCRUB))["checked"] == NUM_PAGES
+
+
+def test_what_needs_a_tier_that_is_not_there_is_refused(model: str, tmp_path: Path) -> None:
+    with LLM(model, device="cpu", page_size=PAGE, num_pages=40) as without:
+        with pytest.raises(ConfigError, match="needs a host tier"):
+            without.cache(CacheOrder(CacheAction.ATTACH, url=f"file://{tmp_path}/x?size=4MiB"))
+        with pytest.raises(ConfigError, match="needs a host tier"):
+            without.cache(CacheOrder(CacheAction.SCRUB))
+        assert without.cache(CacheOrder(CacheAction.CLEAR))["cleared_pages"] == {"device": 0}
+    with pytest.raises(EngineStoppedError):
+        without.cache(CacheOrder(CacheAction.STATUS))
