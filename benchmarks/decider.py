@@ -31,12 +31,13 @@ from raycache.cache.keys import Identity
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.config import Config
+from raycache.engine.batch import Batch
 from raycache.engine.control import answering_ranks, receive_plan, send_answer
 from raycache.engine.engine import Engine
 from raycache.engine.executors import GangExecutor
 from raycache.engine.plan import RowResult, StepPlan, answer_width, emitted_count, read_answers
 from raycache.engine.processes import Invitation, RankProcess, invite
-from raycache.engine.scheduler import Batch, Scheduler
+from raycache.engine.scheduler import Scheduler
 from raycache.parallel.board import AckBoard, Acks, Lane
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import DECIDER, Store, build_group

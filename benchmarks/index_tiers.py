@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from raycache.cache.catalog import Catalog
 from raycache.cache.evict import Eviction
+from raycache.cache.holding import Holding, Use
 from raycache.cache.host_tier import HostTier
-from raycache.cache.sequences import Holding, SequenceCache, Use
+from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.memory.component import FULL
 from raycache.parallel.board import Acks

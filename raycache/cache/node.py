@@ -145,7 +145,8 @@ class Node(Evictable):
     @property
     def has_ghosts(self) -> bool:
         """Whether evicted pages followed the run that did not come back."""
-        return self.has_tail or (self.place is not None and bool(self.place.ghosts))
+        has_tail = len(self.samples) > self.num_pages * SAMPLE_BYTES
+        return has_tail or (self.place is not None and bool(self.place.ghosts))
 
     @property
     def is_protected(self) -> bool:

@@ -18,7 +18,8 @@ from enum import StrEnum
 import numpy as np
 
 from raycache.cache.costs import Costs
-from raycache.cache.host_tier import Entered, HostParts, HostTier
+from raycache.cache.host_moves import Entered, HostParts
+from raycache.cache.host_tier import HostTier
 from raycache.cache.node import Parts
 from raycache.cache.storage.base import Fetch
 from raycache.cache.storage.lanes import StorageLanes

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from raycache.cache.sequences import SequenceCache, Use
+from raycache.cache.holding import Use
+from raycache.cache.sequences import SequenceCache
 from raycache.cache.storage_tier import StorageTier
 from raycache.engine.hits import explain
 from raycache.errors import ConfigError

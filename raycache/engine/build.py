@@ -10,7 +10,8 @@ from typing import Any
 from raycache.cache.catalog import Catalog, slots_hold
 from raycache.cache.costs import Costs
 from raycache.cache.evict import Eviction
-from raycache.cache.host_tier import HostTier, WritePolicy
+from raycache.cache.host_moves import WritePolicy
+from raycache.cache.host_tier import HostTier
 from raycache.cache.keys import Identity
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes

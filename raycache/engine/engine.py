@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from raycache.cache.holding import Use
 from raycache.cache.keys import Identity
-from raycache.cache.sequences import Use
 from raycache.engine.admin import Answer
+from raycache.engine.batch import Batch
 from raycache.engine.plan import RowResult, StepPlan
 from raycache.engine.request import Request
-from raycache.engine.scheduler import Batch, Scheduler
+from raycache.engine.scheduler import Scheduler
 from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
 from raycache.parallel.board import Acks
 from raycache.types import CacheOrder, EngineInfo, EngineStats, FinishReason, GenerateRequest, RequestOutput

@@ -7,7 +7,7 @@ from enum import Enum
 
 import numpy as np
 
-from raycache.cache.sequences import Holding, Use
+from raycache.cache.holding import Holding, Use
 from raycache.cache.storage_tier import Prefetch
 from raycache.errors import RequestError
 from raycache.types import FinishReason, GenerateRequest, Miss, RequestOutput, SamplingParams, TokenLogprob

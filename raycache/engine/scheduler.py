@@ -16,10 +16,11 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 
-from raycache.cache.sequences import Room, SequenceCache
+from raycache.cache.holding import Room
+from raycache.cache.sequences import SequenceCache
 from raycache.engine.admin import Answer, carry_out
+from raycache.engine.batch import Batch
 from raycache.engine.cuts import Cuts
 from raycache.engine.hits import Hits, count_more, note_hit
 from raycache.engine.plan import NO_PAGES, Admit, Row, RowResult, StepPlan
@@ -39,41 +40,6 @@ _CLOSE_S = 1.0
 
 _MAX_SET_ASIDE = 32
 """Waiting requests that one step looks past because another request is computing their next page."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """A plan in the making, and the requests of its rows.
-
-    Attributes:
-        budget: tokens that may still be added.
-        max_rows: most rows.
-        requests: of the rows, in order.
-        loads: numbers of the moves from the host that its rows wait for.
-        num_loaded: tokens that those bring.
-        start_s: when it was sent.
-    """
-
-    budget: int
-    max_rows: int
-    rows: list[Row] = field(default_factory=list)
-    admits: list[Admit] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    loads: list[int] = field(default_factory=list)
-    num_loaded: int = 0
-    start_s: float = 0.0
-    plan: StepPlan = field(default_factory=lambda: StepPlan(0))
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no row fits any more."""
-        return self.budget <= 0 or len(self.rows) >= self.max_rows
-
-    def add(self, request: Request, row: Row) -> None:
-        """Append a row."""
-        self.rows.append(row)
-        self.requests.append(request)
-        self.budget -= row.num_tokens
 
 
 class Scheduler:

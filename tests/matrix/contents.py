@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raycache.cache.sequences import Holding
+from raycache.cache.holding import Holding
 from raycache.memory.component import CacheFormat, Component, Reuse
 from raycache.models.base import components, read_config
 from raycache.parallel.sharding import Split, even_range, shared_head_range, state_part

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from raycache.cache.sequences import Holding
+from raycache.cache.holding import Holding
 from raycache.engine.plan import Admit, Row
 from raycache.memory.component import Component, Reuse
 from tests.matrix.contents import LENGTH, Contents

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from raycache.cache.host_tier import WritePolicy
+from raycache.cache.host_moves import WritePolicy
 from raycache.memory.component import FULL
 from raycache.types import Miss
 from tests.matrix.home import copy_storage, file_url, open_home

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycache.cache.costs import Pace
-from raycache.cache.sequences import Holding, SequenceCache, Use
+from raycache.cache.holding import Holding, Use
+from raycache.cache.sequences import SequenceCache
 from raycache.config import Config
 from raycache.engine.build import build_engine
 from raycache.engine.engine import Engine

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from raycache.cache.catalog import Catalog
 from raycache.cache.evict import Eviction
-from raycache.cache.host_tier import Cursor, HostTier, WritePolicy
+from raycache.cache.host_moves import Cursor, WritePolicy
+from raycache.cache.host_tier import HostTier
 from raycache.cache.spaces import SpaceSizes
 from raycache.memory.component import FULL
 from raycache.memory.moves import Moves

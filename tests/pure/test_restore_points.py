@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from raycache.cache.sequences import Holding, SequenceCache
+from raycache.cache.holding import Holding
+from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.tree import RadixTree
 from raycache.engine.engine import Engine

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raycache.cache.host_tier import WritePolicy
+from raycache.cache.host_moves import WritePolicy
 from raycache.cache.storage.orders import OrderKind, StorageAnswer, StorageOrder
 from raycache.cache.storage_tier import Waiting
 from raycache.memory.component import FULL

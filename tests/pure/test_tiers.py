@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycache.cache.evict import Eviction
-from raycache.cache.host_tier import WritePolicy
+from raycache.cache.host_moves import WritePolicy
 from raycache.cache.storage_tier import Waiting
 from raycache.memory.component import FULL
 from raycache.types import GenerateRequest, Miss, SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raycache.cache.host_tier import WritePolicy
+from raycache.cache.host_moves import WritePolicy
 from raycache.cache.storage.base import Fetch
 from raycache.cache.storage.orders import OrderKind, StorageAnswer, StorageOrder
 from raycache.cache.storage_tier import Waiting

@@ -1,0 +1,43 @@
+"""A plan in the making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raycache.engine.plan import Admit, Row, StepPlan
+from raycache.engine.request import Request
+
+
+@dataclass(slots=True)
+class Batch:
+    """A plan in the making, and the requests of its rows.
+
+    Attributes:
+        budget: tokens that may still be added.
+        max_rows: most rows.
+        requests: of the rows, in order.
+        loads: numbers of the moves from the host that its rows wait for.
+        num_loaded: tokens that those bring.
+        start_s: when it was sent.
+    """
+
+    budget: int
+    max_rows: int
+    rows: list[Row] = field(default_factory=list)
+    admits: list[Admit] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)
+    num_loaded: int = 0
+    start_s: float = 0.0
+    plan: StepPlan = field(default_factory=lambda: StepPlan(0))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no row fits any more."""
+        return self.budget <= 0 or len(self.rows) >= self.max_rows
+
+    def add(self, request: Request, row: Row) -> None:
+        """Append a row."""
+        self.rows.append(row)
+        self.requests.append(request)
+        self.budget -= row.num_tokens
