@@ -143,20 +143,20 @@ async def _run(options: argparse.Namespace, endpoint: str) -> dict[str, Any]:
     ids = plain_token_ids(options.model)
     prompts = [[draw.choice(ids) for _ in range(options.prompt_len)] for _ in range(options.prompts)]
     load = Load(endpoint, status(endpoint)["model"], prompts, options.output_len)
-    pauses: dict[str, list[float]] = {victim: [] for victim in options.victims}
+    pauses: dict[str, list[float]] = {victim: [] for victim in (*options.victims, "two")}
     async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
         load.wanted = [(await load.ask(client, prompt))[0] for prompt in prompts]
         clients = [asyncio.create_task(load.run_client(client, random.Random(n))) for n in range(options.clients)]
         for _ in range(options.kills):
             victim = draw.choice(options.victims)
             await asyncio.sleep(draw.uniform(0.2, 4.0))
-            begin_s = time.monotonic()
+            begin_s = last_s = time.monotonic()
             _kill(VICTIMS[victim], draw)
             if draw.random() < options.again:
-                await asyncio.sleep(draw.uniform(0.0, 6.0))
+                await asyncio.sleep(draw.uniform(0.0, 4.0))
+                last_s, victim = time.monotonic(), "two"
                 _kill(VICTIMS[draw.choice(options.victims)], draw)
-                begin_s = time.monotonic()
-            await _until_served_again(load, begin_s)
+            await _until_served_again(load, last_s)
             pauses[victim].append(load.longest_pause_s(begin_s))
             print(f"{victim:8} {pauses[victim][-1]:6.2f} s", file=sys.stderr, flush=True)
         load.is_over = True

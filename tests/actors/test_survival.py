@@ -88,26 +88,26 @@ SAMPLINGS: list[dict[str, Any]] = [
 def test_streams_go_on_without_gap_or_repetition_when_the_engine_is_killed(cluster: Cluster, model: Path) -> None:
     async def together(service: Service, heard: list[Heard]) -> None:
         tasks = []
-        for prompt, sampling, into in zip(prompts(12, seed=1), SAMPLINGS * 3, heard, strict=True):
-            if len(tasks) == 6:
-                await spoken(heard, at_least=6)
-            tasks.append(asyncio.create_task(listen(service, prompt, 80, into, **sampling)))
+        for prompt, sampling, into in zip(prompts(8, seed=1), SAMPLINGS * 2, heard, strict=True):
+            if len(tasks) == 4:
+                await spoken(heard, at_least=4)
+            tasks.append(asyncio.create_task(listen(service, prompt, 50, into, **sampling)))
         await asyncio.gather(*tasks)
 
     async def run() -> None:
         # More requests than run, and as many as run and wait: a new engine cannot take all of them at once.
-        async with serving(model, tp=2, page_size=_PAGE, num_pages=96, max_running=6, max_queue=6) as service:
-            calm = [Heard() for _ in range(12)]
+        async with serving(model, page_size=_PAGE, num_pages=96, max_running=4, max_queue=4) as service:
+            calm = [Heard() for _ in range(8)]
             await together(service, calm)
-            heard = [Heard() for _ in range(12)]
+            heard = [Heard() for _ in range(8)]
             running = asyncio.create_task(together(service, heard))
-            for share in (100, 500):
+            for share in (40, 220):
                 await spoken(heard, at_least=share)
                 kill("EngineActor")
             await running
             for before, after in zip(calm, heard, strict=True):
                 assert after.tokens == before.tokens and after.text == before.text
-                assert after.finish_reason == "length" and len(after.tokens) == 80
+                assert after.finish_reason == "length" and len(after.tokens) == 50
                 assert after.logprobs == pytest.approx(before.logprobs, abs=1e-3)
             await service.engine.check()
 
