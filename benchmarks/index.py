@@ -37,6 +37,8 @@ from raycache.memory.pages import PageAllocator, PageIds
 PAGE = 64
 _VOCABULARY = 150_000
 _EVENTS_PER_TURN = 512
+_MOST_RUNNING = 1_200_000
+"""Tokens of `--in-flight` prompts of the longest kind: what a device below a large host tier must hold."""
 Tokens = npt.NDArray[np.int32]
 
 
@@ -350,11 +352,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--in-flight", type=int, default=8, help="requests that run at once")
     parser.add_argument("--peer", type=Path, help="folder with an unpacked wheel of sglang")
+    parser.add_argument("--tiers", action="store_true", help="the device with a host tier below it as well")
     parser.add_argument("--only", choices=("replay", "operations"))
     parser.add_argument("--small", action="store_true", help="leave out what needs more than 1 GB")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     make: list[Callable[[int], CacheUnderTest]] = [lambda num_tokens: TreeCache(num_tokens=num_tokens)]
+    if args.tiers:
+        from benchmarks.index_tiers import TiersCache
+
+        make.append(lambda num_tokens: TiersCache(num_tokens=num_tokens, page_size=PAGE, running_tokens=_MOST_RUNNING))
     if args.peer:
         from benchmarks.index_peer import PeerCache, load_peer  # needs torch and the peer
 

@@ -242,6 +242,7 @@ class Engine:
                 field="prompt",
             )
         _check_ids("prompt", request.prompt, vocab)
+        _check_ids("output", request.output, vocab)
         _check_ids("logit_bias", list(request.sampling.logit_bias), vocab)
         _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab)
         if request.timeout_s is not None and not request.timeout_s > 0:

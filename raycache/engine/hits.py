@@ -39,27 +39,25 @@ class Hits:
     def __init__(self) -> None:
         self.tokens: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
+        self._num_requests = 0
 
     def count(self, request: Request) -> None:
         """A request has got its first token."""
         self.tokens.update(request.cached_by_tier)
-        self.misses[request.miss or "none"] += 1
+        self._num_requests += 1
+        if request.miss:
+            self.misses[request.miss] += 1
 
     def warnings(self, tiers: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
         """Tiers that store and never hit, with the likely cause."""
         found = []
-        num_requests = self.misses.total()
         for tier, counts in tiers.items():
             stored = counts["saved_pages" if tier == "host" else "persisted_pages"]
-            if stored and not self.tokens[tier] and num_requests >= _LEAST_REQUESTS:
-                reason, count = max(
-                    ((reason, count) for reason, count in self.misses.items() if reason != "none"),
-                    key=lambda entry: entry[1],
-                    default=("none", num_requests),
-                )
+            if stored and not self.tokens[tier] and self._num_requests >= _LEAST_REQUESTS:
+                (reason, count), *_ = [*self.misses.most_common(1), ("nothing missed", self._num_requests)]
                 cause = _CAUSES.get(reason, "the tiers above hold all that is used again")
                 found.append(
-                    f"tier inert: {tier} has stored {stored:.0f} pages and served none to {num_requests} requests; "
+                    f"tier inert: {tier} has stored {stored:.0f} pages and served none to {self._num_requests} requests; "
                     f"most often: {reason} ({count}): {cause}"
                 )
         return tuple(found)

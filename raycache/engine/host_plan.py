@@ -84,7 +84,7 @@ def host_sizes(config: Config, model: ModelConfig, *, device_type: str) -> dict[
 def host_facts(layout: EnvelopeLayout, sizes: Mapping[str, int], *, page_size: int) -> dict[str, object]:
     """For people: tokens and bytes per component space."""
     spaces = {space: sizes[space] * layout.unit_bytes(space) for space in layout.spaces}
-    return {"tokens": sizes[FULL] * page_size, "bytes": sum(spaces.values()), "spaces": spaces}
+    return {"tokens": sizes[FULL] * page_size, "bytes": sum(spaces.values()), "components": spaces}
 
 
 def _tokens_per_point(layout: EnvelopeLayout, widths: Mapping[str, int], page_size: int) -> float:

@@ -213,7 +213,7 @@ def test_each_tier_counts_what_it_gave() -> None:
     assert stats.cached_by_tier == {"host": 8, "device": 16}
     tiers.forget("device", "host")
     assert told(tiers.ask(PROMPT))[0] == {"storage": 28}
-    assert tiers.engine.stats().misses == {"never_seen": 3, "none": 1}
+    assert tiers.engine.stats().misses == {"never_seen": 3}
 
 
 def test_failed_saves_leave_the_next_tier_out() -> None:
