@@ -57,8 +57,8 @@ class Hits:
                 (reason, count), *_ = [*self.misses.most_common(1), ("nothing missed", self._num_requests)]
                 cause = _CAUSES.get(reason, "the tiers above hold all that is used again")
                 found.append(
-                    f"tier inert: {tier} has stored {stored:.0f} pages and served none to {self._num_requests} requests; "
-                    f"most often: {reason} ({count}): {cause}"
+                    f"tier inert: {tier} has stored {stored:.0f} pages and served none to {self._num_requests} "
+                    f"requests; most often: {reason} ({count}): {cause}"
                 )
         return tuple(found)
 
