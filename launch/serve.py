@@ -75,6 +75,7 @@ async def serve(
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # whose address a client claims to have must not make it one of this machine
         backlog=_BACKLOG,
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )

@@ -14,7 +14,7 @@ import torch
 
 from raycache.config import Config
 from raycache.engine.build import build_engine, check_model
-from raycache.engine.engine import Executor
+from raycache.engine.engine import Engine, Executor
 from raycache.engine.executors import LocalExecutor
 from raycache.engine.host_directory import ARENA, SHARED_MEMORY, new_name
 from raycache.engine.host_link import HostLink
@@ -99,8 +99,20 @@ class LLM:
         self._host: HostService | None = None
         self._runner: RankRunner | None = None
         self._gang: ProcessGang | None = None
-        self._executor: Executor
-        host = self._open_host(model_config, device_type=device_type) if self.config.has_host_tier else None
+        try:
+            self._engine, self._executor = self._start(model_config, device_type=device_type)
+        except BaseException:
+            if self._gang is not None:
+                self._gang.kill()
+            self._close_host()
+            raise
+        self._ids = itertools.count()
+        self._is_closed = False
+
+    def _start(self, model: ModelConfig, *, device_type: str) -> tuple[Engine, Executor]:
+        host = self._open_host(model, device_type=device_type) if self.config.has_host_tier else None
+        arena = None if host is None else host.path
+        executor: Executor
         if self.config.world_size == 1:
             device = "cuda:0" if device_type == "cuda" else "cpu"
             board = AckBoard.create(1)
@@ -108,16 +120,14 @@ class LLM:
             seat = Seat(rank=0, host="127.0.0.1", device=device, ranks_on_node=1)
             self._runner = RankRunner(self.config, seat, board=board)
             num_pages = self._runner.load()
-            rank = self._runner.build(num_pages, None if host is None else host.path)
-            self._executor = LocalExecutor(rank, board)
+            executor = LocalExecutor(self._runner.build(num_pages, arena), board)
         else:
-            self._gang = ProcessGang(self.config, device_type=device_type, arena=None if host is None else host.path)
-            num_pages, self._executor = self._gang.num_pages, self._gang.executor
-        self._engine = build_engine(
-            self._executor, self.config, model=model_config, device_type=device_type, num_pages=num_pages, host=host
+            self._gang = ProcessGang(self.config, device_type=device_type, arena=arena)
+            num_pages, executor = self._gang.num_pages, self._gang.executor
+        engine = build_engine(
+            executor, self.config, model=model, device_type=device_type, num_pages=num_pages, host=host
         )
-        self._ids = itertools.count()
-        self._is_closed = False
+        return engine, executor
 
     @property
     def info(self) -> EngineInfo:

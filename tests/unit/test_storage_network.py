@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 
 import obstore
 import pytest
+from obstore.store import MemoryStore
 
-from raycache.cache.storage.base import Fetch, Storage
+from raycache.cache.storage.base import Fetch, Storage, checksum_of
 from raycache.cache.storage.guard import Guarded
 from raycache.cache.storage.object import ObjectStorage, open_bucket
 from raycache.cache.storage.open import open_storage
@@ -313,6 +314,30 @@ def test_a_value_of_another_kind_or_cut_short_is_told_and_replaced(redis_port: i
 
 
 # Workers.
+
+
+def test_memory_that_is_reused_before_a_late_write_has_read_it_is_never_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = ObjectStorage(MemoryStore(), name="late", timeout_s=0.2)
+    size_of, asked = storage._size, threading.Event()
+
+    def late(key: bytes) -> int | None:
+        asked.wait(20)
+        return size_of(key)
+
+    monkeypatch.setattr(storage, "_size", late)
+    payload, key = bytearray(b"A" * 4096), key_of(1)
+    with pytest.raises(TimeoutError):
+        storage.put([key], payloads=[payload], checksums=[checksum_of(payload)])
+    payload[:] = b"B" * 4096
+    monkeypatch.setattr(storage, "_size", size_of)
+    asked.set()
+    storage.close()
+    found = bytearray(4096)
+    again = ObjectStorage(storage._bucket, name="late", timeout_s=20)
+    assert again.get([key], into=[found])[0] in (Fetch.CORRUPT, Fetch.MISSING)
+    again.close()
 
 
 def test_requests_run_side_by_side_and_results_keep_their_order() -> None:

@@ -31,6 +31,8 @@ from raycache.errors import ConfigError
 _MARKER = "raycache-storage"
 _MARKER_TEXT = b"RayCache storage, format 1\n"
 _MIN_BYTES = 1 << 20
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+"""What waiting does not mend, unlike a file system that is away."""
 _SAVE_USES_S = 30.0
 
 
@@ -304,11 +306,19 @@ def _check_bound(max_bytes: int) -> None:
 
 def _claim(directory: Path) -> int:
     """Make sure that the directory is ours alone; the lock ends with the process, however that ends."""
-    directory.mkdir(parents=True, exist_ok=True)
     marker = directory / _MARKER
-    if not marker.exists() and any(directory.iterdir()):
-        raise ConfigError(f"{directory} is not empty and no storage of RayCache; give it a directory of its own")
-    fd = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not marker.exists() and any(directory.iterdir()):
+            raise ConfigError(f"{directory} is not empty and no storage of RayCache; give it a directory of its own")
+        fd = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"{directory} cannot be used ({reason}); name a directory that this user may write"
+        ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -132,10 +132,16 @@ class Guarded:
             _close(opened.storage)
 
     def clear(self) -> None:
-        """See `Storage.clear`; what is away keeps what it has."""
+        """See `Storage.clear`.
+
+        Raises:
+            ConfigError: it is away, or went away meanwhile, and keeps what it has.
+        """
         with self._ask() as storage:
             if storage is not None:
                 storage.clear()
+                return
+        raise ConfigError(f"storage {self.name} cannot be reached now and keeps what it has; clear it when it is back")
 
     def resize(self, max_bytes: int) -> None:
         """See `Storage.resize`; holds when it is opened again, too.

@@ -105,9 +105,12 @@ class Librarian:
                 for place in group.places:
                     envelope = self._arena.slab(place.rank, unit.space)[unit.host]
                     keys.append(unit.digest + place.suffix)
-                    payloads.append(envelope[place.span].data)
+                    payload = envelope[place.span].data
                     header = self._arena.headers(place.rank, unit.space)[unit.host]
-                    checksums.append(int(header[1]) if place.is_whole else 0)
+                    payloads.append(payload)
+                    # Taken now, while the slot is known to hold it: a storage that is so slow that the slot is reused
+                    # before it has read it stores what its checksum then disowns.
+                    checksums.append(int(header[1]) if place.is_whole else checksum_of(payload))
                     items.append(item)
         done = self._storage.put(keys, payloads=payloads, checksums=checksums) if keys else []
         for item, is_stored in zip(items, done, strict=True):
