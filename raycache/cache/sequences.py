@@ -195,8 +195,18 @@ class SequenceCache:
         )
         return load.number
 
-    def finish_load(self, holding: Holding, tokens: PackedTokens, *, is_whole: bool, now: int) -> None:
-        """The ranks have said what became of a load; the next is `advance`, or `end` where it failed."""
+    def finish_load(
+        self, holding: Holding, tokens: PackedTokens, *, is_whole: bool, is_bad: bool = False, now: int
+    ) -> None:
+        """The ranks have said what became of a load; the next is `advance`, or `end` where it is not whole.
+
+        Args:
+            holding: of the sequence.
+            tokens: of the sequence, packed.
+            is_whole: whether the loads of the step are what was saved.
+            is_bad: whether it was this one that was not, so that the host has to forget it.
+            now: step number.
+        """
         load = holding.load
         assert load is not None and self.host is not None, "only what was planned comes back"
         if not is_whole:
@@ -204,6 +214,8 @@ class SequenceCache:
             if holding.cursor is not None:  # it locks what is to go
                 self.host.close(holding.cursor)
                 holding.cursor = None
+            if not is_bad:
+                return
             last = load.position // self.page_size - 1  # whose restore point may be what is bad
             self.host.discard(tokens, root=holding.use.root, first_page=min(load.first, last))
             return
@@ -323,6 +335,12 @@ class SequenceCache:
     def take_moves(self) -> tuple[list[Moves], list[Moves], bool]:
         """See `HostTier.take_moves`."""
         return ([], [], False) if self.host is None else self.host.take_moves()
+
+    def device_len(self, tokens: PackedTokens, *, use: Use, now: int) -> int:
+        """Tokens of a prompt that the device has and could continue."""
+        handle = self._tree.match(tokens, now=now, root=use.root, priority=use.priority, until_s=use.until_s)
+        handle.release()
+        return handle.length
 
     def num_loadable(self, holding: Holding) -> int:
         """Tokens that a sequence that was begun would gain from the host."""

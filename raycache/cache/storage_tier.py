@@ -99,7 +99,7 @@ class Prefetch:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Persist:
     handle: PrefixHandle
-    num_pages: int
+    pages: PageIds
     parts: Parts
 
 
@@ -138,6 +138,7 @@ class StorageTier:
         self._asked: dict[int, Callable[[int | None], None]] = {}
         self._counts: Counter[str] = Counter()
         self.is_attached = True
+        self._is_stored = np.zeros(int(host.counts()["pages_total"]), np.bool_)  # by host page
         host.on_enter = self._persist
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -186,6 +187,11 @@ class StorageTier:
             prefetch.is_abandoned = True
             self._lanes.cancel(prefetch.owner)
 
+    def attach(self, *, is_attached: bool) -> None:
+        """There is another storage, or an empty one, or none: nothing is stored as far as is known."""
+        self.is_attached = is_attached
+        self._is_stored[:] = False
+
     # --- answers ------------------------------------------------------------------------------------------------------
 
     @property
@@ -214,7 +220,9 @@ class StorageTier:
                 self._take_chunks(prefetch, now=now)
             else:
                 persist = self._persists.pop(answer.number)
-                self._counts["persisted_pages"] += sum(answer.stored[: persist.num_pages])
+                stored = np.asarray(answer.stored[: len(persist.pages)], np.bool_)
+                self._counts["persisted_pages"] += int(np.count_nonzero(stored))
+                self._is_stored[persist.pages] &= stored
                 persist.handle.release()
                 self._host.let_go(persist.parts)
 
@@ -345,6 +353,7 @@ class StorageTier:
                 prefetch.begin = handle.length
             entered = self._host.enter(handle, prefetch.tokens, good, chunk.digests[:num_good], now=now)
             prefetch.end = handle.length
+            self._is_stored[entered] = True
             self._counts["prefetched_pages"] += len(entered)
         self._host.give_back(chunk.pages[num_good:], None if is_whole else chunk.parts)
         if is_whole and chunk.parts is not None and self._host.keep(handle, chunk.parts):
@@ -358,17 +367,25 @@ class StorageTier:
             prefetch.handle.release()
 
     def _persist(self, entered: Entered) -> None:
+        """Store what has entered the host, after those pages before it that the storage lacks: a prefix without its
+        begin is never found."""
+        self._is_stored[entered.pages] = False
         if not self.is_attached:
             return
         if len(self._persists) >= _MOST_PERSISTS:
             self._counts["unpersisted_pages"] += len(entered.pages)
             return
-        units = [StoredUnit(FULL, *unit) for unit in zip(entered.pages.tolist(), entered.digests, strict=True)]
+        path = entered.handle.pages
+        missing = np.flatnonzero(~self._is_stored[path])
+        pages = path[missing]
+        digests = self._host.page_digests(entered.handle)
+        units = [StoredUnit(FULL, page, digests[i]) for page, i in zip(pages.tolist(), missing.tolist(), strict=True)]
+        self._is_stored[pages] = True  # or will be: what follows it need not be sent with it again
         for space, ids in entered.parts.items():
             units += [StoredUnit(space, *unit) for unit in zip(ids, entered.parts_digests[space], strict=True)]
         number = self._order(OrderKind.PERSIST, f"persist {entered.handle.root.hex()[:8]}", units=units)
         self._host.hold(entered.parts)
-        self._persists[number] = _Persist(entered.handle.clone(), len(entered.pages), entered.parts)
+        self._persists[number] = _Persist(entered.handle.clone(), pages, entered.parts)
 
 
 _COUNTERS = (

@@ -40,7 +40,7 @@ def carry_out(order: CacheOrder, cache: SequenceCache, *, stats: EngineStats, ro
         case CacheAction.STATUS:
             return _done({"tiers": {"device": _device(stats), **stats.tiers}, "warnings": list(stats.warnings)})
         case CacheAction.ATTACH | CacheAction.DETACH:
-            _storage(cache).is_attached = order.kind is CacheAction.ATTACH
+            _storage(cache).attach(is_attached=order.kind is CacheAction.ATTACH)
     return _done({})
 
 
@@ -60,6 +60,8 @@ def _clear(order: CacheOrder, cache: SequenceCache) -> dict[str, Any]:
         cached = cache.host.counts()["pages_cached"]
         cache.host.clear()
         cleared["host"] = cached - cache.host.counts()["pages_cached"]
+    if "storage" in (order.tiers or TIERS) and cache.storage is not None:
+        cache.storage.attach(is_attached=cache.storage.is_attached)  # which its owner empties
     return {"cleared_pages": cleared}
 
 

@@ -33,15 +33,12 @@ class LocalExecutor:
         self._rank = rank
         self._board = board
         self._plans: deque[StepPlan] = deque()
-        self._saves = self._loads = 0
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         assert self._plans.popleft() is plan, "plans are collected in order"
-        self._saves = max([self._saves, *(moves.number for moves in plan.saves)])
-        self._loads = max([self._loads, *(moves.number for moves in plan.loads)])
         return read_answers(plan, [self._rank.execute(plan)])
 
     def acks(self) -> Acks:
@@ -50,8 +47,11 @@ class LocalExecutor:
     def close(self) -> None:
         """Forget what was not executed, and see the moves of what was to their end."""
         self._plans.clear()
+        if self._rank.mover is None:
+            return
+        saves, loads = self._rank.mover.last_numbers
         deadline = time.monotonic() + _MOVES_END_S
-        while (acks := self.acks()).saves < self._saves or acks.loads < self._loads:
+        while (acks := self.acks()).saves < saves or acks.loads < loads:
             if time.monotonic() > deadline:
                 raise RankLostError(0, "", 0, f"moves to the host do not end within {_MOVES_END_S:.0f} s")
             time.sleep(0.001)

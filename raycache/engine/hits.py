@@ -85,10 +85,12 @@ def note_hit(request: Request, *, is_load_worth: bool, page_size: int) -> None:
         request.miss, request.cut_by = explain(wanted, cached, holding.handle, host, request.prefetch)
 
 
-def count_more(request: Request, num_tokens: int) -> None:
+def count_more(request: Request, num_tokens: int, *, page_size: int) -> None:
     """Storage has brought tokens of a prompt while the ones before them were computed."""
     if num_tokens and request.num_output == 0:
         request.cached_len += num_tokens
+        if request.num_computed >= (request.num_tokens - 1) // page_size * page_size:
+            request.miss = Miss.NONE
         by_tier = request.cached_by_tier
         request.cached_by_tier = {**by_tier, "storage": by_tier.get("storage", 0) + num_tokens}
 
@@ -108,6 +110,8 @@ def explain(
         return (Miss.NONE if wanted else Miss.SHORTER_THAN_PAGE), ""
     if prefetch is not None and prefetch.worst in _BAD:
         return _BAD[prefetch.worst], ""
+    if prefetch is not None and prefetch.end > cached:
+        return Miss.EVICTED_HOST, ""  # between its coming and its use
     if prefetch is not None and (prefetch.num_stored > cached or not prefetch.is_known):
         return prefetch.why_short, ""
     known = device.known_length if host is None else max(device.known_length, host.known_length)

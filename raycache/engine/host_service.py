@@ -19,7 +19,7 @@ from typing import Any
 from raycache.cache.storage.guard import Guarded
 from raycache.cache.storage.librarian import Librarian
 from raycache.cache.storage.open import open_storage, storage_name
-from raycache.cache.storage.orders import StorageAnswer, StorageOrder
+from raycache.cache.storage.orders import OrderKind, StorageAnswer, StorageOrder
 from raycache.engine import host_directory
 from raycache.engine.host_directory import ARENA, SPEC
 from raycache.errors import ConfigError
@@ -152,10 +152,13 @@ class HostService:
         Raises:
             OSError: there is no storage.
         """
-        librarian = self._librarian
-        if librarian is None:
+        librarian, storage = self._librarian, self._storage
+        if librarian is None or storage is None:
             raise OSError("the host tier has no storage")
-        return librarian.work(order)
+        answer = librarian.work(order)
+        if order.kind is OrderKind.FIND and not storage.is_up:
+            raise OSError(f"storage {storage.name} cannot be reached")  # not the same as having nothing
+        return answer
 
     def attach(self, url: str) -> str:
         """Use a storage, instead of the one in use; returns its name.

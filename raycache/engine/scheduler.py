@@ -108,7 +108,7 @@ class Scheduler:
     def add(self, request: Request, *, now_s: float) -> None:
         """Queue a request whose tokens fit the pool, and look for its prefix in storage."""
         self._now_s = now_s
-        if self._storage is not None and not request.is_scored:
+        if self._storage is not None and not request.is_scored and not self._has_on_device(request):
             request.prefetch = self._storage.start(
                 request.request_id, request.tokens, root=request.use.root, now=self._step, now_s=self._now_s
             )
@@ -217,7 +217,7 @@ class Scheduler:
         is_whole = not batch.loads or acks.bad_load < batch.loads[0]
         for request, row, result in zip(batch.requests, batch.rows, results, strict=True):
             request.is_in_flight, request.num_losses = False, 0
-            if not self._take_load(request, is_whole=is_whole):
+            if not self._take_load(request, is_whole=is_whole, bad_load=acks.bad_load):
                 continue
             request.num_computed = row.start + row.num_tokens
             request.prompt_scores += [_trim(score, request.sampling.prompt_logprobs) for score in result.scores]
@@ -296,7 +296,7 @@ class Scheduler:
         room = self._reserve(request, count, batch)
         if room is not None:
             self._plan_load(request, batch)
-            count_more(request, request.num_computed - before)
+            count_more(request, request.num_computed - before, page_size=self.page_size)
             batch.add(request, self._row(request, count, room))
         elif request.holding is not None and request.holding.load is not None:
             self._cache.drop_load(request.holding)
@@ -388,13 +388,14 @@ class Scheduler:
 
     def _admit(self, batch: Batch) -> None:
         set_aside: list[Request] = []
+        fetching: list[Request] = []
         computing = self._pages_being_computed()
         while not batch.is_full and self._free_slots and len(set_aside) < _MAX_SET_ASIDE:
             request = self._waiting.first()
             if request is None:
                 break
             if self._awaits_prefetch(request):
-                set_aside.append(self._waiting.set_aside())
+                fetching.append(self._waiting.set_aside())
                 continue
             self._lock_prefix(request)
             if self._next_page(request) in computing or self._cuts.is_worth_waiting(request, self._running):
@@ -410,7 +411,12 @@ class Scheduler:
                 break
             if (page := self._next_page(request)) is not None:
                 computing.add(page)
-        self._waiting.put_back(set_aside)
+        self._waiting.put_back(set_aside + fetching)
+
+    def _has_on_device(self, request: Request) -> bool:
+        """Whether nothing of its prompt would be fetched."""
+        wanted = (request.num_tokens - 1) // self.page_size * self.page_size
+        return self._cache.device_len(request.tokens, use=request.use, now=self._step) >= wanted
 
     def _awaits_prefetch(self, request: Request) -> bool:
         prefetch = request.prefetch
@@ -435,13 +441,15 @@ class Scheduler:
         needed = -(-(request.num_tokens + 1) // self.page_size) - len(request.holding.pages)
         return self._cache.num_obtainable >= needed + len(self._running)
 
-    def _take_load(self, request: Request, *, is_whole: bool) -> bool:
-        """What a row was loaded for it is the tree's now; if that is not what was saved, the request begins again."""
+    def _take_load(self, request: Request, *, is_whole: bool, bad_load: int) -> bool:
+        """What was loaded for a row is the tree's now. After a failure its requests begin again: only the last that
+        failed is known, and loses what it loaded from; another one that failed will be known when it fails again."""
         if request.holding is None or request.holding.load is None:
             return True
-        self._cache.finish_load(request.holding, request.tokens, is_whole=is_whole, now=self._step)
+        is_bad = request.holding.load.number == bad_load
+        self._cache.finish_load(request.holding, request.tokens, is_whole=is_whole, is_bad=is_bad, now=self._step)
         if not is_whole:
-            request.may_load = False
+            request.may_load &= not is_bad
             request.num_admissions -= 1
             self._requeue(request)
         return is_whole

@@ -58,6 +58,7 @@ class Mover:
         post: told of every move.
     Attributes:
         load_s: time spent in loads.
+        last_numbers: of the last save and the last load that it was given.
     """
 
     def __init__(self, pool: DevicePool, arena: Arena, layout: EnvelopeLayout, *, rank: int, post: Post) -> None:
@@ -80,11 +81,13 @@ class Mover:
         self._loading.end()
         self._pool = pool
         self.load_s = 0.0
+        self.last_numbers = (0, 0)
         pool.gate = self._wait_loaded
 
     def save(self, moves: Moves) -> None:
         """Copy what the device holds after all that it was given so far; returns at once."""
         _forget_posted(self._saving)
+        self.last_numbers = (moves.number, self.last_numbers[1])
         move = self._saver.submit(self._save, moves, self._save_stream.after_compute())
         self._saving.append((moves.number, self._saver.submit(self._finish, "save", moves.number, move)))
 
@@ -94,6 +97,7 @@ class Mover:
         From now on a layer's view waits until the layer is there.
         """
         _forget_posted(self._load_posts)
+        self.last_numbers = (self.last_numbers[0], moves.number)
         self._loading = loading = Loading()
         move = self._loader.submit(self._load, moves, loading, self._load_stream.after_compute())
         self._load_posts.append((moves.number, self._loader.submit(self._finish_load, moves.number, loading, move)))
