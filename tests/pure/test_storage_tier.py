@@ -203,3 +203,40 @@ def test_after_everything_stopped_the_storage_hits(policy: WritePolicy) -> None:
     tiers.catalog_memory[:] = bytes(len(tiers.catalog_memory))
     tiers.start_engine()
     assert tiers.ask(PROMPT[:30]).cached_by_tier == {"storage": 28}
+
+
+def attach(tiers: Tiered, kind: CacheAction) -> None:
+    tiers.engine.admin(CacheOrder(kind)).result(5)
+
+
+def test_a_storage_that_is_attached_later_gets_the_begin_of_what_grows() -> None:
+    tiers = stored()
+    attach(tiers, CacheAction.DETACH)
+    warm = TEXT[200:260]
+    tiers.ask(warm)
+    attach(tiers, CacheAction.ATTACH)
+    longer = warm + TEXT[300:330]
+    tiers.ask(longer)
+    tiers.forget("device", "host")
+    wanted = (len(longer) - 1) // tiers.setup.page_size * tiers.setup.page_size
+    assert tiers.ask(longer).cached_by_tier == {"storage": wanted}
+
+
+def test_a_prompt_that_the_device_has_asks_no_storage() -> None:
+    tiers = stored(policy=WritePolicy.SELECTIVE)
+    tiers.forget("storage")
+    tiers.ask(PROMPT)
+    orders = orders_of(tiers)
+    tiers.ask(PROMPT)
+    assert not any(order.kind is OrderKind.FIND for order in orders)
+
+
+def test_forty_requests_that_wait_for_storage_keep_nobody_from_running() -> None:
+    tiers = stored(waiting=Waiting.COMPLETE, prefetch_timeout_s=20.0, device_pages=200)
+    warm = TEXT[200:260]
+    tiers.ask(warm)
+    tiers.storage.trouble = SLOW
+    for i in range(40):
+        tiers.engine.add(GenerateRequest(f"slow {i}", [1 + i % (VOCAB - 1), *PROMPT], ONE_TOKEN))
+    tiers.engine.add(GenerateRequest("quick", warm, ONE_TOKEN))
+    assert first_output(tiers).request_id == "quick"
