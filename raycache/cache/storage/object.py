@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _OBJECTS = f"objects-{FORMAT_VERSION}"
 _NUM_THREADS = 16
+_NUM_KEY_LOCKS = 256
 _SUFFIXES_FOR_S = 30.0
 _PAGE = 1000
 _SCRUB_BYTES = 64 << 20
@@ -109,6 +110,7 @@ class ObjectStorage:
         self._bucket = bucket
         self._counts = StorageStats()
         self._lock = threading.Lock()
+        self._key_locks = [threading.Lock() for _ in range(_NUM_KEY_LOCKS)]  # nobody writes an object twice at once
         self._suffixes, self._suffixes_until_s = set[bytes](), 0.0
         self._workers, self._scratch = Workers(_NUM_THREADS, timeout_s=timeout_s, name=name), Scratch()
         try:
@@ -211,6 +213,10 @@ class ObjectStorage:
     # Requests. Each runs in a thread of the workers.
 
     def _put(self, key: bytes, payload: memoryview, checksum: int) -> _Put:
+        with self._key_locks[hash(key) % _NUM_KEY_LOCKS]:
+            return self._put_alone(key, payload, checksum)
+
+    def _put_alone(self, key: bytes, payload: memoryview, checksum: int) -> _Put:
         if self._size(key) == HEADER_BYTES + len(payload):
             return _Put.KNOWN
         try:
