@@ -23,7 +23,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(directory: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-u", "-m", "launch.demo", str(directory)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def hear_interrupts() -> None:  # which a shell's background job ignores, and what it starts as well
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=hear_interrupts
+    )
 
 
 def output_until(process: subprocess.Popen[str], mark: str) -> str:
