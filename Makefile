@@ -14,6 +14,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m launch.demo $(MODEL)
 
 test: $(INSTALLED)
+	@scripts/lab_tools
 	VENV=$(VENV) scripts/check
 
 fast: $(INSTALLED)

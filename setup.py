@@ -22,11 +22,18 @@ REQUIRES = [
     "prometheus_client>=0.21,<1",
     "pyyaml>=6.0,<7",
     "psutil>=6.0,<8",
+    "rich>=13.9,<16",
 ]
+SERVE = ["ray[serve]>=2.60,<3"]
+TRACING = ["opentelemetry-sdk>=1.30,<2", "opentelemetry-exporter-otlp-proto-http>=1.30,<2"]
 DEMO = ["gguf>=0.17,<1"]  # the model's package is installed beside it, see the Makefile
+# Beside a torch that is built for CUDA, which brings Triton; see docs/gpu.md.
+GPU = ["flashinfer-python>=0.7.2,<0.8", "fla-core>=0.6,<0.7", "einops>=0.8,<1"]
 STORAGE = ["obstore>=0.8,<1", "redis[hiredis]>=6.0,<9"]  # clients, imported when a URL asks for them
 DEV = [
     *STORAGE,
+    *SERVE,
+    *TRACING,
     "flask>=3.0,<4",  # with flask-cors what moto's server of buckets needs
     "flask-cors>=5.0,<7",
     "httpx>=0.28,<1",
@@ -37,7 +44,9 @@ DEV = [
     "openai>=3.0,<4",
     "pytest>=9.0,<10",
     "pytest-timeout>=2.4,<3",
+    "pytest-xdist>=3.6,<4",
     "ruff>=0.17,<0.18",
+    "schemathesis>=4.0,<5",
     "setuptools>=77,<90",
     "transformers>=5.0,<6",
     "types-psutil>=6.0,<8",
@@ -56,8 +65,8 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["raycache*", "actors*", "launch*"]),
     package_dir={"": "."},
-    package_data={"raycache": ["py.typed"], "actors": ["py.typed"], "launch": ["py.typed"]},
+    package_data={"raycache": ["py.typed"], "actors": ["py.typed"], "launch": ["py.typed", "clusters/*.yaml"]},
     install_requires=REQUIRES,
-    extras_require={"gpu": ["flashinfer-python>=0.6,<1"], "storage": STORAGE, "demo": DEMO, "dev": DEV},
+    extras_require={"gpu": GPU, "storage": STORAGE, "serve": SERVE, "tracing": TRACING, "demo": DEMO, "dev": DEV},
     entry_points={"console_scripts": ["raycache = raycache.__main__:main"]},
 )

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raycache.errors import EngineStoppedError, RayCacheError
 
@@ -33,7 +33,7 @@ async def answer(ref: Any, *, of: str, timeout_s: float | None) -> Any:
         raise ActorLostError(f"{of} has not answered for {timeout_s:.0f} s") from error
     except RayTaskError as error:
         raise ours(error) from error
-    except RayActorError as error:
+    except (RayActorError, ActorUnschedulableError) as error:
         raise _died(error, of) from error
 
 
@@ -45,7 +45,7 @@ def answer_now(ref: Any, *, of: str, timeout_s: float) -> Any:
         raise ActorLostError(f"{of} has not answered for {timeout_s:.0f} s") from error
     except RayTaskError as error:
         raise ours(error) from error
-    except RayActorError as error:
+    except (RayActorError, ActorUnschedulableError) as error:
         raise _died(error, of) from error
 
 
@@ -54,7 +54,8 @@ def ours(error: RayTaskError) -> Exception:
     return error.cause if isinstance(error.cause, RayCacheError) else error
 
 
-def _died(error: RayActorError, of: str) -> ActorLostError:
+def _died(error: RayError, of: str) -> ActorLostError:
     """One line: Ray adds the actor's ids, and the whole log of a constructor that failed."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ActorLostError(f"{of} died: {lines[0] if len(lines) == 1 else f'{lines[0]} {lines[-1]}'}")
+    text = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+    return ActorLostError(f"{of} died: {text.partition(' Some common causes')[0]}")

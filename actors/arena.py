@@ -1,30 +1,41 @@
-"""The owner of a node's host tier as an actor of its own, that outlives engine and ranks.
+"""The owners of a gang's host tier, an actor on each of its nodes, that outlive engine and ranks.
 
-Ray starts it again when it dies; the one after finds arena and storage in its directory (raycache/engine/
-host_directory.py). Until then its callers have misses.
+Ray starts one again when it dies; the one after finds arena and storage in its directory (raycache/engine/
+host_directory.py). Until then its callers have misses. One whose node is lost does not come back: then all begin anew,
+because a page has rows on every node.
+
+    front end -> Arenas: operators' orders -+-> ArenaActor on node a
+    engine    -> RemoteOwner, one per node -+-> ArenaActor on node b
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.answers import ActorLostError, answer_now
+from actors.answers import ActorLostError, answer, answer_now
+from raycache import logs
 from raycache.cache.storage.orders import StorageAnswer, StorageOrder
 from raycache.config import Config
 from raycache.engine import host_directory
-from raycache.engine.host_service import HostService, HostSpec
+from raycache.engine.host_service import HostService, Opened
+from raycache.engine.host_spec import HostSpec
 from raycache.errors import ConfigError
 
 OWNER = "the arena's owner"
 """What messages call it."""
+_ORDER_TIMEOUT_S = 600.0
+"""For an operator's order; emptying a large storage takes a while."""
+_STATUS_TIMEOUT_S = 1.0
+"""For figures of the storage, without which an answer on health does as well."""
 
 
 class ArenaActor:
@@ -32,21 +43,31 @@ class ArenaActor:
 
     Args:
         directory: for its files.
+        config: of the service.
+        replica: whose tier it is.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, config: Config, replica: str) -> None:
+        logs.set_up(config.log_format, replica=replica)
+        self._name = f"host tier of {config.model_name}, replica {replica}"
         self._service = HostService(directory)
+        self._scrubbing = threading.Lock()
 
     def __repr__(self) -> str:
         """What the Ray dashboard and logs call it."""
-        return "host tier"
+        return self._name
 
-    def sizes(self) -> Mapping[str, int]:
-        return self._service.sizes
+    def spec(self) -> HostSpec | None:
+        return self._service.spec()
 
-    def open(self, spec: HostSpec, epoch: int) -> tuple[Path, HostSpec]:
-        """Path of the arena's file, and what is open."""
-        return self._service.path, self._service.open(spec, epoch=epoch)
+    def budget(self, host_memory: str) -> int:
+        return self._service.budget(host_memory)
+
+    def drop(self) -> None:
+        self._service.drop()
+
+    def open(self, spec: HostSpec, epoch: int) -> Opened:
+        return self._service.open(spec, epoch=epoch)
 
     def attach(self, url: str) -> str:
         return self._service.attach(url)
@@ -62,11 +83,20 @@ class ArenaActor:
 
     @ray.method(concurrency_group="work")
     def work(self, order: StorageOrder) -> StorageAnswer:
-        return self._service.work(order)
+        return self._service.work(order.received())
+
+    @ray.method(concurrency_group="gone")
+    def are_ranks_gone(self, timeout_s: float) -> bool:
+        return self._service.are_ranks_gone(timeout_s)
 
     @ray.method(concurrency_group="long")
-    def scrub(self) -> dict[str, Any]:
-        return self._service.scrub()
+    def scrub(self, timeout_s: float) -> dict[str, Any]:
+        if not self._scrubbing.acquire(blocking=False):
+            raise ConfigError("the storage is being scrubbed already; try again when that is done")
+        try:
+            return self._service.scrub(timeout_s=timeout_s)
+        finally:
+            self._scrubbing.release()
 
     @ray.method(concurrency_group="long")
     def clear(self) -> None:
@@ -77,58 +107,215 @@ class ArenaActor:
         return self._service.status()
 
 
-def start_arena(config: Config, *, node: str) -> Any:
-    """Create the owner on a node.
+@dataclass(frozen=True)
+class Arenas:
+    """The owners of all nodes of a gang. Plain data: it travels to the engine actor.
 
-    Args:
+    Attributes:
         config: of the service.
-        node: id of the node that the ranks are on.
+        actors: node id -> owner there, in the order of the nodes' lowest ranks.
+        replica: whose tier it is.
     """
+
+    config: Config
+    actors: Mapping[str, Any]
+    replica: str = "0"
+
+    @classmethod
+    def start(cls, config: Config, nodes: Iterable[str], *, replica: str = "0") -> Arenas:
+        """Create an owner on each node.
+
+        Args:
+            config: of the service; it has a host tier.
+            nodes: ids, perhaps with repetitions, such as one per rank.
+            replica: whose tier it is.
+        """
+        return cls(config, {node: _start(config, node, replica=replica) for node in dict.fromkeys(nodes)}, replica)
+
+    def moved(self, nodes: Iterable[str], *, timeout_s: float) -> Arenas:
+        """Those of a gang that is on other nodes now: kept where it still is; the others are ended.
+
+        Args:
+            nodes: as for `start`.
+            timeout_s: for an owner to end; one on a lost node is not waited for.
+        """
+        wanted = dict.fromkeys(nodes)
+        _end([actor for node, actor in self.actors.items() if node not in wanted], timeout_s=timeout_s)
+        actors = {node: self.actors.get(node) or _start(self.config, node, replica=self.replica) for node in wanted}
+        return Arenas(self.config, actors, self.replica)
+
+    def owners(self) -> list[RemoteOwner]:
+        """As the decider uses them."""
+        timeouts = {"start_timeout_s": self.config.start_timeout_s, "timeout_s": self.config.rank_timeout_s}
+        return [RemoteOwner(actor, **timeouts) for actor in self.actors.values()]
+
+    async def attach(self, url: str) -> dict[str, Any]:
+        """Use a storage on all nodes, or, if one of them refuses it, go on as before.
+
+        Raises:
+            ConfigError: it cannot work, says where.
+        """
+        before = await self._ask(lambda actor: actor.spec.remote())
+        found = await self._answers(lambda actor: actor.attach.remote(url))
+        refused = [each for each in found if isinstance(each, BaseException)]
+        if not refused:
+            return {"storage": _joined_names(found)}
+        for actor, spec, each in zip(self.actors.values(), before, found, strict=True):
+            if not isinstance(each, BaseException):
+                back = actor.attach.remote(spec.storage) if spec.storage else actor.detach.remote()
+                await answer(back, of=OWNER, timeout_s=_ORDER_TIMEOUT_S)
+        raise _refusal(refused[0])
+
+    async def detach(self) -> dict[str, Any]:
+        """Use no storage any more.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return {"detached": _joined_names(await self._ask(lambda actor: actor.detach.remote()))}
+
+    async def resize(self, max_bytes: int) -> dict[str, Any]:
+        """Change the bound of the storage, which is that of each node where each has its own.
+
+        Raises:
+            ConfigError: it is too small or not ours to set, or there is no storage.
+        """
+        await self._ask(lambda actor: actor.resize.remote(max_bytes))
+        return {"bytes_limit": max_bytes}
+
+    async def clear(self) -> None:
+        """Forget all that the storage holds."""
+        await self._ask(lambda actor: actor.clear.remote())
+
+    async def scrub(self, *, timeout_s: float) -> dict[str, Any]:
+        """Read everything that the storages hold and drop what is damaged, for so long at most.
+
+        Raises:
+            ConfigError: the storage is away or being scrubbed already, or there is none.
+        """
+        found: list[dict[str, Any]] = await self._ask(
+            lambda actor: actor.scrub.remote(timeout_s), timeout_s=timeout_s + _ORDER_TIMEOUT_S
+        )
+        total = {name: sum(each[name] for each in found) for name in ("checked", "num_bytes", "bad")}
+        slowest = max(each["seconds"] for each in found)
+        return {**total, "seconds": slowest, "is_whole": all(each["is_whole"] for each in found)}
+
+    async def status(self) -> dict[str, Any]:
+        """Figures of the storage, the sum of all nodes; empty without one, or while an owner is away."""
+        found = await self._answers(lambda actor: actor.status.remote(), timeout_s=_STATUS_TIMEOUT_S)
+        return _sum([each for each in found if isinstance(each, dict)], count=len(found))
+
+    def status_now(self, *, timeout_s: float) -> dict[str, Any]:
+        """The same, from a thread.
+
+        Raises:
+            ActorLostError: an owner is away.
+        """
+        refs = [actor.status.remote() for actor in self.actors.values()]
+        return _sum([answer_now(ref, of=OWNER, timeout_s=timeout_s) for ref in refs], count=len(refs))
+
+    def close(self, *, timeout_s: float) -> None:
+        """End the owners; nothing of the host tier is left, or soon will be."""
+        _end(list(self.actors.values()), timeout_s=timeout_s)
+
+    async def _ask(self, call: Callable[[Any], Any], *, timeout_s: float = _ORDER_TIMEOUT_S) -> list[Any]:
+        """Answers of all.
+
+        Raises:
+            RayCacheError: the first of them that is an error.
+        """
+        found = await self._answers(call, timeout_s=timeout_s)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise _refusal(each)
+        return found
+
+    async def _answers(self, call: Callable[[Any], Any], *, timeout_s: float = _ORDER_TIMEOUT_S) -> list[Any]:
+        """Answers or errors of all, who are asked at the same time."""
+        answers = [answer(call(actor), of=OWNER, timeout_s=timeout_s) for actor in self.actors.values()]
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+
+def _start(config: Config, node: str, *, replica: str) -> Any:
     options: dict[str, Any] = {
-        "concurrency_groups": {"work": config.storage_lanes, "long": 2, "ask": 1},
+        "enable_task_events": False,  # of its calls
+        # A scrub and a clear at a time; a new engine waits for neither.
+        "concurrency_groups": {"work": config.storage_lanes, "gone": 2, "long": 2, "ask": 1},
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
     kind: Any = ray.remote(num_cpus=0, max_restarts=-1, **options)(ArenaActor)
-    return kind.remote(host_directory.SHARED_MEMORY / host_directory.new_name())
+    return kind.remote(host_directory.SHARED_MEMORY / host_directory.new_name(), config, replica)
 
 
-def stop_arena(actor: Any, *, timeout_s: float) -> None:
-    """End the owner; nothing of the host tier is left, or soon will be."""
-    with contextlib.suppress(ActorLostError):  # then the directory's watcher removes what it has left
-        answer_now(actor.close.remote(), of=OWNER, timeout_s=timeout_s)
-    ray.kill(actor)
+def _end(actors: Sequence[Any], *, timeout_s: float) -> None:
+    """End owners. What one leaves behind that does not end in time is removed by its directory's watcher."""
+    closing = [actor.close.remote() for actor in actors]
+    if closing:
+        ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
+    for actor in actors:
+        ray.kill(actor)
 
 
-def node_of(places: PlacementGroup) -> str:
-    """Id of the node that all places are on.
-
-    Raises:
-        ConfigError: they are on several; an arena is memory of one.
-    """
-    nodes = set(placement_group_table(places)["bundles_to_node_id"].values())
-    if len(nodes) > 1:
-        raise ConfigError(
-            f"the ranks are on {len(nodes)} nodes, and a host tier is memory of one; use a split that fits a node, or "
-            "host_memory=0"
-        )
-    return str(nodes.pop())
+def _refusal(error: BaseException) -> BaseException:
+    if isinstance(error, ActorLostError):
+        refusal = ConfigError(f"{error}; another one is on its way, try again")
+        refusal.__cause__ = error
+        return refusal
+    return error
 
 
-def storage_work(actor: Any, *, timeout_s: float) -> Callable[[StorageOrder], StorageAnswer]:
-    """What carries out orders of the storage lanes, from any thread.
+def _joined_names(names: Sequence[Any]) -> str:
+    """Of the storages of all nodes; one name where they are alike."""
+    return ", ".join(dict.fromkeys(names))
+
+
+def _sum(found: Sequence[dict[str, Any]], *, count: int) -> dict[str, Any]:
+    if len(found) < count or not all(found):
+        return {}
+    figures = {name: sum(each[name] for each in found) for name in found[0] if name not in ("name", "is_up")}
+    return {"name": _joined_names([each["name"] for each in found]), "is_up": all(e["is_up"] for e in found), **figures}
+
+
+class RemoteOwner:
+    """An owner as the decider sees it, from any thread: an `Owner` of raycache/engine/host_nodes.py.
 
     Args:
-        actor: that owns the arena.
-        timeout_s: after which it counts as away.
-    Returns:
-        Raises OSError while the owner or its storage is away.
+        actor: the `ArenaActor`.
+        start_timeout_s: for an arena to be made: the first touch of its memory can take seconds per GiB.
+        timeout_s: after which it counts as away when it has an order.
     """
 
-    def work(order: StorageOrder) -> StorageAnswer:
+    def __init__(self, actor: Any, *, start_timeout_s: float, timeout_s: float) -> None:
+        self._actor = actor
+        self._start_timeout_s, self._timeout_s = start_timeout_s, timeout_s
+
+    def spec(self) -> HostSpec | None:
+        found: HostSpec | None = self._ask(self._actor.spec.remote())
+        return found
+
+    def budget(self, host_memory: str) -> int:
+        return int(self._ask(self._actor.budget.remote(host_memory)))
+
+    def are_ranks_gone(self, timeout_s: float) -> bool:
+        ref = self._actor.are_ranks_gone.remote(timeout_s)
+        return bool(answer_now(ref, of=OWNER, timeout_s=timeout_s + self._timeout_s))
+
+    def drop(self) -> None:
+        self._ask(self._actor.drop.remote())
+
+    def open(self, spec: HostSpec, *, epoch: int) -> Opened:
+        found: Opened = self._ask(self._actor.open.remote(spec, epoch))
+        return found
+
+    def work(self, order: StorageOrder) -> StorageAnswer:
+        """Raises OSError while the owner or its storage is away."""
         try:
-            found: StorageAnswer = answer_now(actor.work.remote(order), of=OWNER, timeout_s=timeout_s)
+            found: StorageAnswer = answer_now(
+                self._actor.work.remote(order.sent()), of=OWNER, timeout_s=self._timeout_s
+            )
         except (ActorLostError, RayTaskError) as cause:
             raise OSError(str(cause)) from cause
         return found
 
-    return work
+    def _ask(self, ref: Any) -> Any:
+        return answer_now(ref, of=OWNER, timeout_s=self._start_timeout_s)

@@ -1,4 +1,4 @@
-"""Ray itself: start or find a cluster, see what it has, reserve places for ranks."""
+"""Ray itself: start or find a cluster, see what it has."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.job_config import JobConfig
 
+from actors.authentication import require_token
 from raycache.config import Config
 from raycache.errors import ConfigError
 
-_MAX_RANKS_PER_CPU = 16
-"""On CPU ranks share cores; beyond this they only wait for each other."""
 _LOOK_TIMEOUT_S = 20.0
+_SETTINGS = {"worker_niceness": 0}
+"""Of a cluster of our own. Ray would run ranks at niceness 15, where they wait for whatever else the machine does; on a
+cluster that was there RAY_worker_niceness=0 at `ray start` does the same."""
 _WATCH = 'exec 3<&0; (read _ <&3; while [ -e "$1" ]; do rm -rf "$1"; sleep 2; done) &'
 """Shell script: when its input ends, remove a folder."""
 
@@ -58,13 +58,14 @@ def connect(config: Config) -> Cluster:
     options: dict[str, Any] = {"address": config.address}
     if temp_dir is not None:
         options.update(include_dashboard=config.dashboard, dashboard_host="127.0.0.1", _temp_dir=str(temp_dir))
+        options.update(_system_config=_SETTINGS)
     try:
         context = ray.init(
             **options,
             namespace="raycache",
             logging_level=logging.ERROR,
             log_to_driver=False,
-            runtime_env=_runtime_env(),
+            job_config=JobConfig(_py_driver_sys_path=_code_paths()),
         )
     except (RuntimeError, ValueError, ConnectionError, OSError, TimeoutError) as cause:
         disconnect(temp_dir)
@@ -73,8 +74,18 @@ def connect(config: Config) -> Cluster:
         disconnect(temp_dir)
         raise
     address: dict[str, Any] = context.address_info  # type: ignore[attr-defined]  # a base class lacks it
+    if not is_local:
+        _require_token(str(address["gcs_address"]), config)
     url = address.get("webui_url") or ""
     return Cluster(address=str(address["gcs_address"]), dashboard_url=f"http://{url}" if url else "", temp_dir=temp_dir)
+
+
+def _require_token(address: str, config: Config) -> None:
+    try:
+        require_token(address, is_insecure_allowed=config.insecure_cluster)
+    except ConfigError:
+        disconnect(None)
+        raise
 
 
 def _temp_dir() -> Path:
@@ -124,63 +135,14 @@ def device_type(config: Config) -> str:
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
 
 
-def reserve(config: Config, *, device: str, on_wait: Callable[[str], None]) -> PlacementGroup:
-    """Reserve one bundle per tp group, so that tp stays inside a node, and wait for it.
+def _code_paths() -> list[str]:
+    """Where workers find the packages: where this process found them, also in a checkout that is not installed.
 
-    Args:
-        config: whose split to place.
-        device: "cpu" or "cuda".
-        on_wait: told now and then what is missing.
-    Raises:
-        ConfigError: the cluster cannot hold the ranks, or did not within start_timeout_s.
+    Not PYTHONPATH in a runtime_env: with any, Ray starts each worker through another Python, which takes a second of
+    CPU per rank.
     """
-    bundle = _bundle(config, device=device)
-    group: PlacementGroup = placement_group([bundle] * (config.pp * config.cp), strategy="PACK")
-    deadline = time.monotonic() + config.start_timeout_s
-    while not group.wait(timeout_seconds=1):
-        missing = f"needs {config.pp * config.cp} x {bundle}, free are {_brief(ray.available_resources())}"
-        if time.monotonic() > deadline:
-            remove_placement_group(group)
-            raise ConfigError(f"no place for the ranks within {config.start_timeout_s:.0f} s: {missing}")
-        on_wait(missing)
-    return group
-
-
-def _bundle(config: Config, *, device: str) -> dict[str, float]:
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cpus = [node.get("CPU", 0.0) for node in nodes]
-    split = f"tp={config.tp} pp={config.pp} cp={config.cp} ({config.world_size} ranks)"
-    if device == "cuda":
-        gpus = [int(node.get("GPU", 0)) for node in nodes]
-        if sum(gpus) < config.world_size:
-            raise ConfigError(
-                f"{split} needs {config.world_size} GPUs, the cluster has {sum(gpus)}; "
-                f"use {'a smaller split' if sum(gpus) else '--device cpu'}"
-            )
-        if max(gpus) < config.tp:
-            raise ConfigError(
-                f"tp={config.tp} does not fit into a node, the largest has {max(gpus)} GPUs; use a smaller tp"
-            )
-        return {"GPU": config.tp, "CPU": min(1.0, min(cpus) / 8) * config.tp}
-    if config.world_size > sum(cpus) * _MAX_RANKS_PER_CPU:
-        raise ConfigError(
-            f"{split} is too much for {sum(cpus):.0f} CPUs, at most {_MAX_RANKS_PER_CPU} ranks share one; "
-            "use a smaller split"
-        )
-    # Ranks wait for each other most of the time, so several may share a core; half of it is left to others.
-    share = min(1.0, sum(cpus) / config.world_size / 2, max(cpus) / config.tp)
-    return {"CPU": share * config.tp}
-
-
-def _brief(resources: dict[str, float]) -> str:
-    return ", ".join(f"{name} {resources.get(name, 0):g}" for name in ("CPU", "GPU"))
-
-
-def _runtime_env() -> dict[str, Any]:
-    """Workers find the packages where this process found them, also in a checkout that is not installed."""
-    root = str(Path(__file__).resolve().parent.parent)
-    known = os.environ.get("PYTHONPATH", "")
-    return {"env_vars": {"PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root}}
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [str(Path(__file__).resolve().parent.parent), *filter(None, known)]
 
 
 def _explain(address: str, reason: str) -> str:

@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.util.placement_group import PlacementGroup
 
-from actors.answers import answer_now
-from actors.arena import OWNER, storage_work
+from actors.answers import ActorLostError
+from actors.arena import Arenas, RemoteOwner
 from actors.gang import Gang
+from actors.placement import Places
+from raycache import logs
 from raycache.config import Config
 from raycache.engine.build import build_engine, check_model
 from raycache.engine.engine import Engine
 from raycache.engine.host_link import HostLink
-from raycache.engine.host_spec import host_spec
+from raycache.engine.host_nodes import are_all_gone, open_all, work_on_all
 from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
 from raycache.models.base import ModelConfig
 from raycache.types import CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
@@ -49,15 +50,19 @@ class EngineActor:
         config: of the service.
         device: "cpu" or "cuda".
         places: for the ranks.
-        arena: actor that owns the host tier; None without one.
+        arenas: owners of the host tier on the nodes of the places; None without one.
         epoch: of the last gang before this engine's first.
+        replica: name of this engine among others.
     """
 
-    def __init__(self, config: Config, device: str, places: PlacementGroup, *, arena: Any, epoch: int) -> None:
-        self._config = config
+    def __init__(
+        self, config: Config, device: str, places: Places, *, arenas: Arenas | None, epoch: int, replica: str
+    ) -> None:
+        self._log_fields = logs.set_up(config.log_format, replica=replica, epoch=epoch)
+        self._config, self._replica = config, replica
         self._device = device
         self._places = places
-        self._arena = arena
+        self._owners: list[RemoteOwner] = [] if arenas is None else arenas.owners()
         self._inbox: list[Callable[[], None]] = []
         self._outbox: list[Message] = []
         self._changed = threading.Condition()
@@ -67,14 +72,15 @@ class EngineActor:
         self._engine: Engine | None = None
         self._gang: Gang | None = None
         self._host: HostLink | None = None
+        self._arenas: dict[str, Path] = {}
         self._epoch = epoch
-        self._losses = 0
+        self._losses = self._rebuilds = 0
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
         """What the Ray dashboard and logs call it."""
-        return f"engine of {self._config.served_model_name or Path(self._config.model).name}"
+        return f"engine of {self._config.model_name}, replica {self._replica}"
 
     # --- called by the front end --------------------------------------------------------------------------------------
 
@@ -105,7 +111,7 @@ class EngineActor:
         Raises:
             EngineStoppedError: it is not ready or has failed.
         """
-        return self._ready().stats()
+        return dataclasses.replace(self._ready().stats(), epoch=self._epoch, rebuilds=self._rebuilds)
 
     @ray.method(concurrency_group="ask")
     def check(self) -> None:
@@ -119,7 +125,12 @@ class EngineActor:
         Raises:
             RayCacheError: it cannot be done.
         """
-        return self._within(self._between_steps(lambda engine: engine.admin(order)))
+        return self._within(self._between_steps(lambda engine: engine.admin(order)), timeout_s=order.timeout_s)
+
+    @ray.method(concurrency_group="flush")
+    def flush(self, order: CacheOrder) -> Mapping[str, Any]:
+        """The same for an order that takes long, beside which others are carried out."""
+        return self._within(self._between_steps(lambda engine: engine.admin(order)), timeout_s=order.timeout_s)
 
     @ray.method(concurrency_group="order")
     def submit(self, request: GenerateRequest) -> None:
@@ -138,11 +149,13 @@ class EngineActor:
         Args:
             timeout_s: after which an empty list is returned.
         Raises:
-            EngineStoppedError: nothing will ever come.
+            EngineStoppedError: nothing will ever come; an ActorLostError if another engine could go on.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._outbox or self._failure, timeout_s)
             messages, self._outbox = self._outbox, []
+        if not messages and isinstance(self._failure, ActorLostError):
+            raise self._failure  # another engine may have more luck
         if not messages and self._failure is not None:
             raise EngineStoppedError(str(self._failure))
         return messages
@@ -168,9 +181,9 @@ class EngineActor:
         self._post(run)
         return self._within(found)
 
-    def _within(self, found: Future[T]) -> T:
+    def _within(self, found: Future[T], *, timeout_s: float = 0.0) -> T:
         try:
-            return found.result(self._config.rank_timeout_s)
+            return found.result(self._config.rank_timeout_s + timeout_s)
         except TimeoutError as cause:
             raise EngineStoppedError("the engine did not come to the order in time") from cause
 
@@ -202,7 +215,7 @@ class EngineActor:
 
     def _start(self) -> None:
         model = check_model(self._config)
-        if self._arena is not None:
+        if self._owners:
             self._host = self._open_host(model)
         gang = self._new_gang()
         self._engine = build_engine(
@@ -219,16 +232,17 @@ class EngineActor:
     def _open_host(self, model: ModelConfig) -> HostLink:
         """Have the arena made, or find that of an engine before, whose size it keeps."""
         self._note_progress("making the host tier", 0.0)
-        timeout_s = self._config.start_timeout_s  # the first touch of its memory can take seconds per GiB
-        sizes = answer_now(self._arena.sizes.remote(), of=OWNER, timeout_s=timeout_s)
-        spec = host_spec(self._config, model, device_type=self._device, sizes=sizes)
-        path, spec = answer_now(self._arena.open.remote(spec, self._epoch), of=OWNER, timeout_s=timeout_s)
+        node_ids = list(dict.fromkeys(self._places.nodes))
+        nodes = tuple(map(node_ids.index, self._places.nodes))
+        opened = open_all(self._owners, self._config, model, device_type=self._device, epoch=self._epoch, nodes=nodes)
+        self._arenas = {node: each.path for node, each in zip(node_ids, opened, strict=True)}
         return HostLink(
-            path=path,
-            sizes=spec.sizes,
-            work=storage_work(self._arena, timeout_s=self._config.rank_timeout_s),
-            has_storage=bool(spec.storage),
+            path=opened[0].path,
+            sizes=opened[0].spec.sizes,
+            work=work_on_all([owner.work for owner in self._owners]),
+            has_storage=all(each.spec.storage for each in opened),
             epoch=self._epoch,
+            nodes=nodes if len(node_ids) > 1 else (),
         )
 
     def _turn(self) -> None:
@@ -266,6 +280,7 @@ class EngineActor:
         """The next gang that starts whole: one can lose a rank while it starts, as a running one can."""
         while self._losses < _MAX_REBUILDS:
             self._losses += 1
+            self._rebuilds += 1
             self._put([("", f"{error}; rebuilding the gang as epoch {self._epoch + 1}")])
             try:
                 return self._new_gang()
@@ -275,14 +290,18 @@ class EngineActor:
 
     def _new_gang(self) -> Gang:
         self._epoch += 1
+        self._log_fields["epoch"] = self._epoch
         self._gang = Gang(
             self._config,
             device=self._device,
             places=self._places,
             epoch=self._epoch,
-            arena=None if self._host is None else self._host.path,
+            replica=self._replica,
+            arenas=self._arenas,
+            are_ranks_gone=lambda timeout_s: are_all_gone(self._owners, timeout_s=timeout_s),
             on_progress=self._note_progress,
         )
+        _log.info("epoch %d runs on %d ranks", self._epoch, self._config.world_size)
         return self._gang
 
     def _note_progress(self, phase: str, share: float) -> None:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
 
-from actors.answers import ours
+from actors.answers import ActorLostError, ours
+from actors.placement import Places
 from actors.rank import RankActor
 from raycache.config import Config
 from raycache.engine.executors import GangExecutor
-from raycache.engine.host_directory import are_ranks_gone
+from raycache.engine.host_directory import DirectoryGoneError
 from raycache.engine.runner import Seat
-from raycache.errors import ConfigError, EngineStoppedError, RankLostError
+from raycache.errors import ConfigError, RankLostError
 from raycache.parallel.board import AckBoard, Lane
+from raycache.parallel.collectives import Group
 from raycache.parallel.context import DECIDER, Store, build_group, group_handles
+from raycache.parallel.interfaces import link, require_reachable
+from raycache.parallel.relay import BoardReceiver, leaders, receive_boards
 from raycache.parallel.sharding import Split
 
 _KILL_TIMEOUT_S = 60.0
@@ -37,9 +38,11 @@ class Gang:
     Args:
         config: of the service.
         device: "cpu" or "cuda".
-        places: one bundle per tp group.
+        places: for the ranks.
         epoch: number of this gang; handles of others are refused.
-        arena: file of the host tier, which only one gang at a time moves rows in; None without one.
+        replica: whose ranks they are.
+        arenas: node id -> file of the host tier there, which only one gang at a time moves rows in; empty without one.
+        are_ranks_gone: waits so many seconds for the ranks of gangs before to be dead on all nodes; whether they are.
         on_progress: told phase and share (0 to 1) while the gang starts; what it raises ends the start.
     Raises:
         RayCacheError: what kept a rank from starting; no actor is left behind.
@@ -55,36 +58,43 @@ class Gang:
         config: Config,
         *,
         device: str,
-        places: PlacementGroup,
+        places: Places,
         epoch: int,
-        arena: Path | None,
+        replica: str,
+        arenas: Mapping[str, Path],
+        are_ranks_gone: Callable[[float], bool],
         on_progress: Callable[[str, float], None],
     ) -> None:
-        self._config = config
-        self._arena = arena
+        self._config, self._epoch, self._replica = config, epoch, replica
         self._split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
         self._on_progress = on_progress
         self._running: list[Any] = []
         self._actors: list[Any] = []
-        self._await_end_of_others()
+        self._receivers: list[BoardReceiver] = []
+        # Ranks of a lost gang end by themselves, but they may still be writing into an arena.
+        if arenas and not are_ranks_gone(_KILL_TIMEOUT_S):
+            raise ActorLostError(f"ranks of the gang before still use the host tier after {_KILL_TIMEOUT_S:.0f} s")
         self._board = AckBoard.create(config.world_size)
         # Without a name at once, so that nothing is left of it even if this process is killed while ranks start.
-        self._board_file = os.open(self._board.path, os.O_RDWR)
-        self._board.unlink()
+        board = self._board.share()
         try:
             for rank in range(config.world_size):
-                self._actors.append(self._create(rank, device=device, places=places))
+                self._actors.append(self._create(rank, places))
             wheres = self._get([actor.where.remote() for actor in self._actors], phase="starting ranks")
             seats = _seats(wheres, device=device)
-            self._meet(seats, wheres, device=device, epoch=epoch)
+            self._meet(seats, wheres, board=board, epoch=epoch)
             fits = self._get([actor.load.remote() for actor in self._actors], phase="loading weights")
             self.num_pages = min(fits)
-            self._get([actor.build.remote(self.num_pages, arena) for actor in self._actors], phase="making pools")
+            builds = [
+                actor.build.remote(self.num_pages, arenas[where["node"]] if arenas else None)
+                for actor, where in zip(self._actors, wheres, strict=True)
+            ]
+            self._get(builds, phase="making pools")
         except BaseException:
             self.kill()
             raise
         finally:
-            os.close(self._board_file)
+            self._board.unshare()
         self.rows = [
             {
                 "rank": seat.rank,
@@ -122,62 +132,63 @@ class Gang:
 
     def kill(self) -> None:
         """Remove all ranks at once. They are gone when the next gang begins."""
+        for receiver in self._receivers:
+            receiver.close()
         for actor in self._actors:
             ray.kill(actor)
 
-    def _await_end_of_others(self) -> None:
-        """Ranks of a lost gang end by themselves, but they may still be writing into the arena.
+    def _create(self, rank: int, places: Places) -> Any:
+        return (
+            ray.remote(RankActor)
+            .options(**places.options(rank))
+            .remote(self._config, rank, epoch=self._epoch, replica=self._replica)
+        )
 
-        Raises:
-            EngineStoppedError: they do not end.
-        """
-        if self._arena is not None and not are_ranks_gone(self._arena.parent, timeout_s=_KILL_TIMEOUT_S):
-            raise EngineStoppedError(f"ranks of the gang before still use the host tier after {_KILL_TIMEOUT_S:.0f} s")
-
-    def _create(self, rank: int, *, device: str, places: PlacementGroup) -> Any:
-        bundle = places.bundle_specs[rank // self._split.tp]
-        options = {
-            "num_cpus": bundle.get("CPU", 0) / self._split.tp,
-            "num_gpus": 1 if device == "cuda" else 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                places, placement_group_bundle_index=rank // self._split.tp
-            ),
-            "name": None,
-        }
-        return ray.remote(RankActor).options(**options).remote(self._config, rank)
-
-    def _meet(self, seats: Sequence[Seat], wheres: Sequence[dict[str, Any]], *, device: str, epoch: int) -> None:
+    def _meet(self, seats: Sequence[Seat], wheres: Sequence[dict[str, Any]], *, board: Path, epoch: int) -> None:
         """Exchange handles; every rank and the decider build their groups from them."""
-        host = ray.util.get_node_ip_address()
+        mine = link(self._config.interface, node_address=ray.util.get_node_ip_address())
+        require_reachable({"the engine": mine, **{f"rank {i}": where["link"] for i, where in enumerate(wheres)}})
+        host = mine.host
         here = ray.get_runtime_context().get_node_id()
         self._store = Store(host)
+        nodes = [where["node"] for where in wheres]
+        leading = leaders(nodes, here=here)
+        device = torch.device(seats[0].device).type
         handles = group_handles(
             self._split,
             backend="nccl" if device == "cuda" else "gloo",
             store=self._store.address,
             epoch=epoch,
             timeout_s=self._config.rank_timeout_s,
+            leaders=leading,
         )
-        for rank, where in enumerate(wheres):
-            if where["node"] != here:
-                # A board is memory of one node: this one never hears of a rank elsewhere, so it must not call it late.
-                self._board.post(rank, Lane.STEP, 2**62)
-        board = Path(f"/proc/{os.getpid()}/fd/{self._board_file}")
+        others = self._get([self._actors[rank].new_board.remote() for rank in leading], phase="making boards")
+        boards = {here: board, **{nodes[rank]: path for rank, path in zip(leading, others, strict=True)}}
         joins = [
-            actor.join.remote(seat, handles, epoch, board if where["node"] == here else None)
-            for actor, seat, where in zip(self._actors, seats, wheres, strict=True)
+            actor.join.remote(seat, handles, epoch, boards[node])
+            for actor, seat, node in zip(self._actors, seats, nodes, strict=True)
         ]
+
+        def meet() -> Group:
+            """In the ranks' order: boards first."""
+            self._receivers = receive_boards(self._board, handles, nodes=nodes, epoch=epoch, host=host)
+            return build_group(handles["control"], member=DECIDER, epoch=epoch, host=host, device=torch.device("cpu"))
+
         with ThreadPoolExecutor(1) as pool:
-            control = pool.submit(
-                build_group, handles["control"], member=DECIDER, epoch=epoch, host=host, device=torch.device("cpu")
-            )
+            control = pool.submit(meet)
             try:
                 self._get(joins, phase="joining groups")
             except BaseException:
                 # Or the decider would wait for members that do not come.
                 self._store.close()
                 raise
-            self.executor = GangExecutor(control.result(), split=self._split, board=self._board)
+            self.executor = GangExecutor(
+                control.result(),
+                split=self._split,
+                board=self._board,
+                plans_ahead=self._config.plans_ahead(device_type=device),
+                receivers=self._receivers,
+            )
 
     def _get(self, refs: list[Any], *, phase: str) -> list[Any]:
         """Results of all ranks, within the start's deadline."""
@@ -190,8 +201,10 @@ class Gang:
                 try:
                     ray.get(ref)
                 except RayTaskError as cause:
+                    if isinstance(cause.cause, DirectoryGoneError):  # its owner died; the next engine has another made
+                        raise ActorLostError(f"rank {refs.index(ref)}, {phase}: {cause.cause}") from cause
                     raise ours(cause) from cause
-                except RayActorError as cause:
+                except (RayActorError, ActorUnschedulableError) as cause:
                     rank = refs.index(ref)
                     raise RankLostError(rank, str(self._split.coords(rank)), 0, f"it died while {phase}") from cause
             waited = time.monotonic() - begin

@@ -2,50 +2,77 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from raycache import logs
 from raycache.config import Config
 from raycache.engine.host_directory import Lease
 from raycache.engine.runner import RankRunner, Seat
+from raycache.parallel.board import AckBoard
 from raycache.parallel.context import GroupHandle
+from raycache.parallel.interfaces import link
 from raycache.parallel.sharding import Split
+
+_log = logging.getLogger(__name__)
 
 
 class RankActor:
-    """One rank. Its calls come in the order of `RankRunner`: where, join, load, build, run.
+    """One rank. Its calls come in this order: where, new_board on some, join, load, build, run; see `RankRunner`.
 
     Args:
         config: of the service.
         rank: world rank.
+        epoch: of its gang.
+        replica: whose rank it is.
     """
 
-    def __init__(self, config: Config, rank: int) -> None:
+    def __init__(self, config: Config, rank: int, *, epoch: int, replica: str) -> None:
+        logs.set_up(config.log_format, rank=rank, epoch=epoch, replica=replica)
         self._config = config
+        self._of = f"replica {replica}, epoch {epoch}"
         self._number = rank
         self._runner: RankRunner | None = None
         self._lease: Lease | None = None
+        self._own_board: AckBoard | None = None
 
     def __repr__(self) -> str:
         """What the Ray dashboard and logs call it."""
         split = Split(tp=self._config.tp, pp=self._config.pp, cp=self._config.cp)
-        return f"rank {self._number} ({split.coords(self._number)})"
+        return f"rank {self._number} ({split.coords(self._number)}), {self._of}"
 
     def where(self) -> dict[str, Any]:
-        """Node, address and process of this rank."""
-        context = ray.get_runtime_context()
-        return {"node": context.get_node_id(), "host": ray.util.get_node_ip_address(), "gpus": ray.get_gpu_ids()}
+        """Node, address that peers reach this rank by, and GPUs.
 
-    def join(self, seat: Seat, handles: Mapping[str, GroupHandle], epoch: int, board: Path | None) -> None:
+        Raises:
+            ConfigError: the interface that is set is not there.
+        """
+        context = ray.get_runtime_context()
+        mine = link(self._config.interface, node_address=ray.util.get_node_ip_address())
+        if mine.nccl_interface:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", mine.nccl_interface)
+        return {"node": context.get_node_id(), "host": mine.host, "link": mine, "gpus": ray.get_gpu_ids()}
+
+    def new_board(self) -> Path:
+        """Make the ack board of this rank's node, which it leads; returns where the node's ranks find it."""
+        split = Split(tp=self._config.tp, pp=self._config.pp, cp=self._config.cp)
+        self._own_board = AckBoard.create(split.world_size)
+        return self._own_board.share()
+
+    def join(self, seat: Seat, handles: Mapping[str, GroupHandle], epoch: int, board: Path) -> None:
         """Become a member of the gang; see `RankRunner.join`."""
         self._runner = RankRunner(self._config, seat)
         self._runner.join(handles, epoch=epoch, board=board)
 
     def load(self) -> int:
         """Read the weights; pages that fit."""
+        if self._own_board is not None:
+            self._own_board.unshare()  # all ranks have joined
         return self._started().load()
 
     def build(self, num_pages: int, arena: Path | None) -> None:
@@ -57,6 +84,7 @@ class RankActor:
 
     def run(self) -> None:
         """Execute plans until the last one."""
+        _log.info("rank %d runs plans", self._number)
         self._started().run()
 
     def _started(self) -> RankRunner:

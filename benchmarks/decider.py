@@ -3,6 +3,9 @@
 The decider is the real one, and so are the wire and the rank processes; but a rank answers every plan at once, with
 token 0. All requests are in decode.
 
+Then the same with ranks whose device takes some time for each plan, once with every step planned when the one before is
+back and once planned ahead: how long the device has nothing to do between two steps.
+
     python -m benchmarks.decider --cp 8 --batch 64
 """
 
@@ -13,10 +16,11 @@ import cProfile
 import gc
 import pstats
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -52,16 +56,16 @@ _WARM_STEPS = 50
 
 def main() -> None:
     options = _options()
-    split = Split(tp=options.tp, pp=options.pp, cp=options.cp)
+    split = _split(options)
     print(f"decider, {split.world_size} ranks (tp={split.tp} pp={split.pp} cp={split.cp}), batch of {options.batch}")
-    spent = Spent()
-    alone = measure(EchoExecutor(split, spent), spent, options=options)
+    alone = measure_alone(options)
     report("in this process, without ranks", alone)
-    with null_gang(split) as (control, board):
-        wired = measure(TimedExecutor(control, spent, split=split, board=board), spent, options=options)
+    wired = measure_gang(options)
     report("with rank processes", wired)
+    gaps = measure_gaps(options) if split.pp == 1 else {}
     if options.json:
-        write_json(options.json, {"split": vars(split), "batch": options.batch, "alone": alone, "ranks": wired})
+        figures = {"split": vars(split), "batch": options.batch, "alone": alone, "ranks": wired, "gaps": gaps}
+        write_json(options.json, figures)
 
 
 def _options() -> argparse.Namespace:
@@ -72,16 +76,34 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="requests in decode (default: %(default)s)")
     parser.add_argument("--prompt-len", type=int, default=500, help="tokens of each prompt (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1000, help="steps to time (default: %(default)s)")
+    parser.add_argument(
+        "--device-ms", type=float, default=10.0, help="of a step that takes time (default: %(default)s)"
+    )
     parser.add_argument("--profile", action="store_true", help="print the functions that take the most time")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures")
     return parser.parse_args()
 
 
+def _split(options: argparse.Namespace) -> Split:
+    return Split(tp=options.tp, pp=options.pp, cp=options.cp)
+
+
 class Spent:
-    """Seconds per part of the step under way."""
+    """Seconds per part of the step under way. Part "gap" is the time in which the ranks have no plan."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = defaultdict(float)
+        self._num_in_flight = 0
+        self._idle_since_s = time.perf_counter()
+
+    def submitted(self) -> None:
+        if not self._num_in_flight:
+            self.parts["gap"] += time.perf_counter() - self._idle_since_s
+        self._num_in_flight += 1
+
+    def collected(self) -> None:
+        self._num_in_flight -= 1
+        self._idle_since_s = time.perf_counter()
 
     @contextmanager
     def on(self, part: str) -> Iterator[None]:
@@ -134,35 +156,55 @@ class TimedGroup(Group):
 class TimedExecutor(GangExecutor):
     """The executor of a gang, with its time told."""
 
-    def __init__(self, control: Group, spent: Spent, *, split: Split, board: AckBoard) -> None:
-        super().__init__(TimedGroup(control, spent), split=split, board=board)
+    def __init__(self, control: Group, spent: Spent, *, split: Split, board: AckBoard, plans_ahead: bool) -> None:
+        super().__init__(TimedGroup(control, spent), split=split, board=board, plans_ahead=plans_ahead)
         self._spent = spent
 
     def submit(self, plan: StepPlan) -> None:
         with self._spent.on("submit"):
             super().submit(plan)
+        self._spent.submitted()
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         with self._spent.on("collect"):
-            return super().collect(plan)
+            results = super().collect(plan)
+        self._spent.collected()
+        return results
 
 
 class EchoExecutor:
-    """Packs plans and reads answers like the executor of a gang, and sends nothing."""
+    """Packs plans and reads answers like the executor of a gang, and sends nothing.
 
-    def __init__(self, split: Split, spent: Spent) -> None:
+    Args:
+        split: of the gang.
+        spent: to tell the time to.
+        device_s: what its device takes for a plan.
+        plans_ahead: whether plans are sent while it works on another.
+    """
+
+    def __init__(self, split: Split, spent: Spent, *, device_s: float = 0.0, plans_ahead: bool = False) -> None:
         self._spent = spent
         self._answers = [NullAnswers(cp_rank=rank, cp_size=split.cp) for rank in range(split.cp)]
-        self.depth = split.pp
+        self._device_s = device_s
+        self._ends: deque[float] = deque([0.0])
+        self.depth = 2 if plans_ahead else split.pp
 
     def submit(self, plan: StepPlan) -> None:
         with self._spent.on("submit"):
             plan.pack()
+        self._spent.submitted()
+        self._ends.append(max(self._ends[-1], time.perf_counter()) + self._device_s)
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
+        self._ends.popleft()
+        time.sleep(max(0.0, self._ends[0] - time.perf_counter()))
+        self._spent.collected()
         answers = [answer(plan) for answer in self._answers]
         with self._spent.on("collect"):
             return read_answers(plan, answers)
+
+    def acks(self) -> Acks:
+        return Acks()
 
     def close(self) -> None:
         pass
@@ -187,12 +229,13 @@ class NullAnswers:
 
 
 @contextmanager
-def null_gang(split: Split) -> Iterator[tuple[Group, AckBoard]]:
-    """Rank processes without a model; the decider's end of their control group, and their board."""
+def null_gang(split: Split, *, device_s: float) -> Iterator[tuple[Group, AckBoard]]:
+    """Rank processes without a model, which take so long for a plan; the decider's end of their control group, and
+    their board."""
     config = Config(model="none", tp=split.tp, pp=split.pp, cp=split.cp, page_size=_PAGE_SIZE)
     store, board = Store(_HOST), AckBoard.create(split.world_size)
-    invitations = invite(config, device_type="cpu", store=store, board=board, epoch=1)
-    ranks = [RankProcess(_run_null_rank, invitation) for invitation in invitations]
+    invitations = invite(config, device_type="cpu", store=store, boards=[board], epoch=1)
+    ranks = [RankProcess(partial(_run_null_rank, device_s=device_s), invitation) for invitation in invitations]
     handle = invitations[0].handles["control"]
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -208,7 +251,7 @@ def null_gang(split: Split) -> Iterator[tuple[Group, AckBoard]]:
             rank.process.kill()
 
 
-def _run_null_rank(connection: Connection, invitation: Invitation) -> None:
+def _run_null_rank(connection: Connection, invitation: Invitation, *, device_s: float) -> None:
     config, seat = invitation.config, invitation.seat
     split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
     torch.set_num_threads(1)
@@ -223,16 +266,45 @@ def _run_null_rank(connection: Connection, invitation: Invitation) -> None:
     while not is_last:
         plan = receive_plan(control)
         is_last = plan.is_last
+        if device_s:
+            time.sleep(device_s)
         if answers and not is_last:
             send_answer(plan, answer(plan), control)
         board.post(seat.rank, Lane.STEP, plan.step)
+
+
+def measure_alone(options: argparse.Namespace, *, device_s: float = 0.0, plans_ahead: bool = False) -> dict[str, Any]:
+    """As `measure`, in this process."""
+    spent = Spent()
+    executor = EchoExecutor(_split(options), spent, device_s=device_s, plans_ahead=plans_ahead)
+    return measure(executor, spent, options=options)
+
+
+def measure_gang(options: argparse.Namespace, *, device_s: float = 0.0, plans_ahead: bool = False) -> dict[str, Any]:
+    """As `measure`, with rank processes."""
+    split, spent = _split(options), Spent()
+    with null_gang(split, device_s=device_s) as (control, board):
+        executor = TimedExecutor(control, spent, split=split, board=board, plans_ahead=plans_ahead)
+        return measure(executor, spent, options=options)
+
+
+def measure_gaps(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps that take some time on the device, planned one by one and ahead; prints and returns their figures."""
+    found: dict[str, Any] = {}
+    print(f"\nsteps of {options.device_ms:g} ms on the device, and how long it has no plan between two of them:")
+    for place, measure_there in (("alone", measure_alone), ("ranks", measure_gang)):
+        for name, plans_ahead in (("one by one", False), ("ahead", True)):
+            figures = measure_there(options, device_s=options.device_ms / 1e3, plans_ahead=plans_ahead)
+            found[f"{place}, {name}"] = {"gap_ms": figures["gap"], "step_ms": figures["mean"]}
+            print(f"  {place}, {name:11} {figures['gap']:7.3f} ms   ({figures['mean']:.3f} ms per step)")
+    return found
 
 
 def measure(executor: Any, spent: Spent, *, options: argparse.Namespace) -> dict[str, Any]:
     """Time steps with all requests in decode.
 
     Returns:
-        Milliseconds: "p50" and "p99" of a step, "parts" with the mean of each part.
+        Milliseconds: "p50", "p99" and "mean" of a step, "parts" with the mean of each part, "gap" between two steps.
     """
     engine = _engine(executor, spent, options=options)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -280,7 +352,7 @@ def _engine(executor: Any, spent: Spent, *, options: argparse.Namespace) -> Engi
         cache=SequenceCache(SpaceSizes(num_pages=num_pages, page_size=_PAGE_SIZE), is_kept=True),
         max_step_tokens=8192,
         max_running=options.batch,
-        micro_batches=executor.depth,
+        micro_batches=options.pp,
         eos_token_ids=(),
         restore_interval=0,
     )
@@ -301,6 +373,8 @@ def _figures(seconds: list[float], parts: list[dict[str, float]]) -> dict[str, A
     return {
         "p50": 1e3 * percentile(seconds, 50),
         "p99": 1e3 * percentile(seconds, 99),
+        "mean": 1e3 * sum(seconds) / len(seconds),
+        "gap": mean_ms("gap"),
         "parts": {part: mean[part] for part in order},
     }
 

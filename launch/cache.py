@@ -6,7 +6,8 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from launch.environment import api_key
 from launch.flags import seconds
@@ -14,6 +15,11 @@ from launch.table import human_bytes, render
 from raycache.errors import ConfigError
 from raycache.types import TIERS
 
+if TYPE_CHECKING:
+    from launch.service import Service
+
+_MARGIN_S = 60.0
+"""For an answer on top of the time that the order itself may take."""
 _EXAMPLES = """\
 examples:
   raycache cache status
@@ -33,6 +39,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         added.add_argument("--endpoint", "--url", metavar="URL", help="of the server; default: the one on this machine")
         added.add_argument("--api-key", metavar="TEXT", default="", help="of the server (or set RAYCACHE_API_KEY)")
         added.add_argument("--json", action="store_true", help="print the answer as JSON")
+        added.add_argument("--replica", metavar="NAME", default="", help="only this one; default: all")
         added.add_argument(
             "--timeout-s", type=seconds, metavar="SECONDS", default=600.0, help="for an answer (default: %(default)s)"
         )
@@ -47,7 +54,8 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     clear = add("clear", "forget what is cached; what running requests use stays")
     clear.add_argument("--tier", action="append", choices=TIERS, dest="tiers", help="only this one; can be repeated")
     add("resize", "change the bound of the storage tier").add_argument("size", metavar="SIZE", help="such as 50GiB")
-    add("scrub", "read everything in the storage tier and drop what is damaged")
+    add("scrub", "read everything in the storage tier and drop what is damaged, for --timeout-s at most")
+    add("flush", "write what device and host hold to the storage tier, for --timeout-s at most")
     inspect = add("inspect", "say what of a prompt would be hit in which tier, and why not more", _show_inspected)
     inspect.add_argument("prompt", metavar="PROMPT", nargs="?", help="text")
     inspect.add_argument("--file", metavar="FILE", type=Path, help="text, or a whole request if its name ends in .json")
@@ -64,15 +72,17 @@ def run(options: argparse.Namespace) -> int:
     """
     from launch.client import AnswerError, ask
 
-    endpoint = options.endpoint or _only_service()
+    service = None if options.endpoint else only_service()
+    endpoint = service.endpoint if service else options.endpoint
     is_status = options.order == "status"
     try:
         answer = ask(
             endpoint,
-            path="/cache" if is_status else f"/cache/{options.order}",
+            path=f"/cache{'' if is_status else '/' + options.order}{_only(options)}",
             key=options.api_key or api_key(),
-            timeout_s=options.timeout_s,
+            timeout_s=options.timeout_s + (_MARGIN_S if options.order in ("flush", "scrub") else 0),
             body=None if is_status else _body(options),
+            certificate=service.certificate if service else "",
         )
     except AnswerError as refusal:
         raise AnswerError(f"{endpoint}: {refusal}") from refusal
@@ -80,13 +90,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _only_service() -> str:
-    """Endpoint of the service that runs on this machine."""
+def _only(options: argparse.Namespace) -> str:
+    return f"?replica={quote(options.replica)}" if options.replica else ""
+
+
+def only_service() -> Service:
+    """The service that runs on this machine."""
     from launch.service import running
 
-    found = [service.endpoint for service in running()]
+    found = running()
     if len(found) != 1:
-        what = f"several services run here, {', '.join(found)}" if found else "no service runs on this machine"
+        what = (
+            f"several services run here, {', '.join(one.endpoint for one in found)}"
+            if found
+            else "no service runs on this machine"
+        )
         raise ConfigError(f"{what}; name one with --endpoint http://HOST:PORT")
     return found[0]
 
@@ -99,6 +117,8 @@ def _body(options: argparse.Namespace) -> dict[str, Any]:
             return {"tiers": options.tiers}
         case "resize":
             return {"size": options.size}
+        case "flush" | "scrub":
+            return {"timeout_s": options.timeout_s}
         case "inspect":
             return _inspected(options)
     return {}

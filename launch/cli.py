@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launch.cache import add_cache_flags
+from launch.environment import keep_ray_on_loopback
 from launch.flags import add_config_flags, seconds, settings
+from launch.replicas import add_replicas_flags
 from raycache import __version__
 from raycache.config import Config
 from raycache.errors import RayCacheError
@@ -61,7 +63,24 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument(
         "--timeout-s", type=seconds, metavar="SECONDS", default=5.0, help="for an answer (default: %(default)s)"
     )
+    top = add("top", _top, "watch a running service, until q")
+    top.add_argument("--endpoint", metavar="URL", help="of another machine, such as http://HOST:8000")
+    for flag, default, text in (("--interval-s", 2.0, "between two looks"), ("--timeout-s", 5.0, "for an answer")):
+        top.add_argument(flag, type=seconds, metavar="SECONDS", default=default, help=f"{text} (default: %(default)s)")
+    top.add_argument("--once", action="store_true", help="print a single frame")
+    boards = add("dashboards", _dashboards, "write a Grafana dashboard, alert rules and settings for Prometheus")
+    boards.add_argument(
+        "directory", metavar="DIR", type=Path, nargs="?", help="default: Ray's, where its Grafana finds the dashboard"
+    )
+    boards.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        action="append",
+        default=[],
+        help="read /metrics of this server, instead of Ray's metrics; may be given several times",
+    )
     add_cache_flags(add("cache", _cache, "look into the cache of a running server, and change its tiers"))
+    add_replicas_flags(add("replicas", _replicas, "start, drain and replace the replicas of a running server"))
     stop = add("stop", _stop, "stop the services that run on this machine")
     stop.add_argument("--port", type=int, metavar="N", help="only the one on this port")
     stop.add_argument(
@@ -71,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         help="to end cleanly before it is killed (default: %(default)s)",
     )
+    key = add("key", _key, "make an API key for a tenant, and its line for the file of --api-keys")
+    key.add_argument("name", metavar="NAME", help="of the tenant")
+    key.add_argument("rights", metavar="RIGHT", nargs="*", help="admin, metrics or requests=N (most at a time)")
+    key.add_argument("--file", metavar="FILE", type=Path, help="add the line to this file; made if it is not there")
     add_config_flags(add("doctor", _doctor, "check what launch would do, without loading weights"))
     demo = add("demo-model", _demo_model, "write a small real model as a Hugging Face directory")
     demo.add_argument("directory", metavar="DIR", type=Path)
@@ -79,7 +102,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    config = Config.from_mapping(settings(options))
+    values = settings(options)
+    config = Config.from_mapping(values)
+    from launch import job
+
+    job.check_client()
+    if job.is_remote(config.address):
+        return job.run(values)
+    if config.address == "local":
+        keep_ray_on_loopback()
     from launch.cluster import run
 
     return run(config)
@@ -117,10 +148,44 @@ def _status(options: argparse.Namespace) -> int:
     return 0 if asked and not any(report.error for report in asked) else 1
 
 
+def _top(options: argparse.Namespace) -> int:
+    from launch.top import run
+
+    return run(options.endpoint, interval_s=options.interval_s, timeout_s=options.timeout_s, is_once=options.once)
+
+
+def _dashboards(options: argparse.Namespace) -> int:
+    from launch.dashboards.files import RAY_FOLDER, write
+
+    for path in write(options.directory or RAY_FOLDER, servers=tuple(options.server)):
+        print(path)
+    return 0
+
+
 def _cache(options: argparse.Namespace) -> int:
     from launch.cache import run
 
     return run(options)
+
+
+def _replicas(options: argparse.Namespace) -> int:
+    from launch.replicas import run
+
+    return run(options)
+
+
+def _key(options: argparse.Namespace) -> int:
+    from launch.auth import add_line, new_key
+
+    key, line = new_key(options.name, rights=tuple(options.rights))
+    if options.file is None:
+        print(f"line for the file of --api-keys:\n{line}", file=sys.stderr)
+    else:
+        add_line(options.file, line)
+        print(f"added {options.name} to {options.file}; a running server reads it by itself", file=sys.stderr)
+    print("API key, shown only now:", file=sys.stderr)
+    print(key)
+    return 0
 
 
 def _stop(options: argparse.Namespace) -> int:

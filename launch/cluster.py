@@ -1,6 +1,7 @@
 """`raycache launch`: from settings to a server that answers, and back to nothing.
 
-bind port -> check model -> Ray -> places -> engine actor and ranks -> HTTP server -> table -> ... -> stop in reverse
+bind port -> check model -> Ray -> replicas (places, engine actor, ranks) -> HTTP server -> table -> ... -> stop in
+reverse. With ingress=serve, replicas and HTTP server are Ray Serve's (ray_serve.py).
 """
 
 from __future__ import annotations
@@ -10,25 +11,53 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from actors.cluster import Cluster, connect, device_type, disconnect, reserve
-from actors.front import RayEngine
+from actors.cluster import Cluster, connect, device_type, disconnect
+from actors.metrics import publishing
+from actors.replicas import Replicas
+from actors.starter import Starter
 from launch import cache, table
 from launch.http import build_app
+from launch.http_replicas import ReplicasApi
+from launch.observe import Observed, observe
 from launch.serve import bind, serve
 from launch.service import register
+from raycache import logs
 from raycache.config import Config
 from raycache.engine.build import check_model
 from raycache.server.chat import ChatTemplate
 from raycache.server.tokenizer import Tokenizer
+from raycache.server.totals import total_info
 from raycache.types import EngineInfo
 
 _TOKEN_HINT = " (if it asks for a token: `ray get-auth-token` prints it)"
 
 
+class Service(Protocol):
+    """Engines and a server over them.
+
+    Attributes:
+        info: facts of the engines.
+    """
+
+    info: EngineInfo
+
+    async def run(self, *, stop: asyncio.Event, on_started: Callable[[str], None]) -> None:
+        """Serve until `stop` is set.
+
+        Args:
+            stop: set it to end.
+            on_started: told the endpoint when clients can connect.
+        Raises:
+            RayCacheError: it cannot serve on.
+        """
+        ...
+
+
 def run(config: Config) -> int:
-    """Serve a model until SIGINT, SIGTERM or SIGHUP, or until its engine fails for good.
+    """Serve a model until SIGINT, SIGTERM or SIGHUP, or until its engines fail for good.
 
     Args:
         config: of the service.
@@ -37,59 +66,97 @@ def run(config: Config) -> int:
     Raises:
         RayCacheError: why it cannot serve, or serve on; nothing is left running.
     """
+    logs.set_up(config.log_format)
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(_signals_unwind())
+        seen = cleanup.enter_context(observe(config))
         sock = cleanup.enter_context(contextlib.closing(bind(config)))
         progress = cleanup.enter_context(_Progress())
         progress.show("checking the model", 0.0)
         check_model(config)
-        tokenizer = Tokenizer(config.model)
+        tokenizer = Tokenizer(config.model, is_optional=config.dummy_weights)
         ChatTemplate.load(tokenizer, path=config.chat_template)  # or it would be refused after the weights are loaded
         progress.show("starting Ray", 0.0)
         cluster = connect(config)
         cleanup.callback(disconnect, cluster.temp_dir)
-        device = device_type(config)
-        places = reserve(
-            config, device=device, on_wait=lambda missing: progress.show(f"waiting for Ray: {missing}", 0.0)
-        )
-        engine = RayEngine(config, device=device, places=places)
-        cleanup.callback(engine.stop)
-        info = engine.wait_ready(timeout_s=config.start_timeout_s, on_progress=progress.show)
-        app = build_app(engine, config=config, info=info, tokenizer=tokenizer)
+        if config.ingress == "serve":
+            from launch.ray_serve import serving
+
+            service: Service = cleanup.enter_context(serving(config, sock=sock, on_progress=progress.show))
+        else:
+            service = cleanup.enter_context(_Builtin(config, sock, tokenizer=tokenizer, seen=seen, progress=progress))
         progress.close()
         cleanup.callback(_ignore, _stop_signals())
-        asyncio.run(_serve(app, sock, engine=engine, config=config, info=info, cluster=cluster))
+        asyncio.run(_serve(service, config=config, cluster=cluster))
     return 0
 
 
-async def _serve(
-    app: object, sock: socket.socket, *, engine: RayEngine, config: Config, info: EngineInfo, cluster: Cluster
-) -> None:
+class _Builtin:
+    """Engines of this process, and a server in it."""
+
+    def __init__(
+        self, config: Config, sock: socket.socket, *, tokenizer: Tokenizer, seen: Observed, progress: _Progress
+    ) -> None:
+        self._config, self._sock, self._seen = config, sock, seen
+        self._starter = Starter(config, device=device_type(config))
+        try:
+            started = self._starter.start_all(on_progress=progress.show)
+            self._engine = Replicas(config, self._starter, started)
+            self.info = total_info({name: facts for name, (_, facts) in started.items()})
+            routes = ReplicasApi(self._engine, config=config).routes()
+            self._app = build_app(
+                self._engine, config=config, info=self.info, tokenizer=tokenizer, routes=routes, observed=seen
+            )
+        except BaseException:
+            self._starter.stop()
+            raise
+
+    def __enter__(self) -> _Builtin:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._starter.stop()
+
+    async def run(self, *, stop: asyncio.Event, on_started: Callable[[str], None]) -> None:
+        watch = asyncio.create_task(self._engine.watch())
+        # Whoever runs this command can start it again; a server that only answers 503 helps nobody.
+        watch.add_done_callback(lambda ended: stop.set())
+        async with publishing(self._engine, self._seen.metrics):
+            await serve(self._app, sock=self._sock, stop=stop, on_started=on_started, config=self._config)
+        if watch.done():
+            watch.result()
+        watch.cancel()
+
+
+async def _serve(service: Service, *, config: Config, cluster: Cluster) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _stop_signals():
         loop.add_signal_handler(number, stop.set)
-    watch = loop.create_task(engine.watch())
-    # Whoever runs this command can start it again; a server that only answers 503 helps nobody.
-    watch.add_done_callback(lambda ended: stop.set())
     with contextlib.ExitStack() as registered:
 
         def on_started(endpoint: str) -> None:
             registered.enter_context(
-                register(endpoint, model=info.model, ray_address=cluster.address, dashboard=cluster.dashboard_url)
+                register(
+                    endpoint,
+                    model=service.info.model,
+                    ray_address=cluster.address,
+                    dashboard=cluster.dashboard_url,
+                    certificate=config.tls_cert,
+                )
             )
-            print(_summary(info, endpoint=endpoint, dashboard=cluster.dashboard_url, config=config), flush=True)
+            print(_summary(service.info, endpoint=endpoint, dashboard=cluster.dashboard_url, config=config), flush=True)
 
-        await serve(app, sock=sock, stop=stop, on_started=on_started)  # type: ignore[arg-type]
-    print("stopping", file=sys.stderr, flush=True)
-    if watch.done():
-        watch.result()
-    watch.cancel()
+        try:
+            await service.run(stop=stop, on_started=on_started)
+        finally:
+            print("stopping", file=sys.stderr, flush=True)
 
 
 def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config) -> str:
     rows = [
         [
+            *([row["replica"]] if config.replicas > 1 else []),
             row["rank"],
             row["coords"],
             row["node"],
@@ -100,12 +167,14 @@ def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config)
         for row in info.ranks
     ]
     tokens = info.num_pages * info.page_size
+    each = ["replica"] if config.replicas > 1 else []
     return "\n".join(
         [
-            table.render(["rank", "place", "node", "device", "pages", "tokens held"], rows=rows),
+            table.render([*each, "rank", "place", "node", "device", "pages", "tokens held"], rows=rows),
             "",
             f"model      {info.model} (context of {info.max_model_len} tokens)",
-            f"cache      {info.num_pages} pages of {info.page_size} tokens: {tokens} tokens fit",
+            f"cache      {info.num_pages} pages of {info.page_size} tokens: {tokens} tokens fit"
+            + (" into each replica" if each else ""),
             *cache.summary(info.tiers),
             f"endpoint   {endpoint}/v1",
             f"dashboard  {dashboard + _TOKEN_HINT if dashboard else 'none'}",

@@ -14,6 +14,9 @@ from launch.table import human_bytes, render
 from raycache.config import Config
 from raycache.errors import ConfigError
 
+_OF_A_MACHINE = {"attention", "cache", "device", "host tier", "memory", "storage"}
+"""Checks whose outcome is another one on another machine."""
+
 
 def run(settings: Mapping[str, Any]) -> int:
     """Print the report.
@@ -41,11 +44,13 @@ def examine(settings: Mapping[str, Any]) -> Iterator[Finding]:
     except ImportError as cause:
         yield Finding("packages", Verdict.REFUSED, f"{cause}; install raycache again")
     else:
-        yield from examine_model(config)
+        found = examine_model(config)
+        yield from found if config.address == "local" else map(_elsewhere, found)
         yield _port(config)
     if config.address != "local":
-        text = f"the cluster at {config.address} was not looked at; CPUs, GPUs and memory are those of this machine"
-        yield Finding("cluster", Verdict.WARNING, text)
+        from launch.doctor_cluster import examine_cluster
+
+        yield from examine_cluster(config)
 
 
 def _read_settings(settings: Mapping[str, Any]) -> tuple[Config, list[Finding]]:
@@ -72,6 +77,13 @@ def _culprit(settings: Mapping[str, Any], refusal: str) -> str:
     raise ConfigError(refusal)
 
 
+def _elsewhere(found: Finding) -> Finding:
+    """What is known of this machine only, while ranks are on others."""
+    if found.verdict is not Verdict.REFUSED or found.subject not in _OF_A_MACHINE:
+        return found
+    return Finding(found.subject, Verdict.WARNING, f"on this machine, which need not be where ranks go: {found.text}")
+
+
 def _versions() -> Iterator[Finding]:
     yield Finding("python", Verdict.OK, ".".join(map(str, sys.version_info[:3])))
     for package in ("ray", "torch"):
@@ -90,7 +102,10 @@ def _cpus(config: Config) -> Finding:
 
 
 def _port(config: Config) -> Finding:
-    from launch.serve import bind
+    try:
+        from launch.serve import bind
+    except ImportError as cause:
+        return Finding("packages", Verdict.REFUSED, f"{cause}; install raycache again")
 
     def check() -> str:
         bind(config).close()

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
+from launch.doctor_gpu import examine_attention, examine_gpus
 from launch.doctor_tiers import examine_tiers
 from launch.finding import Finding, Verdict, attempt
 from launch.fit import device_type, plan_memory
 from launch.table import human_bytes
-from raycache.attention.torch_ref import TorchBackend
+from raycache.attention.choose import device_obstacle
 from raycache.config import Config
 from raycache.engine.memory_plan import cache_format, context_len, resolve_dtype
 from raycache.errors import ConfigError
-from raycache.models.base import ModelConfig, check_split, check_weights, head_counts, read_config
+from raycache.models.base import ModelConfig, check_split, check_weights, components, head_counts, read_config
 from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.sharding import Split, layer_range
 from raycache.server.chat import ChatTemplate
@@ -24,8 +25,8 @@ from raycache.server.tokenizer import Tokenizer
 
 def examine_model(config: Config) -> Iterator[Finding]:
     """Check the device, the model's directory, the split and the memory that it needs."""
-    device = attempt("device", lambda: _device(config))
-    yield device
+    devices = list(_devices(config))
+    yield from devices
     try:
         model = read_config(Path(config.model))
     except ConfigError as refusal:
@@ -33,22 +34,18 @@ def examine_model(config: Config) -> Iterator[Finding]:
         yield Finding("model", Verdict.REFUSED, str(refusal))
     if not Path(config.model).is_dir():
         return
-    found = [*_files(config), *(_splits(config, model) if model else [])]
+    has_devices = all(one.verdict is not Verdict.REFUSED for one in devices)
+    found = [*_files(config), *(_splits(config, model, has_devices=has_devices) if model else [])]
     yield from found
-    if model and all(one.verdict is not Verdict.REFUSED for one in (device, *found)):
+    if model and has_devices and all(one.verdict is not Verdict.REFUSED for one in found):
         yield from _memory(config, model)
 
 
-def _device(config: Config) -> str:
-    gpus = torch.cuda.device_count()
-    if device_type(config) == "cpu":
-        return "cpu"
-    if config.address == "local" and config.world_size > gpus:
-        raise ConfigError(
-            f"{config.world_size} ranks need as many GPUs, torch sees {gpus}; "
-            "use --device cpu, a smaller split, or a cluster with --address"
-        )
-    return f"cuda, {gpus} GPUs: {', '.join(sorted({torch.cuda.get_device_name(index) for index in range(gpus)}))}"
+def _devices(config: Config) -> Iterator[Finding]:
+    if device_type(config) == "cuda":
+        yield from examine_gpus(config)
+    else:
+        yield Finding("device", Verdict.OK, "cpu")
 
 
 def _files(config: Config) -> Iterator[Finding]:
@@ -73,7 +70,7 @@ def _weights(folder: Path) -> str:
     return f"{human_bytes(checkpoint.num_bytes)} in safetensors files"
 
 
-def _splits(config: Config, model: ModelConfig) -> Iterator[Finding]:
+def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterator[Finding]:
     def tensor() -> str:
         check_split(model, Split(tp=config.tp, cp=config.cp))
         counts = ", ".join(f"{count.name} {count.count}" for count in head_counts(model))
@@ -92,18 +89,26 @@ def _splits(config: Config, model: ModelConfig) -> Iterator[Finding]:
         "context split", Verdict.OK, f"cp={config.cp}: {share} of the {config.page_size} tokens of a page per rank"
     )
     yield attempt("context", lambda: f"{context_len(config, model)} tokens of prompt and output")
-    yield attempt("attention", lambda: _attention(config, model))
+    yield from _attention(config, model, has_devices=has_devices)
 
 
-def _attention(config: Config, model: ModelConfig) -> str:
-    offered, where = TorchBackend.capabilities, device_type(config)
-    dtype = str(resolve_dtype(config, device_type=where)).removeprefix("torch.")
-    if where not in offered.device_types or dtype not in offered.dtypes:
-        raise ConfigError(
-            f"backend {offered.name} does {sorted(offered.dtypes)} on {sorted(offered.device_types)}, "
-            f"wanted is {dtype} on {where}"
-        )
-    return f"backend {offered.name}: {dtype} on {where}"
+def _attention(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterator[Finding]:
+    where = device_type(config)
+    try:
+        dtype = resolve_dtype(config, device_type=where)
+    except ConfigError as refusal:
+        yield Finding("attention", Verdict.REFUSED, str(refusal))
+        return
+    if where == "cpu":
+        yield attempt("attention", lambda: _attention_on_cpu(config, dtype))
+    elif has_devices:
+        yield from examine_attention(config, components(model, cache_format(config, dtype=dtype)), dtype=dtype)
+
+
+def _attention_on_cpu(config: Config, dtype: torch.dtype) -> str:
+    if config.attention == "flashinfer":
+        raise ConfigError(f"attention=flashinfer cannot be used: {device_obstacle(torch.device('cpu'), dtype)}")
+    return f"backend torch: {str(dtype).removeprefix('torch.')} on cpu"
 
 
 def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
@@ -114,6 +119,8 @@ def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
         return
     used = plan.weight_bytes + plan.cache_bytes
     need = f"about {human_bytes(used)} per rank for weights and cache, {human_bytes(plan.free_bytes)} are free"
+    if device_type(config) == "cuda":
+        need += "; what a step takes beside them is measured at the start"
     yield Finding("weights per rank", Verdict.OK, f"about {human_bytes(plan.weight_bytes)}")
     per_token = human_bytes(plan.page_bytes / plan.page_size)
     yield Finding("cache per rank", Verdict.OK, f"{per_token} per token, {human_bytes(plan.page_bytes)} per page")

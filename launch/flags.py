@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from launch.environment import api_key
+from launch.environment import api_key, storage
 from raycache.config import Config
 from raycache.errors import ConfigError
 
@@ -33,9 +33,11 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         ConfigError: the file cannot be read, or there is no model.
     """
     names = {field.name for field in dataclasses.fields(Config)}
-    values = _from_yaml(options.config) if options.config else {}
+    values = from_yaml(options.config) if options.config else {}
     if api_key():
         values["api_key"] = api_key()
+    if storage():
+        values["storage"] = storage()
     values |= {name: value for name, value in vars(options).items() if name in names}
     if not values.get("model"):
         raise ConfigError("no model; name the directory of one, or `model:` in the file of --config")
@@ -69,7 +71,12 @@ def _escaped(field: dataclasses.Field[Any]) -> str:
     return f"{text} (default: {default})" if field.default not in ("", 0) else text
 
 
-def _from_yaml(path: Path) -> dict[str, Any]:
+def from_yaml(path: Path) -> dict[str, Any]:
+    """Settings of a file, not checked yet.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     import yaml
 
     try:

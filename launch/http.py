@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -19,12 +18,16 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from launch.auth import Authentication, keys_of, salted
 from launch.http_cache import CacheApi
-from launch.wire import ProblemError, json_response, problem_response, read_body
-from raycache.config import Config, parse_bytes
+from launch.observe import Observed
+from launch.openapi import openapi
+from launch.wire import Bodies, ProblemError, json_response, problem_response
+from raycache.config import Config
 from raycache.errors import EngineStoppedError, RayCacheError, RequestError
+from raycache.logs import REQUEST_ID
 from raycache.metrics import Metrics
 from raycache.server.chat import ChatTemplate
 from raycache.server.engine import AsyncEngine
@@ -37,13 +40,21 @@ from raycache.server.tokenizer import Tokenizer
 from raycache.types import EngineInfo, EngineStats
 
 _HEALTH_TIMEOUT_S = 5.0
-_THREAD_BYTES = 32 * 1024  # larger bodies are tokenised in a thread, so that other streams go on
+_THREAD_BYTES = 32 * 1024  # larger bodies are read and tokenised in a thread, so that other streams go on
 _CLIENT_GONE = 499  # no standard code exists; nobody reads it
 
 T = TypeVar("T")
 
 
-def build_app(engine: AsyncEngine, *, config: Config, info: EngineInfo, tokenizer: Tokenizer) -> Starlette:
+def build_app(
+    engine: AsyncEngine,
+    *,
+    config: Config,
+    info: EngineInfo,
+    tokenizer: Tokenizer,
+    routes: Sequence[Route] = (),
+    observed: Observed | None = None,
+) -> Starlette:
     """The ASGI application.
 
     Args:
@@ -51,10 +62,14 @@ def build_app(engine: AsyncEngine, *, config: Config, info: EngineInfo, tokenize
         config: group "server".
         info: of the engine.
         tokenizer: of the model.
+        routes: more of them; outside /v1 they need an operator's key.
+        observed: how it is watched; by default it keeps metrics and nothing else.
     Raises:
-        ConfigError: the chat template cannot be used.
+        ConfigError: the chat template or the file of tenants cannot be used.
     """
-    api = _Api(engine, config=config, info=info, tokenizer=tokenizer)
+    keys = keys_of(config)
+    observed = observed or Observed(Metrics(info.model))
+    api = _Api(engine, config=config, info=info, tokenizer=tokenizer, metrics=observed.metrics)
     cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
     app = Starlette(
         routes=[
@@ -65,9 +80,11 @@ def build_app(engine: AsyncEngine, *, config: Config, info: EngineInfo, tokenize
             Route("/health", api.health),
             Route("/metrics", api.metrics),
             Route("/status", api.status),
+            Route("/openapi.json", api.openapi),
             *cache.routes(),
+            *routes,
         ],
-        middleware=[Middleware(_Authentication, key=config.api_key)] if config.api_key else [],
+        middleware=[observed.middleware, *([Middleware(Authentication, keys=keys)] if keys else [])],
         exception_handlers={
             RayCacheError: _on_error,
             ProblemError: _on_problem,
@@ -84,13 +101,15 @@ def build_app(engine: AsyncEngine, *, config: Config, info: EngineInfo, tokenize
 class _Api:
     """The endpoints."""
 
-    def __init__(self, engine: AsyncEngine, *, config: Config, info: EngineInfo, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, engine: AsyncEngine, *, config: Config, info: EngineInfo, tokenizer: Tokenizer, metrics: Metrics
+    ) -> None:
         self._engine = engine
         self._info = info
         self._tokenizer = tokenizer
         self._template = ChatTemplate.load(tokenizer, path=config.chat_template)
-        self._metrics = Metrics(info.model)
-        self._max_body = parse_bytes("max_body", config.max_body)
+        self._metrics = metrics
+        self._bodies = Bodies(config)
         self._timeout_s = config.request_timeout_s
         self._eviction = config.eviction
 
@@ -118,12 +137,23 @@ class _Api:
         return PlainTextResponse("ok\n")
 
     async def metrics(self, request: Request) -> Response:
-        text = self._metrics.render(await self._engine.stats())
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        # Also while there is no engine: then it is the time to look at them.
+        with suppress(EngineStoppedError, TimeoutError):
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                self._metrics.show(await self._engine.stats())
+                return self._shown()
+        self._metrics.show(None)
+        return self._shown()
+
+    def _shown(self) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def status(self, request: Request) -> Response:
         info, stats = await self._engine.info(), await self._engine.stats()
         return json_response({**_plain(info), **_plain(stats)})
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(openapi(self._info))
 
     async def prepare(self, body: CompletionBody | ChatBody, *, size: int) -> Generation:
         """From a checked body to requests for the engine; `size` is that of the body in bytes."""
@@ -144,11 +174,14 @@ class _Api:
         return work() if size < _THREAD_BYTES else await asyncio.to_thread(work)
 
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
-        raw = await read_body(request, limit=self._max_body)
-        body = parse_body(kind, parse_json(raw))
-        return await self._respond(request, await self.prepare(body, size=len(raw)))
+        async with self._bodies.read(request) as raw:
+            work = partial(_parse, kind, raw)
+            body = work() if len(raw) < _THREAD_BYTES else await asyncio.to_thread(work)
+            body = salted(body, request)
+            return await self._respond(request, await self.prepare(body, size=len(raw)))
 
     async def _respond(self, request: Request, generation: Generation) -> Response:
+        REQUEST_ID.set(generation.generation_id)
         form = AnswerForm(generation, tokenizer=self._tokenizer)
         headers = {"X-Request-Id": generation.generation_id}
         if not generation.body.stream:
@@ -197,28 +230,6 @@ class _EventStream(Response):
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-class _Authentication:
-    """Lets only requests with the API key reach /v1, /status and /cache."""
-
-    def __init__(self, app: ASGIApp, *, key: str) -> None:
-        self._app = app
-        self._wanted = b"Bearer " + key.encode("utf-8")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(("/v1", "/status", "/cache")):
-            sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(sent, self._wanted):
-                problem = Problem(
-                    401,
-                    "the API key is missing or wrong; send the header Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await problem_response(problem)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 class _ClientGoneError(Exception):
     """The client closed its connection."""
 
@@ -248,6 +259,10 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
+
+
+def _parse(kind: type[CompletionBody] | type[ChatBody], raw: bytes) -> CompletionBody | ChatBody:
+    return parse_body(kind, parse_json(raw))
 
 
 def _plain(facts: EngineInfo | EngineStats) -> dict[str, Any]:

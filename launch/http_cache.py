@@ -1,19 +1,20 @@
-"""The operator's endpoints: GET /cache, and POST /cache/{attach,detach,clear,resize,scrub,inspect}.
+"""The operator's endpoints: GET /cache, and POST /cache/{attach,detach,clear,resize,scrub,inspect,flush}.
 
-Who may send requests may also give orders, with one exception: a server without an API key takes orders from this
-machine only, because an order can name a directory of it or empty the cache.
+Who has the API key may also give orders; of tenants, those with the right "admin". A server without keys takes orders
+from this machine only, because an order can name a directory of it or empty the cache.
 """
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from launch.auth import check_operator, salted
 from launch.wire import ProblemError, json_response, read_body
 from raycache.config import Config, parse_bytes
 from raycache.errors import ConfigError, RequestError
@@ -60,7 +61,7 @@ class CacheApi:
         self._model = model
         self._prepare = prepare
         self._max_body = parse_bytes("max_body", config.max_body)
-        self._is_open = not config.api_key
+        self._config = config
 
     def routes(self) -> list[Route]:
         """For the application."""
@@ -68,29 +69,29 @@ class CacheApi:
 
     async def status(self, request: Request) -> Response:
         """Settings, what the tiers hold, their counters, and warnings."""
-        info, found = await self._engine.info(), await self._engine.admin(CacheOrder(CacheAction.STATUS))
+        order = CacheOrder(CacheAction.STATUS, replica=request.query_params.get("replica", ""))
+        info, found = await self._engine.info(), await self._carry_out(order)
         return json_response({"settings": self._settings, "capacity": _plain(info.tiers), **_plain(found)})
 
     async def order(self, request: Request) -> Response:
         """Carry out one order, and answer with what was done."""
         action = _action(request.path_params["action"])
-        self._check_sender(request)
+        check_operator(request, self._config)
         raw = await read_body(request, limit=self._max_body)
         values = parse_json(raw or b"{}")
         if action is CacheAction.INSPECT:
-            body = parse_inspected(values, model=self._model)
+            body = salted(parse_inspected(values, model=self._model), request)
             order = inspect_order(await self._prepare(body, size=len(raw)))
         else:
             order = parse_order(action, values)
+        order = replace(order, replica=request.query_params.get("replica", ""))
+        return json_response(_plain(await self._carry_out(order)))
+
+    async def _carry_out(self, order: CacheOrder) -> Mapping[str, Any]:
         try:
-            return json_response(_plain(await self._engine.admin(order)))
+            return await self._engine.admin(order)
         except ConfigError as refusal:
             raise RequestError(str(refusal)) from refusal
-
-    def _check_sender(self, request: Request) -> None:
-        if self._is_open and not _is_from_here(request):
-            text = "without an API key this server takes orders from its own machine only; set RAYCACHE_API_KEY for it"
-            raise ProblemError(Problem(403, text, code="api_key_needed"))
 
 
 def _action(name: str) -> CacheAction:
@@ -98,17 +99,6 @@ def _action(name: str) -> CacheAction:
     if name not in known:
         raise ProblemError(Problem(404, f"no order to the cache is called {name!r}; known: {', '.join(known)}"))
     return CacheAction(name)
-
-
-def _is_from_here(request: Request) -> bool:
-    if request.client is None:
-        return False
-    try:
-        address = ipaddress.ip_address(request.client.host)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class Service:
         ray_address: of the cluster, HOST:PORT, or "local".
         dashboard: URL of the Ray dashboard, or empty.
         started_at: when it was ready to serve, ISO 8601 in UTC.
+        certificate: PEM file that it shows to its clients, or empty.
     """
 
     pid: int
@@ -51,15 +52,19 @@ class Service:
     ray_address: str
     dashboard: str
     started_at: str
+    certificate: str = ""
 
     @property
     def port(self) -> int:
         """Port of the endpoint."""
-        return urlsplit(self.endpoint).port or 80
+        url = urlsplit(self.endpoint)
+        return url.port or (443 if url.scheme == "https" else 80)
 
 
 @contextmanager
-def register(endpoint: str, *, model: str, ray_address: str, dashboard: str) -> Iterator[Service]:
+def register(
+    endpoint: str, *, model: str, ray_address: str, dashboard: str, certificate: str = ""
+) -> Iterator[Service]:
     """Keep the state file of this process's service while the block runs; see `Service` for the arguments.
 
     Raises:
@@ -67,7 +72,8 @@ def register(endpoint: str, *, model: str, ray_address: str, dashboard: str) -> 
     """
     me = psutil.Process()
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    service = Service(me.pid, me.create_time(), endpoint, model, ray_address, dashboard, now)
+    shown = os.path.abspath(certificate) if certificate else ""
+    service = Service(me.pid, me.create_time(), endpoint, model, ray_address, dashboard, now, shown)
     path = _private(state_dirs()[0]) / f"{service.pid}-{service.port}.json"
     _write(path, json.dumps(dataclasses.asdict(service), indent=2))
     try:

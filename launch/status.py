@@ -37,7 +37,8 @@ def ask(endpoint: str, *, service: Service | None, timeout_s: float) -> Report:
         ConfigError: the endpoint is not an HTTP URL.
     """
     try:
-        figures = client.ask(endpoint, path="/status", key=api_key(), timeout_s=timeout_s)
+        certificate = service.certificate if service else ""
+        figures = client.ask(endpoint, path="/status", key=api_key(), timeout_s=timeout_s, certificate=certificate)
     except client.AnswerError as cause:
         return Report(endpoint, service, error=str(cause))
     return Report(endpoint, service, figures=figures)
@@ -62,7 +63,17 @@ def as_table(reports: Sequence[Report]) -> str:
         "OUTPUT TOKENS",
         "STATE",
     )
-    return render(header, rows=[_row(report) for report in reports])
+    return render(header, rows=[row for report in reports for row in (_row(report), *_replica_rows(report))])
+
+
+def _replica_rows(report: Report) -> list[tuple[object, ...]]:
+    """A line for each of several replicas, below that of their service."""
+    rows = []
+    for name, figures in report.figures.get("replicas", {}).items():
+        ranks = [rank for rank in report.figures.get("ranks", ()) if rank.get("replica") == name]
+        own = Report("", None, {**figures, "model": "", "ranks": ranks})
+        rows.append((f"  replica {name}", "", "", *_row(own)[3:]))
+    return rows
 
 
 def _row(report: Report) -> tuple[object, ...]:

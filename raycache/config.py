@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raycache.errors import ConfigError
+from raycache.parallel.rank_map import parse_rank_map
 
 _BYTES = re.compile(r"^\s*(\d{1,18}(?:\.\d{1,18})?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$", re.IGNORECASE)
 _UNIT = {
@@ -51,6 +52,15 @@ class Config:
         group="model",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    attention: str = _setting(
+        "auto",
+        "who computes attention: torch, or flashinfer on CUDA in half types; auto: flashinfer where it can be used",
+        group="model",
+        choices=("auto", "flashinfer", "torch"),
+    )
+    dummy_weights: bool = _setting(
+        False, "draw random weights of the shapes that config.json says, to measure without a checkpoint", group="model"
+    )
     max_model_len: int = _setting(
         0, "most tokens of prompt and output together; 0: what the model was made for", group="model"
     )
@@ -64,8 +74,35 @@ class Config:
         group="parallel",
         choices=("auto", "cpu", "cuda"),
     )
+    cuda_graphs: bool = _setting(
+        True, "record decode steps as CUDA graphs at start, where attention can be recorded", group="parallel"
+    )
     address: str = _setting(
-        "local", "Ray cluster: local starts one, auto finds a running one, else HOST:PORT", group="parallel"
+        "local",
+        "Ray cluster: local starts one, auto finds a running one, HOST:PORT of one that this machine belongs to, or "
+        "http://HOST:8265 to launch on a remote one as a job",
+        group="parallel",
+    )
+    placement: str = _setting(
+        "auto",
+        "where ranks go: auto packs tp inside a node and cp next to it, or RANKS@NODE;..., such as "
+        "0-3@10.0.0.1;4-7@10.0.0.2",
+        group="parallel",
+    )
+    interface: str = _setting(
+        "",
+        "network that ranks of several nodes reach each other by: an interface such as eth1, or a subnet such as "
+        "10.0.0.0/16; default: that of Ray's node address",
+        group="parallel",
+    )
+    insecure_cluster: bool = _setting(
+        False,
+        "use a Ray cluster that other machines can reach and that asks nobody for a token: whoever reaches it can run "
+        "any code on it",
+        group="parallel",
+    )
+    drain_timeout_s: float = _setting(
+        30.0, "seconds that the cache of a node or replica that leaves may take to be saved", group="parallel"
     )
     rank_timeout_s: float = _setting(
         120.0, "seconds after which a rank that does not answer counts as lost", group="parallel"
@@ -113,7 +150,8 @@ class Config:
     )
     storage: str = _setting(
         "",
-        "URL of a storage tier: file:///DIR?size=50GiB, s3://BUCKET/PREFIX or redis://HOST:PORT/DB; needs host_memory",
+        "URL of a storage tier: file:///DIR?size=50GiB, s3://BUCKET/PREFIX or redis://HOST:PORT/DB; needs host_memory; "
+        "{node} in it is the node's number",
         group="cache",
     )
     prefetch: str = _setting(
@@ -132,26 +170,75 @@ class Config:
 
     max_step_tokens: int = _setting(0, "token budget of one step; 0: 512 on cpu, 8192 on cuda", group="scheduler")
     max_running: int = _setting(64, "most requests in one batch", group="scheduler")
+    overlap: str = _setting(
+        "auto",
+        "plan the next step while one runs, for models without windows and recurrent states; auto: on cuda with pp=1",
+        group="scheduler",
+        choices=("auto", "on", "off"),
+    )
     max_queue: int = _setting(1024, "most requests that wait; more get 429", group="scheduler")
 
+    replicas: int = _setting(1, "engines behind the endpoint, each with its own ranks and cache", group="server")
+    routing: str = _setting(
+        "prefix",
+        "which replica gets a request: the one that has most of its prefix unless it is busier, the least busy one, or "
+        "each in turn",
+        group="server",
+        choices=("prefix", "load", "round_robin"),
+    )
+    ingress: str = _setting(
+        "builtin",
+        "who takes HTTP requests: this process, or num_ingress processes of Ray Serve (docs/replicas.md says what that "
+        "costs)",
+        group="server",
+        choices=("builtin", "serve"),
+    )
+    num_ingress: str = _setting(
+        "1",
+        "processes that take HTTP requests with ingress=serve: a number, or MIN-MAX, then Serve starts and ends them "
+        "by their load",
+        group="server",
+    )
     host: str = _setting("127.0.0.1", "address that the server binds to", group="server")
     port: int = _setting(8000, "port that the server binds to; 0: a free one", group="server")
     api_key: str = _setting(
         "", "clients must send it as a bearer token; empty: none (or set RAYCACHE_API_KEY)", group="server"
     )
+    api_keys: str = _setting(
+        "",
+        "file of tenants, a line each: NAME and the SHA-256 of its API key in hex; tenants never share cached tokens",
+        group="server",
+    )
+    tls_cert: str = _setting("", "file with the server's certificate chain, PEM; serves https", group="server")
+    tls_key: str = _setting("", "file with its private key, PEM", group="server")
     max_body: str = _setting("8MiB", "largest request body", group="server")
+    max_connections: int = _setting(
+        4096, "most open connections; beyond them those that wait longest without a whole request end", group="server"
+    )
+    header_timeout_s: float = _setting(
+        10.0, "seconds that a client may take to send a request's headers, and again its body", group="server"
+    )
+    log_format: str = _setting("text", "of log lines", group="server", choices=("text", "json"))
+    otlp_endpoint: str = _setting(
+        "", "URL of an OpenTelemetry collector, such as http://HOST:4318, that gets a trace per request", group="server"
+    )
     request_timeout_s: float = _setting(600.0, "seconds after which a request ends; 0: never", group="server")
     chat_template: str = _setting("", "file with a Jinja chat template, instead of the model's own", group="server")
     dashboard: bool = _setting(True, "start the Ray dashboard with a local cluster", group="server")
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "page_size", "max_running", "max_queue", "storage_lanes"):
+        for name in ("tp", "pp", "cp", "page_size", "max_running", "max_queue", "storage_lanes", "replicas"):
             _at_least(name, getattr(self, name), 1)
         optional = ("max_model_len", "num_pages", "max_step_tokens", "request_timeout_s")
         for name in (*optional, "restore_interval", "restore_points"):
             _at_least(name, getattr(self, name), 0)
-        for name in ("rank_timeout_s", "start_timeout_s"):
+        for name in ("rank_timeout_s", "start_timeout_s", "drain_timeout_s", "max_connections", "header_timeout_s"):
             _at_least(name, getattr(self, name), 1)
+        for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            if getattr(self, name) and not getattr(self, other):
+                raise ConfigError(f"{name} needs {other}, the other half of the server's identity; set both")
+        if self.api_key and self.api_keys:
+            raise ConfigError("api_key and api_keys exclude each other; put the key's SHA-256 into the file")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is not a port; use 0 to 65535")
         if self.page_size % self.cp:
@@ -164,7 +251,15 @@ class Config:
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value not in choices:
                 raise ConfigError(f"{item.name}={value!r} is unknown; use one of {', '.join(choices)}")
+        if self.overlap == "on" and self.pp > 1:
+            raise ConfigError(
+                f"overlap=on needs pp=1, got pp={self.pp}: the first stage cannot begin with a token that the last one "
+                "is still sampling; with several stages other requests keep them busy, use overlap=auto"
+            )
+        _check_ingress(self)
         parse_bytes("max_body", self.max_body)
+        if self.placement != "auto":
+            parse_rank_map(self.placement, world_size=self.world_size)
         if self.kv_memory != "auto":
             parse_bytes("kv_memory", self.kv_memory)
         _check_tiers(self)
@@ -175,9 +270,28 @@ class Config:
         return self.tp * self.pp * self.cp
 
     @property
+    def model_name(self) -> str:
+        """Name that clients use."""
+        return self.served_model_name or os.path.basename(os.path.realpath(self.model))
+
+    @property
+    def ingress_range(self) -> tuple[int, int]:
+        """Least and most processes of num_ingress."""
+        least, _, most = self.num_ingress.partition("-")
+        return int(least), int(most or least)
+
+    @property
     def has_host_tier(self) -> bool:
         """Whether pages are also kept in host memory."""
         return self.host_memory == "auto" or parse_bytes("host_memory", self.host_memory, least=0) > 0
+
+    def plans_ahead(self, *, device_type: str) -> bool:
+        """Whether the decider plans a step while the one before runs.
+
+        Args:
+            device_type: "cpu" or "cuda".
+        """
+        return self.overlap == "on" or (self.overlap == "auto" and device_type == "cuda" and self.pp == 1)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Config:
@@ -190,6 +304,9 @@ class Config:
         for key, value in values.items():
             if key not in known:
                 raise ConfigError(f"unknown setting {key!r}{_nearest(key, known)}")
+            if isinstance(value, bool) and "on" in known[key].metadata["choices"]:
+                values = {**values, key: "on" if value else "off"}  # YAML takes a plain on or off for a truth value
+                continue
             wanted = type(known[key].default)
             is_number = wanted is float and isinstance(value, int) and not isinstance(value, bool)
             if type(value) is not wanted and not is_number:
@@ -219,6 +336,24 @@ def parse_bytes(name: str, text: str, *, least: int = 1) -> int:
     if size < least:
         raise ConfigError(f"{name}={text!r} is not a size; write a number with a unit, such as 512MiB or 4GiB")
     return size
+
+
+def _check_ingress(config: Config) -> None:
+    """What the ingress can keep of the other settings."""
+    if not re.fullmatch(r"[1-9]\d{0,3}(-[1-9]\d{0,3})?", config.num_ingress) or (
+        config.ingress_range[0] > config.ingress_range[1]
+    ):
+        raise ConfigError(f"num_ingress={config.num_ingress!r} must be a number such as 2, or a range such as 1-4")
+    if config.ingress == "builtin":
+        if config.num_ingress != "1":
+            raise ConfigError(f"num_ingress={config.num_ingress} needs ingress=serve; the server here is one process")
+        return
+    default = next(item.default for item in dataclasses.fields(config) if item.name == "header_timeout_s")
+    if config.header_timeout_s != default:
+        raise ConfigError(
+            "header_timeout_s cannot be kept with ingress=serve, Ray Serve's proxy has no such limit; leave it out, or "
+            "put a reverse proxy before it"
+        )
 
 
 def _check_tiers(config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ from raycache.config import Config
 from raycache.engine.build import build_engine, check_model
 from raycache.engine.engine import Engine, Executor
 from raycache.engine.executors import LocalExecutor
-from raycache.engine.host_directory import ARENA, SHARED_MEMORY, new_name
+from raycache.engine.host_directory import SHARED_MEMORY, new_name
 from raycache.engine.host_link import HostLink
+from raycache.engine.host_nodes import open_all
 from raycache.engine.host_service import HostService
-from raycache.engine.host_spec import host_spec
 from raycache.engine.processes import ProcessGang
 from raycache.engine.runner import RankRunner, Seat
 from raycache.errors import ConfigError, EngineStoppedError, RankLostError, RequestError
@@ -95,7 +96,7 @@ class LLM:
         if device_type == "auto":
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
         model_config = check_model(self.config)
-        self.tokenizer = Tokenizer(model)
+        self.tokenizer = Tokenizer(model, is_optional=self.config.dummy_weights)
         self._host: HostService | None = None
         self._runner: RankRunner | None = None
         self._gang: ProcessGang | None = None
@@ -120,14 +121,20 @@ class LLM:
             seat = Seat(rank=0, host="127.0.0.1", device=device, ranks_on_node=1)
             self._runner = RankRunner(self.config, seat, board=board)
             num_pages = self._runner.load()
-            executor = LocalExecutor(self._runner.build(num_pages, arena), board)
+            plans_ahead = self.config.plans_ahead(device_type=device_type)
+            executor = LocalExecutor(self._runner.build(num_pages, arena), board, plans_ahead=plans_ahead)
         else:
-            self._gang = ProcessGang(self.config, device_type=device_type, arena=arena)
+            self._gang = ProcessGang(self.config, device_type=device_type, arenas=[] if arena is None else [arena])
             num_pages, executor = self._gang.num_pages, self._gang.executor
         engine = build_engine(
             executor, self.config, model=model, device_type=device_type, num_pages=num_pages, host=host
         )
         return engine, executor
+
+    @property
+    def engine(self) -> Engine:
+        """The decider, for who adds requests and takes steps by themselves."""
+        return self._engine
 
     @property
     def info(self) -> EngineInfo:
@@ -255,13 +262,12 @@ class LLM:
         directory = SHARED_MEMORY / new_name()
         service = HostService(directory)
         try:
-            spec = host_spec(self.config, model, device_type=device_type, sizes={})
-            spec = service.open(spec)
+            (opened,) = open_all([service], self.config, model, device_type=device_type, epoch=0)
         except BaseException:
             service.close()
             raise
         self._host = service
-        return HostLink(directory / ARENA, spec.sizes, service.work, has_storage=bool(spec.storage))
+        return HostLink(opened.path, opened.spec.sizes, service.work, has_storage=bool(opened.spec.storage))
 
     def _settle(self) -> None:
         """Wait for what moves between tiers, as long as nothing runs."""
@@ -273,7 +279,7 @@ class LLM:
         """The part of an order that concerns the owner of the host tier."""
         host = self._host
         match order.kind:
-            case CacheAction.STATUS | CacheAction.INSPECT:
+            case CacheAction.STATUS | CacheAction.INSPECT | CacheAction.FLUSH:
                 return {}
             case CacheAction.CLEAR:
                 if host is not None and "storage" in (order.tiers or TIERS):
@@ -289,7 +295,7 @@ class LLM:
             case CacheAction.RESIZE:
                 host.resize(order.size)
                 return {"bytes_limit": order.size}
-        return host.scrub()
+        return host.scrub(timeout_s=order.timeout_s or math.inf)
 
     def __enter__(self) -> LLM:
         return self

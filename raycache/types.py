@@ -59,6 +59,7 @@ class CacheAction(StrEnum):
     RESIZE = "resize"
     SCRUB = "scrub"
     INSPECT = "inspect"
+    FLUSH = "flush"
 
 
 TIERS = ("device", "host", "storage")
@@ -76,6 +77,8 @@ class CacheOrder:
         tiers: which of TIERS, for CLEAR.
         prompt: token ids, for INSPECT.
         cache_salt: of the prompt's tenant, for INSPECT.
+        timeout_s: after which FLUSH and SCRUB answer with what they have done.
+        replica: name of the one that it goes to; empty for all.
     """
 
     kind: CacheAction
@@ -84,6 +87,8 @@ class CacheOrder:
     tiers: tuple[str, ...] = ()
     prompt: tuple[int, ...] = ()
     cache_salt: str = ""
+    timeout_s: float = 0.0
+    replica: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +228,8 @@ class RequestOutput:
         cut_by: the component, such as "state", that kept more cached tokens from being reused, or "".
         cached_by_tier: where those tokens came from, one of TIERS -> tokens; adds up to cached_tokens.
         miss: why no more of the prompt was reused.
+        queued_s: from its arrival at the engine until it first began to run.
+        num_starts: times that it has begun to run; more than one after it was preempted or its ranks were lost.
         error: what failed, with FinishReason.ERROR.
     """
 
@@ -235,6 +242,8 @@ class RequestOutput:
     cut_by: str = ""
     cached_by_tier: Mapping[str, int] = field(default_factory=dict)
     miss: Miss = Miss.NONE
+    queued_s: float = 0.0
+    num_starts: int = 0
     error: str | None = None
 
 
@@ -260,7 +269,14 @@ class EngineStats:
         cached_by_tier: cached_tokens by the tier that they came from.
         misses: Miss -> requests whose reuse ended for that reason, NONE excepted.
         tiers: host and storage -> their counters and balances by name, such as {"host": {"pages_total": 512}}.
+        components: tier -> component space -> (total, free) units of it: pages, or slots of states.
         warnings: what an operator should know, such as a tier that stores and never hits; one line each.
+        refused: requests that found the queue full.
+        epoch: of the gang that runs.
+        rebuilds: gangs that were lost and replaced.
+        engines_lost: engine processes that were lost and replaced.
+        replicas: name of each replica -> its own figures; the others are their sums. Empty for an engine that stands
+            alone.
     """
 
     steps: int = 0
@@ -284,7 +300,13 @@ class EngineStats:
     cached_by_tier: Mapping[str, int] = field(default_factory=dict)
     misses: Mapping[str, int] = field(default_factory=dict)
     tiers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    components: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    refused: int = 0
+    epoch: int = 0
+    rebuilds: int = 0
+    engines_lost: int = 0
+    replicas: Mapping[str, EngineStats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,13 @@ class Capabilities:
         name: for people.
         device_types: such as "cpu", "cuda".
         dtypes: of queries and cache, such as "float32".
-        max_head_dim: largest D.
+        can_capture: whether steps of decode batches can be recorded as CUDA graphs.
     """
 
     name: str
     device_types: frozenset[str]
     dtypes: frozenset[str]
-    max_head_dim: int
+    can_capture: bool = False
 
     def __and__(self, other: Capabilities) -> Capabilities:
         """What both can do."""
@@ -40,7 +40,7 @@ class Capabilities:
             name=f"{self.name}+{other.name}",
             device_types=self.device_types & other.device_types,
             dtypes=self.dtypes & other.dtypes,
-            max_head_dim=min(self.max_head_dim, other.max_head_dim),
+            can_capture=self.can_capture and other.can_capture,
         )
 
 
@@ -162,6 +162,26 @@ class AttentionStep(Protocol):
         ...
 
 
+class NotRecordableError(Exception):
+    """A layer has nothing that a CUDA graph could hold; the text says what."""
+
+
+class StaticStep(AttentionStep, Protocol):
+    """A step of a decode batch that is recorded once, in a CUDA graph, and replayed with other rows.
+
+    What its methods launch depends on nothing but the values of tensors: those of the inputs and those that `replan`
+    fills.
+    """
+
+    def replan(self, inputs: StepInputs) -> None:
+        """Prepare the next replay, on the current stream.
+
+        Args:
+            inputs: the same tensors with new values, as many rows, other pages.
+        """
+        ...
+
+
 class AttentionBackend(Protocol):
     """Plans steps."""
 
@@ -175,5 +195,16 @@ class AttentionBackend(Protocol):
 
         Args:
             inputs: the rank's view of the plan.
+        """
+        ...
+
+    def plan_static(self, inputs: StepInputs) -> StaticStep:
+        """Prepare a step for many decode batches of one size.
+
+        Called only where the capabilities say `can_capture`. Its methods raise NotRecordableError, before anything is
+        recorded, for a layer that needs what cannot be.
+
+        Args:
+            inputs: of a decode batch; its tensors keep their places and are overwritten before each replay.
         """
         ...

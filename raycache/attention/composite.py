@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from raycache.attention.base import AttentionBackend, AttentionStep, Capabilities, LatentProjection, Selection
+from raycache.attention.base import (
+    AttentionBackend,
+    AttentionStep,
+    Capabilities,
+    LatentProjection,
+    Selection,
+    StaticStep,
+)
 from raycache.engine.inputs import StepInputs
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
 
@@ -24,6 +31,12 @@ class CompositeBackend:
     def plan(self, inputs: StepInputs) -> CompositeStep:
         """Prepare one step."""
         return CompositeStep(softmax=self._softmax.plan(inputs), recurrent=self._recurrent.plan(inputs))
+
+    def plan_static(self, inputs: StepInputs) -> CompositeStaticStep:
+        """Prepare a step for many decode batches."""
+        return CompositeStaticStep(
+            softmax=self._softmax.plan_static(inputs), recurrent=self._recurrent.plan_static(inputs)
+        )
 
 
 class CompositeStep:
@@ -73,3 +86,20 @@ class CompositeStep:
     def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
         """See AttentionStep."""
         return self._recurrent.scan(view, q, k, v, g, beta)
+
+
+class CompositeStaticStep(CompositeStep):
+    """See StaticStep.
+
+    Args:
+        softmax, recurrent: static steps of the same inputs.
+    """
+
+    def __init__(self, *, softmax: StaticStep, recurrent: StaticStep) -> None:
+        super().__init__(softmax=softmax, recurrent=recurrent)
+        self._parts = (softmax, recurrent)
+
+    def replan(self, inputs: StepInputs) -> None:
+        """See StaticStep."""
+        for part in self._parts:
+            part.replan(inputs)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,7 +73,7 @@ class StepLayout:
 
     def on_device(self, numbers: list[int]) -> Tensor:
         """int64."""
-        return torch.tensor(numbers, dtype=torch.int64).to(self.inputs.ctx.device, non_blocking=True)
+        return self.inputs.ctx.on_device(np.array(numbers, np.int64))
 
     def combine(self, cached: Part | None, causal: Part | None, sinks: Tensor | None) -> Tensor:
         """Join the parts of this rank's queries over cp.

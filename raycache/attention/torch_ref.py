@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raycache.attention.base import Capabilities, LatentProjection, Selection
+from raycache.attention.base import Capabilities, LatentProjection, Selection, StaticStep
 from raycache.attention.full import FullAttention
 from raycache.attention.latent import LatentAttention, LatentLayer
 from raycache.attention.layout import StepLayout
@@ -40,7 +40,6 @@ class TorchBackend:
         name="torch",
         device_types=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float32", "float64", "bfloat16", "float16"}),
-        max_head_dim=1024,
     )
 
     def __init__(self, *, expanded_bytes: int = EXPANDED_BYTES) -> None:
@@ -49,6 +48,10 @@ class TorchBackend:
     def plan(self, inputs: StepInputs) -> TorchStep:
         """Prepare one step."""
         return TorchStep(inputs, expanded_bytes=self._expanded_bytes)
+
+    def plan_static(self, inputs: StepInputs) -> StaticStep:
+        """Its steps look at rows one by one, so no graph can hold them."""
+        raise AssertionError("the torch backend does not say that it can capture")
 
 
 class TorchStep:

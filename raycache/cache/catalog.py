@@ -55,10 +55,12 @@ class Branch:
 
 
 def slots_hold(arena: Arena) -> Holds:
-    """Looks at the headers of an arena: a unit is held if the slots of all ranks say its tag."""
-    ranks = range(arena.layout.split.world_size)
+    """Looks at the headers of an arena: a unit is held if the slots of all its ranks say its tag.
+
+    What ranks of other nodes have lost since the unit was recorded is found out when it is loaded.
+    """
     headers = {
-        space: [arena.headers(rank, space) for rank in ranks if arena.layout.pieces(rank, space)]
+        space: [arena.headers(rank, space) for rank in arena.layout.ranks if arena.layout.pieces(rank, space)]
         for space in arena.layout.spaces
     }
 

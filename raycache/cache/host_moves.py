@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import repeat
 
+from raycache.cache.keys import tags_of
 from raycache.cache.node import Parts
 from raycache.cache.tree import PrefixHandle
+from raycache.memory.moves import Unit
 from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
+
+HOST_COUNTERS = (
+    "saved_pages",
+    "loaded_pages",
+    "evicted_pages",
+    "evicted_points",
+    "unsaved_pages",
+    "failed_saves",
+    "failed_loads",
+)
+"""Names of what a host tier counts."""
 
 
 class WritePolicy(StrEnum):
@@ -25,9 +39,11 @@ class HostParts(dict[str, Sequence[int]]):
 
     Attributes:
         page: host page that it stands behind, -1 as long as it is in no tree.
+        storage: number of the storage that has it, 0 for none.
     """
 
     page = -1
+    storage = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -80,13 +96,17 @@ class Entered:
     """What has just come into the tree: what a storage may want to have.
 
     Attributes:
-        pages, digests: of the sequence.
-        parts, parts_digests: of the restore point behind them, or empty.
+        pages: of the sequence.
+        parts: of the restore point behind them, or empty.
         handle: at the end of it; a lock for whoever takes it.
     """
 
     pages: PageIds
-    digests: list[bytes]
     parts: Parts
-    parts_digests: Mapping[str, Sequence[bytes]]
     handle: PrefixHandle
+
+
+def units_of(space: str, device: Sequence[int], host: Sequence[int], digests: Sequence[bytes]) -> list[Unit]:
+    """Units to move, each between the device's id and the host's, with the tag of its digest."""
+    assert len(device) == len(host) == len(digests), f"{len(device)} units of {space} to {len(host)}"
+    return list(map(Unit._make, zip(repeat(space), device, host, tags_of(digests), strict=False)))

@@ -13,21 +13,20 @@ acknowledged. Pages are saved parents first, so what is in the tree has no holes
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from itertools import repeat
 
 import numpy as np
 
 from raycache.cache.catalog import Catalog, Holds
 from raycache.cache.evict import Eviction, Leaving
-from raycache.cache.host_moves import Cursor, Entered, HostParts, Job, WritePolicy
-from raycache.cache.keys import tags_of
+from raycache.cache.host_moves import HOST_COUNTERS, Cursor, Entered, HostParts, Job, WritePolicy, units_of
+from raycache.cache.moved import Moved
 from raycache.cache.node import Parts
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.tree import PrefixHandle, RadixTree
 from raycache.memory.component import FULL, window_pages
-from raycache.memory.moves import Moves, Unit
+from raycache.memory.moves import Moves
 from raycache.memory.pages import PageAllocator, PageIds, SharedAllocator
 from raycache.parallel.board import Acks
 from raycache.types import PackedTokens
@@ -44,18 +43,26 @@ class HostTier:
         catalog: the record of it, which outlives the decider.
         policy: when to save.
         eviction: what goes first.
+        unit_bytes: component space -> bytes of a unit, over all ranks; what is moved is told in them.
     Attributes:
         policy: as given.
         on_enter: told what has come into the tree.
     """
 
     def __init__(
-        self, sizes: SpaceSizes, *, catalog: Catalog, policy: WritePolicy = WritePolicy.THROUGH, eviction: Eviction
+        self,
+        sizes: SpaceSizes,
+        *,
+        catalog: Catalog,
+        policy: WritePolicy = WritePolicy.THROUGH,
+        eviction: Eviction,
+        unit_bytes: Mapping[str, int] | None = None,
     ) -> None:
         self.page_size = sizes.page_size
         self.policy = policy
         self.on_enter: Callable[[Entered], None] = lambda entered: None
         self._catalog = catalog
+        self._moved = Moved(unit_bytes or {})
         self._windows = {space: window for space, (window, _) in sizes.windows.items()}
         self._tail = max([1, *(window_pages(window, sizes.page_size) for window in self._windows.values())])
         self._pages = PageAllocator(sizes.num_pages)
@@ -133,10 +140,10 @@ class HostTier:
         digests = self.digests(cursor.tail[-1] if cursor.tail else cursor.found.root, tokens, first, stop)
         cursor.tail = [*cursor.tail, *digests][-self._tail :]
         host_parts = self._take_parts(parts)
-        units = _units(FULL, pages(first).tolist(), taken.tolist(), digests)
+        units = units_of(FULL, pages(first).tolist(), taken.tolist(), digests)
         if host_parts is not None:
             for space, ids in parts.items():
-                units += _units(space, ids, host_parts[space], cursor.tail[len(cursor.tail) - len(ids) :])
+                units += units_of(space, ids, host_parts[space], cursor.tail[len(cursor.tail) - len(ids) :])
         cursor.num_planned = max(cursor.num_planned, stop)
         cursor.num_open += 1
         self._num_saves += 1
@@ -192,12 +199,13 @@ class HostTier:
         """
         host = handle.pages
         digests = self._catalog.digests(host)
-        units = _units(FULL, pages, host[first:].tolist(), digests[first:])
+        units = units_of(FULL, pages, host[first:].tolist(), digests[first:])
         for space, ids in host_parts.items():
-            units += _units(space, parts[space], ids, digests[len(host) - len(ids) :])
+            units += units_of(space, parts[space], ids, digests[len(host) - len(ids) :])
         self._num_loads += 1
         self._loads.append(Moves(self._num_loads, units))
         self._counts["loaded_pages"] += len(pages)
+        self._moved.count("loaded", len(pages), host_parts)
         return self._num_loads
 
     def discard(self, tokens: PackedTokens, *, root: bytes, first_page: int) -> None:
@@ -220,6 +228,7 @@ class HostTier:
 
     def acknowledge(self, acks: Acks, *, now: int) -> None:
         """Take in which saves are done. Failures between two calls are not told apart: all of them count as failed."""
+        self._moved.take_times(acks)
         while self._jobs and self._jobs[0].number <= acks.saves:
             job = self._jobs.popleft()
             self._finish(job, is_done=job.number > acks.bad_save, now=now)
@@ -234,6 +243,7 @@ class HostTier:
     def resume(self, acks: Acks = _NEW_RANKS) -> None:
         """There are ranks again, which have acknowledged so many moves."""
         self._num_saves, self._num_loads = acks.saves, acks.loads
+        self._moved.begin_anew(acks)
         self._is_lost = False
 
     # --- units for a storage ------------------------------------------------------------------------------------------
@@ -319,6 +329,22 @@ class HostTier:
         """The first page of a window space that continuing at `position` needs."""
         return max(0, position - self._windows[space] + 1) // self.page_size
 
+    def prefixes(self) -> Iterator[PrefixHandle]:
+        """Handles of all that it holds; the caller releases each before it asks for the next."""
+        return (handle for node in self._tree.ends() if (handle := self._tree.lock(node)) is not None)
+
+    def can_take(self, num_pages: int, parts: Parts) -> bool:
+        """Whether there is room for a prefix now; if not, there may be when what is on its way has come."""
+        if num_pages > self._pages.num_free + self._tree.num_evictable:
+            return False
+        num_held = len(self._held_parts) + len(self._moving_parts)
+        is_free = all(self._shared[space].num_free >= len(ids) for space, ids in parts.items())
+        return is_free or 2 * num_held < self._tree.num_points
+
+    def cached_pages(self) -> PageIds:
+        """As `RadixTree.cached_pages`."""
+        return self._tree.cached_pages()
+
     @property
     def point_spaces(self) -> tuple[str, ...]:
         """Spaces that restore points have parts of."""
@@ -367,8 +393,14 @@ class HostTier:
             "pages_cached": self._tree.num_cached,
             "pages_moving": len(self._moving),
             "restore_points": self._tree.num_points,
-            **{name: self._counts[name] for name in _COUNTERS},
+            **{name: self._counts[name] for name in HOST_COUNTERS},
+            **self._moved.figures(),
         }
+
+    def components(self) -> dict[str, tuple[int, int]]:
+        """Component space -> (total, free) units."""
+        shared = {space: (allocator.num_ids, allocator.num_free) for space, allocator in self._shared.items()}
+        return {FULL: (self._pages.num_pages, self._pages.num_free), **shared}
 
     def check(self) -> None:
         """Assert that every unit is free, cached or on its way."""
@@ -422,8 +454,10 @@ class HostTier:
         if is_done and not cursor.is_broken:
             entered = self.enter(cursor.saved, job.tokens, job.pages, job.digests, now=now)
             self._counts["saved_pages"] += len(entered)
+            self._moved.count("saved", len(job.pages), job.parts or {})
             is_kept = job.parts is not None and self.keep(cursor.saved, job.parts)
-            self._tell(cursor.saved, entered, job.digests, job.parts if is_kept else None)
+            if is_kept or len(entered):
+                self.on_enter(Entered(entered, job.parts if is_kept and job.parts else {}, cursor.saved))
         else:
             is_done = False
             cursor.is_broken = True
@@ -432,16 +466,6 @@ class HostTier:
         job.release(is_done)
         if cursor.is_closed and cursor.num_open == 0:
             cursor.saved.release()
-
-    def _tell(self, handle: PrefixHandle, pages: PageIds, digests: Sequence[bytes], parts: HostParts | None) -> None:
-        if not len(pages) and parts is None:
-            return
-        of_parts: dict[str, Sequence[bytes]] = {}
-        if parts is not None:
-            longest = max(len(ids) for ids in parts.values())
-            last = self._catalog.digests(handle.pages_from(max(0, handle.length // self.page_size - longest)))
-            of_parts = {space: last[len(last) - len(ids) :] for space, ids in parts.items()}
-        self.on_enter(Entered(pages, list(digests[len(digests) - len(pages) :]), parts or {}, of_parts, handle))
 
     def _settle(self, pages: PageIds) -> None:
         """They are not on their way any more."""
@@ -472,19 +496,3 @@ class HostTier:
                     self._shared[space].take(ids)
                 if self._tree.keep(handle, parts):
                     parts.page = int(pages[stop - 1])
-
-
-def _units(space: str, device: Sequence[int], host: Sequence[int], digests: Sequence[bytes]) -> list[Unit]:
-    assert len(device) == len(host) == len(digests), f"{len(device)} units of {space} to {len(host)}"
-    return list(map(Unit._make, zip(repeat(space), device, host, tags_of(digests), strict=False)))
-
-
-_COUNTERS = (
-    "saved_pages",
-    "loaded_pages",
-    "evicted_pages",
-    "evicted_points",
-    "unsaved_pages",
-    "failed_saves",
-    "failed_loads",
-)

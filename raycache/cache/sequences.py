@@ -19,19 +19,19 @@ device's is loaded: into own pages, which the tree adopts once the ranks say tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from raycache.cache.costs import Costs
 from raycache.cache.evict import Eviction, Leaving
 from raycache.cache.holding import PLAIN_USE, Holding, Load, Room, Use, WindowPages
-from raycache.cache.host_moves import WritePolicy
+from raycache.cache.host_moves import Cursor, WritePolicy
 from raycache.cache.host_tier import HostTier
 from raycache.cache.node import Parts
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.storage_tier import StorageTier
-from raycache.cache.tree import RadixTree
+from raycache.cache.tree import PrefixHandle, RadixTree
 from raycache.memory.component import FULL
 from raycache.memory.moves import Moves
 from raycache.memory.pages import PageAllocator, PageIds, SharedAllocator
@@ -336,6 +336,25 @@ class SequenceCache:
         """See `HostTier.take_moves`."""
         return ([], [], False) if self.host is None else self.host.take_moves()
 
+    def save_prefixes(self, then: Callable[[], None]) -> Iterator[bool]:
+        """Copy to the host what it lacks of all that the device holds.
+
+        Args:
+            then: called once for each prefix that is copied, when it is there or has failed.
+        Returns:
+            True after each prefix that is being copied; False when moves should end before the next one.
+        """
+        if self.host is None:
+            return
+        for node in self._tree.ends():
+            handle = self._tree.lock(node)
+            if handle is not None and not self.host.can_take(handle.length // self.page_size, handle.parts):
+                handle.release()
+                yield False
+                handle = self._tree.lock(node)
+            if handle is not None and self._copy_prefix(handle, self.host, then):
+                yield True
+
     def device_len(self, tokens: PackedTokens, *, use: Use, now: int) -> int:
         """Tokens of a prompt that the device has and could continue."""
         handle = self._tree.match(tokens, now=now, root=use.root, priority=use.priority, until_s=use.until_s)
@@ -373,6 +392,11 @@ class SequenceCache:
     def shared_counts(self) -> dict[str, tuple[int, int]]:
         """(total, free) of each window and state space."""
         return {space: (allocator.num_ids, allocator.num_free) for space, allocator in self._shared.items()}
+
+    def components(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Tier -> component space -> (total, free) units."""
+        device = {FULL: (self._pages.num_pages, self._pages.num_free), **self.shared_counts()}
+        return {"device": device} if self.host is None else {"device": device, "host": self.host.components()}
 
     def check(self, holdings: Sequence[Holding]) -> None:
         """Assert that every page and slot is free, or held by exactly those who know of it."""
@@ -439,12 +463,34 @@ class SequenceCache:
         """Copy the tree's pages of a sequence to the host, with the restore point at the end of its handle."""
         stop, parts = holding.handle.length // self.page_size, holding.handle.parts
         point = stop if parts else holding.saved_point
-        if self.host is None or holding.cursor is None or (stop, point) == (holding.num_saved, holding.saved_point):
+        if holding.cursor is None or (stop, point) == (holding.num_saved, holding.saved_point):
             return
         holding.num_saved, holding.saved_point = stop, point
-        handle = holding.handle.clone()
+        self._copy(holding.cursor, holding.handle, tokens, now=now)
+
+    def _copy_prefix(self, handle: PrefixHandle, host: HostTier, then: Callable[[], None]) -> bool:
+        tokens = self._tree.tokens(handle)
+        cursor = host.open(tokens, root=handle.root, now=0)
+        is_planned = self._copy(cursor, handle, tokens, now=0, then=then)
+        host.close(cursor)
+        handle.release()
+        return is_planned
+
+    def _copy(
+        self,
+        cursor: Cursor,
+        prefix: PrefixHandle,
+        tokens: PackedTokens,
+        *,
+        now: int,
+        then: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Save a prefix that the device holds, with its restore point; whether there was anything that could be saved,
+        of which `then` is told the end."""
+        assert self.host is not None, "asked for with a host tier only"
+        handle, stop = prefix.clone(), prefix.length // self.page_size
         moved: list[PageIds] = []
-        held = dict(parts)
+        held = dict(prefix.parts)
         for space, ids in held.items():
             self._shared[space].share(ids)
         self._saving.append(held)
@@ -459,9 +505,13 @@ class SequenceCache:
             handle.release()
             self._saving.remove(held)
             self._release_parts(held)
+            if is_planned:
+                then()
 
-        if not self.host.save(holding.cursor, tokens, pages, stop=stop, parts=held, release=release, now=now):
+        is_planned = self.host.save(cursor, tokens, pages, stop=stop, parts=held, release=release, now=now)
+        if not is_planned:
             release(False)
+        return is_planned
 
     def _on_leave(self, leaving: Leaving) -> None:
         assert self.host is not None, "asked for with a host tier only"

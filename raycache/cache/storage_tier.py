@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -30,8 +30,10 @@ from raycache.memory.pages import PageIds
 from raycache.types import Miss, PackedTokens
 
 _PAGES_PER_ORDER = 16
-_MOST_PERSISTS = 256
+MOST_PERSISTS = 256
 """Orders to persist that may wait; with more of them the storage is too slow, and pages are not persisted."""
+_PERSIST_TIMEOUT_S = 120.0
+"""For an order to persist to begin: until it ends, the host cannot evict its pages."""
 _COMPLETE_FACTOR = 10.0
 """Under wait_complete a request waits so many times prefetch_timeout_s at most: no wait is without end."""
 
@@ -101,6 +103,7 @@ class _Persist:
     handle: PrefixHandle
     pages: PageIds
     parts: Parts
+    storage: int
 
 
 class StorageTier:
@@ -136,7 +139,10 @@ class StorageTier:
         self._fetches: dict[int, tuple[Prefetch, Chunk]] = {}
         self._persists: dict[int, _Persist] = {}
         self._asked: dict[int, Callable[[int | None], None]] = {}
+        self._attended: list[Callable[[float], bool]] = []
         self._counts: Counter[str] = Counter()
+        self._seconds = {"prefetch_s": 0.0, "persist_s": 0.0}
+        self._number = 1  # of the storage
         self.is_attached = True
         self._is_stored = np.zeros(int(host.counts()["pages_total"]), np.bool_)  # by host page
         host.on_enter = self._persist
@@ -189,15 +195,54 @@ class StorageTier:
 
     def attach(self, *, is_attached: bool) -> None:
         """There is another storage, or an empty one, or none: nothing is stored as far as is known."""
+        self._lanes.cancel_kind(OrderKind.PERSIST)
         self.is_attached = is_attached
+        self._number += 1
         self._is_stored[:] = False
+
+    # --- all of it ----------------------------------------------------------------------------------------------------
+
+    def attend(self, work: Callable[[float], bool]) -> None:
+        """Do more work with each look at the answers, until it says that it is over; it is told the monotonic clock,
+        seconds, and infinity at the end of all."""
+        self._attended.append(work)
+
+    def prefixes(self) -> Iterator[PrefixHandle]:
+        """As `HostTier.prefixes`."""
+        return self._host.prefixes()
+
+    def persist(self, handle: PrefixHandle) -> int:
+        """Store what the storage lacks of a host's prefix, as far as is known, and of its restore point.
+
+        Returns:
+            Number of the order, 0 if there is nothing to do.
+        """
+        return self._store(handle, handle.parts) if self.is_attached else 0
+
+    @property
+    def open_persists(self) -> Set[int]:
+        """Numbers of the orders to persist whose answers have not come."""
+        return self._persists.keys()
+
+    @property
+    def num_persisted(self) -> int:
+        """Pages that the storage has taken, or had already."""
+        return self._counts["persisted_pages"]
+
+    @property
+    def num_missing(self) -> int:
+        """Pages of the host that the storage lacks, as far as is known."""
+        is_stored = self._is_stored.copy()
+        for persist in self._persists.values():
+            is_stored[persist.pages] = False
+        return int(np.count_nonzero(~is_stored[self._host.cached_pages()]))
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
     @property
     def num_open(self) -> int:
         """Orders whose answers have not come."""
-        return len(self._finds) + len(self._fetches) + len(self._persists) + len(self._asked)
+        return len(self._finds) + len(self._fetches) + len(self._persists) + len(self._asked) + len(self._attended)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the next answer."""
@@ -216,28 +261,35 @@ class StorageTier:
             elif answer.kind is OrderKind.FETCH:
                 prefetch, chunk = self._fetches.pop(answer.number)
                 chunk.answers = answer.fetches
+                self._note_moved("prefetch", answer)
                 self._costs.fetch.note(answer.seconds, answer.fetches.count(Fetch.HIT) * self._host.page_size)
                 self._take_chunks(prefetch, now=now)
             else:
                 persist = self._persists.pop(answer.number)
-                stored = np.asarray(answer.stored[: len(persist.pages)], np.bool_)
-                self._counts["persisted_pages"] += int(np.count_nonzero(stored))
-                self._is_stored[persist.pages] &= stored
-                persist.handle.release()
-                self._host.let_go(persist.parts)
+                self._note_moved("persist", answer)
+                self._take_stored(persist, answer)
+        self._attended = [work for work in self._attended if not work(now_s)]
 
     def close(self, timeout_s: float) -> None:
         """End the lanes; what is on its way is given up."""
         self._lanes.close(timeout_s)
+        for work in self._attended:
+            work(math.inf)
+        self._attended = []
 
     def counts(self) -> dict[str, float]:
         """Figures for people and metrics."""
         return {name: float(self._counts[name]) for name in _COUNTERS} | {
             "prefetching_pages": self._num_reserved,
             "open_orders": self.num_open,
+            **self._seconds,
         }
 
     # --- how ----------------------------------------------------------------------------------------------------------
+
+    def _note_moved(self, lane: str, answer: StorageAnswer) -> None:
+        self._counts[f"{lane}ed_bytes"] += answer.num_bytes
+        self._seconds[f"{lane}_s"] += answer.seconds
 
     def _order(
         self,
@@ -357,6 +409,7 @@ class StorageTier:
             self._counts["prefetched_pages"] += len(entered)
         self._host.give_back(chunk.pages[num_good:], None if is_whole else chunk.parts)
         if is_whole and chunk.parts is not None and self._host.keep(handle, chunk.parts):
+            chunk.parts.storage = self._number
             self._counts["prefetched_points"] += 1
             if prefetch.end == 0:
                 prefetch.begin = prefetch.end = handle.length
@@ -372,26 +425,50 @@ class StorageTier:
         self._is_stored[entered.pages] = False
         if not self.is_attached:
             return
-        if len(self._persists) >= _MOST_PERSISTS:
+        if len(self._persists) >= MOST_PERSISTS:
             self._counts["unpersisted_pages"] += len(entered.pages)
             return
-        path = entered.handle.pages
+        self._store(entered.handle, entered.parts)
+
+    def _store(self, handle: PrefixHandle, parts: Parts) -> int:
+        """Order what the storage lacks of a prefix, and of a restore point at its end; 0 for nothing."""
+        if isinstance(parts, HostParts) and parts.storage == self._number:
+            parts = {}
+        path = handle.pages
         missing = np.flatnonzero(~self._is_stored[path])
+        if not len(missing) and not parts:
+            return 0
         pages = path[missing]
-        digests = self._host.page_digests(entered.handle)
+        digests = self._host.page_digests(handle)
         units = [StoredUnit(FULL, page, digests[i]) for page, i in zip(pages.tolist(), missing.tolist(), strict=True)]
         self._is_stored[pages] = True  # or will be: what follows it need not be sent with it again
-        for space, ids in entered.parts.items():
-            units += [StoredUnit(space, *unit) for unit in zip(ids, entered.parts_digests[space], strict=True)]
-        number = self._order(OrderKind.PERSIST, f"persist {entered.handle.root.hex()[:8]}", units=units)
-        self._host.hold(entered.parts)
-        self._persists[number] = _Persist(entered.handle.clone(), pages, entered.parts)
+        for space, ids in parts.items():
+            units += [StoredUnit(space, *unit) for unit in zip(ids, digests[len(digests) - len(ids) :], strict=True)]
+        owner, deadline_s = f"persist {handle.root.hex()[:8]}", time.monotonic() + _PERSIST_TIMEOUT_S
+        number = self._order(OrderKind.PERSIST, owner, units=units, deadline_s=deadline_s)
+        self._host.hold(parts)
+        if isinstance(parts, HostParts):
+            parts.storage = self._number
+        self._persists[number] = _Persist(handle.clone(), pages, parts, self._number)
+        return number
+
+    def _take_stored(self, persist: _Persist, answer: StorageAnswer) -> None:
+        stored = np.asarray(answer.stored[: len(persist.pages)], np.bool_)
+        self._counts["persisted_pages"] += int(np.count_nonzero(stored))
+        is_same = persist.storage == self._number  # and was not emptied meanwhile
+        self._is_stored[persist.pages] &= stored & is_same
+        if isinstance(persist.parts, HostParts) and not (is_same and all(answer.stored[len(persist.pages) :])):
+            persist.parts.storage = 0
+        persist.handle.release()
+        self._host.let_go(persist.parts)
 
 
 _COUNTERS = (
     "prefetched_pages",
+    "prefetched_bytes",
     "prefetched_points",
     "persisted_pages",
+    "persisted_bytes",
     "unpersisted_pages",
     "refused_prefetches",
     "unavailable_orders",

@@ -276,6 +276,34 @@ class RadixTree:
                 self._drop(below, below.num_pages)
         return np.concatenate(pages)
 
+    # --- visit --------------------------------------------------------------------------------------------------------
+
+    def ends(self) -> list[Node]:
+        """Where all prefixes that can be continued end; no end is above another unless both are restore points."""
+        return [node for node in self._trie.nodes() if (node.has_point if self._spaces else not node.children)]
+
+    def lock(self, node: Node) -> PrefixHandle | None:
+        """A handle of what ends at one of the `ends`, or None if that was given up; does not count as a use."""
+        if node.parent is None or (self._spaces and not node.has_point):
+            return None
+        above, num_pages = node, 0
+        while above.parent is not None:
+            num_pages += above.num_pages
+            above = above.parent
+        assert isinstance(above, Root), "the way up ends at a root"
+        handle = PrefixHandle(node, root=above.seed, locks=self._locks, page_size=self.page_size)
+        handle.length = handle.known_length = num_pages * self.page_size
+        handle.claims = node.claims
+        return handle
+
+    def tokens(self, handle: PrefixHandle) -> bytes:
+        """Packed tokens that a handle covers."""
+        keys, above = [], handle.node
+        while above.parent is not None:
+            keys.append(above.key)
+            above = above.parent
+        return b"".join(keys[::-1])
+
     # --- looks at it --------------------------------------------------------------------------------------------------
 
     def cached_pages(self) -> PageIds:

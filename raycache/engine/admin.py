@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
+from raycache.cache.flush import Flush
 from raycache.cache.holding import Use
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.storage_tier import StorageTier
@@ -28,7 +30,7 @@ def carry_out(order: CacheOrder, cache: SequenceCache, *, stats: EngineStats, ro
         root: seed of the order's tenant.
         now: step number.
     Returns:
-        What to tell the operator, see `AsyncEngine.admin`; INSPECT waits for the storage.
+        What to tell the operator, see `AsyncEngine.admin`; INSPECT and FLUSH wait for the storage.
     Raises:
         ConfigError: there is no such tier.
     """
@@ -41,6 +43,8 @@ def carry_out(order: CacheOrder, cache: SequenceCache, *, stats: EngineStats, ro
             return _done({"tiers": {"device": _device(stats), **stats.tiers}, "warnings": list(stats.warnings)})
         case CacheAction.ATTACH | CacheAction.DETACH:
             _storage(cache).attach(is_attached=order.kind is CacheAction.ATTACH)
+        case CacheAction.FLUSH:
+            return _flush(order, cache)
     return _done({})
 
 
@@ -63,6 +67,15 @@ def _clear(order: CacheOrder, cache: SequenceCache) -> dict[str, Any]:
     if "storage" in (order.tiers or TIERS) and cache.storage is not None:
         cache.storage.attach(is_attached=cache.storage.is_attached)  # which its owner empties
     return {"cleared_pages": cleared}
+
+
+def _flush(order: CacheOrder, cache: SequenceCache) -> Answer:
+    storage = _storage(cache)
+    if not storage.is_attached:
+        raise ConfigError("there is no storage tier to flush to; attach one first")
+    flush = Flush(cache, storage, deadline_s=time.monotonic() + order.timeout_s)
+    storage.attend(flush.go_on)
+    return flush.answer
 
 
 def _device(stats: EngineStats) -> dict[str, float]:

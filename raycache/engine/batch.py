@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from raycache.engine.plan import Admit, Row, StepPlan
 from raycache.engine.request import Request
 
+MAX_SCORED_TOKENS = 1024
+"""Of a step whose every position is scored: each takes several rows of the size of the vocabulary. Rows that find no
+room among them are scored token by token."""
+
 
 @dataclass(slots=True)
 class Batch:
@@ -15,6 +19,7 @@ class Batch:
     Attributes:
         budget: tokens that may still be added.
         max_rows: most rows.
+        scored_budget: scored tokens that may still be added.
         requests: of the rows, in order.
         loads: numbers of the moves from the host that its rows wait for.
         num_loaded: tokens that those bring.
@@ -23,6 +28,7 @@ class Batch:
 
     budget: int
     max_rows: int
+    scored_budget: int = MAX_SCORED_TOKENS
     rows: list[Row] = field(default_factory=list)
     admits: list[Admit] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
@@ -41,3 +47,4 @@ class Batch:
         self.rows.append(row)
         self.requests.append(request)
         self.budget -= row.num_tokens
+        self.scored_budget -= row.num_targets

@@ -47,7 +47,8 @@ def check_model(config: Config) -> ModelConfig:
     check_split(model, Split(tp=config.tp, pp=config.pp, cp=config.cp))
     context_len(config, model)
     _check_kv_dtype(config, model)
-    check_weights(model, Checkpoint(Path(config.model)))
+    if not config.dummy_weights:
+        check_weights(model, Checkpoint(Path(config.model)))
     return model
 
 
@@ -81,7 +82,7 @@ def build_engine(
     """
     max_model_len = min(context_len(config, model), num_pages * config.page_size)
     info = EngineInfo(
-        model=config.served_model_name or Path(config.model).resolve().name,
+        model=config.model_name,
         model_dir=config.model,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
@@ -102,15 +103,24 @@ def build_engine(
     sizes = space_sizes(
         config, model, device_type=device_type, sizes=_device_sizes(config, model, device_type, num_pages)
     )
+    if config.overlap == "on" and (sizes.windows or sizes.states):
+        _log.warning(
+            "overlap=on has no effect for %s: its prefixes are continued at restore points, which only steps that are "
+            "done can leave",
+            info.model,
+        )
     scheduler = Scheduler(
         cache=_sequence_cache(config, model, device_type=device_type, sizes=sizes, host=host),
         max_step_tokens=budget,
         max_running=config.max_running,
-        micro_batches=executor.depth,
+        micro_batches=config.pp,
         eos_token_ids=model.eos_token_ids,
         restore_interval=config.restore_interval,
     )
-    identity = Identity(weights_fingerprint(Path(config.model)), config.page_size)
+    weights = weights_fingerprint(Path(config.model))
+    if config.dummy_weights:  # what they leave behind must not pass for that of a checkpoint in the same directory
+        weights = f"drawn on {device_type} {weights}"
+    identity = Identity(weights, config.page_size)
     return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=config.rank_timeout_s)
 
 
@@ -120,7 +130,7 @@ def _sequence_cache(
     eviction = Eviction(config.eviction)
     if host is None:
         return SequenceCache(sizes, is_kept=config.prefix_cache, eviction=eviction)
-    arena = open_arena(host.path)
+    arena, layout = open_arena(host.path), envelope_layout(config, model, device_type=device_type, nodes=host.nodes)
     tier = HostTier(
         space_sizes(config, model, device_type=device_type, sizes=host.sizes),
         catalog=Catalog(
@@ -131,6 +141,7 @@ def _sequence_cache(
         ),
         policy=WritePolicy(config.write_policy),
         eviction=eviction,
+        unit_bytes={space: layout.unit_bytes(space) for space in layout.spaces},
     )
     tier.recover(slots_hold(arena))
     costs = Costs()
@@ -150,7 +161,7 @@ def _sequence_cache(
 def _tier_facts(
     config: Config, model: ModelConfig, *, device_type: str, num_pages: int, host: HostLink | None
 ) -> dict[str, Mapping[str, Any]]:
-    layout = envelope_layout(config, model, device_type=device_type)
+    layout = envelope_layout(config, model, device_type=device_type, nodes=() if host is None else host.nodes)
     sizes = {"device": _device_sizes(config, model, device_type, num_pages)}
     if host is not None:
         sizes["host"] = dict(host.sizes)

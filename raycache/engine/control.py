@@ -8,6 +8,7 @@ ranks alike.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -20,6 +21,8 @@ from raycache.parallel.collectives import Group
 from raycache.parallel.sharding import Coords, Split
 
 FRAME = 16 * 1024
+_POLL_S = 0.00002
+"""Between two looks at what is under way; other threads of the process want to run as well."""
 _DECIDER = 0
 
 
@@ -49,13 +52,21 @@ def broadcast_plan(plan: StepPlan, control: Group) -> Callable[[], None]:
     return wait
 
 
-def receive_plan(control: Group) -> StepPlan:
+def receive_plan(control: Group, *, meanwhile: Callable[[], bool] = lambda: False) -> StepPlan:
     """Wait for the next plan (a rank's side).
 
+    Args:
+        control: the group.
+        meanwhile: called again and again while no plan comes, as long as it says that there is more to do.
     Raises:
         RankLostError: the decider is gone or has been silent for longer than the group's deadline.
     """
-    frame = control.broadcast(torch.empty(FRAME, dtype=torch.uint8), root=_DECIDER).numpy()
+    head = torch.empty(FRAME, dtype=torch.uint8)
+    started = control.ibroadcast(head, root=_DECIDER)
+    while not started.is_done() and meanwhile():
+        time.sleep(_POLL_S)
+    started()
+    frame = head.numpy()
     length = int(frame[:8].view(np.int64)[0])
     packed = frame[8 : 8 + length].tobytes()
     if length > FRAME - 8:

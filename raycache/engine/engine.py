@@ -27,6 +27,8 @@ from raycache.types import CacheOrder, EngineInfo, EngineStats, FinishReason, Ge
 _POLL_S = 0.0001
 """Between two looks at the board, when a rank is later with its loads than with its answer."""
 _DRAIN_S = 5.0
+_BEATS_PER_TIMEOUT = 4
+"""Signs of life that ranks get within the time after which they give up."""
 _IDLE_S = 0.002
 """How long a step without rows waits for pages on their way between tiers."""
 
@@ -36,7 +38,7 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """Plans that may be in flight: the number of pipeline stages."""
+        """Plans that may be in flight: one per pipeline stage, or two so that one is ready when another is done."""
         ...
 
     def submit(self, plan: StepPlan) -> None:
@@ -82,14 +84,15 @@ class Engine:
     ) -> None:
         self._identity = identity
         self._timeout_s = timeout_s
-        self._load_s = 0.0
+        self._load_s = self._collect_s = 0.0
+        self._told_s = time.monotonic()
         self.info = info
         self._executor = executor
         self._scheduler = scheduler
         self._in_flight: deque[Batch] = deque()
         # Kept over a step that fails: these increments are told once.
         self._outputs: list[RequestOutput] = []
-        self._arrivals = 0
+        self._arrivals = self._refused = self._rebuilds = 0
         self._random = random.SystemRandom()
         self._finish_times: deque[float] = deque(maxlen=64)
 
@@ -100,8 +103,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would have something to do: requests, or pages on their way between tiers."""
-        return self._scheduler.has_requests or self._scheduler.has_moves
+        """Whether a step would have something to do: requests, plans in flight, or pages on their way between tiers."""
+        return self._scheduler.has_requests or bool(self._in_flight) or self._scheduler.has_moves
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request.
@@ -113,6 +116,7 @@ class Engine:
         """
         self._validate(request)
         if self._scheduler.num_waiting >= self.info.max_queue:
+            self._refused += 1
             raise QueueFullError(self.info.max_queue, self._retry_after_s())
         self._arrivals += 1
         until_s = time.monotonic() + request.cache_ttl_s if request.cache_ttl_s else 0.0
@@ -136,7 +140,8 @@ class Engine:
         self._scheduler.end(request_id, FinishReason.CANCELLED)
 
     def step(self) -> list[RequestOutput]:
-        """Plan and collect one step, keeping every pipeline stage busy.
+        """Plan and collect one step, keeping every pipeline stage busy: what can be planned is under way before the
+        oldest plan is waited for.
 
         Returns:
             Increments of requests; empty when nothing could run.
@@ -151,6 +156,7 @@ class Engine:
                 break
             batch.start_s = time.monotonic()
             self._executor.submit(batch.plan)
+            self._told_s = batch.start_s
             self._in_flight.append(batch)
         if self._in_flight:
             batch = self._in_flight[0]
@@ -159,8 +165,12 @@ class Engine:
             self._in_flight.popleft()
             self._note_pace(batch, acks)
             self._outputs += self._scheduler.complete(batch, results, acks)
-        elif self._scheduler.has_moves:
-            self._scheduler.wait_for_moves(_IDLE_S)
+        else:
+            # Ranks without a plan end themselves, and nobody would notice, however long moves and orders take.
+            if time.monotonic() - self._told_s > self._timeout_s / _BEATS_PER_TIMEOUT:
+                self.heartbeat()
+            if self._scheduler.has_moves:
+                self._scheduler.wait_for_moves(_IDLE_S)
         outputs, self._outputs = self._outputs, []
         self._finish_times.extend(time.monotonic() for output in outputs if output.finish_reason is not None)
         return outputs
@@ -170,6 +180,7 @@ class Engine:
         if not self._in_flight:
             plan = self._scheduler.heartbeat()
             self._executor.submit(plan)
+            self._told_s = time.monotonic()
             self._executor.collect(plan)
 
     def _loaded(self, batch: Batch) -> Acks:
@@ -183,16 +194,20 @@ class Engine:
 
     def _note_pace(self, batch: Batch, acks: Acks) -> None:
         """Learn what computing and loading take."""
-        costs = self._scheduler.costs
+        costs, now_s = self._scheduler.costs, time.monotonic()
         if batch.loads:
             costs.load.note(acks.load_s - self._load_s, batch.num_loaded)
             self._load_s = acks.load_s
-        elif self._executor.depth == 1:
-            costs.compute.note(time.monotonic() - batch.start_s, sum(row.num_tokens for row in batch.rows))
+        elif self._scheduler.plans_ahead:
+            # One that was sent while another ran began when that one ended.
+            num_tokens = sum(row.num_tokens for row in batch.rows)
+            costs.compute.note(now_s - max(batch.start_s, self._collect_s), num_tokens)
+        self._collect_s = now_s
 
     def restart(self, executor: Executor) -> None:
         """Go on with another gang, whose pools are empty; requests keep the tokens that they have."""
         self._in_flight.clear()
+        self._rebuilds += 1
         acks = executor.acks()
         self._executor, self._load_s = executor, acks.load_s
         self._scheduler.restart(acks)
@@ -211,7 +226,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and balances."""
-        return self._scheduler.stats()
+        return replace(self._scheduler.stats(), refused=self._refused, rebuilds=self._rebuilds)
 
     def check(self) -> None:
         """Assert all balances."""
@@ -220,7 +235,7 @@ class Engine:
     def close(self) -> None:
         """End the ranks in good order. Pages that are on their way to other tiers get a moment to arrive there."""
         deadline = time.monotonic() + _DRAIN_S
-        while self._scheduler.has_moves and not self._scheduler.has_requests and time.monotonic() < deadline:
+        while self.has_work and not self._scheduler.has_requests and time.monotonic() < deadline:
             self.step()
         while self._in_flight:
             self._executor.collect(self._in_flight.popleft().plan)

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -66,8 +65,8 @@ class Exchange:
             cp=ctx.cp,
             num_local=sum(map(len, locals_[ctx.cp.rank])),
             padded_len=padded_len,
-            where=torch.from_numpy(where).to(ctx.device, non_blocking=True),
-            what=torch.from_numpy(what).to(ctx.device, non_blocking=True),
+            where=ctx.on_device(where),
+            what=ctx.on_device(what),
         )
 
     def gather(self, local: Tensor) -> Tensor:

@@ -11,14 +11,15 @@ from raycache.cache.storage.orders import StorageAnswer, StorageOrder
 
 @dataclass(frozen=True)
 class HostLink:
-    """The host tier of a node.
+    """The host tier of a gang.
 
     Attributes:
-        path: of the arena's file.
+        path: of the arena's file on the decider's node.
         sizes: component space -> units that it has.
         work: carries out a storage order in its owner; raises OSError when there is no storage, or no owner.
         has_storage: whether one is attached.
         epoch: of the decider that uses it.
+        nodes: node of each rank, by number; empty when all are on one.
     """
 
     path: Path
@@ -26,3 +27,4 @@ class HostLink:
     work: Callable[[StorageOrder], StorageAnswer]
     has_storage: bool
     epoch: int = 0
+    nodes: tuple[int, ...] = ()

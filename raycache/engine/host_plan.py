@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -31,13 +31,17 @@ def model_components(config: Config, model: ModelConfig, *, device_type: str) ->
     return list(components(model, cache_format(config, dtype=resolve_dtype(config, device_type=device_type))))
 
 
-def envelope_layout(config: Config, model: ModelConfig, *, device_type: str) -> EnvelopeLayout:
-    """Envelopes of all ranks."""
+def envelope_layout(
+    config: Config, model: ModelConfig, *, device_type: str, nodes: Sequence[int] = (), node: int | None = None
+) -> EnvelopeLayout:
+    """Envelopes of all ranks, or of those on one node; see `EnvelopeLayout`."""
     return EnvelopeLayout(
         model_components(config, model, device_type=device_type),
         num_layers=model.num_layers,
         page_size=config.page_size,
         split=Split(tp=config.tp, pp=config.pp, cp=config.cp),
+        nodes=nodes,
+        node=node,
     )
 
 
@@ -51,34 +55,45 @@ def part_widths(config: Config, model: ModelConfig, *, device_type: str) -> dict
     }
 
 
-def host_sizes(config: Config, model: ModelConfig, *, device_type: str) -> dict[str, int]:
-    """Units of every component space on the host, from the byte budget of the node.
+def host_sizes(
+    config: Config, model: ModelConfig, *, device_type: str, budgets: Sequence[int], nodes: Sequence[int] = ()
+) -> dict[str, int]:
+    """Units of every component space on the host: the same on every node, as many as all of them have room for.
 
     Restore points get room for one per 1024 tokens, or as many as take as much memory as the pages do.
 
+    Args:
+        config: of the service.
+        model: to serve.
+        device_type: "cpu" or "cuda".
+        budgets: bytes of each node, see `node_budget`; the first one keeps the catalog.
+        nodes: node of each rank; empty when all are on one.
     Raises:
-        ConfigError: the budget is more than the node has, or holds not even a page and a restore point.
+        ConfigError: a budget holds not even a page and a restore point.
     """
-    layout = envelope_layout(config, model, device_type=device_type)
+    whole = envelope_layout(config, model, device_type=device_type, nodes=nodes)
     widths = part_widths(config, model, device_type=device_type)
-    budget = _budget(config)
 
     def sizes(num_pages: int) -> dict[str, int]:
-        points = 1 + int(num_pages * config.page_size / _tokens_per_point(layout, widths, config.page_size))
+        points = 1 + int(num_pages * config.page_size / _tokens_per_point(whole, widths, config.page_size))
         return {FULL: num_pages} | {space: points * width for space, width in widths.items()}
 
-    def num_bytes(num_pages: int) -> int:
-        found = sizes(num_pages)
-        catalog = Catalog.num_bytes(sizes=found, page_size=config.page_size, part_widths=widths)
-        return Arena.num_bytes(layout, sizes=found, catalog_bytes=catalog)
+    def num_pages(node: int, budget: int) -> int:
+        layout = envelope_layout(config, model, device_type=device_type, nodes=nodes, node=node)
 
-    num_pages = bisect.bisect_right(range(_MOST_PAGES), budget, lo=1, key=num_bytes) - 1
-    if num_pages < 1:
-        raise ConfigError(
-            f"host_memory={config.host_memory} holds no page of this model; one, with a restore point, takes "
-            f"{num_bytes(1)} bytes; use host_memory={-(-num_bytes(64) // 2**20)}MiB or more"
-        )
-    return sizes(num_pages)
+        def num_bytes(count: int) -> int:
+            catalog = Catalog.num_bytes(sizes=sizes(count), page_size=config.page_size, part_widths=widths)
+            return Arena.num_bytes(layout, sizes=sizes(count), catalog_bytes=0 if node else catalog)
+
+        found = bisect.bisect_right(range(_MOST_PAGES), budget, lo=1, key=num_bytes) - 1
+        if found < 1:
+            raise ConfigError(
+                f"host_memory={config.host_memory} holds no page of this model; one, with a restore point, takes "
+                f"{num_bytes(1)} bytes; use host_memory={-(-num_bytes(64) // 2**20)}MiB or more"
+            )
+        return found
+
+    return sizes(min(num_pages(node, budget) for node, budget in enumerate(budgets)))
 
 
 def host_facts(layout: EnvelopeLayout, sizes: Mapping[str, int], *, page_size: int) -> dict[str, object]:
@@ -87,23 +102,30 @@ def host_facts(layout: EnvelopeLayout, sizes: Mapping[str, int], *, page_size: i
     return {"tokens": sizes[FULL] * page_size, "bytes": sum(spaces.values()), "components": spaces}
 
 
-def _tokens_per_point(layout: EnvelopeLayout, widths: Mapping[str, int], page_size: int) -> float:
-    token_bytes = (layout.unit_bytes(FULL) if FULL in layout.spaces else 0) / page_size
-    point_bytes = sum(layout.unit_bytes(space) * width for space, width in widths.items())
-    return max(_TOKENS_PER_POINT, point_bytes / max(token_bytes, 1))
+def node_budget(host_memory: str) -> int:
+    """Bytes that this node can give to its host tier.
 
-
-def _budget(config: Config) -> int:
+    Args:
+        host_memory: the setting: "auto", or a size.
+    Raises:
+        ConfigError: it is more than the node has.
+    """
     free = psutil.virtual_memory().available
     shared = shutil.disk_usage(_DIRECTORY).free
-    if config.host_memory == "auto":
+    if host_memory == "auto":
         return int(min(free * _AUTO_SHARE, shared / 2))
-    wanted = parse_bytes("host_memory", config.host_memory)
+    wanted = parse_bytes("host_memory", host_memory)
     most = min(free, shared)
     if wanted > most:
         where = f"{_DIRECTORY} has {shared} bytes left" if shared < free else f"the node has {free} bytes free"
         raise ConfigError(
-            f"host_memory={config.host_memory} does not fit: {where}; use host_memory={most * 9 // 10 // 2**20}MiB, "
+            f"host_memory={host_memory} does not fit: {where}; use host_memory={most * 9 // 10 // 2**20}MiB, "
             f"or {'mount a larger ' + str(_DIRECTORY) if shared < free else 'a node with more memory'}"
         )
     return wanted
+
+
+def _tokens_per_point(layout: EnvelopeLayout, widths: Mapping[str, int], page_size: int) -> float:
+    token_bytes = (layout.unit_bytes(FULL) if FULL in layout.spaces else 0) / page_size
+    point_bytes = sum(layout.unit_bytes(space) * width for space, width in widths.items())
+    return max(_TOKENS_PER_POINT, point_bytes / max(token_bytes, 1))

@@ -6,13 +6,12 @@ another owner on the same directory has the same arena and the same storage.
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import os
 import threading
-from collections.abc import Mapping
+import time
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from raycache.cache.storage.librarian import Librarian
 from raycache.cache.storage.open import open_storage, storage_name
 from raycache.cache.storage.orders import OrderKind, StorageAnswer, StorageOrder
 from raycache.engine import host_directory
-from raycache.engine.host_directory import ARENA, SPEC
+from raycache.engine.host_directory import ARENA, SPEC, DirectoryGoneError
+from raycache.engine.host_plan import node_budget
+from raycache.engine.host_spec import HostSpec
 from raycache.errors import ConfigError
 from raycache.memory.arena import Arena
-from raycache.memory.component import Component, Reuse, RowField
-from raycache.memory.rows import EnvelopeLayout
-from raycache.parallel.sharding import Split
+from raycache.memory.component import Reuse
 
 _log = logging.getLogger(__name__)
 _FENCE_TIMEOUT_S = 20.0
@@ -34,63 +33,18 @@ _FENCE_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
-class HostSpec:
-    """What a host tier is made for, and which storage it has.
+class Opened:
+    """An arena that is open.
 
     Attributes:
-        components: of the model, as the device holds them.
-        num_layers: of the whole model.
-        page_size: tokens per page.
-        split: of the gang.
-        sizes: component space -> units on the host.
-        catalog_bytes: of the arena's catalog.
-        storage: URL, or "" for none.
-        storage_timeout_s: for one call across a network.
-        storage_bytes: bound that an operator has set since, 0 for that of the URL.
+        path: of its file.
+        spec: what it is.
+        is_fresh: it was made anew, and holds nothing.
     """
 
-    components: tuple[Component, ...]
-    num_layers: int
-    page_size: int
-    split: Split
-    sizes: Mapping[str, int]
-    catalog_bytes: int
-    storage: str = ""
-    storage_timeout_s: float = 2.0
-    storage_bytes: int = 0
-
-    @property
-    def layout(self) -> EnvelopeLayout:
-        """Envelopes of all ranks."""
-        return EnvelopeLayout(self.components, num_layers=self.num_layers, page_size=self.page_size, split=self.split)
-
-    def suits(self, other: HostSpec) -> bool:
-        """Whether an arena of the one, whatever its size, can be used by the other."""
-        return replace(self, **_CHANGEABLE) == replace(other, **_CHANGEABLE)
-
-    def packed(self) -> bytes:
-        """As JSON."""
-        return json.dumps(asdict(self), default=_plain).encode()
-
-    @classmethod
-    def read(cls, data: bytes) -> HostSpec:
-        """From what `packed` gave.
-
-        Raises:
-            ValueError, TypeError, KeyError: it is something else.
-        """
-        values = json.loads(data)
-        parts = tuple(_component(part) for part in values.pop("components"))
-        return cls(components=parts, split=Split(**values.pop("split")), **values)
-
-
-_CHANGEABLE: dict[str, Any] = {
-    "sizes": {},
-    "catalog_bytes": 0,
-    "storage": "",
-    "storage_timeout_s": 0.0,
-    "storage_bytes": 0,
-}
+    path: Path
+    spec: HostSpec
+    is_fresh: bool
 
 
 class HostService:
@@ -116,12 +70,25 @@ class HostService:
         self._librarian: Librarian | None = None
         self._take_over()
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Units of the arena that is open, by component space; empty if there is none."""
-        return {} if self._spec is None else self._spec.sizes
+    def spec(self) -> HostSpec | None:
+        """What is open; None for nothing."""
+        return self._spec
 
-    def open(self, spec: HostSpec, *, epoch: int = 0) -> HostSpec:
+    def budget(self, host_memory: str) -> int:
+        """Bytes that this node can give; see `node_budget`."""
+        return node_budget(host_memory)
+
+    def are_ranks_gone(self, timeout_s: float) -> bool:
+        """Wait until no process can move rows in the arena any more; see `host_directory.are_ranks_gone`."""
+        return host_directory.are_ranks_gone(self._directory, timeout_s=timeout_s)
+
+    def drop(self) -> None:
+        """Let go of the arena and of the storage, which keeps what it has; the next `open` makes both anew."""
+        with self._lock:
+            self._let_go()
+            (self._directory / SPEC).unlink(missing_ok=True)
+
+    def open(self, spec: HostSpec, *, epoch: int = 0) -> Opened:
         """Make the arena and open the storage. What is open already and suits stays as it is.
 
         Args:
@@ -130,21 +97,29 @@ class HostService:
         Returns:
             What is open now: as asked for, or with the sizes and the storage that it had before.
         Raises:
-            ConfigError: there is no memory for it, or the storage refuses us.
+            ConfigError: there is no memory for it, or the storage refuses us at the first start. Later there are
+                requests to go on with, which need no storage.
         """
+        is_fresh = True
         with self._lock:
             if self._spec is None or not self._spec.suits(spec):
                 self._let_go()
                 self._make(spec)
-                self._open_storage(spec)
+                if epoch:
+                    self._reopen_storage(spec)
+                else:
+                    self._open_storage(spec)
+                    self._restore_bound(spec)
                 self._keep(spec)
             elif self._librarian is not None and not self._librarian.fence(epoch, timeout_s=_FENCE_TIMEOUT_S):
                 _log.warning("storage calls of the engine before do not end; the host tier begins anew, without them")
                 self._make(self._spec)
                 self._librarian = self._new_librarian(self._spec)
+            else:
+                is_fresh = False
             assert self._arena is not None, "it is made or was open"
             self._arena.epoch = epoch
-            return self._opened()
+            return Opened(self.path, self._opened(), is_fresh)
 
     def work(self, order: StorageOrder) -> StorageAnswer:
         """Carry out one order of a storage lane.
@@ -167,10 +142,10 @@ class HostService:
             ConfigError: it cannot work, is in use already, or there is no arena.
         """
         with self._lock:
-            name = storage_name(url)
+            spec = replace(self._opened(), storage=url, storage_bytes=0)
+            name = storage_name(spec.own_storage)
             if self._storage is not None and self._storage.name == name:
                 raise ConfigError(f"storage {name} is attached already; change its bound by resize, or detach it first")
-            spec = replace(self._opened(), storage=url, storage_bytes=0)
             self._open_storage(spec)
             self._keep(spec)
         return name
@@ -190,7 +165,9 @@ class HostService:
 
     def clear(self) -> None:
         """Forget all that the storage holds; nothing to do without one."""
-        if (storage := self._storage) is not None:
+        librarian, storage = self._librarian, self._storage
+        if librarian is not None and storage is not None:
+            librarian.settle(timeout_s=_FENCE_TIMEOUT_S)  # or what is being stored would be there afterwards
             storage.clear()
 
     def resize(self, max_bytes: int) -> None:
@@ -203,15 +180,15 @@ class HostService:
             self._attached().resize(max_bytes)
             self._keep(replace(self._opened(), storage_bytes=max_bytes))
 
-    def scrub(self) -> dict[str, Any]:
-        """Read everything that the storage holds and drop what is damaged; takes as long as that takes.
+    def scrub(self, *, timeout_s: float = math.inf) -> dict[str, Any]:
+        """Read everything that the storage holds and drop what is damaged, for so long at most.
 
         Returns:
             Fields of `Scrub`.
         Raises:
             ConfigError: the storage is away, or there is none.
         """
-        return asdict(self._attached().scrub())
+        return asdict(self._attached().scrub(until_s=time.monotonic() + timeout_s))
 
     def status(self) -> dict[str, Any]:
         """Of the storage: its "name", whether it "is_up", and the fields of `StorageStats`; empty without one."""
@@ -248,11 +225,27 @@ class HostService:
 
     def _open_storage(self, spec: HostSpec) -> None:
         """Open the storage of a spec, and only then give up the one in use: a wrong URL must not cost it."""
-        storage = open_storage(spec.storage, timeout_s=spec.storage_timeout_s) if spec.storage else None
+        storage = open_storage(spec.own_storage, timeout_s=spec.storage_timeout_s) if spec.storage else None
         before, self._storage = self._storage, storage
         self._librarian = self._new_librarian(spec)
         if before is not None:
             before.close()  # with the last call that is in it
+
+    def _reopen_storage(self, spec: HostSpec) -> None:
+        """Go on with the storage, or without: an owner on a node that was cut off may still have it."""
+        try:
+            self._open_storage(spec)
+            self._restore_bound(spec)
+        except ConfigError as cause:
+            _log.warning("the storage tier of %s is not what it was: %s", self._directory, cause)
+
+    def _restore_bound(self, spec: HostSpec) -> None:
+        """Give the storage the bound that an operator has set."""
+        if spec.storage_bytes:
+            try:
+                self._attached().resize(spec.storage_bytes)
+            except ConfigError as cause:
+                _log.warning("the storage tier of %s has not the bound that was set: %s", self._directory, cause)
 
     def _new_librarian(self, spec: HostSpec) -> Librarian | None:
         if self._storage is None:
@@ -289,12 +282,7 @@ class HostService:
             _log.warning("the host tier in %s cannot be taken over: %s", self._directory, cause)
             return
         self._spec = spec
-        try:
-            self._open_storage(spec)
-            if spec.storage_bytes:
-                self._attached().resize(spec.storage_bytes)
-        except ConfigError as cause:
-            _log.warning("the storage tier of %s is not what it was: %s", self._directory, cause)
+        self._reopen_storage(spec)
 
     def _let_go(self) -> None:
         self._spec = self._librarian = None
@@ -311,12 +299,12 @@ def open_arena(path: Path) -> Arena:
     """Map the arena that a `HostService` has opened, for ranks and the decider.
 
     Raises:
-        ConfigError: there is none.
+        DirectoryGoneError: there is none.
     """
     try:
         return _open_arena(path, _read_spec(path.parent))
     except FileNotFoundError as cause:
-        raise ConfigError(f"there is no host tier in {path.parent}: {cause}") from cause
+        raise DirectoryGoneError(f"there is no host tier in {path.parent}: {cause}") from cause
 
 
 def _open_arena(path: Path, spec: HostSpec) -> Arena:
@@ -325,13 +313,3 @@ def _open_arena(path: Path, spec: HostSpec) -> Arena:
 
 def _read_spec(directory: Path) -> HostSpec:
     return HostSpec.read((directory / SPEC).read_bytes())
-
-
-def _plain(value: object) -> object:
-    assert isinstance(value, Enum)
-    return value.value
-
-
-def _component(values: dict[str, Any]) -> Component:
-    fields = tuple(RowField(**{**field, "shape": tuple(field["shape"])}) for field in values["fields"])
-    return Component(**{**values, "layers": tuple(values["layers"]), "fields": fields, "reuse": Reuse(values["reuse"])})

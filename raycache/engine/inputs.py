@@ -9,11 +9,11 @@ How tokens travel between cp ranks is in exchange.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -60,18 +60,65 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages of this rank that hold what the queries of each row see; columns over n rows.
+
+    All pages of a row but its last one are full, page_size / cp tokens on each rank.
+
+    Attributes:
+        indptr: int32 [n + 1]; row i has the pages ids[indptr[i]:indptr[i + 1]].
+        ids: int32, oldest first, up to the page of the last new token. The last ones may be still empty on this rank.
+        first: int32 [n]; index of a row's first one among the pages of its sequence. Not 0 where a window begins later.
+        cached: int32 [n]; tokens of this rank in them before the new ones. A single new token counts: it is written
+            before it is attended to.
+        total: int32 [n]; the same with all new tokens.
+    """
+
+    indptr: NDArray[np.int32]
+    ids: NDArray[np.int32]
+    first: NDArray[np.int32]
+    cached: NDArray[np.int32]
+    total: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
 class Places:
     """Where the rows of one component space are written and read.
 
     Attributes:
         owned: int64; those of the T tokens that this rank's cache keeps.
         slots: int64; where they are written.
-        prefixes: per row.
+        pages: that are read.
+        page_size, cp_rank, cp_size: how tokens lie in them.
     """
 
     owned: Tensor
     slots: Tensor
-    prefixes: tuple[Prefix, ...]
+    pages: Pages
+    page_size: int
+    cp_rank: int = 0
+    cp_size: int = 1
+
+    @cached_property
+    def prefixes(self) -> tuple[Prefix, ...]:
+        """The cached tokens of each row one by one, for readable backends: slow to make."""
+        return tuple(self._prefixes())
+
+    def _prefixes(self) -> Iterator[Prefix]:
+        pages, share = self.pages, self.page_size // self.cp_size
+        for row, (first, count) in enumerate(zip(pages.first.tolist(), pages.cached.tolist(), strict=True)):
+            ids = pages.ids[pages.indptr[row] : pages.indptr[row] + -(-count // share)].astype(np.int64)
+            if not len(ids):
+                yield Prefix((), np.empty(0, np.int64))
+                continue
+            assert ids.min() >= 0, "a page that a query sees is not kept"
+            missing = len(ids) * share - count
+            breaks = np.flatnonzero(np.diff(ids) != 1) + 1
+            runs = [(int(part[0]) * share, len(part) * share) for part in np.split(ids, breaks)]
+            runs[-1] = (runs[-1][0], runs[-1][1] - missing)
+            numbers = np.arange(first, first + len(ids))
+            positions = (numbers[:, None] * self.page_size + self.cp_rank * share + np.arange(share)).ravel()
+            yield Prefix(tuple(runs), positions[: len(positions) - missing])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +132,9 @@ class StepInputs:
         rows: of the plan.
         exchange: tokens between cp ranks.
         places: per component space.
+        read_states, write_states: int64 [rows]; as in `rows`, 0 where there is none.
         logits: int64 [N]; the local tokens whose logits are used.
+        is_decode: every row has one new token.
     """
 
     ctx: ParallelContext
@@ -95,7 +144,10 @@ class StepInputs:
     rows: tuple[RowInputs, ...]
     exchange: Exchange
     places: Mapping[str, Places]
+    read_states: Tensor
+    write_states: Tensor
     logits: Tensor
+    is_decode: bool
 
 
 def build_inputs(
@@ -150,7 +202,10 @@ def build_inputs(
             )
             for space, window in windows.items()
         },
+        read_states=_on_device([np.array([max(row.read_state, 0) for row in plan.rows])], ctx),
+        write_states=_on_device([np.array([max(row.write_state, 0) for row in plan.rows])], ctx),
         logits=_on_device(logits, ctx),
+        is_decode=all(row.num_tokens == 1 for row in plan.rows),
     )
 
 
@@ -164,24 +219,52 @@ def _places(
     ctx: ParallelContext,
 ) -> Places:
     cp = {"cp_rank": ctx.cp.rank, "cp_size": ctx.cp.size}
-    owned, slots, prefixes = [], [], []
+    owned, slots = [], []
     for i, (row, table) in enumerate(zip(plan.rows, tables, strict=True)):
         chunk = np.arange(row.start, row.start + row.num_tokens)
         index, where = owned_slots(chunk, table, page_size=page_size, **cp)
         kept = where >= 0
         owned.append(index[kept] + starts[i])
         slots.append(where[kept])
+    return Places(
+        owned=_on_device(owned, ctx),
+        slots=_on_device(slots, ctx),
+        pages=_pages(plan, tables, page_size=page_size, window=window, ctx=ctx),
+        page_size=page_size,
+        **cp,
+    )
+
+
+def _pages(
+    plan: StepPlan, tables: Sequence[NDArray[np.int32]], *, page_size: int, window: int, ctx: ParallelContext
+) -> Pages:
+    share = page_size // ctx.cp.size
+    ids: list[NDArray[np.int32]] = []
+    first: list[int] = []
+    cached: list[int] = []
+    total: list[int] = []
+    for row, table in zip(plan.rows, tables, strict=True):
         # A single new token sees itself and all before it: it is part of what is in the pages, no causal part is left.
-        seen = row.start + (row.num_tokens == 1)
+        seen, end = row.start + (row.num_tokens == 1), row.start + row.num_tokens
         # Pages before the window may be others' by now.
-        first = max(0, row.start - window + 1) // page_size if window else 0
-        prefixes.append(_prefix(table, seen, first_page=first, page_size=page_size, **cp))
-    return Places(owned=_on_device(owned, ctx), slots=_on_device(slots, ctx), prefixes=tuple(prefixes))
+        begin = max(0, row.start - window + 1) // page_size if window else 0
+        ids.append(table[begin : -(-end // page_size)])
+        first.append(begin)
+        for counts, tokens in ((cached, seen), (total, end)):
+            held = owned_prefix_len(tokens, page_size=page_size, cp_rank=ctx.cp.rank, cp_size=ctx.cp.size)
+            counts.append(max(held - begin * share, 0))
+    return Pages(
+        indptr=np.cumsum([0, *map(len, ids)], dtype=np.int32),
+        ids=np.concatenate([np.empty(0, np.int32), *ids]),
+        first=np.array(first, np.int32),
+        cached=np.array(cached, np.int32),
+        total=np.array(total, np.int32),
+    )
 
 
 def _on_device(parts: Sequence[NDArray[np.generic]], ctx: ParallelContext) -> Tensor:
     joined = np.concatenate(parts) if parts else np.empty(0)
-    return torch.from_numpy(np.ascontiguousarray(joined, dtype=np.int64)).to(ctx.device, non_blocking=True)
+    return ctx.on_device(np.ascontiguousarray(joined, dtype=np.int64))
 
 
 def _runs(positions: NDArray[np.int64]) -> tuple[range, ...]:
@@ -189,23 +272,3 @@ def _runs(positions: NDArray[np.int64]) -> tuple[range, ...]:
         return ()
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     return tuple(range(int(part[0]), int(part[-1]) + 1) for part in np.split(positions, breaks))
-
-
-def _prefix(
-    table: NDArray[np.int32], seen: int, *, first_page: int, page_size: int, cp_rank: int, cp_size: int
-) -> Prefix:
-    """Those of the first `seen` tokens of a sequence that this rank holds, from a page on."""
-    share = page_size // cp_size
-    count = owned_prefix_len(seen, page_size=page_size, cp_rank=cp_rank, cp_size=cp_size)
-    end_page = -(-count // share)
-    if end_page <= first_page:
-        return Prefix((), np.empty(0, np.int64))
-    pages = table[first_page:end_page].astype(np.int64)
-    assert pages.min() >= 0, "a page that a query sees is not kept"
-    missing = end_page * share - count
-    breaks = np.flatnonzero(np.diff(pages) != 1) + 1
-    runs = [(int(part[0]) * share, len(part) * share) for part in np.split(pages, breaks)]
-    runs[-1] = (runs[-1][0], runs[-1][1] - missing)
-    numbers = np.arange(first_page, end_page)
-    positions = (numbers[:, None] * page_size + cp_rank * share + np.arange(share)).ravel()
-    return Prefix(tuple(runs), positions[: len(positions) - missing])

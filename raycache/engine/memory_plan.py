@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from raycache.config import Config, parse_bytes
+from raycache.engine.memory_use import MemoryUse, human_bytes
 from raycache.errors import ConfigError
 from raycache.memory.component import FULL, CacheFormat, Component, Reuse, window_pages
 from raycache.memory.device import unit_bytes
@@ -100,42 +101,68 @@ def pool_sizes(config: Config, model: ModelConfig, *, num_pages: int, fmt: Cache
 
 
 def pages_that_fit(
-    config: Config, model: ModelConfig, *, ctx: ParallelContext, dtype: torch.dtype, ranks_on_node: int
+    config: Config,
+    model: ModelConfig,
+    *,
+    ctx: ParallelContext,
+    dtype: torch.dtype,
+    ranks_on_node: int,
+    use: MemoryUse | None = None,
 ) -> int:
     """Pages of the sequence that a rank can hold beside its weights, with what else its components need.
 
     Args:
-        config: num_pages wins over kv_memory; "auto" takes a share of what is free, but not more than a full batch of
-            the longest sequences needs.
+        config: num_pages wins over kv_memory; "auto" takes what is left, or a share of what is free, but not more than
+            a full batch of the longest sequences needs.
         model: to serve.
         ctx: of the rank.
         dtype: of the activations.
         ranks_on_node: among which a node's memory is divided (cpu only).
+        use: of a GPU on which the weights are and the largest step was tried; None where nothing was measured.
     Raises:
-        ConfigError: it holds no page.
+        ConfigError: it holds no page, or what is wanted is more than what is left.
     """
+    fmt = cache_format(config, dtype=dtype)
+    most = _MOST_PAGES
     if config.num_pages:
-        return config.num_pages
-    if config.kv_memory == "auto":
-        memory = auto_bytes(ctx.device, ranks_on_node)
-        most = config.max_running * -(-context_len(config, model) // config.page_size)
+        memory, pages = pool_bytes(config, model, num_pages=config.num_pages, fmt=fmt, ctx=ctx), config.num_pages
     else:
-        memory, most = parse_bytes("kv_memory", config.kv_memory), _MOST_PAGES
-    pages = min(pages_within(config, model, ctx=ctx, dtype=dtype, memory=memory), most)
+        if config.kv_memory != "auto":
+            memory = parse_bytes("kv_memory", config.kv_memory)
+        else:
+            memory = auto_bytes(ctx.device, ranks_on_node) if use is None else max(use.left, 0)
+            most = config.max_running * -(-context_len(config, model) // config.page_size)
+        pages = min(pages_within(config, model, ctx=ctx, dtype=dtype, memory=memory), most)
     if pages < 1:
-        raise ConfigError(_why_no_page(config, model, fmt=cache_format(config, dtype=dtype), ctx=ctx, memory=memory))
+        raise ConfigError(_why_no_page(config, model, fmt=fmt, ctx=ctx, memory=memory, use=use))
+    if use is not None and memory > use.most:
+        raise ConfigError(_why_too_much(config, rank=ctx.rank, memory=memory, use=use))
     return pages
 
 
-def _why_no_page(config: Config, model: ModelConfig, *, fmt: CacheFormat, ctx: ParallelContext, memory: int) -> str:
+def _why_too_much(config: Config, *, rank: int, memory: int, use: MemoryUse) -> str:
+    wish = f"num_pages={config.num_pages}" if config.num_pages else f"kv_memory={config.kv_memory}"
+    left = f"{human_bytes(use.left)} are left" if use.left > 0 else "nothing is left"
+    return (
+        f"{wish} takes {human_bytes(memory)} of {use.device} of rank {rank}, {left}, {use}; use a smaller "
+        f"{wish.split('=')[0]}, max_step_tokens or max_model_len, or more ranks"
+    )
+
+
+def _why_no_page(
+    config: Config, model: ModelConfig, *, fmt: CacheFormat, ctx: ParallelContext, memory: int, use: MemoryUse | None
+) -> str:
     def least(max_running: int) -> int:
         return pool_bytes(replace(config, max_running=max_running), model, num_pages=1, fmt=fmt, ctx=ctx)
 
     text = (
         f"kv_memory={config.kv_memory}, {memory} bytes on this rank, holds no page; one, with what "
         f"max_running={config.max_running} requests are guaranteed beside it, takes {least(config.max_running)}; "
-        "raise kv_memory"
     )
+    if use is not None and config.kv_memory == "auto":
+        text += f"{use.device} has {use}; use more ranks, a smaller max_step_tokens or max_model_len"
+    else:
+        text += "raise kv_memory"
     # With half of the memory for pages and restore points.
     fitting = bisect.bisect_right(range(1, config.max_running), memory // 2, key=least)
     return f"{text}, or use max_running={fitting}" if fitting else text

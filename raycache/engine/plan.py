@@ -9,6 +9,7 @@ changed:
       loads   host page 3 -> device page 9, ...                     before a row reads them, layer by layer
       rows    slot 3: positions 128..383, 256 tokens, 4 new pages   a prefill chunk
               slot 0: position 901, 1 token                         decode
+              slot 5: position 77, fed                              decode, before its token is known here
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ PageLists = Mapping[str, Sequence[int]]
 """Component space -> page ids, in the order of the sequence; -1 stands for a page that is not kept."""
 
 NO_PAGES: PageLists = MappingProxyType({})
+
+UNKNOWN: PackedTokens = (-1).to_bytes(4, "little", signed=True)
+"""Stands in a row that is fed for the token that the decider does not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class Row:
             token; empty for none.
         read_state: slot of the recurrent states after `start` tokens, -1 at the beginning of a sequence.
         write_state: slot for the states after the last new token; may be the same. -1 when the model has none.
+        is_fed: its one new token is the one that the plan before sampled for this slot; `tokens` is UNKNOWN.
     """
 
     slot: int
@@ -79,6 +84,7 @@ class Row:
     targets: PackedTokens = b""
     read_state: int = -1
     write_state: int = -1
+    is_fed: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -130,6 +136,7 @@ class StepPlan:
                 bytes(r.targets),
                 r.read_state,
                 r.write_state,
+                r.is_fed,
             ]
             for r in self.rows
         ]

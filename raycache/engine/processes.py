@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -22,9 +22,12 @@ from raycache.config import Config
 from raycache.engine.executors import GangExecutor
 from raycache.engine.memory_plan import usable_cpus
 from raycache.engine.runner import RankRunner, Seat
-from raycache.errors import ConfigError, RankLostError, RayCacheError
+from raycache.errors import RankLostError, RayCacheError
 from raycache.parallel.board import AckBoard
+from raycache.parallel.collectives import Group
 from raycache.parallel.context import DECIDER, GroupHandle, Store, build_group, group_handles
+from raycache.parallel.devices import require_gpus
+from raycache.parallel.relay import BoardReceiver, leaders, receive_boards
 from raycache.parallel.sharding import Split
 
 _HOST = "127.0.0.1"
@@ -44,24 +47,32 @@ class Invitation:
     board: Path
 
 
-def invite(config: Config, *, device_type: str, store: Store, board: AckBoard, epoch: int) -> list[Invitation]:
+def invite(
+    config: Config, *, device_type: str, store: Store, boards: Sequence[AckBoard], epoch: int, nodes: Sequence[int] = ()
+) -> list[Invitation]:
     """One invitation per rank of a gang on this machine.
 
+    Args:
+        config: of the service.
+        device_type: "cpu" or "cuda".
+        store: where ranks and decider meet.
+        boards: one per node.
+        epoch: of the gang.
+        nodes: node of each rank, for tests that have several on this machine; node 0 is the decider's.
     Raises:
-        ConfigError: fewer GPUs than ranks.
+        ConfigError: fewer GPUs than ranks, or no CUDA that works.
     """
     split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
-    if device_type == "cuda" and torch.cuda.device_count() < split.world_size:
-        raise ConfigError(
-            f"tp={config.tp} pp={config.pp} cp={config.cp} needs {split.world_size} GPUs, this machine has "
-            f"{torch.cuda.device_count()}; use a smaller split or --device cpu"
-        )
+    if device_type == "cuda":
+        require_gpus(split.world_size)
+    places = tuple(nodes) or (0,) * split.world_size
     handles = group_handles(
         split,
         backend="nccl" if device_type == "cuda" else "gloo",
         store=store.address,
         epoch=epoch,
         timeout_s=config.rank_timeout_s,
+        leaders=leaders(places, here=0),
     )
     handles["control"] = replace(handles["control"], timeout_s=_IDLE_S)
     threads = max(1, usable_cpus() // split.world_size)
@@ -77,7 +88,7 @@ def invite(config: Config, *, device_type: str, store: Store, board: AckBoard, e
             ),
             handles=handles,
             epoch=epoch,
-            board=board.path,
+            board=boards[places[rank]].path,
         )
         for rank in range(split.world_size)
     ]
@@ -89,7 +100,8 @@ class ProcessGang:
     Args:
         config: of the service.
         device_type: "cpu" or "cuda".
-        arena: file of the host tier, or None.
+        arenas: file of the host tier of each node; empty without one.
+        nodes: node of each rank, for tests: as if ranks were on several. Node 0 is the decider's.
     Raises:
         RayCacheError: what kept a rank from starting; no process is left behind.
 
@@ -98,22 +110,25 @@ class ProcessGang:
         num_pages: that all ranks hold.
     """
 
-    def __init__(self, config: Config, *, device_type: str, arena: Path | None = None) -> None:
+    def __init__(
+        self, config: Config, *, device_type: str, arenas: Sequence[Path] = (), nodes: Sequence[int] = ()
+    ) -> None:
         split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+        nodes = tuple(nodes) or (0,) * split.world_size
         store = Store(_HOST)
-        board = AckBoard.create(split.world_size)
+        boards = [AckBoard.create(split.world_size) for _ in range(max(nodes) + 1)]
         self._store = store
         self._processes: list[RankProcess] = []
+        self._receivers: list[BoardReceiver] = []
         try:
-            invitations = invite(config, device_type=device_type, store=store, board=board, epoch=1)
+            invitations = invite(config, device_type=device_type, store=store, boards=boards, epoch=1, nodes=nodes)
             for invitation in invitations:
                 self._processes.append(RankProcess(_run_rank, invitation))
-            handle = replace(invitations[0].handles["control"], timeout_s=config.rank_timeout_s)
+            handles = dict(invitations[0].handles)
+            handles["control"] = replace(handles["control"], timeout_s=config.rank_timeout_s)
             with ThreadPoolExecutor(1) as pool:
                 # Joining is a meeting: the decider has to be on its way while it waits for the ranks' answers.
-                joining = pool.submit(
-                    build_group, handle, member=DECIDER, epoch=1, host=_HOST, device=torch.device("cpu")
-                )
+                joining = pool.submit(self._meet, boards[0], handles, nodes=nodes)
                 try:
                     self.num_pages = min(self._receive(config.start_timeout_s))
                 except BaseException:
@@ -121,15 +136,24 @@ class ProcessGang:
                     store.close()
                     raise
                 control = joining.result()
-            for process in self._processes:
-                process.send((self.num_pages, arena))
+            for process, node in zip(self._processes, nodes, strict=True):
+                process.send((self.num_pages, arenas[node] if arenas else None))
             self._receive(config.start_timeout_s)
         except BaseException:
             self.kill()
             raise
         finally:
-            board.unlink()
-        self.executor = GangExecutor(control, split=split, board=board)
+            for board in boards:
+                board.unlink()
+        plans_ahead = config.plans_ahead(device_type=device_type)
+        self.executor = GangExecutor(
+            control, split=split, board=boards[0], plans_ahead=plans_ahead, receivers=self._receivers
+        )
+
+    def _meet(self, board: AckBoard, handles: Mapping[str, GroupHandle], *, nodes: Sequence[int]) -> Group:
+        """Join the decider's groups, in the ranks' order: boards first."""
+        self._receivers = receive_boards(board, handles, nodes=nodes, epoch=1, host=_HOST)
+        return build_group(handles["control"], member=DECIDER, epoch=1, host=_HOST, device=torch.device("cpu"))
 
     def join(self, timeout_s: float) -> None:
         """Wait for the ranks to end after their last plan; what has not ended by then is killed."""
@@ -154,6 +178,8 @@ class ProcessGang:
 
     def kill(self) -> None:
         """End all ranks at once."""
+        for receiver in self._receivers:
+            receiver.close()
         for process in self._processes:
             process.process.kill()
             process.process.join()

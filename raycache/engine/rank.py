@@ -6,7 +6,7 @@ actor, a process or the caller itself runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,41 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.base import AttentionBackend
+from raycache.engine.answer import PendingAnswer
+from raycache.engine.graphs import DecodeGraphs
 from raycache.engine.inputs import StepInputs, build_inputs
+from raycache.engine.last_tokens import LastTokens
+from raycache.engine.page_tables import PageTables
 from raycache.engine.plan import Admit, Row, StepPlan, answer_width, emissions
 from raycache.engine.sampler import SampleRow, TokenCounts, logprobs, sample
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.device import DevicePool
 from raycache.memory.mover import Mover
+from raycache.memory.streams import Event, Passed, after_compute
 from raycache.models.base import Model, ModelConfig
 from raycache.parallel.context import ParallelContext
 from raycache.types import SamplingParams
-
-
-@dataclass(slots=True)
-class PageTable:
-    """Page ids of a sequence in one component space, grown by doubling."""
-
-    ids: NDArray[np.int32]
-    num_pages: int
-
-    @classmethod
-    def of(cls, ids: Sequence[int]) -> PageTable:
-        """With these pages."""
-        return cls(np.asarray(ids, np.int32), len(ids))
-
-    @property
-    def valid(self) -> NDArray[np.int32]:
-        """The ids, a view."""
-        return self.ids[: self.num_pages]
-
-    def append(self, ids: Sequence[int]) -> None:
-        """Add pages at the end."""
-        wanted = self.num_pages + len(ids)
-        if wanted > len(self.ids):
-            self.ids = np.concatenate([self.valid, np.empty(max(wanted, 8), np.int32)])
-        self.ids[self.num_pages : wanted] = ids
-        self.num_pages = wanted
 
 
 @dataclass(slots=True)
@@ -57,13 +36,11 @@ class Slot:
     """What a rank remembers of a running request.
 
     Attributes:
-        tables: component space -> its pages.
         sampling, seed: how to choose its tokens.
         counts: of tokens so far, if penalties need them.
         num_counted: tokens of the sequence that `counts` knows.
     """
 
-    tables: dict[str, PageTable]
     sampling: SamplingParams
     seed: int
     counts: TokenCounts | None = None
@@ -76,6 +53,11 @@ class Slot:
             for token in tokens:
                 self.counts.add(token)
             self.num_counted += len(tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its next token is the likeliest, whatever came before."""
+        return self.sampling.is_greedy and not self.sampling.logit_bias and self.counts is None
 
 
 @dataclass
@@ -90,6 +72,8 @@ class Rank:
         backend: attention.
         dtype: of activations.
         mover: between the pool and the host, None without a host tier.
+        last: what slots sampled, where plans may have rows that are fed.
+        graphs: recorded decode steps, None where there are none.
     """
 
     ctx: ParallelContext
@@ -99,20 +83,31 @@ class Rank:
     backend: AttentionBackend
     dtype: torch.dtype
     mover: Mover | None = None
+    last: LastTokens | None = None
+    graphs: DecodeGraphs | None = None
     _slots: dict[int, Slot] = field(default_factory=dict)
+    _tables: dict[str, PageTables] = field(init=False)
     _unsent: Callable[[], None] = lambda: None
+    _planned: Event = field(default_factory=Passed)
 
-    @torch.inference_mode()
+    def __post_init__(self) -> None:
+        self._tables = {space: PageTables() for space in self.pool.windows}
+
     def execute(self, plan: StepPlan) -> NDArray[np.int64]:
         """Run one step.
 
         Returns:
             The answer, [emitted_count, answer_width]; empty on ranks that are not of the last stage.
         """
+        return self.start(plan).answer()
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> PendingAnswer:
+        """Give the device one step to do; on the CPU it is done on return."""
         logits = self.forward(plan)
         if logits is None:
-            return np.empty((0, answer_width(plan)), np.int64)
-        return self._answer(plan, logits)
+            return PendingAnswer(torch.empty((0, answer_width(plan)), dtype=torch.int64))
+        return PendingAnswer(self._answer(plan, logits))
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor | None:
@@ -123,18 +118,31 @@ class Rank:
         """
         self._move(plan)
         for admit in plan.admits:
-            self._slots[admit.slot] = _new_slot(admit, self.pool.windows)
+            self._slots[admit.slot] = _new_slot(admit)
+            for space, tables in self._tables.items():
+                tables.begin(admit.slot, admit.pages.get(space, ()))
         for row in plan.rows:
-            slot = self._slots[row.slot]
             for space, ids in row.new_pages.items():
-                slot.tables[space].append(ids)
-            slot.count(row)
+                self._tables[space].append(row.slot, ids)
+            self._slots[row.slot].count(row)
         if not plan.rows:
             return None
-        tables = {
-            row.slot: {space: table.valid for space, table in self._slots[row.slot].tables.items()} for row in plan.rows
-        }
+        # Plans of kernels are copied from memory that the next one overwrites. A plan of an eager step is made when the
+        # first layer of its kind comes, so only the end of such a step is safe.
+        self._planned.synchronize()
+        if self.graphs is not None and self.graphs.can_run(plan):
+            self.graphs.prepare(plan, self._tables)
+            self._planned = after_compute(self.ctx.device)
+            return self.graphs.replay()
+        logits = self._run_layers(plan)
+        self._planned = after_compute(self.ctx.device)
+        return logits
+
+    def _run_layers(self, plan: StepPlan) -> Tensor | None:
+        tables = {row.slot: {space: table.of(row.slot) for space, table in self._tables.items()} for row in plan.rows}
         inputs = build_inputs(plan, tables, page_size=self.pool.page_size, windows=self.pool.windows, ctx=self.ctx)
+        if self.last is not None:
+            self.last.fill(plan, inputs)
         hidden = self._run_stage(inputs)
         return self.model.logits(hidden[inputs.logits]) if self.ctx.is_last_stage else None
 
@@ -166,22 +174,32 @@ class Rank:
             self._unsent = self.ctx.pp.isend(hidden, to=self.ctx.pp.rank + 1)
         return hidden
 
-    def _answer(self, plan: StepPlan, logits: Tensor) -> NDArray[np.int64]:
-        targets, sampled, rows = self._emissions(plan)
+    def _answer(self, plan: StepPlan, logits: Tensor) -> Tensor:
+        """What is sampled and scored, int64 [emitted_count, answer_width]."""
         if plan.loads:
             # A load that failed leaves whatever was there. The decider throws such rows away; sampling must bear them.
             logits = logits.nan_to_num()
-        tokens = torch.tensor(targets, dtype=torch.int64, device=logits.device)
-        if rows:
-            tokens[sampled] = sample(logits if len(rows) == len(targets) else logits[sampled], rows)
-        answer = np.empty((len(targets), answer_width(plan)), np.int64)
-        answer[:, 0] = tokens.cpu().numpy()
-        if plan.num_top is not None:
-            chosen_logprob, top_ids, top = logprobs(logits, tokens, num_top=plan.num_top)
-            answer[:, 1] = chosen_logprob.double().cpu().numpy().view(np.int64)
-            answer[:, 2 : 2 + plan.num_top] = top_ids.cpu().numpy()
-            answer[:, 2 + plan.num_top :] = top.double().cpu().numpy().view(np.int64)
-        return answer
+        tokens = self._tokens(plan, logits)
+        if plan.num_top is None:
+            return tokens[:, None]
+        chosen_logprob, top_ids, top = logprobs(logits, tokens, num_top=plan.num_top)
+        bits = [values.double().view(torch.int64) for values in (chosen_logprob[:, None], top)]
+        return torch.cat([tokens[:, None], bits[0], top_ids, bits[1]], dim=1)
+
+    def _tokens(self, plan: StepPlan, logits: Tensor) -> Tensor:
+        """Per emitted position the token that is sampled there, or the target that is scored: int64 [emitted_count]."""
+        if all(not row.targets and self._slots[row.slot].is_plain for row in plan.rows):
+            tokens = sampled_tokens = logits.argmax(-1)
+        else:
+            targets, sampled, rows = self._emissions(plan)
+            tokens = self.ctx.on_device(np.array(targets, np.int64))
+            sampled_tokens = tokens[:0]
+            if rows:
+                sampled_tokens = sample(logits if len(rows) == len(targets) else logits[sampled], rows)
+                tokens[sampled] = sampled_tokens
+        if self.last is not None:
+            self.last.keep(plan, sampled_tokens)
+        return tokens
 
     def _emissions(self, plan: StepPlan) -> tuple[list[int], list[int], list[SampleRow]]:
         """Per emitted position its target (0: to be sampled); which positions are sampled, and how."""
@@ -204,14 +222,13 @@ class Rank:
         return targets, sampled, rows
 
 
-def _new_slot(admit: Admit, spaces: Iterable[str]) -> Slot:
+def _new_slot(admit: Admit) -> Slot:
     counts = None
     if admit.sampling.has_penalties:
         counts = TokenCounts(
             prompt=np.frombuffer(admit.prompt, np.int32).tolist(), output=np.frombuffer(admit.output, np.int32).tolist()
         )
     return Slot(
-        tables={space: PageTable.of(admit.pages.get(space, ())) for space in spaces},
         sampling=admit.sampling,
         seed=admit.seed,
         counts=counts,

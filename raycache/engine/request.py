@@ -7,8 +7,9 @@ from enum import Enum
 
 import numpy as np
 
-from raycache.cache.holding import Holding, Use
+from raycache.cache.holding import Holding, Room, Use
 from raycache.cache.storage_tier import Prefetch
+from raycache.engine.plan import NO_PAGES, UNKNOWN, Row
 from raycache.errors import RequestError
 from raycache.types import FinishReason, GenerateRequest, Miss, RequestOutput, SamplingParams, TokenLogprob
 
@@ -27,24 +28,27 @@ class Request:
 
     tokens    [ prompt ......................... | output ... ]
     computed  [ cached | chunks done so far ]                      state of these is in what it holds
+    planned   [ .............................. | rows in flight ]  up to one token behind `tokens`: the next one
 
     Attributes:
         request_id: name given by the client.
         sampling: how to continue.
         seed: of its random numbers.
         order: (priority, arrival number); smaller runs first.
-        deadline: on the engine's clock, seconds; None for none.
+        arrival_s: on the engine's clock.
+        deadline: on the same clock, seconds; None for none.
         max_len: most tokens of prompt and output.
         tokens: packed prompt and output.
         prompt_len, num_computed, cached_len: in tokens; cached_len is what the first admission found.
-        num_planned: as num_computed, once the row in flight is done.
+        num_planned: as num_computed, once the rows in flight are done.
         cut_by: the component that kept the first admission from finding more, or "".
         cuts: positions, ascending, at which a chunk ends and leaves a restore point.
         holding: of the cache, while running.
         slot: on the ranks, while running.
         num_admissions: times that it began to run.
+        queued_s: from its arrival until the first of them.
         num_losses: gangs that were lost while it was in flight, one after another.
-        is_in_flight: a plan with one of its rows is out.
+        num_in_flight: plans that are out and have a row of it, up to 2.
         ending: why it ends as soon as it is not in flight, if it was cancelled or is late.
         use: what its prefixes in the cache belong to, and count for.
         may_load: whether its prefix may come from the host; not after that turned out to be bad.
@@ -57,6 +61,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     order: tuple[int, int]
+    arrival_s: float
     deadline: float | None
     max_len: int
     tokens: bytearray
@@ -70,8 +75,9 @@ class Request:
     holding: Holding | None = None
     slot: int = -1
     num_admissions: int = 0
+    queued_s: float = 0.0
     num_losses: int = 0
-    is_in_flight: bool = False
+    num_in_flight: int = 0
     ending: FinishReason | None = None
     prompt_scores: list[TokenLogprob | None] = field(default_factory=list)
     use: Use = field(default_factory=Use)
@@ -106,6 +112,7 @@ class Request:
             sampling=sampling,
             seed=seed if sampling.seed is None else sampling.seed,
             order=(request.priority, arrival),
+            arrival_s=now_s,
             deadline=None if request.timeout_s is None else now_s + request.timeout_s,
             max_len=max_len,
             tokens=bytearray(np.asarray([*request.prompt, *request.output], np.int32).tobytes()),
@@ -128,9 +135,67 @@ class Request:
         return self.num_tokens - self.num_computed
 
     @property
+    def is_in_flight(self) -> bool:
+        """Whether a plan with a row of it is out."""
+        return self.num_in_flight > 0
+
+    @property
+    def next_start(self) -> int:
+        """Position of the first token of its next row."""
+        return self.num_planned if self.num_in_flight else self.num_computed
+
+    @property
+    def num_next(self) -> int:
+        """As `remaining`, once the rows in flight are done."""
+        return max(self.num_tokens - self.next_start, 1)
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether the token of its next row is still being sampled."""
+        return self.num_in_flight > 0 and self.num_planned == self.num_tokens
+
+    @property
+    def wants_row(self) -> bool:
+        """Whether it goes on, as far as is known: the token that is being sampled may still end it."""
+        is_last_sampled = self.is_fed and self.num_tokens + 1 >= self.max_len
+        return self.phase is Phase.RUNNING and self.ending is None and not is_last_sampled
+
+    @property
     def is_scored(self) -> bool:
         """Whether log-probabilities of prompt tokens are still wanted."""
         return self.sampling.prompt_logprobs is not None and len(self.prompt_scores) < self.prompt_len
+
+    @property
+    def wanted_tops(self) -> list[int]:
+        """Alternatives that it wants to be told with its next log-probabilities; empty if it wants none of these."""
+        sampling = self.sampling
+        wanted = (sampling.logprobs, sampling.prompt_logprobs if self.is_scored else None)
+        return [top for top in wanted if top is not None]
+
+    def next_row(self, count: int, room: Room) -> Row:
+        """Its next tokens for a plan.
+
+        Args:
+            count: of tokens, at most `num_next`.
+            room: for them.
+        """
+        start, is_fed = self.next_start, self.is_fed
+        is_sampled = start + count >= self.num_tokens
+        self.num_planned = start + count
+        targets = b""
+        if self.is_scored:
+            targets = self.packed(start + 1, min(start + 1 + count, self.prompt_len))
+        return Row(
+            slot=self.slot,
+            start=start,
+            tokens=UNKNOWN if is_fed else self.packed(start, start + count),
+            new_pages=room.new_pages or NO_PAGES,
+            output_position=self.num_output + is_fed if is_sampled else -1,
+            targets=targets,
+            read_state=room.read_state,
+            write_state=room.write_state,
+            is_fed=is_fed,
+        )
 
     def packed(self, start: int, stop: int) -> bytes:
         """Tokens [start, stop), packed."""
@@ -160,5 +225,7 @@ class Request:
             cut_by=self.cut_by,
             cached_by_tier=self.cached_by_tier,
             miss=self.miss,
+            queued_s=self.queued_s,
+            num_starts=self.num_admissions,
             error="the ranks were lost each time that it ran" if reason is FinishReason.ERROR else None,
         )

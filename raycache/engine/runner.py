@@ -9,28 +9,46 @@ run    execute plans until the last one
 from __future__ import annotations
 
 import logging
+import sys
+import time
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from raycache.attention.torch_ref import TorchBackend
+from raycache.attention.base import NotRecordableError
+from raycache.attention.choose import choose_backend
 from raycache.config import Config
+from raycache.engine.answer import PendingAnswer
 from raycache.engine.control import answering_ranks, receive_plan, send_answer
+from raycache.engine.graphs import DecodeGraphs, batch_sizes
 from raycache.engine.host_service import open_arena
+from raycache.engine.last_tokens import LastTokens
 from raycache.engine.memory_plan import cache_format, pages_that_fit, pool_sizes, resolve_dtype
+from raycache.engine.memory_use import MemoryUse, refusing_out_of_memory
+from raycache.engine.peak import measure_peak
+from raycache.engine.plan import StepPlan
 from raycache.engine.rank import Rank
 from raycache.errors import RankLostError
-from raycache.memory.device import DevicePool
+from raycache.memory.device import DevicePool, unit_bytes
 from raycache.memory.mover import LaneName, Mover
-from raycache.models.base import Model, components, load_model, read_config
-from raycache.models.checkpoint import Checkpoint
+from raycache.models.base import Model, ModelConfig, components, load_model, read_config
+from raycache.models.checkpoint import Checkpoint, WeightSource
+from raycache.models.dummy import DummyWeights
 from raycache.parallel.board import AckBoard, Lane
 from raycache.parallel.context import GroupHandle, ParallelContext
+from raycache.parallel.devices import require_gpus
+from raycache.parallel.relay import BoardSender, send_board
 from raycache.parallel.sharding import Split
 
 _log = logging.getLogger(__name__)
+
+SWITCH_S = 0.0002
+STAGING_BYTES = 512 << 20
+"""Of a GPU, kept for page moves until their buffers and checksums are made, beside four units: four buffers of 32 MiB,
+or of a unit where that is wider, and sums of up to 320 MiB."""
 
 
 @dataclass(frozen=True)
@@ -68,33 +86,39 @@ class RankRunner:
         self._dtype = resolve_dtype(config, device_type=self._device.type)
         self._ctx = ParallelContext.single(self._device)
         self._board = board
+        self._sender: BoardSender | None = None
         self._model: Model | None = None
         self._rank: Rank | None = None
+        self._step = 0
+        self._is_answering = False
+        self._untold: deque[tuple[StepPlan, PendingAnswer]] = deque()
         if seat.num_threads:
             torch.set_num_threads(seat.num_threads)
+        self._use: MemoryUse | None = None
         if self._device.type == "cuda":
+            # The threads of page moves give the device little pieces of work all the time; in Python's own time slices
+            # of 5 ms each of them would wait for the thread that launches the step.
+            sys.setswitchinterval(SWITCH_S)
+            require_gpus((self._device.index or 0) + 1)
             torch.cuda.set_device(self._device)
+            self._use = MemoryUse.of(self._device)
 
-    def join(self, handles: Mapping[str, GroupHandle], *, epoch: int, board: Path | None) -> None:
+    def join(self, handles: Mapping[str, GroupHandle], *, epoch: int, board: Path) -> None:
         """Become a member of the gang.
 
         Args:
             handles: all groups of the gang.
             epoch: of the gang.
-            board: of the decider, or None on another node than its: a board is memory of one node.
+            board: of this rank's node; the lowest rank of a node passes it on to the decider, if that is elsewhere.
         Raises:
             RankLostError: a member did not come in time, or is of another epoch.
         """
         split = Split(tp=self._config.tp, pp=self._config.pp, cp=self._config.cp)
-        rank = self._seat.rank
-        if board is None:
-            self._board = AckBoard.create(split.world_size)
-            self._board.unlink()
-        else:
-            self._board = AckBoard(board, num_ranks=split.world_size)
-        self._ctx = ParallelContext.join(
-            split, rank=rank, host=self._seat.host, device=self._device, handles=handles, epoch=epoch
-        )
+        rank, host = self._seat.rank, self._seat.host
+        self._board = AckBoard(board, num_ranks=split.world_size)
+        self._sender = send_board(self._board, handles, rank=rank, epoch=epoch, host=host)
+        self._ctx = ParallelContext.join(split, rank=rank, host=host, device=self._device, handles=handles, epoch=epoch)
+        self._is_answering = rank in answering_ranks(split)
         self._board.post(rank, Lane.JOINED, 1)
 
     def load(self) -> int:
@@ -107,12 +131,39 @@ class RankRunner:
             ConfigError: not even one sequence fits.
         """
         config = read_config(Path(self._config.model))
-        self._model = load_model(
-            config, Checkpoint(Path(self._config.model)), self._ctx, dtype=self._dtype, on_progress=self._on_progress
-        )
+        self._note("groups")
+        self._backend = choose_backend(self._config, config, self._device, self._dtype)
+        with refusing_out_of_memory(self._device, doing="loading weights"):
+            self._model = load_model(
+                config, self._weights(), self._ctx, dtype=self._dtype, on_progress=self._on_progress
+            )
+        self._note("weights")
+        if self._use is not None:
+            num_graphs = len(batch_sizes(self._config.max_running, cp=self._ctx.cp.size)) if self._has_graphs else 0
+            measure_peak(self._config, self._new_rank(config, num_pages=0), use=self._use, num_graphs=num_graphs)
+            if self._config.has_host_tier:
+                self._use.keep("staging", self._staging_bytes(config))
         return pages_that_fit(
-            self._config, config, ctx=self._ctx, dtype=self._dtype, ranks_on_node=self._seat.ranks_on_node
+            self._config,
+            config,
+            ctx=self._ctx,
+            dtype=self._dtype,
+            ranks_on_node=self._seat.ranks_on_node,
+            use=self._use,
         )
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self._config.cuda_graphs and self._backend.capabilities.can_capture and self._config.pp == 1
+
+    def _note(self, purpose: str) -> None:
+        if self._use is not None:
+            self._use.note(purpose)
+
+    def _weights(self) -> WeightSource:
+        if self._config.dummy_weights:
+            return DummyWeights(self._device, self._dtype)
+        return Checkpoint(Path(self._config.model))
 
     def build(self, num_pages: int, arena: Path | None = None) -> Rank:
         """Make the pool and the executor.
@@ -121,33 +172,76 @@ class RankRunner:
             num_pages: the same on all ranks.
             arena: file of this node's host tier, or None.
         """
-        assert self._model is not None, "load comes first"
         config = read_config(Path(self._config.model))
+        self._rank = rank = self._new_rank(config, num_pages=num_pages)
+        self._note("pages")
+        if arena is not None:
+            with refusing_out_of_memory(self._device, doing="making the buffers of page moves"):
+                rank.mover = self._new_mover(rank.pool, arena)
+        if self._config.plans_ahead(device_type=self._device.type):
+            rank.last = LastTokens(self._config.max_running, self._ctx)
+        self._note("staging")
+        if self._has_graphs:
+            rank.graphs = self._new_graphs(rank)
+        if self._use is not None:
+            self._use.note("graphs")
+            for purpose in ("graphs", "staging"):
+                self._use.keep(purpose, 0)
+            _log.info("memory of %s: %s", self._device, self._use)
+            self._use.check()
+        return rank
+
+    def _staging_bytes(self, config: ModelConfig) -> int:
+        """Most that page moves take of a GPU."""
+        parts = components(config, cache_format(self._config, dtype=self._dtype))
+        place = {"num_layers": config.num_layers, "page_size": self._config.page_size}
+        units = Counter[str]()
+        for part in parts:
+            units[part.space] += unit_bytes(part, **place, split=self._ctx.split, at=self._ctx.coords)
+        return STAGING_BYTES + 4 * max(units.values())
+
+    def _new_rank(self, config: ModelConfig, *, num_pages: int) -> Rank:
+        """With a pool of so many pages; 0 for one with a single unit of everything, to try steps with."""
+        assert self._model is not None, "load comes first"
         fmt = cache_format(self._config, dtype=self._dtype)
+        sizes = pool_sizes(self._config, config, num_pages=max(num_pages, 1), fmt=fmt)
         pool = DevicePool(
             components(config, fmt),
             num_layers=config.num_layers,
-            sizes=pool_sizes(self._config, config, num_pages=num_pages, fmt=fmt),
+            sizes=sizes if num_pages else dict.fromkeys(sizes, 1),
             page_size=self._config.page_size,
             ctx=self._ctx,
+            has_scratch=self._has_graphs,
         )
-        self._rank = Rank(
-            ctx=self._ctx,
-            config=config,
-            model=self._model,
-            pool=pool,
-            backend=TorchBackend(),
-            dtype=self._dtype,
-            mover=None if arena is None else self._new_mover(pool, arena),
+        return Rank(
+            ctx=self._ctx, config=config, model=self._model, pool=pool, backend=self._backend, dtype=self._dtype
         )
-        return self._rank
+
+    def _new_graphs(self, rank: Rank) -> DecodeGraphs | None:
+        graphs = DecodeGraphs(rank.model, pool=rank.pool, backend=rank.backend, ctx=self._ctx, last=rank.last)
+        start_s = time.monotonic()
+        sizes = batch_sizes(self._config.max_running, cp=self._ctx.cp.size)
+        try:
+            graphs.record(sizes)
+        except NotRecordableError as cause:
+            _log.warning("decode steps are not recorded as CUDA graphs, and take longer: %s", cause)
+            return None
+        _log.info(
+            "recorded decode steps of %s rows as CUDA graphs in %.1f s, %.0f MiB",
+            "/".join(map(str, sizes)),
+            time.monotonic() - start_s,
+            graphs.num_bytes / 2**20,
+        )
+        return graphs
 
     def _new_mover(self, pool: DevicePool, path: Path) -> Mover:
         arena, board, rank = open_arena(path), self._board, self._seat.rank
         assert board is not None, "join comes first"
+        assert rank in arena.layout.ranks, f"{path} is the arena of ranks {arena.layout.ranks}, not of rank {rank}"
 
         def post(lane: LaneName, number: int, has_failed: bool) -> None:
             board.post(rank, Lane.LOAD_US, int(1e6 * mover.load_s))
+            board.post(rank, Lane.SAVE_US, int(1e6 * mover.save_s))
             board.post_moves(rank, lane, number, has_failed)
 
         mover = Mover(pool, arena, arena.layout, rank=rank, post=post)
@@ -160,29 +254,44 @@ class RankRunner:
             RankLostError: the decider or a peer is gone or late.
         """
         assert self._rank is not None and self._board is not None, "join, load and build come first"
-        rank, answers = self._seat.rank, self._seat.rank in answering_ranks(self._ctx.split)
-        step = 0
+        rank, has_lost = self._seat.rank, True
         try:
-            while True:
-                plan = receive_plan(self._ctx.control)
-                step = plan.step
-                answer = self._rank.execute(plan)
-                if answers and not plan.is_last:
-                    send_answer(plan, answer, self._ctx.control)
-                self._board.post(rank, Lane.STEP, step)
-                if plan.is_last:
-                    return
+            self._execute_plans(self._rank)
+            has_lost = False
         except RankLostError as cause:
-            self._board.post(rank, Lane.LOST, max(step, 1))
-            raise RankLostError(rank, str(self._ctx.coords), step, cause.cause) from cause
+            self._board.post(rank, Lane.LOST, max(self._step, 1))
+            raise RankLostError(rank, str(self._ctx.coords), self._step, cause.cause) from cause
         except BaseException:
-            self._board.post(rank, Lane.FAILED, max(step, 1))
-            _log.exception("rank %d (%s) failed at step %d", rank, self._ctx.coords, step)
+            self._board.post(rank, Lane.FAILED, max(self._step, 1))
+            _log.exception("rank %d (%s) failed at step %d", rank, self._ctx.coords, self._step)
             raise
         finally:
             # Whoever waits for this rank fails now instead of at its deadline.
             self._ctx.close()
             self.close()
+            if self._sender is not None:
+                self._sender.close(has_lost=has_lost)
+
+    def _execute_plans(self, rank: Rank) -> None:
+        while True:
+            plan = receive_plan(self._ctx.control, meanwhile=self._tell_ready)
+            self._step = plan.step
+            with refusing_out_of_memory(self._device, doing=f"running step {plan.step}"):
+                answer = rank.start(plan)
+            self._untold.append((plan, answer))
+            self._tell_ready()
+            if plan.is_last:
+                return
+
+    def _tell_ready(self) -> bool:
+        """Answer the steps that the device is done with, in their order; whether some are left."""
+        assert self._board is not None, "join comes first"
+        while self._untold and self._untold[0][1].is_ready():
+            plan, answer = self._untold.popleft()
+            if self._is_answering and not plan.is_last:
+                send_answer(plan, answer.answer(), self._ctx.control)
+            self._board.post(self._seat.rank, Lane.STEP, plan.step)
+        return bool(self._untold)
 
     def close(self) -> None:
         """Let go of the host tier; for a rank that does not `run`."""

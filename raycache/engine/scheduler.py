@@ -8,6 +8,18 @@ from there unless that is evicted too.
 Models with windows or recurrent states can be continued only from restore points. Chunks end where one is worth keeping
 (cuts): at the last page boundary of a prompt, where prompts branch, and at intervals.
 
+With one pipeline stage a step can be planned ahead, while the one before runs: for the same requests, each a chunk
+further, or fed with the token that is still being sampled. If that token ends the request, the row is thrown away:
+
+    planned    17: samples token 42      18: fed with token 42         19: without it       20: others get its slot
+    back                                 17: token 42 is the end       18: thrown away      19
+
+What is planned ahead makes nothing known, computed or free:
+ - The tree gets whole pages of known tokens when the row that computes them is back. Rows in flight write only behind
+   what is back of their request, so never into a page of the tree; a save or another request may read that at any time.
+ - A request keeps its slot, pages and locks until its last row is back, also when it has ended before (`_finish`). So
+   no plan in flight touches what is free, and a load or another request may write there at any time.
+
 Where sequences live is decided in cache/sequences.py. Knows no clock: `now_s` is handed in.
 """
 
@@ -23,7 +35,7 @@ from raycache.engine.admin import Answer, carry_out
 from raycache.engine.batch import Batch
 from raycache.engine.cuts import Cuts
 from raycache.engine.hits import Hits, count_more, note_hit
-from raycache.engine.plan import NO_PAGES, Admit, Row, RowResult, StepPlan
+from raycache.engine.plan import Admit, RowResult, StepPlan
 from raycache.engine.request import Phase, Request
 from raycache.engine.waiting import WaitingQueue
 from raycache.parallel.board import Acks
@@ -31,9 +43,6 @@ from raycache.types import CacheOrder, EngineStats, FinishReason, RequestOutput,
 
 _MAX_LOSSES = 3
 """Gangs that a request may be in flight on when they are lost; fewer than an engine rebuilds one after another."""
-
-_MAX_SCORED_TOKENS = 1024
-"""Longest chunk whose every position is scored: each takes a row of the size of the vocabulary."""
 
 _CLOSE_S = 1.0
 """How long calls to a storage may take to end."""
@@ -49,7 +58,8 @@ class Scheduler:
         cache: where sequences live.
         max_step_tokens: token budget of a step.
         max_running: most rows of a batch.
-        micro_batches: plans that may be in flight; running requests are spread over them.
+        micro_batches: stages of the pipeline; running requests are spread over so many plans. With one, a step that is
+            asked for while another is in flight is planned ahead.
         eos_token_ids: tokens that end an output.
         restore_interval: tokens between restore points inside a prompt; 0 for none inside.
     """
@@ -102,6 +112,11 @@ class Scheduler:
         """Whether pages are on their way between tiers."""
         return self._cache.has_moves
 
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether requests in flight may be given a further row."""
+        return self._micro_batches == 1
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
@@ -135,7 +150,10 @@ class Scheduler:
             self._cache.host.lose()
         for request in list(self._running):
             request.num_losses += request.is_in_flight
-            request.is_in_flight = False
+            request.num_in_flight = 0
+            if request.phase is Phase.FINISHED:
+                self._release(request)
+                continue
             if request.num_losses >= _MAX_LOSSES:
                 self.end(request.request_id, FinishReason.ERROR)
             self._requeue(request)
@@ -147,23 +165,20 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Plan the next step; None when nothing can run now. Call `take_ended` first."""
+        if self._is_held_up():
+            return None
         batch = Batch(budget=self._max_step_tokens, max_rows=self._rows_per_plan())
         self._running.sort(key=lambda request: request.order)
-        self._make_way(batch)
-        for is_decode in (True, False):
-            for request in [r for r in self._running if not r.is_in_flight and (r.remaining == 1) is is_decode]:
-                if batch.is_full:
-                    break
-                # One that was planned before it may have taken its pages.
-                if request.phase is Phase.RUNNING:
-                    self._continue(request, batch)
+        if not self._make_way(batch):
+            return None
+        self._continue_running(batch)
         self._admit(batch)
         saves, loads, is_saved_first = self._cache.take_moves()
         if not batch.rows and not saves:
             return None
         self._step += 1
         self._counts["computed_tokens"] += sum(row.num_tokens for row in batch.rows)
-        wanted = [top for request in batch.requests for top in _tops(request)]
+        wanted = [top for request in batch.requests for top in request.wanted_tops]
         batch.plan = StepPlan(
             self._step,
             batch.rows,
@@ -174,7 +189,7 @@ class Scheduler:
             is_saved_first=is_saved_first,
         )
         for request in batch.requests:
-            request.is_in_flight = True
+            request.num_in_flight += 1
         return batch
 
     def heartbeat(self, *, is_last: bool = False) -> StepPlan:
@@ -216,11 +231,18 @@ class Scheduler:
         outputs = []
         is_whole = not batch.loads or acks.bad_load < batch.loads[0]
         for request, row, result in zip(batch.requests, batch.rows, results, strict=True):
-            request.is_in_flight, request.num_losses = False, 0
+            request.num_in_flight, request.num_losses = request.num_in_flight - 1, 0
+            if request.phase is Phase.FINISHED:
+                self._release(request)
+                continue
+            # One that is told to end is not planned ahead any more, so what a row is fed with is never thrown away.
+            end = row.start + row.num_tokens
+            assert end <= request.num_tokens, "a row of tokens that nobody knows"
             if not self._take_load(request, is_whole=is_whole, bad_load=acks.bad_load):
                 continue
-            request.num_computed = row.start + row.num_tokens
-            request.prompt_scores += [_trim(score, request.sampling.prompt_logprobs) for score in result.scores]
+            request.num_computed = end
+            if result.scores:
+                request.prompt_scores += [_trim(score, request.sampling.prompt_logprobs) for score in result.scores]
             self._advance(request)
             if result.token is not None and request.ending is None:
                 outputs.append(self._add_token(request, result))
@@ -261,10 +283,12 @@ class Scheduler:
             waiting=self.num_waiting,
             finished=dict(self._finished),
             spaces=self._cache.shared_counts(),
+            components=self._cache.components(),
             cached_by_tier=dict(self._hits.tokens),
             misses=dict(self._hits.misses),
             tiers=self._cache.tiers(),
             warnings=self._hits.warnings(self._cache.tiers()),
+            replicas={},
             **self._cache.counts(),
             **self._counts,
         )
@@ -277,7 +301,10 @@ class Scheduler:
         assert sorted(slots + self._free_slots) == list(range(self._max_running)), "a slot is lost or given twice"
         for request in self._running:
             assert request.holding is not None, "running requests hold something of the cache"
-            assert len(request.holding.pages) * self.page_size >= request.num_computed, "computed tokens without a page"
+            num_pages, reach = len(request.holding.pages), max(request.num_computed, request.next_start)
+            assert num_pages * self.page_size >= reach, "tokens without a page"
+            assert request.holding.handle.length <= request.num_computed, "the tree has what is not computed"
+            assert request.is_in_flight or request.phase is Phase.RUNNING, "an ended request holds something"
 
     def _rows_per_plan(self) -> int:
         busy = len(self._running) + min(self.num_waiting, self._max_running - len(self._running))
@@ -285,10 +312,46 @@ class Scheduler:
 
     # --- running requests ---------------------------------------------------------------------------------------------
 
-    def _continue(self, request: Request, batch: Batch) -> None:
+    def _is_held_up(self) -> bool:
+        """Whether a request in flight has to be back before its next row is planned.
+
+        The others wait for it then: with a plan of their own they would run in turn with it from now on.
+        """
+        return self.plans_ahead and any(
+            request.wants_row and not self._can_run_ahead(request) for request in self._running if request.is_in_flight
+        )
+
+    def _can_run_ahead(self, request: Request) -> bool:
+        """Whether a request in flight can be given a further row. Not when it might have to go back to an earlier
+        place, when what comes out of this row decides about the next, or when restore points may be made."""
+        assert request.holding is not None, "running requests hold something of the cache"
+        return not (
+            self._cache.has_points
+            or request.holding.load is not None
+            or (request.is_fed and (request.sampling.has_penalties or not request.sampling.is_greedy))
+            or self._is_more_loadable(request)
+        )
+
+    def _continue_running(self, batch: Batch) -> None:
+        """Decode rows, then chunks."""
+        ready = [r for r in self._running if r.wants_row and (self.plans_ahead or not r.is_in_flight)]
+        ready.sort(key=lambda request: request.num_next > 1)
+        is_short = False
+        for request in ready:
+            if batch.is_full:
+                break
+            # One that was planned before it may have taken its pages. When pages are short, those in flight come back:
+            # only then can they give theirs.
+            if request.phase is Phase.RUNNING and not (is_short and request.is_in_flight):
+                is_short |= not self._continue(request, batch)
+
+    def _continue(self, request: Request, batch: Batch) -> bool:
         """Give a running request its next tokens; it may lose its pages, or take those of requests behind it.
 
         What storage has brought in the meantime is loaded, not computed: a long prefix comes from both sides.
+
+        Returns:
+            Whether there was room.
         """
         before = request.num_computed
         self._load_more(request)
@@ -297,17 +360,22 @@ class Scheduler:
         if room is not None:
             self._plan_load(request, batch)
             count_more(request, request.num_computed - before, page_size=self.page_size)
-            batch.add(request, self._row(request, count, room))
+            batch.add(request, request.next_row(count, room))
         elif request.holding is not None and request.holding.load is not None:
             self._cache.drop_load(request.holding)
             request.num_computed = before
+        return room is not None
+
+    def _is_more_loadable(self, request: Request) -> bool:
+        prefetch, start = request.prefetch, request.next_start
+        return prefetch is not None and prefetch.end > start and request.num_next > 1 and request.may_load
 
     def _load_more(self, request: Request) -> None:
-        prefetch, start = request.prefetch, request.num_computed
-        if prefetch is None or prefetch.end <= start or request.remaining == 1 or not request.may_load:
+        if request.is_in_flight or not self._is_more_loadable(request):
             return
-        assert request.holding is not None, "running requests hold something of the cache"
-        if self.costs.is_load_worth(prefetch.end - start):
+        assert request.holding is not None and request.prefetch is not None, "there is something to load"
+        start = request.num_computed
+        if self.costs.is_load_worth(request.prefetch.end - start):
             request.num_computed = self._cache.load_more(request.holding, request.tokens, start, now=self._step)
 
     def _plan_load(self, request: Request, batch: Batch) -> None:
@@ -319,33 +387,16 @@ class Scheduler:
 
     def _chunk_len(self, request: Request, batch: Batch) -> int:
         """Tokens of a request's next row."""
-        count = min(request.remaining, batch.budget, _MAX_SCORED_TOKENS if request.is_scored else request.remaining)
-        return (
-            count if count == 1 else self._cuts.end(request, reach=request.num_computed + count) - request.num_computed
-        )
-
-    def _row(self, request: Request, count: int, room: Room) -> Row:
-        start = request.num_computed
-        request.num_planned = start + count
-        is_sampled = count == request.remaining
-        targets = b""
-        if request.is_scored:
-            targets = request.packed(start + 1, min(start + 1 + count, request.prompt_len))
-        return Row(
-            slot=request.slot,
-            start=start,
-            tokens=request.packed(start, start + count),
-            new_pages=room.new_pages or NO_PAGES,
-            output_position=request.num_output if is_sampled else -1,
-            targets=targets,
-            read_state=room.read_state,
-            write_state=room.write_state,
-        )
+        wanted, start = request.num_next, request.next_start
+        if wanted == 1:
+            return 1
+        count = min(wanted, batch.budget, max(batch.scored_budget, 1) if request.is_scored else wanted)
+        return count if count == 1 else self._cuts.end(request, reach=start + count) - start
 
     def _reserve(self, request: Request, count: int, batch: Batch) -> Room | None:
         """Room for `count` more tokens; None if the request has to wait."""
         assert request.holding is not None, "running requests hold something of the cache"
-        start = request.num_computed
+        start = request.next_start
         while (room := self._cache.make_room(request.holding, start, start + count)) is None:
             victim = self._victim(batch, behind=request)
             if victim is None:
@@ -373,18 +424,34 @@ class Scheduler:
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
-    def _make_way(self, batch: Batch) -> None:
-        """Preempt requests of lower priority for the first that waits. Comes before they are planned in this step."""
+    def _make_way(self, batch: Batch) -> bool:
+        """Preempt requests of lower priority for the first that waits. Comes before they are planned in this step.
+
+        Returns:
+            Whether to go on with this step; not if those that would make way have to be back first.
+        """
         request = self._waiting.first()
         if request is None or not self._running or self._awaits_prefetch(request):
-            return
-        while (victim := self._victim(batch, behind=request)) and victim.order[0] > request.order[0]:
-            self._lock_prefix(request)
-            is_ready = bool(self._free_slots) and self._fits(request)
-            self._unlock(request)
-            if is_ready:
-                return
+            return True
+        priority = request.order[0]
+        while any(other.order[0] > priority and other.wants_row for other in self._running):
+            victim = self._victim(batch, behind=request)
+            can_preempt = victim is not None and victim.order[0] > priority
+            if not (can_preempt or self.plans_ahead):
+                return True
+            if self._is_ready(request):
+                return True
+            if victim is None or not can_preempt:
+                return False
             self._preempt(victim)
+        return True
+
+    def _is_ready(self, request: Request) -> bool:
+        """Whether a waiting request could start now."""
+        self._lock_prefix(request)
+        is_ready = bool(self._free_slots) and self._fits(request)
+        self._unlock(request)
+        return is_ready
 
     def _admit(self, batch: Batch) -> None:
         set_aside: list[Request] = []
@@ -467,6 +534,7 @@ class Scheduler:
             holding, request.tokens, may_load=request.may_load and is_worth, now=self._step
         )
         if request.num_admissions == 0:
+            request.queued_s = max(0.0, self._now_s - request.arrival_s)
             note_hit(request, is_load_worth=is_worth, page_size=self.page_size)
         request.num_admissions += 1
         request.cuts, request.num_planned = self._cuts.plan(request), request.num_computed
@@ -494,7 +562,7 @@ class Scheduler:
                 output=request.packed(request.prompt_len, request.num_tokens) if has_penalties else b"",
             )
         )
-        batch.add(request, self._row(request, count, room))
+        batch.add(request, request.next_row(count, room))
         return True
 
     def _pages_being_computed(self) -> set[tuple[object, bytes]]:
@@ -552,10 +620,10 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
         was_running = request.phase is Phase.RUNNING
         request.phase = Phase.FINISHED
-        if was_running:
-            self._release(request)
-        else:
+        if not was_running:
             self._waiting.drop()
+        elif not request.is_in_flight:
+            self._release(request)  # else when the row that was planned ahead is back
         if self._storage is not None and request.prefetch is not None:
             self._storage.abandon(request.prefetch)
         del self._requests[request.request_id]
@@ -565,17 +633,11 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Give back the slot and all pages of a running request."""
         assert request.holding is not None, "running requests hold something of the cache"
+        assert not request.is_in_flight, "what a plan in flight uses is given back"
         self._cache.end(request.holding, request.tokens, now=self._step)
         request.holding = None
         self._free_slots.append(request.slot)
         self._running.remove(request)
-
-
-def _tops(request: Request) -> list[int]:
-    sampling = request.sampling
-    return [
-        top for top in (sampling.logprobs, sampling.prompt_logprobs if request.is_scored else None) if top is not None
-    ]
 
 
 def _trim(entry: TokenLogprob | None, count: int | None) -> TokenLogprob | None:

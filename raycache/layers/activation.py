@@ -9,23 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from raycache.layers import fused
 
 Activation = Callable[[Tensor], Tensor]
 
 
 def silu_gated(gate_up: Tensor) -> Tensor:
     """silu(gate) * up ("GLU Variants Improve Transformer", arXiv 2002.05202)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate, inplace=True).mul_(up)
+    return fused.silu_gated(gate_up)
 
 
 def gelu_tanh_gated(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, with the tanh form of gelu (arXiv 1606.08415, section 2)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
+    return fused.gelu_tanh_gated(gate_up)
 
 
 def relu2(up: Tensor) -> Tensor:
@@ -35,10 +34,4 @@ def relu2(up: Tensor) -> Tensor:
 
 def clamped_swiglu(*, alpha: float, limit: float) -> Activation:
     """gate * sigmoid(alpha * gate) * (up + 1); before that, gate is cut off above `limit`, up on both sides."""
-    return partial(_clamped_swiglu, alpha=alpha, limit=limit)
-
-
-def _clamped_swiglu(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1))
+    return partial(fused.clamped_swiglu, alpha=alpha, limit=limit)

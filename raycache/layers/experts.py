@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raycache.attention.base import NotRecordableError
 from raycache.layers.activation import Activation
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 # Shapes in this file: T packed tokens of this rank, C hidden size, E experts that this rank holds, k experts per token,
 # I inner features of one expert on this rank, F = 2 I in front of a gated activation and I in front of a plain one.
+
+BLOCK = 1024
+"""Tokens whose experts' outputs are added up at a time, in float32."""
 
 
 class Experts:
@@ -70,7 +74,13 @@ class Experts:
         Returns:
             New [T, C], added up in at least float32.
         """
+        if not len(x):
+            return torch.zeros_like(x)
         order = ids.flatten().argsort(stable=True)  # pairs of token and expert, by expert
+        if self._can_group(x):
+            return self._grouped(x, weights, ids.flatten()[order], order)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise NotRecordableError(f"experts of these sizes in {x.dtype} run one by one")
         tokens, shares = order // ids.shape[1], weights.flatten()[order, None]
         counts = ids.flatten().bincount(minlength=self.held.stop).tolist()
         total = torch.zeros_like(x, dtype=precise_dtype(x.dtype))
@@ -81,6 +91,43 @@ class Experts:
                 here = tokens[start:stop]
                 total.index_add_(0, here, self._run(row, x[here]) * shares[start:stop])
         return total.to(x.dtype)
+
+    def _can_group(self, x: Tensor) -> bool:
+        """Whether a grouped matrix product takes all experts at once: it wants rows of whole 16 bytes."""
+        features = (x.shape[1], self._up.shape[1], self._down.shape[2])
+        if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
+            return (
+                False  # elsewhere torch takes one expert after another too, and asks the device how many rows each has
+            )
+        is_fit = x.dtype == torch.bfloat16 and self.held.start == 0
+        return is_fit and all(size % 8 == 0 for size in features)
+
+    def _grouped(self, x: Tensor, weights: Tensor, chosen: Tensor, order: Tensor) -> Tensor:
+        """All experts in two launches, however many tokens each has; nothing of it depends on numbers of the host.
+
+        Args:
+            x: [T, C].
+            weights: [T, k].
+            chosen: [T * k], expert of each pair, ascending.
+            order: [T * k], which pair, as counted over `weights`.
+        """
+        num_chosen = weights.shape[1]
+        held = torch.arange(self.held.stop, device=x.device)
+        ends = torch.searchsorted(chosen, held, right=True).to(torch.int32)
+        inner = F.grouped_mm(x[order // num_chosen], self._up.mT, offs=ends)
+        if self._up_bias is not None:
+            inner += self._up_bias[chosen.clamp(max=self.held.stop - 1)]
+        out = F.grouped_mm(self._activation(inner), self._down.mT, offs=ends)
+        if self._down_bias is not None:
+            out += self._down_bias[chosen.clamp(max=self.held.stop - 1)]
+        # Rows behind the last group are nobody's; what they hold was never written.
+        out.masked_fill_((chosen >= self.held.stop)[:, None], 0)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view_as(weights)
+        parts = [
+            torch.einsum("tkc,tk->tc", out[place].to(weights.dtype), share)
+            for place, share in zip(places.split(BLOCK), weights.split(BLOCK), strict=True)
+        ]
+        return torch.cat(parts).to(x.dtype)
 
     def _run(self, row: int, x: Tensor) -> Tensor:
         inner = F.linear(x, self._up[row], None if self._up_bias is None else self._up_bias[row])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass
@@ -24,7 +23,6 @@ class GatedAttention:
         num_heads, num_kv_heads: Hq and Hkv of this rank.
         head_dim: D.
         rotary: position embedding of the first features of each head.
-        rotary_dim: how many those are.
         qk_norm: normalises query and key heads before they are rotated.
     """
 
@@ -38,7 +36,6 @@ class GatedAttention:
         num_kv_heads: int,
         head_dim: int,
         rotary: Rotary,
-        rotary_dim: int,
         qk_norm: HeadNorm,
     ) -> None:
         self._layer = layer
@@ -48,15 +45,13 @@ class GatedAttention:
         self._kinds = (num_heads + num_kv_heads, num_kv_heads, num_heads)
         self._qk_kinds = (num_heads, num_kv_heads)
         self._rotary = rotary
-        self._rotary_dim = rotary_dim
         self._qk_norm = qk_norm
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]."""
         heads = self._inputs(x).unflatten(1, (-1, self._head_dim))
         qk, v, gate = heads.split(self._kinds, dim=1)
-        qk = self._qk_norm(qk)
-        turned = run.rotation(self._rotary, qk.dtype)(qk[..., : self._rotary_dim])
-        q, k = torch.cat((turned, qk[..., self._rotary_dim :]), dim=-1).split(self._qk_kinds, dim=1)
+        qk = run.rotation(self._rotary, qk.dtype)(qk, norm=self._qk_norm)
+        q, k = qk.split(self._qk_kinds, dim=1)
         out = run.step.attend(run.pool.kv(self._layer), q, k, v, scale=self._head_dim**-0.5, sinks=None)
         return self._out((out * gate.sigmoid()).flatten(1))

@@ -90,7 +90,8 @@ class LatentAttention:
         q = self._inputs.query(source).view(x.shape[0], *self._head_shape)
         if self._rotary is not None:
             turn = run.rotation(self._rotary, q.dtype)
-            q[..., self._plain_dim :] = turn(q[..., self._plain_dim :])
+            q_rope = q[..., self._plain_dim :]
+            turn(q_rope, out=q_rope)
             rope = turn(rope[:, None])[:, 0]
         out = run.step.attend_latent(
             run.pool.latent(self._layer),

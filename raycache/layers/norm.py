@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from raycache.layers.precision import precise
+from raycache.layers import fused
+
+# Shapes in this file: T packed tokens, N features, H heads, D head size.
 
 
 class RMSNorm:
@@ -20,11 +21,15 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
-        self._shape = (weight.shape[0],)
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self._eps)
+        """[T, N] -> new [T, N]."""
+        return fused.rms_norm(x, self.weight, self._eps)
+
+    def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of hidden + delta, hidden + delta), each [T, N]; delta may be overwritten."""
+        return fused.add_rms_norm(hidden, delta, self.weight, self._eps)
 
 
 class CenteredNorm:
@@ -36,12 +41,16 @@ class CenteredNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = 1 + precise(weight)
-        self._shape = (weight.shape[0],)
+        self.weight = weight
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self._eps).to(x.dtype)
+        """[T, N] -> new [T, N]."""
+        return fused.rms_norm(x, self.weight, self._eps, is_centered=True)
+
+    def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RMSNorm.add`."""
+        return fused.add_rms_norm(hidden, delta, self.weight, self._eps, is_centered=True)
 
 
 class HeadNorm:
@@ -50,14 +59,13 @@ class HeadNorm:
     One weight row per head lets query and key heads, whose weights differ, be normalised at once.
 
     Args:
-        weight: [H, D]; all is computed in its dtype.
+        weight: [H, D]; all is computed in at least its precision.
         eps: keeps zeros finite.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
-        self._shape = (weight.shape[1],)
-        self._eps = eps
+        self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self._shape, None, self._eps).mul_(self.weight).to(x.dtype)
+        return fused.head_norm(x, self.weight, self.eps)

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raycache.layers import fused
+from raycache.layers.norm import HeadNorm
+
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 """Values of `rope_type` that are implemented."""
 
@@ -119,7 +122,7 @@ class Rotation:
     """The turn of each of T tokens, computed once per forward and applied in every layer.
 
     Args:
-        cos, sin: [T, 1, D]; sin is negative in its first half, so that one product turns both halves.
+        cos, sin: [T, 1, D] contiguous; sin is negative in its first half, so that one product turns both halves.
         is_interleaved: which features are pairs.
     """
 
@@ -128,19 +131,30 @@ class Rotation:
         self._sin = sin
         self._is_interleaved = is_interleaved
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Turn every head: [T, H, D] -> new [T, H, D]."""
-        if self._is_interleaved:
-            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-        low, high = x.chunk(2, dim=-1)
-        return torch.cat((high, low), dim=-1).mul_(self._sin).addcmul_(x, self._cos)
+    def __call__(self, x: Tensor, *, norm: HeadNorm | None = None, out: Tensor | None = None) -> Tensor:
+        """Turn the first D features of every head, and keep the others.
+
+        Args:
+            x: [T, H, D or more].
+            norm: of whole heads, before they are turned; None for none.
+            out: where to write, which may be x itself; None for a new tensor.
+        """
+        return fused.turn_heads(
+            x,
+            self._cos,
+            self._sin,
+            is_interleaved=self._is_interleaved,
+            weight=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            out=out,
+        )
 
 
 class Rotary:
     """Makes rotations from positions.
 
-    Angles are computed per step and not read from a table: a few small operations for all layers together, against
-    64 MiB and more for a context of 128 Ki tokens.
+    Angles are computed per step and not read from a table: one small kernel, or a few small operations, for all layers
+    together, against 64 MiB and more for a context of 128 Ki tokens.
 
     Args:
         config: what kind.
@@ -158,9 +172,5 @@ class Rotary:
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Angles of positions [T] (any integer dtype); cos and sin are rounded to `dtype` at the end."""
-        angles = (positions.to(torch.float32)[:, None] * self._inverse)[:, None, :]
-        cos, sin = angles.cos(), angles.sin()
-        if self._scale != 1.0:
-            cos, sin = cos * self._scale, sin * self._scale
-        both_cos, both_sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return Rotation(both_cos.to(dtype), both_sin.to(dtype), is_interleaved=self._is_interleaved)
+        cos, sin = fused.angles(positions, self._inverse, scale=self._scale, dtype=dtype)
+        return Rotation(cos, sin, is_interleaved=self._is_interleaved)

@@ -58,10 +58,10 @@ class SelfAttention:
         """[T, C] -> new [T, C]."""
         qkv = self._qkv(x).view(x.shape[0], *self._shape)
         qk, v = qkv[:, : self._num_rotated], qkv[:, self._num_rotated :]
-        if self._qk_norm is not None:
-            qk = self._qk_norm(qk)
         if self._rotary is not None:
-            qk = run.rotation(self._rotary, qk.dtype)(qk)
+            qk = run.rotation(self._rotary, qk.dtype)(qk, norm=self._qk_norm)
+        elif self._qk_norm is not None:
+            qk = self._qk_norm(qk)
         q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
         view = run.pool.kv(self._layer)
         return self._out(run.step.attend(view, q, k, v, scale=self._scale, sinks=self._sinks).flatten(1))

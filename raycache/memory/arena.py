@@ -1,9 +1,9 @@
 """The arena: the host tier of one node, one file of shared memory that outlives whoever maps it.
 
-    head | catalog | rank 0: headers and slab of each space | rank 1: ... | ...
+    head | catalog | rank 0: headers and slab of each space | rank 1: ... | ...      of the ranks on the node
 
     head      magic, what the file was made for, the epoch of the gang that writes, and the owner's description
-    catalog   what each unit is, written by the decider alone (cache/catalog.py)
+    catalog   what each unit is, written by the decider alone (cache/catalog.py); only on its node
     headers   [units, 2] per rank and space: tag (which page or state it is), checksum of the envelope; 0, 0: nothing
     slab      [units, envelope_bytes] per rank and space (rows.py)
 
@@ -45,9 +45,9 @@ class Arena:
 
     Args:
         path: of the file.
-        layout: envelopes of all ranks.
-        sizes: component space -> units.
-        catalog_bytes: length of the catalog.
+        layout: envelopes of the node's ranks.
+        sizes: component space -> units, the same on all nodes.
+        catalog_bytes: length of the catalog, 0 for none.
     Attributes:
         path, layout, sizes: as given.
         description: of the owner, any bytes.
@@ -159,7 +159,7 @@ def _places(
 ) -> tuple[dict[tuple[int, str], tuple[int, int]], int]:
     """(rank, space) -> where its headers and its slab begin; and where all ends, bytes."""
     places, end = dict[tuple[int, str], tuple[int, int]](), _aligned(HEAD_BYTES + catalog_bytes)
-    for rank in range(layout.split.world_size):
+    for rank in layout.ranks:
         for space in layout.spaces:
             width = layout.envelope_bytes(rank, space)
             slab = _aligned(end + 2 * _WORD * sizes[space])

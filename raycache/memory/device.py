@@ -51,6 +51,7 @@ class DevicePool:
         sizes: component space -> pages or slots, the same on every rank.
         page_size: tokens per page.
         ctx: whose part to hold.
+        has_scratch: one unit more of everything, behind the last: what padded rows of a recorded batch read and write.
     Attributes:
         sizes, page_size: as given.
         windows: component space of pages -> tokens that a query sees; 0 for all before it.
@@ -69,11 +70,13 @@ class DevicePool:
         sizes: Mapping[str, int],
         page_size: int,
         ctx: ParallelContext,
+        has_scratch: bool = False,
     ) -> None:
         mine = layer_range(num_layers, ctx.pp.rank, ctx.pp.size)
         self.sizes, self.page_size = dict(sizes), page_size
         self.windows = {FULL: 0} | {c.space: c.window for c in components if c.reuse is not Reuse.STATE_HERE}
         self.device = ctx.device
+        self._num_scratch = int(has_scratch)
         self.gate: Callable[[int], None] = _nothing_on_its_way
         self._rows: dict[str, dict[str, Tensor]] = {}
         self._views: dict[tuple[type[View], int], View] = {}
@@ -91,7 +94,10 @@ class DevicePool:
                 self._views[kind, layer] = kind(component, {name: of_layers[i] for name, of_layers in rows.items()})
 
     def rows(self, component: str) -> Mapping[str, Tensor]:
-        """A component's rows [L, units, ...] by field, in the order of its layers; empty where L is 0."""
+        """A component's rows [L, units, ...] by field, in the order of its layers; empty where L is 0.
+
+        Only the first `sizes` units are anybody's.
+        """
         return self._rows[component]
 
     def kv(self, layer: int) -> KVView:
@@ -124,7 +130,7 @@ class DevicePool:
 
     def _allocate(self, component: Component, num_layers: int, ctx: ParallelContext) -> dict[str, Tensor]:
         """Rows by field. Not cleared: none is read before it is written, untouched memory is free."""
-        lead = [num_layers, self.sizes[component.space]]
+        lead = [num_layers, self.sizes[component.space] + self._num_scratch]
         if component.reuse is not Reuse.STATE_HERE:
             lead.append(self.page_size // ctx.cp.size)
         try:

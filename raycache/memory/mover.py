@@ -3,12 +3,12 @@
 Two lanes, each with a thread of its own that does its moves in order. The decider says what moves where (StepPlan) and
 is told by `post` what came of it; the mover decides nothing.
 
-    save   clear header | copy pages | wait for the copies | checksum, tag | post
-    load   check tags and checksums | copy the first layers, release them | ... | copy the last | post, release them
+    save   clear headers | copy, checksum, tag | post
+    load   check tags | copy the first layers, release them | ... | copy the last | post, release them
 
 A load is posted before its last layers are released: who has got past all layers of a step has posted the step's loads.
 A move that fails, however it does, is posted as failed and releases what waits for it; what a step then computes from
-it is thrown away.
+it is thrown away. So checksums may be compared before the copy or beside it (carriers.py has how units are copied).
 
 Posting is a job of its own behind its move, on the same thread: it finds whatever became of the move.
 """
@@ -19,17 +19,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Literal
 
 from raycache.memory.arena import Arena
+from raycache.memory.carriers import Units, open_carrier
 from raycache.memory.device import DevicePool
-from raycache.memory.host import HostSpace, Run, runs
+from raycache.memory.host import HostSpace
 from raycache.memory.moves import Moves
 from raycache.memory.rows import EnvelopeLayout
-from raycache.memory.streams import Event, PinnedSlabs, open_stream
-from raycache.parallel.sharding import even_range
+from raycache.memory.streams import Event, after_compute
 
 _log = logging.getLogger(__name__)
 
@@ -39,9 +39,6 @@ Post = Callable[[LaneName, int, bool], None]
 
 Posting = deque[tuple[int, Future[None]]]
 """Moves on their way, by number."""
-
-CPU_TURNS = 8
-"""In how many turns a load copies all layers on the CPU: with more, calls cost as much as the copies."""
 
 DEADLINE_S = 120.0
 """Of a wait for copies within a node's memory. A device that takes longer is broken."""
@@ -57,7 +54,7 @@ class Mover:
         rank: world rank.
         post: told of every move.
     Attributes:
-        load_s: time spent in loads.
+        load_s, save_s: time spent in loads, and in saves.
         last_numbers: of the last save and the last load that it was given.
     """
 
@@ -66,21 +63,15 @@ class Mover:
         self._spaces = {
             space: HostSpace(space, pool=pool, arena=arena, layout=layout, rank=rank) for space in layout.spaces
         }
-        layers = sorted({layer for space in self._spaces.values() for layer in space.layers})
-        num_turns = len(layers) if pool.device.type == "cuda" else min(len(layers), CPU_TURNS)
-        turns = (even_range(len(layers), turn, num_turns) for turn in range(num_turns))
-        self._turns = [layers[turn.start : turn.stop] for turn in turns]
-        slabs = [slab for space in self._spaces.values() for slab in space.slabs]
-        self._pinned = PinnedSlabs(slabs if pool.device.type == "cuda" else [])
-        self._save_stream, self._load_stream = open_stream(pool.device), open_stream(pool.device)
+        self._carrier = open_carrier(self._spaces, device=pool.device)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-save")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-load")
         self._saving: Posting = deque()
         self._load_posts: Posting = deque()
         self._loading = Loading()
         self._loading.end()
-        self._pool = pool
-        self.load_s = 0.0
+        self._device = pool.device
+        self.load_s = self.save_s = 0.0
         self.last_numbers = (0, 0)
         pool.gate = self._wait_loaded
 
@@ -88,7 +79,7 @@ class Mover:
         """Copy what the device holds after all that it was given so far; returns at once."""
         _forget_posted(self._saving)
         self.last_numbers = (moves.number, self.last_numbers[1])
-        move = self._saver.submit(self._save, moves, self._save_stream.after_compute())
+        move = self._saver.submit(self._save, moves, after_compute(self._device))
         self._saving.append((moves.number, self._saver.submit(self._finish, "save", moves.number, move)))
 
     def load(self, moves: Moves) -> None:
@@ -99,7 +90,7 @@ class Mover:
         _forget_posted(self._load_posts)
         self.last_numbers = (self.last_numbers[0], moves.number)
         self._loading = loading = Loading()
-        move = self._loader.submit(self._load, moves, loading, self._load_stream.after_compute())
+        move = self._loader.submit(self._load, moves, loading, after_compute(self._device))
         self._load_posts.append((moves.number, self._loader.submit(self._finish_load, moves.number, loading, move)))
 
     def wait_saved(self, number: int) -> None:
@@ -117,48 +108,30 @@ class Mover:
         for lane in (self._saver, self._loader):
             lane.shutdown(cancel_futures=True)
         self._loading.end()
-        self._pinned.close()
+        self._carrier.close()
 
     def _wait_loaded(self, layer: int) -> None:
         self._loading.wait(layer)
 
     def _save(self, moves: Moves, after: Event) -> str:
         """One move, in the lane's thread; what is wrong with it."""
-        units = [(self._spaces[unit.space], unit) for unit in moves.units]
-        for space, unit in units:
-            space.check(unit)
-        # On the CPU unit by unit, while the envelope is in the processor's cache; on CUDA all copies first.
-        groups = [units] if self._pool.device.type == "cuda" else [[one] for one in units]
-        for group in groups:
-            with self._save_stream.copying(after=after):
-                for space, unit in group:
-                    space.begin_save(unit)
-            self._save_stream.mark().synchronize()
-            for space, unit in group:
-                space.end_save(unit)
+        start_s = time.monotonic()
+        self._carrier.save(self._checked(moves), after=after)
+        self.save_s += time.monotonic() - start_s
         return ""
 
     def _load(self, moves: Moves, loading: Loading, after: Event) -> str:
         """One move, in the lane's thread; what is wrong with it."""
         start_s = time.monotonic()
-        for unit in moves.units:
-            space = self._spaces[unit.space]
-            space.check(unit)
-            if fault := space.fault(unit):
-                return fault
-        taken = [(space, self._runs(name, moves)) for name, space in self._spaces.items()]
-        with self._load_stream.copying(after=after):
-            for layers in self._turns:
-                for space, of_space in taken:
-                    space.load(layers[0], layers[-1], of_space)
-                if layers is not self._turns[-1]:
-                    loading.release(layers, self._load_stream.mark())
-            self._load_stream.mark().synchronize()
+        fault = self._carrier.load(self._checked(moves), after=after, release=loading.release)
         self.load_s += time.monotonic() - start_s
-        return ""
+        return fault
 
-    def _runs(self, space: str, moves: Moves) -> Sequence[Run]:
-        return runs(unit for unit in moves.units if unit.space == space)
+    def _checked(self, moves: Moves) -> Units:
+        units = moves.by_space()
+        for space, of_space in units.items():
+            self._spaces[space].check(of_space)
+        return units
 
     def _finish(self, lane: LaneName, number: int, move: Future[str]) -> None:
         """Tell what came of a move."""

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class Unit(NamedTuple):
     """A page or a state slot on its way.
@@ -34,3 +37,72 @@ class Moves:
 
     number: int
     units: Sequence[Unit]
+
+    def by_space(self) -> dict[str, Batch]:
+        """Component space -> its units, in their order."""
+        if not self.units:
+            return {}
+        spaces, *ids, tags = zip(*self.units, strict=True)
+        devices, hosts = (np.array(column, np.int64) for column in ids)
+        whole = Batch(spaces[0], devices, hosts, np.array(tags, np.uint64))
+        names = dict.fromkeys(spaces)
+        if len(names) == 1:
+            return {whole.space: whole}
+        of_unit = np.array(spaces)
+        return {name: whole.taken(of_unit == name, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Units of one space, as columns: a loop over thousands of them would take longer than to move them.
+
+    Attributes:
+        space: component space.
+        devices, hosts: their ids [U].
+        tags: theirs [U].
+    """
+
+    space: str
+    devices: NDArray[np.int64]
+    hosts: NDArray[np.int64]
+    tags: NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    def __getitem__(self, part: slice) -> Batch:
+        return Batch(self.space, self.devices[part], self.hosts[part], self.tags[part])
+
+    def taken(self, which: NDArray[np.bool_], space: str) -> Batch:
+        """Some of them, of this space."""
+        return Batch(space, self.devices[which], self.hosts[which], self.tags[which])
+
+    def first(self, which: NDArray[np.bool_]) -> Unit:
+        """The first of some of them; at least one."""
+        at = int(which.argmax())
+        return Unit(self.space, int(self.devices[at]), int(self.hosts[at]), int(self.tags[at]))
+
+
+class Run(NamedTuple):
+    """Units that lie behind each other in both places.
+
+    Attributes:
+        device, host: ids of the first.
+        num_units: how many.
+    """
+
+    device: int
+    host: int
+    num_units: int
+
+
+def runs(units: Batch) -> list[Run]:
+    """Units joined where ids follow each other; each device id at most once."""
+    joined: list[Run] = []
+    for device, host in sorted(zip(units.devices.tolist(), units.hosts.tolist(), strict=True)):
+        last = joined[-1] if joined else None
+        if last is not None and (device, host) == (last.device + last.num_units, last.host + last.num_units):
+            joined[-1] = last._replace(num_units=last.num_units + 1)
+        else:
+            joined.append(Run(device, host, 1))
+    return joined

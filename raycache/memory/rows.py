@@ -6,8 +6,9 @@ holds as one object.
 
     envelope of a page     [ kv: k [L, T, H, D], v [L, T, H, D] | latent: latent [L, T, 1, R], rope ... | index ... ]
 
-What is whole on several ranks (latents, index keys, KV heads fewer than ranks) is stored once: each of n replicas holds
-the n-th part of the tokens, or of the layers where a unit has one row.
+What is whole on several ranks (latents, index keys, KV heads fewer than ranks) is stored once on each node: each of its
+n replicas there holds the n-th part of the tokens, or of the layers where a unit has one row. Nothing is read from the
+memory of another node.
 """
 
 from __future__ import annotations
@@ -101,19 +102,34 @@ def place_fields(group: Component, box: Box, *, offset: int = 0) -> tuple[FieldP
 
 
 class EnvelopeLayout:
-    """Envelopes of all ranks of a gang.
+    """Envelopes of all ranks of a gang, or of those on one node.
 
     Args:
         components: of the model.
         num_layers: of the whole model.
         page_size: tokens per page.
         split: of the gang.
+        nodes: node of each rank, by number; empty when all are on one.
+        node: whose ranks have envelopes here; None for all.
     Attributes:
         spaces: of the components, in their order.
+        ranks: that have envelopes here, ascending.
     """
 
-    def __init__(self, components: Sequence[Component], *, num_layers: int, page_size: int, split: Split) -> None:
+    def __init__(
+        self,
+        components: Sequence[Component],
+        *,
+        num_layers: int,
+        page_size: int,
+        split: Split,
+        nodes: Sequence[int] = (),
+        node: int | None = None,
+    ) -> None:
+        assert not nodes or len(nodes) == split.world_size, f"{len(nodes)} nodes given for {split.world_size} ranks"
         self._num_layers, self._page_size, self.split = num_layers, page_size, split
+        self._nodes = tuple(nodes) or (0,) * split.world_size
+        self.ranks = tuple(rank for rank, at in enumerate(self._nodes) if node is None or at == node)
         self._groups = [group for component in components for group in groups(component)]
         self.spaces = tuple(dict.fromkeys(group.space for group in self._groups))
         ranks = range(split.world_size)
@@ -125,7 +141,7 @@ class EnvelopeLayout:
         return [group for group in self._groups if group.space == space]
 
     def pieces(self, rank: int, space: str) -> tuple[Piece, ...]:
-        """What a rank's envelope of a unit holds; empty if it has none of the space's layers."""
+        """What a rank's envelope of a unit holds; empty if it has none of the space's layers, or is on another node."""
         return self._pieces[rank][space]
 
     def envelope_bytes(self, rank: int, space: str) -> int:
@@ -133,17 +149,23 @@ class EnvelopeLayout:
         return _end(self.pieces(rank, space))
 
     def unit_bytes(self, space: str) -> int:
-        """Of one unit on all ranks together."""
-        return sum(self.envelope_bytes(rank, space) for rank in range(self.split.world_size))
+        """Of one unit on all ranks that have envelopes here."""
+        return sum(self.envelope_bytes(rank, space) for rank in self.ranks)
 
     def sources(self, rank: int, space: str) -> list[tuple[int, Piece]]:
         """Where a rank finds all rows that its device holds of a unit: (rank whose slab it is in, piece)."""
         return [
             (peer, piece)
-            for peer in range(self.split.world_size)
+            for peer in self.ranks
+            if self._nodes[peer] == self._nodes[rank]
             for piece in self.pieces(peer, space)
             if self._held[peer][piece.group] == self._held[rank][piece.group]
         ]
+
+    def whole_box(self, group: Component) -> Box:
+        """All rows of a group of one unit."""
+        tokens = 1 if group.reuse is Reuse.STATE_HERE else self._page_size
+        return Box(0, len(group.layers), 0, tokens, 0, num_heads(group.fields[0]))
 
     def device_box(self, group: Component, rank: int) -> Box | None:
         """The rows of a group that a rank's device holds of one unit; None for none."""
@@ -178,11 +200,12 @@ class EnvelopeLayout:
                 offset = _end((piece,))
 
     def _stored_box(self, group: Component, rank: int) -> Box | None:
-        """A rank's part of what it and its replicas hold alike."""
+        """A rank's part of what it and its replicas on the same node hold alike."""
         held = self._held[rank][group]
-        if held is None:
+        if held is None or rank not in self.ranks:
             return None
-        replicas = [peer for peer in range(self.split.world_size) if self._held[peer][group] == held]
+        here = self._nodes[rank]
+        replicas = [peer for peer in self.ranks if self._nodes[peer] == here and self._held[peer][group] == held]
         layers, tokens, _ = held.shape
         part = even_range(tokens if tokens > 1 else layers, replicas.index(rank), len(replicas))
         if not part:

@@ -1,7 +1,7 @@
 """In which order copies happen: at once on the CPU, on streams of their own on CUDA.
 
-A lane of the mover has one `CopyStream`. On CUDA a copy is only given to the device when the call returns, so what
-follows it, and what it follows, are tied together by events:
+On CUDA a copy is only given to the device when the call returns, so what follows it, and what it follows, are tied
+together by events:
 
     compute   [ forward 6 ]--event-->[ forward 7:  layer 0 ......... layer 1 ......... ]
     save                      [ pages of step 6 ]     ^ event           ^ event
@@ -10,11 +10,12 @@ follows it, and what it follows, are tied together by events:
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -37,24 +38,6 @@ class Event(Protocol):
         """Let what the calling thread gives its device from now on come after it; returns at once."""
 
 
-class CopyStream(Protocol):
-    """Copies in their order."""
-
-    def after_compute(self) -> Event:
-        """What the calling thread's device was given so far."""
-
-    def copying(self, *, after: Event) -> AbstractContextManager[None]:
-        """Within it, copies are given to this stream and come after the event."""
-
-    def mark(self) -> Event:
-        """What this stream was given so far."""
-
-
-def open_stream(device: torch.device) -> CopyStream:
-    """A new stream to and from a device's memory."""
-    return CudaStream(device) if device.type == "cuda" else InOrder()
-
-
 class Passed:
     """An event on the CPU, where all that was given is done."""
 
@@ -65,84 +48,139 @@ class Passed:
         """Nothing is left to wait for."""
 
 
-class InOrder:
-    """The CPU: a copy is done when its call returns."""
+def cuda_major() -> int:
+    """Of the CUDA runtime that torch is built with; 0 for none."""
+    return int((torch.version.cuda or "0").split(".")[0])
 
-    def after_compute(self) -> Event:
-        """Already passed."""
+
+def after_compute(device: torch.device) -> Event:
+    """What the calling thread's current stream of a device was given so far."""
+    if device.type != "cuda":
         return Passed()
-
-    def copying(self, *, after: Event) -> AbstractContextManager[None]:
-        """Nothing to do."""
-        return contextlib.nullcontext()
-
-    def mark(self) -> Event:
-        """Already passed."""
-        return Passed()
+    event: Event = torch.cuda.current_stream(device).record_event()
+    return event
 
 
-class CudaStream:
-    """A stream of a CUDA device.
+class CopyEngine:
+    """Many copies between a device and pinned memory in one call: one by one, calls take longer than copies.
+
+    torch has no such call; it is of the CUDA runtime that torch has loaded.
 
     Args:
-        device: with its index.
+        has_batches: whether that runtime is of 13.0 or later; older ones are given the copies one by one.
+    Raises:
+        ConfigError: the runtime is not found.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, *, has_batches: bool) -> None:
+        name = f"libcudart.so.{cuda_major()}"
+        try:
+            runtime = ctypes.CDLL(name)
+        except OSError as cause:
+            raise ConfigError(
+                f"the CUDA runtime {name} of PyTorch is not found ({cause}); reinstall PyTorch"
+            ) from cause
+        self._batch = runtime.cudaMemcpyBatchAsync if has_batches else None
+        self._one = runtime.cudaMemcpyAsync
 
-    def after_compute(self) -> Event:
-        """What the calling thread's current stream was given so far."""
-        event: Event = torch.cuda.current_stream(self._stream.device).record_event()
-        return event
+    def copy(self, copies: NDArray[np.uint64], stream: torch.cuda.Stream, *, is_early: bool = False) -> None:
+        """Give copies to a stream, in any order among each other.
 
-    @contextlib.contextmanager
-    def copying(self, *, after: Event) -> Iterator[None]:
-        """Within it, this stream is the current one."""
-        with torch.cuda.stream(self._stream):
-            after.wait()
-            yield
+        Args:
+            copies: (to, from, bytes) [3, N], contiguous; none reaches over two registered ranges.
+            stream: that they are behind.
+            is_early: what they read does not change, and may be read before their turn.
+        Raises:
+            RuntimeError: CUDA refuses them.
+        """
+        if self._batch is not None:
+            to, source, num_bytes = (ctypes.c_void_p(row.ctypes.data) for row in copies)
+            # Of where memory lies CUDA knows by itself.
+            attributes, of_all = (ctypes.c_int * 6)(_ANY_TIME if is_early else _IN_ORDER), ctypes.c_size_t(0)
+            code = self._batch(
+                to,
+                source,
+                num_bytes,
+                ctypes.c_size_t(copies.shape[1]),
+                attributes,
+                ctypes.byref(of_all),
+                ctypes.c_size_t(1),
+                ctypes.c_void_p(stream.cuda_stream),
+            )
+            _check(code)
+            return
+        for to, source, num_bytes in copies.T.tolist():
+            place = ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes)
+            _check(self._one(*place, _EITHER_WAY, ctypes.c_void_p(stream.cuda_stream)))
 
-    def mark(self) -> Event:
-        """What this stream was given so far."""
-        event: Event = self._stream.record_event()
-        return event
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"CUDA refuses copies to or from the host (error {code})")
 
 
 class PinnedSlabs:
-    """Slabs that the device reads and writes itself, registered with CUDA until `close`.
+    """Slabs that a device reads and writes itself, registered with CUDA until `close`.
+
+    Several threads register chunks: the system takes its time for each page.
 
     Args:
         slabs: [units, envelope_bytes] each, page aligned. What another rank of this process has pinned is left alone.
+        device: of CUDA.
     Raises:
         ConfigError: the system does not let so much memory be pinned.
     """
 
-    def __init__(self, slabs: Sequence[NDArray[np.uint8]]) -> None:
-        self._pinned: list[int] = []
-        for chunk in (chunk for slab in slabs for chunk in _chunks(slab)):
-            address = chunk.ctypes.data
-            if torch.from_numpy(chunk).is_pinned():
-                continue
-            code = int(torch.cuda.cudart().cudaHostRegister(address, chunk.nbytes, 0))
+    def __init__(self, slabs: Sequence[NDArray[np.uint8]], *, device: torch.device) -> None:
+        self._device = device
+        self._pinned: list[NDArray[np.uint8]] = []
+        chunks = [chunk for slab in slabs for chunk in _chunks(slab) if not torch.from_numpy(chunk).is_pinned()]
+        total, pinned, said_s = sum(chunk.nbytes for chunk in chunks), 0, time.monotonic()
+        for chunk, code in zip(chunks, self._each(_register, chunks), strict=True):
             if code:
-                self.close()
-                raise ConfigError(
-                    f"CUDA cannot pin {chunk.nbytes / 2**20:.0f} MiB of the host tier (error {code}); use a smaller "
-                    "--host-memory, or raise the limit of locked memory (ulimit -l)"
-                )
-            self._pinned.append(address)
+                continue
+            self._pinned.append(chunk)
+            pinned += chunk.nbytes
+            if time.monotonic() - said_s > _SAY_EVERY_S:
+                said_s = time.monotonic()
+                _log.info("%.1f of %.1f GiB of the host tier are pinned", pinned / 2**30, total / 2**30)
+        if len(self._pinned) < len(chunks):
+            self.close()
+            raise ConfigError(
+                f"CUDA pinned only {pinned / 2**30:.1f} of {total / 2**30:.1f} GiB of the host tier; use a smaller "
+                "--host-memory, or raise the limit of locked memory (ulimit -l)"
+            )
 
     def close(self) -> None:
         """Unpin; no copy may be on its way."""
-        for address in self._pinned:
-            code = int(torch.cuda.cudart().cudaHostUnregister(address))
-            if code:
-                _log.warning("CUDA could not unpin host memory (error %d)", code)
+        if any(list(self._each(_unregister, self._pinned))):
+            _log.warning("CUDA could not unpin all of the host tier")
         self._pinned.clear()
 
+    def _each(self, call: Callable[[int, int], int], chunks: Sequence[NDArray[np.uint8]]) -> Iterator[int]:
+        """What CUDA answers for each chunk, in their order, as it comes."""
 
-_CHUNK_BYTES = 2**30
+        def on_device(chunk: NDArray[np.uint8]) -> int:
+            with torch.cuda.device(self._device):  # a new thread begins on the first one
+                return call(chunk.ctypes.data, chunk.nbytes)
+
+        with ThreadPoolExecutor(_PIN_THREADS) as threads:
+            yield from threads.map(on_device, chunks)
+
+
+def _register(address: int, num_bytes: int) -> int:
+    return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+
+
+def _unregister(address: int, num_bytes: int) -> int:
+    return int(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+_EITHER_WAY = 4  # cudaMemcpyDefault
+_IN_ORDER, _ANY_TIME = 1, 3  # cudaMemcpySrcAccessOrderStream, cudaMemcpySrcAccessOrderAny
+_PIN_THREADS = 4
+_SAY_EVERY_S = 3.0
+_CHUNK_BYTES = 2**28
 _PAGE = 4096
 
 

@@ -55,6 +55,7 @@ class LatentView:
 
     Attributes:
         space: of the component.
+        pages: latents [P, R, rank] and their rotary parts [P, R, rope_dim], as they are stored.
         rank, rope_dim: numbers of a latent and of its rotary part.
         window: 0, queries see everything before them.
     """
@@ -63,6 +64,7 @@ class LatentView:
 
     def __init__(self, component: Component, fields: Mapping[str, Tensor]) -> None:
         self.space = component.space
+        self.pages = fields["latent"], fields["rope"]
         self._latent, self._rope = fields["latent"].flatten(0, 1), fields["rope"].flatten(0, 1)
         self._scale = fields["scale"].flatten(0, 1) if "scale" in fields else None
         self.rank, self.rope_dim = self._latent.shape[1], self._rope.shape[1]

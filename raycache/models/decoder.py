@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from raycache.layers.embedding import VocabEmbedding, VocabHead
@@ -24,9 +25,19 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called while weights load: (layers loaded, layers of this stage)."""
 
-Norm = Callable[[Tensor], Tensor]
-
 # Shapes in this file: T packed tokens, N tokens to sample after, C hidden size, V vocabulary.
+
+
+class Norm(Protocol):
+    """Of a hidden state."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, C] -> new [T, C]."""
+        ...
+
+    def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of hidden + delta, hidden + delta); delta may be overwritten."""
+        ...
 
 
 class Residual:
@@ -47,10 +58,26 @@ class Residual:
 
     def __call__(self, hidden: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]."""
-        out = self._mixer(self._before(hidden), run)
+        return _sum(*self.defer(hidden, None, run))
+
+    def defer(self, hidden: Tensor, delta: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor | None]:
+        """The same of hidden + delta, with the last addition left to whoever comes next: a norm can do both at once.
+
+        Args:
+            hidden: [T, C].
+            delta: [T, C] to be added to it before all else, or None; may be overwritten.
+            run: of the step.
+        Returns:
+            (hidden, delta) of the next part.
+        """
+        if delta is None:
+            x = self._before(hidden)
+        else:
+            x, hidden = self._before.add(hidden, delta)
+        out = self._mixer(x, run)
         if self._after is not None:
             out = self._after(out)
-        return out.add_(hidden) if self._scale == 1.0 else hidden + out * self._scale
+        return (hidden, out) if self._scale == 1.0 else (hidden + out * self._scale, None)
 
 
 class Decoder:
@@ -74,7 +101,7 @@ class Decoder:
         embedding_scale: float = 1.0,
         logit_scale: float = 1.0,
     ) -> None:
-        self._layers = tuple(tuple(parts) for parts in layers)
+        self._parts = tuple(part for parts in layers for part in parts)
         self._embedding = embedding
         self._norm = norm
         self._head = head
@@ -85,21 +112,31 @@ class Decoder:
         """[T] -> [T, C]; first stage only."""
         assert self._embedding is not None, "token ids enter at the first stage"
         hidden = self._embedding(ids)
-        # As a tensor of its type: checkpoints were trained with the rounded number.
-        return hidden if self._embedding_scale == 1.0 else hidden * hidden.new_tensor(self._embedding_scale)
+        if self._embedding_scale == 1.0:
+            return hidden
+        # Rounded to its type, for checkpoints were trained with that; a number, for a tensor would be copied each time.
+        return hidden * torch.tensor(self._embedding_scale, dtype=hidden.dtype).item()
 
     def forward(self, hidden: Tensor, run: ForwardPass) -> Tensor:
-        """[T, C] -> [T, C] through this stage's layers."""
-        for parts in self._layers:
-            for part in parts:
-                hidden = part(hidden, run)
-        return hidden
+        """[T, C] -> new [T, C] through this stage's layers."""
+        delta: Tensor | None = None
+        for part in self._parts:
+            if isinstance(part, Residual):
+                hidden, delta = part.defer(hidden, delta, run)
+            else:
+                hidden, delta = part(_sum(hidden, delta), run), None
+        return _sum(hidden, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, C] -> [N, V], at least float32; last stage only."""
         assert self._norm is not None and self._head is not None, "logits leave at the last stage"
         logits = self._head(self._norm(hidden))
         return logits if self._logit_scale == 1.0 else logits * self._logit_scale
+
+
+def _sum(hidden: Tensor, delta: Tensor | None) -> Tensor:
+    """hidden + delta; overwrites delta."""
+    return hidden if delta is None else delta.add_(hidden)
 
 
 def pre_norm_layer(

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.norm import HeadNorm
@@ -200,4 +198,7 @@ def load_qk_norm(at: str, config: DenseConfig, weights: ShardedWeights, num_head
     dtype = weights.precise if config.norm_offset else None  # 1 + a small weight would lose digits
     q = weights.whole(f"{at}.q_norm.weight", config.head_dim, dtype=dtype).expand(num_heads, -1)
     k = weights.whole(f"{at}.k_norm.weight", config.head_dim, dtype=dtype).expand(num_kv_heads, -1)
-    return HeadNorm(torch.cat((q, k)) + config.norm_offset, config.rms_norm_eps)
+    # No torch.cat, no sum: on the meta device, where shapes are checked, they import torch's compiler, for seconds.
+    both = q.new_empty(num_heads + num_kv_heads, config.head_dim)
+    both[:num_heads], both[num_heads:] = q, k
+    return HeadNorm(both.add_(config.norm_offset), config.rms_norm_eps)

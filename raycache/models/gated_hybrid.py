@@ -187,7 +187,6 @@ def load_gated_attention(
         num_kv_heads=len(kv_heads),
         head_dim=dim,
         rotary=rotary,
-        rotary_dim=config.rotary_dim,
         qk_norm=_load_qk_norm(at, config, weights, len(heads), len(kv_heads)),
     )
 

@@ -1,12 +1,12 @@
 """The ack board: how far each rank is, one line of int64 per rank in shared memory.
 
-    rank 0   [ joined | loaded | step | failed | lost | saves | loads | bad save | bad load | load us ]
+    rank 0   [ joined | loaded | step | failed | lost | saves | loads | bad save | bad load | load us | save us ]
     rank 1   [ ...                                    ]
 
 Each rank writes its own line, the decider reads all of them and waits for none: numbers only grow, so a torn view is
-only an old
-one. A gang's board is a file in /dev/shm that is unlinked as soon as every rank has mapped it, so nothing is left
-behind by a crash.
+only an old one. A board is a file in /dev/shm that loses its name at once or as soon as every rank has mapped it, so
+nothing is left behind by a crash. Ranks on another node than the decider's have a board there, which is passed on to it
+(relay.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raycache.errors import ConfigError
 
@@ -36,6 +38,11 @@ class Lane(IntEnum):
     BAD_SAVE = 7  # last moves to the host that failed, 0 for none
     BAD_LOAD = 8  # the same from the host
     LOAD_US = 9  # time spent in loads, microseconds
+    SAVE_US = 10  # the same in saves
+
+
+_WATERMARKS = [Lane.SAVES, Lane.LOADS]
+_OTHERS = [lane for lane in Lane if lane not in _WATERMARKS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class Acks:
     Attributes:
         saves, loads: numbers up to which all are done.
         bad_save, bad_load: the last that failed on any rank, 0 for none.
-        load_s: longest time that a rank has spent in loads.
+        load_s, save_s: longest time that a rank has spent in loads, and in saves.
     """
 
     saves: int = 0
@@ -53,6 +60,7 @@ class Acks:
     bad_save: int = 0
     bad_load: int = 0
     load_s: float = 0.0
+    save_s: float = 0.0
 
 
 class AckBoard:
@@ -68,6 +76,7 @@ class AckBoard:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), num_ranks * len(Lane) * 8)
         self.lines = np.frombuffer(self._map, np.int64).reshape(num_ranks, len(Lane))
+        self._shared: int | None = None
 
     @classmethod
     def create(cls, num_ranks: int, *, directory: Path = Path("/dev/shm")) -> AckBoard:
@@ -84,6 +93,19 @@ class AckBoard:
             raise ConfigError(f"cannot make the ack board {path}: {cause}; make {directory} writable") from cause
         return cls(path, num_ranks=num_ranks)
 
+    def share(self) -> Path:
+        """Take the file's name away; returns where other processes of this node find it until `unshare`, or the end of
+        this process."""
+        self._shared = os.open(self.path, os.O_RDWR)
+        self.unlink()
+        return Path(f"/proc/{os.getpid()}/fd/{self._shared}")
+
+    def unshare(self) -> None:
+        """Let nobody find the file any more; mappings stay valid."""
+        if self._shared is not None:
+            os.close(self._shared)
+            self._shared = None
+
     def post(self, rank: int, lane: Lane, value: int) -> None:
         """Set one number of this rank's line."""
         self.lines[rank, lane] = value
@@ -95,10 +117,10 @@ class AckBoard:
     def acks(self) -> Acks:
         """Page moves of all ranks. Failures are read last: they are posted before the watermark that covers them."""
         saves, loads = self.low(Lane.SAVES), self.low(Lane.LOADS)
-        bad_save, bad_load, load_us = (
-            int(self.lines[:, lane].max()) for lane in (Lane.BAD_SAVE, Lane.BAD_LOAD, Lane.LOAD_US)
+        bad_save, bad_load, load_us, save_us = (
+            int(self.lines[:, lane].max()) for lane in (Lane.BAD_SAVE, Lane.BAD_LOAD, Lane.LOAD_US, Lane.SAVE_US)
         )
-        return Acks(saves, loads, bad_save, bad_load, load_us / 1e6)
+        return Acks(saves, loads, bad_save, bad_load, load_us / 1e6, save_us / 1e6)
 
     def post_moves(self, rank: int, lane: str, number: int, has_failed: bool, /) -> None:
         """Moves of a lane, "save" or "load", are done."""
@@ -111,7 +133,7 @@ class AckBoard:
         """Ranks that may have kept a step from being completed: those that failed, else those that say nothing.
 
         Who has lost a peer is a victim. Of the silent ones those that are late come first; a stage of a pipeline may
-        have ended after its part of the step. Ranks of other nodes never join this board.
+        have ended after its part of the step. Who never joined is left out.
         """
         joined = self.lines[:, Lane.JOINED] > 0
         failed = joined & (self.lines[:, Lane.FAILED] > 0)
@@ -119,6 +141,19 @@ class AckBoard:
         late = silent & (self.lines[:, Lane.STEP] < step)
         found = next((ranks for ranks in (failed, late) if ranks.any()), silent)
         return [int(rank) for rank in np.flatnonzero(found)]
+
+    def snapshot(self) -> NDArray[np.int64]:
+        """A copy of all lines, in which no failed move is covered by a watermark without being told: those first."""
+        done = self.lines[:, _WATERMARKS].copy()
+        lines = self.lines.copy()
+        lines[:, _WATERMARKS] = done
+        return lines
+
+    def take(self, lines: NDArray[np.int64], *, ranks: Sequence[int]) -> None:
+        """Post the lines of ranks as a `snapshot` of another node's board has them; watermarks last."""
+        for lanes in (_OTHERS, _WATERMARKS):
+            places = np.ix_(list(ranks), lanes)
+            self.lines[places] = lines[places]
 
     def unlink(self) -> None:
         """Remove the file; mappings stay valid."""

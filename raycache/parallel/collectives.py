@@ -15,6 +15,22 @@ from torch import Tensor
 from raycache.errors import RankLostError
 
 
+class Started:
+    """A collective on its way; call it to wait for its end.
+
+    Args:
+        wait: returns at its end, raises RankLostError.
+        is_done: whether it has ended, well or not; waits for nobody.
+    """
+
+    def __init__(self, wait: Callable[[], None], is_done: Callable[[], bool]) -> None:
+        self._wait = wait
+        self.is_done = is_done
+
+    def __call__(self) -> None:
+        self._wait()
+
+
 class Group:
     """A group of one rank.
 
@@ -43,9 +59,9 @@ class Group:
         """Overwrite with the root's values, in place; returns the tensor."""
         return tensor
 
-    def ibroadcast(self, tensor: Tensor, *, root: int) -> Callable[[], None]:
+    def ibroadcast(self, tensor: Tensor, *, root: int) -> Started:
         """Start a broadcast; call the result before the tensor is read, freed or written."""
-        return lambda: None
+        return Started(lambda: None, lambda: True)
 
     def send(self, tensor: Tensor, *, to: int) -> None:
         """Send to a member; matched with its `recv` in order."""
@@ -96,18 +112,18 @@ class TorchGroup(Group):
         self.ibroadcast(tensor, root=root)()
         return tensor
 
-    def ibroadcast(self, tensor: Tensor, *, root: int) -> Callable[[], None]:
+    def ibroadcast(self, tensor: Tensor, *, root: int) -> Started:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        work = self._backend.broadcast([tensor], options)
-        return lambda: self._wait(lambda: work)
+        work = self._call(lambda: self._backend.broadcast([tensor], options))
+        return Started(lambda: self._call(work.wait), work.is_completed)
 
     def send(self, tensor: Tensor, *, to: int) -> None:
         self.isend(tensor, to=to)()
 
     def isend(self, tensor: Tensor, *, to: int) -> Callable[[], None]:
-        work = self._backend.send([tensor], to, 0)
-        return lambda: self._wait(lambda: work)
+        work = self._call(lambda: self._backend.send([tensor], to, 0))
+        return lambda: self._call(work.wait)
 
     def recv(self, tensor: Tensor, *, source: int) -> Tensor:
         self._wait(lambda: self._backend.recv([tensor], source, 0))
@@ -117,10 +133,13 @@ class TorchGroup(Group):
         self._backend = None
 
     def _wait(self, start: Callable[[], Any]) -> None:
+        self._call(lambda: start().wait())
+
+    def _call(self, work: Callable[[], Any]) -> Any:
         try:
-            start().wait()
+            return work()
         except RuntimeError as cause:
-            # gloo and nccl report a dead peer and a passed deadline as RuntimeError.
+            # gloo and nccl report a dead peer and a passed deadline as RuntimeError, at the start or at the end.
             raise RankLostError(
                 -1, f"member {self.rank} of {self.size}", -1, f"a peer is gone or late: {cause}"
             ) from cause

@@ -1,4 +1,4 @@
-"""This rank's place in the gang, and the only holder of its process groups.
+"""This rank's place in the gang, and the only holder of the process groups that its model uses (relay.py has its own).
 
 Groups are built from `GroupHandle`s, which are plain data: a ProcessGroup itself cannot travel between actors. Each
 handle names its
@@ -10,12 +10,16 @@ Nothing here touches the default group of torch.distributed: two ranks can live 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from queue import Empty, Queue
+from threading import Thread
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do not export the stores
     PrefixStore,
     ProcessGroupGloo,
@@ -24,6 +28,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do no
 
 from raycache.errors import ConfigError, RankLostError
 from raycache.parallel.collectives import Group, TorchGroup
+from raycache.parallel.devices import Peer, gpu_id, introduce
 from raycache.parallel.sharding import Coords, Split
 
 DECIDER = -1
@@ -36,8 +41,8 @@ class GroupHandle:
 
     Attributes:
         name: such as "tp.0" ; unique within an epoch.
-        kind: "world", "tp", "pp", "cp", "cache" or "control".
-        members: world ranks in group order; `DECIDER` in the control group.
+        kind: "world", "tp", "pp", "cp", "cache", "control" or "boards".
+        members: world ranks in group order; `DECIDER` first in the groups that it is a member of.
         backend: "gloo" or "nccl".
         store_host, store_port: of the gang's TCPStore.
         epoch: of the gang; handles of another epoch are refused.
@@ -64,12 +69,12 @@ class GroupHandle:
 
 
 def group_handles(
-    split: Split, *, backend: str, store: tuple[str, int], epoch: int, timeout_s: float
+    split: Split, *, backend: str, store: tuple[str, int], epoch: int, timeout_s: float, leaders: Sequence[int] = ()
 ) -> dict[str, GroupHandle]:
-    """All groups of a gang, by name: control, world, cache, and one per row of each axis.
+    """All groups of a gang, by name: control, world, cache, one per row of each axis, and one per leader of a node.
 
     The cache group holds all ranks with a part of the same pages: in one replica, the same members as world, on the
-        CPU.
+    CPU. A leader is the rank that tells the decider what the ranks on its node post; the decider's node has none.
     """
     world = tuple(range(split.world_size))
 
@@ -84,6 +89,7 @@ def group_handles(
     for axis in ("tp", "pp", "cp"):
         rows = sorted({split.axis_members(axis, rank) for rank in world})
         handles += [handle(f"{axis}.{row[0]}", axis, row, backend) for row in rows]
+    handles += [handle(f"boards.{rank}", "boards", (DECIDER, rank), "gloo") for rank in leaders]
     return {h.name: h for h in handles}
 
 
@@ -96,7 +102,8 @@ class Store:
 
     def __init__(self, host: str) -> None:
         # A TCPStore that opens its own socket listens on every interface of the machine.
-        with socket.create_server((host, 0)) as server:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as server:
             port = server.getsockname()[1]
             self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
         self.address = (host, port)
@@ -116,7 +123,8 @@ def build_group(handle: GroupHandle, *, member: int, epoch: int, host: str, devi
         host: address of this process that the other members can reach (gloo only).
         device: of the tensors that will travel (nccl only).
     Raises:
-        RankLostError: the handle is of another epoch, or the others did not come in time.
+        RankLostError: the handle is of another epoch, or the others did not come in time or cannot be reached.
+        ConfigError: two members compute on one GPU (nccl only).
     """
     if handle.epoch != epoch:
         raise RankLostError(
@@ -133,9 +141,12 @@ def build_group(handle: GroupHandle, *, member: int, epoch: int, host: str, devi
         store = PrefixStore(f"{handle.epoch}/{handle.name}", tcp)
         if handle.backend == "gloo":
             return TorchGroup(_gloo(store, index, size, timeout, host), rank=index, size=size)
-        return TorchGroup(_nccl(store, index, size, timeout, device), rank=index, size=size)
+        peers = introduce(Peer(member, host, gpu_id(device)), handle.members, store=store, group=handle.name)
+        made = _nccl(store, index, size, timeout, device)
     except RuntimeError as cause:
         raise RankLostError(member, handle.name, -1, f"group did not form within {handle.timeout_s:.0f} s") from cause
+    connect(made, device, handle=handle, me=member, peers=peers)
+    return TorchGroup(made, rank=index, size=size)
 
 
 def _gloo(store: PrefixStore, index: int, size: int, timeout: timedelta, host: str) -> ProcessGroupGloo:
@@ -154,6 +165,47 @@ def _nccl(store: PrefixStore, index: int, size: int, timeout: timedelta, device:
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     return ProcessGroupNCCL(store, index, size, options)
+
+
+def connect(group: Any, device: torch.device, *, handle: GroupHandle, me: int, peers: Sequence[Peer]) -> None:
+    """Let NCCL connect the members now, by a first sum: its own first use comes late and has no deadline.
+
+    Args:
+        group: a ProcessGroupNCCL.
+        device: of this rank.
+        handle: of the group.
+        me: this rank's world rank.
+        peers: the other members, who were all there a moment ago.
+    Raises:
+        RankLostError: NCCL could not connect them, or not within the group's deadline.
+    """
+    outcome: Queue[str] = Queue()
+
+    def add_up() -> None:
+        try:
+            torch.cuda.set_device(device)
+            one = torch.ones(1, device=device)
+            group.allreduce([one]).wait()
+            outcome.put("" if one.item() == len(handle.members) else "their sum is wrong")
+        except RuntimeError as cause:
+            outcome.put(str(cause).strip().splitlines()[-1])
+
+    # A thread that can be left behind: nothing ends NCCL while it waits for a peer.
+    Thread(target=add_up, name=f"nccl {handle.name}", daemon=True).start()
+    try:
+        problem = outcome.get(timeout=handle.timeout_s)
+    except Empty:
+        problem = f"no answer within {handle.timeout_s:.0f} s"
+    if problem:
+        raise RankLostError(
+            me,
+            handle.name,
+            -1,
+            f"NCCL does not connect it with {', '.join(map(str, peers))}: {problem}. All of them reached the meeting "
+            "point over TCP, so NCCL takes another way that does not lead there: set NCCL_SOCKET_IFNAME to the network "
+            "interface that has these addresses, and NCCL_IB_DISABLE=1 if InfiniBand does not work; NCCL_DEBUG=INFO "
+            "shows what it tries",
+        )
 
 
 @dataclass(frozen=True)
@@ -178,6 +230,12 @@ class ParallelContext:
     world: Group = field(default_factory=Group)
     cache: Group = field(default_factory=Group)
     control: Group = field(default_factory=Group)
+
+    def on_device(self, numbers: NDArray[Any]) -> Tensor:
+        """A copy on this rank's device, without waiting for it."""
+        host = torch.from_numpy(numbers)
+        # From memory that is not pinned a copy may first wait for all that the device was given before.
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     @property
     def coords(self) -> Coords:
@@ -218,7 +276,7 @@ class ParallelContext:
         groups = {
             handle.kind: build_group(handle, member=rank, epoch=epoch, host=host, device=device)
             for handle in handles.values()
-            if rank in handle.members
+            if rank in handle.members and handle.kind != "boards"
         }
         return cls(split=split, rank=rank, device=device, **groups)
 

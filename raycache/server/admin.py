@@ -2,7 +2,8 @@
 
     attach   {"url": "file:///var/cache/raycache", "size": "50GiB"}     resize   {"size": "20GiB"}
     detach   {}                                                         clear    {"tiers": ["host"]}; all without tiers
-    scrub    {}                                                         inspect  the body of the request in question
+    flush    {"timeout_s": 60}; 30 without it                           inspect  the body of the request in question
+    scrub    {"timeout_s": 60}; an hour without it
 
 An order of inspect is a completion or a chat, so that its prompt is tokenised exactly as that request's would be.
 """
@@ -39,6 +40,10 @@ def parse_order(action: CacheAction, body: Mapping[str, Any]) -> CacheOrder:
             return CacheOrder(action, tiers=tuple(parse_body(_ClearBody, body).tiers))
         case CacheAction.RESIZE:
             return CacheOrder(action, size=parse_body(_ResizeBody, body).size)
+        case CacheAction.FLUSH:
+            return CacheOrder(action, timeout_s=parse_body(_FlushBody, body).timeout_s)
+        case CacheAction.SCRUB:
+            return CacheOrder(action, timeout_s=parse_body(_ScrubBody, body).timeout_s)
     parse_body(StrictBody, body)
     return CacheOrder(action)
 
@@ -103,3 +108,11 @@ class _ClearBody(StrictBody):
 
 class _ResizeBody(StrictBody):
     size: _Size
+
+
+class _FlushBody(StrictBody):
+    timeout_s: float = Field(default=30.0, gt=0, le=86_400)
+
+
+class _ScrubBody(StrictBody):
+    timeout_s: float = Field(default=3600.0, gt=0, le=86_400)

@@ -67,6 +67,7 @@ def prepare_completion(body: CompletionBody, *, tokenizer: Tokenizer, info: Engi
     Raises:
         RequestError: a value is out of range; names the field.
     """
+    _check_count(len(body.prompt), body, info=info)
     prompts = [p if isinstance(p, list) else tokenizer.encode(p, add_special_tokens=True) for p in body.prompt]
     is_score_only = body.max_tokens == 0
     wanted = 1 if is_score_only else body.max_tokens
@@ -145,11 +146,7 @@ def _choices(
     timeout_s: float,
     echo: bool,
 ) -> tuple[Choice, ...]:
-    if len(prompts) * body.n > info.max_queue:
-        raise RequestError(
-            f"{len(prompts)} prompts with n={body.n} are more choices than may wait (max_queue={info.max_queue})",
-            field="prompt" if len(prompts) > 1 else "n",
-        )
+    _check_count(len(prompts), body, info=info)
     field_name = "prompt" if isinstance(body, CompletionBody) else "messages"
     for prompt in prompts:
         _check_prompt(prompt, sampling, info=info, field_name=field_name)
@@ -172,6 +169,14 @@ def _choices(
         )
         choices.append(Choice(index, index % body.n == 0, request, text))
     return tuple(choices)
+
+
+def _check_count(num_prompts: int, body: GenerationBody, *, info: EngineInfo) -> None:
+    if num_prompts * body.n > info.max_queue:
+        raise RequestError(
+            f"{num_prompts} prompts with n={body.n} are more choices than may wait (max_queue={info.max_queue})",
+            field="prompt" if num_prompts > 1 else "n",
+        )
 
 
 def _check_prompt(prompt: Sequence[int], sampling: _Sampling, *, info: EngineInfo, field_name: str) -> None:

@@ -72,18 +72,15 @@ async def _run(
     engine: AsyncEngine, choice: Choice, metrics: Metrics, *, is_score_only: bool
 ) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
     """One request. Leaving it before the engine has ended the request cancels it."""
-    watch = metrics.watch(len(choice.request.prompt))
-    try:
+    with metrics.watch(choice.request) as watch:
         async with aclosing(engine.generate(choice.request)) as outputs:
             async for output in outputs:
+                watch.take(output)
                 _raise_if_failed(output, choice)
-                watch.tokens(len(output.token_ids))
                 delta = choice.text.push(_without_tokens(output) if is_score_only else output)
                 yield choice, delta
                 if delta.finish_reason is not None and output.finish_reason is None:
                     return  # a stop string ended it; closing the outputs cancels the request
-    finally:
-        watch.finish()
     if choice.text.finish_reason is None:
         raise RequestFailedError(f"the engine dropped request {choice.request.request_id} before its end")
 

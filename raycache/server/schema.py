@@ -2,6 +2,9 @@
 
 A value of the wrong type is refused, not converted, and an unknown field is refused, not ignored: a setting that has no
 effect would go unnoticed. Null is the same as absent. Ranges of sampling settings are checked by SamplingParams.
+
+Only the first error is told, and a body that is wrong in very many places costs no more than one that is right: lists
+end at their first wrong item, and what can have an error per item is counted before its items are looked at.
 """
 
 from __future__ import annotations
@@ -11,20 +14,25 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from raycache.errors import RequestError
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 1024
+MAX_BIASES = 1024
 MAX_COMPLETION_LOGPROBS = 20
 MAX_SALT_CHARS = 256
+MAX_OPTIONS = 16
+_NAME_CHARS = 64  # of an unknown field, to find one like it
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
 
 # Clients send these; they tell an operator something or promise something that is true anyway, and change no output.
-_IGNORED = frozenset(
+IGNORED = frozenset(
     {
         "metadata",
         "parallel_tool_calls",
@@ -62,6 +70,8 @@ def _check_stops(value: object) -> list[str]:
         raise PydanticCustomError(
             "stop", "must hold at most {limit} strings, got {count}", {"limit": MAX_STOPS, "count": len(stops)}
         )
+    if any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise PydanticCustomError("stop", "must have at most {limit} characters each", {"limit": MAX_STOP_CHARS})
     return stops
 
 
@@ -75,9 +85,26 @@ def _check_salt(value: object) -> str:
     return value
 
 
+def _at_most(limit: int, *, what: str) -> BeforeValidator:
+    """Refuses longer lists and objects before their items are looked at."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict | list) and len(value) > limit:
+            raise PydanticCustomError("count", "must have at most {limit} {what}", {"limit": limit, "what": what})
+        return value
+
+    return BeforeValidator(check)
+
+
 def _are(values: list[Any], kind: type) -> bool:
     """Whether all are exactly of that type: True is not an int here."""
     return set(map(type, values)) <= {kind}
+
+
+# The types are for the description of the API only; the functions check.
+_Prompts = PlainValidator(_check_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
+_Stops = PlainValidator(_check_stops, json_schema_input_type=str | list[str])
+_Salt = PlainValidator(_check_salt, json_schema_input_type=str)
 
 
 class StreamOptions(BaseModel):
@@ -113,27 +140,31 @@ class GenerationBody(StrictBody):
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, _at_most(MAX_OPTIONS, what="fields")] = None
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     temperature: float = 1.0
     top_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = Field(default=None, ge=-_INT64 - 1, le=_INT64)
-    stop: Annotated[list[str], PlainValidator(_check_stops)] = []
-    logit_bias: dict[str, float] = {}
+    stop: Annotated[list[str], _Stops] = []
+    logit_bias: Annotated[dict[str, float], _at_most(MAX_BIASES, what="tokens")] = Field(
+        default={}, max_length=MAX_BIASES
+    )
 
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop_token_ids: list[int] = []
+    stop_token_ids: Annotated[list[int], FailFast(), _at_most(MAX_STOP_IDS, what="ids")] = Field(
+        default=[], max_length=MAX_STOP_IDS
+    )
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
     priority: int = Field(default=0, ge=-_INT32, le=_INT32)
     timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    cache_salt: Annotated[str, PlainValidator(_check_salt)] = ""
+    cache_salt: Annotated[str, _Salt] = ""
     cache_priority: int = Field(default=0, ge=-_INT32, le=_INT32)
     cache_ttl_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     return_cache_info: bool = False
@@ -154,7 +185,7 @@ class GenerationBody(StrictBody):
 class CompletionBody(GenerationBody):
     """Body of /v1/completions. `prompt` is always a list after validation."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_check_prompts)]
+    prompt: Annotated[list[str | list[int]], _Prompts]
     max_tokens: int | None = Field(default=None, ge=0, le=_INT32)
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
@@ -175,15 +206,15 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """Body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], FailFast()]
     max_tokens: int | None = Field(default=None, ge=1, le=_INT32)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] = []
+    tools: Annotated[list[dict[str, Any]], FailFast()] = []
     tool_choice: Any = "auto"
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: Annotated[list[Literal["text"]], FailFast()] = ["text"]
     reasoning_effort: str | None = None
 
     add_generation_prompt: bool | None = None
@@ -243,11 +274,15 @@ def parse_body(kind: type[Body], body: Mapping[str, Any]) -> Body:
     Raises:
         RequestError: names the field and what it must be.
     """
-    sent = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+    sent = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    known = kind.model_fields
+    unknown = [name for name in sent if name not in known]
+    for name in unknown[1:]:  # each would be an error, and the first one is told
+        del sent[name]
     try:
         parsed = kind.model_validate(sent)
     except ValidationError as error:
-        raise _first_error(error, known=kind.model_fields) from error
+        raise _first_error(error, known=known) from error
     parsed.check()
     return parsed
 
@@ -260,7 +295,7 @@ def _first_error(error: ValidationError, *, known: Mapping[str, Any]) -> Request
         case "missing":
             return RequestError(f"{field} is required", field=field)
         case "extra_forbidden":
-            near = difflib.get_close_matches(str(place[-1]), known, n=1) if len(place) == 1 else []
+            near = difflib.get_close_matches(str(place[-1])[:_NAME_CHARS], known, n=1) if len(place) == 1 else []
             hint = f"; did you mean {near[0]!r}?" if near else " and would have no effect; leave it out"
             return RequestError(f"{field} is not supported{hint}", field=field)
     wanted = first["msg"].removeprefix("Input should be ").removeprefix("Input should ")

@@ -18,6 +18,9 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 class Tokenizer:
     """Tokenizer of a Hugging Face model directory.
 
+    Args:
+        model_dir: with tokenizer.json.
+        is_optional: without that file, the first 256 token ids are the bytes, and the others have no text.
     Attributes:
         vocab_size: token ids that it knows lie in [0, vocab_size), added tokens included.
         special_tokens: name -> text, such as "bos_token" -> "<s>"; the names that chat templates use.
@@ -27,9 +30,10 @@ class Tokenizer:
         CheckpointError: tokenizer.json is missing, damaged or of an unsupported kind.
     """
 
-    def __init__(self, model_dir: str | Path) -> None:
+    def __init__(self, model_dir: str | Path, *, is_optional: bool = False) -> None:
         folder = Path(model_dir)
-        self._backend = _load(folder)
+        is_missing = is_optional and not (folder / "tokenizer.json").exists()
+        self._backend = _plain_bytes() if is_missing else _load(folder)
         self.pieces = TokenBytes(self._backend)
         settings = _read_json(folder / "tokenizer_config.json")
         self.special_tokens = _special_tokens(settings)
@@ -103,6 +107,16 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
         raise CheckpointError(f"{path} is damaged or of a newer format ({error}); download it again") from error
     backend.no_truncation()
     backend.no_padding()
+    return backend
+
+
+def _plain_bytes() -> tokenizers.Tokenizer:
+    """One token per byte."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE(vocab={letter: token_id for token_id, letter in enumerate(alphabet)}, merges=[])
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
 
 

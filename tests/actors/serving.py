@@ -11,11 +11,13 @@ from typing import Any
 
 import openai
 
-from actors.cluster import reserve
 from actors.front import RayEngine
+from actors.placement import reserve
 from launch.http import build_app
+from launch.observe import Observed
 from launch.serve import bind, serve
 from raycache.config import Config
+from raycache.metrics import Metrics
 from raycache.server.tokenizer import Tokenizer
 from raycache.types import EngineInfo
 
@@ -27,6 +29,8 @@ class Service:
     engine: RayEngine
     info: EngineInfo
     client: openai.AsyncOpenAI
+    endpoint: str
+    observed: Observed
 
 
 @asynccontextmanager
@@ -37,12 +41,15 @@ async def serving(model: Path, **settings: Any) -> AsyncIterator[Service]:
     engine = RayEngine(config, device="cpu", places=places)
     try:
         info = engine.wait_ready(timeout_s=120, on_progress=lambda phase, share: None)
-        app = build_app(engine, config=config, info=info, tokenizer=Tokenizer(model))
+        observed = Observed(Metrics(info.model))
+        app = build_app(engine, config=config, info=info, tokenizer=Tokenizer(model), observed=observed)
         stop, started = asyncio.Event(), asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(serve(app, sock=bind(config), stop=stop, on_started=started.set_result))
+        task = asyncio.create_task(
+            serve(app, sock=bind(config), stop=stop, on_started=started.set_result, config=config)
+        )
         endpoint = await started
         async with openai.AsyncOpenAI(base_url=f"{endpoint}/v1", api_key="none", max_retries=0) as client:
-            yield Service(engine, info, client)
+            yield Service(engine, info, client, endpoint, observed)
         stop.set()
         await task
     finally:

@@ -198,10 +198,12 @@ def test_another_owner_of_the_arena_goes_on_with_arena_and_storage(
 
     async def run() -> None:
         settings = {"page_size": _PAGE, "num_pages": 64, "host_memory": "32MiB", "storage": storage}
+        settings["prefetch_timeout_s"] = 20.0  # also of a find, which is a miss when it comes late
         cases = prompts(4, seed=6, shared=0, length=70)
         async with serving(model, tp=2, **settings) as service:
             calm = await listen(service, cases[0], 40, Heard(), temperature=0)
-            assert await figure_of(service, "stored", at_least=4) >= 4
+            # Four pages on two ranks; with less the rest is lost with the owner.
+            assert await figure_of(service, "stored", at_least=8) >= 8
             heard = Heard()
             running = asyncio.create_task(listen(service, cases[1], 200, heard, temperature=0))
             await spoken([heard], at_least=10)
@@ -209,7 +211,7 @@ def test_another_owner_of_the_arena_goes_on_with_arena_and_storage(
             await running
             # Its counters begin anew; what it stores from now on is there for the next service.
             before = [await listen(service, prompt, 40, Heard(), temperature=0) for prompt in cases[2:]]
-            assert await figure_of(service, "stored", at_least=8) >= 8
+            assert await figure_of(service, "stored", at_least=16) >= 16
             assert (await listen(service, cases[0], 40, Heard(), temperature=0)).tokens == calm.tokens
             await service.engine.check()
         async with serving(model, cp=2, prefetch="wait_complete", **settings) as service:

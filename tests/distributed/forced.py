@@ -92,7 +92,7 @@ def forced_logits(
         rank_timeout_s=60,
     )
     store, board = Store("127.0.0.1"), AckBoard.create(config.world_size)
-    invitations = invite(config, device_type=device, store=store, board=board, epoch=1)
+    invitations = invite(config, device_type=device, store=store, boards=[board], epoch=1)
     processes = [RankProcess(_run_plans, invitation) for invitation in invitations]
     control = build_group(
         invitations[0].handles["control"], member=DECIDER, epoch=1, host="127.0.0.1", device=torch.device("cpu")

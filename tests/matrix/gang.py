@@ -36,7 +36,7 @@ class Gang:
         self._num_open = 0
         self._store, self._board = Store("127.0.0.1"), AckBoard.create(split.world_size)
         config = Config(tp=split.tp, pp=split.pp, cp=split.cp, page_size=8, rank_timeout_s=TIMEOUT_S)
-        invitations = invite(config, device_type=device_type, store=self._store, board=self._board, epoch=1)
+        invitations = invite(config, device_type=device_type, store=self._store, boards=[self._board], epoch=1)
         self._processes = [RankProcess(serve, invitation) for invitation in invitations]
 
     def close(self) -> None:

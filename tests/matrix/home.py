@@ -60,7 +60,7 @@ class Home:
     def trial(self, **settings: int) -> Trial:
         """A new decider, which finds what those before have left on the host."""
         epoch = len(self._trials) + 1
-        opened = self._service.open(self._spec, epoch=epoch)
+        opened = self._service.open(self._spec, epoch=epoch).spec
         link = HostLink(
             self._service.path, opened.sizes, self._service.work, has_storage=bool(opened.storage), epoch=epoch
         )

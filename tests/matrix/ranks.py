@@ -193,7 +193,7 @@ class Bench:
         """A new mover, whose numbers begin anew on the board."""
         self._close_mover()
         board, number = self._board, self._ctx.rank
-        for lane in (Lane.SAVES, Lane.LOADS, Lane.BAD_SAVE, Lane.BAD_LOAD, Lane.LOAD_US):
+        for lane in (Lane.SAVES, Lane.LOADS, Lane.BAD_SAVE, Lane.BAD_LOAD, Lane.LOAD_US, Lane.SAVE_US):
             board.post(number, lane, 0)
         if order.path is None:
             return
@@ -207,7 +207,7 @@ class Bench:
         self._loaded.mover = mover
         if order.is_blind:
             for space in mover._spaces.values():
-                space.fault = lambda unit: ""  # type: ignore[method-assign]
+                space.foreign = space.damaged = lambda units: ""  # type: ignore[method-assign]
 
     def _close_mover(self) -> None:
         if self._rank is not None and self._rank.mover is not None:

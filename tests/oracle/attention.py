@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raycache.attention.base import AttentionBackend, AttentionStep
+from raycache.attention.base import AttentionBackend, AttentionStep, StaticStep
 from raycache.attention.composite import CompositeBackend
 from raycache.attention.torch_ref import TorchBackend
-from raycache.engine.inputs import build_inputs
+from raycache.engine.inputs import StepInputs, build_inputs
 from raycache.engine.plan import Row, StepPlan, local_positions
 from raycache.memory.component import FULL, CacheFormat, Component, Reuse
 from raycache.memory.device import DevicePool
@@ -92,6 +92,26 @@ def on_ranks(cp: int, work: Callable[[ParallelContext], None], *, device: str = 
     failed = [failure for failure in failures if failure is not None]
     for failure in sorted(failed, key=lambda failure: isinstance(failure, threading.BrokenBarrierError)):
         raise failure
+
+
+class OnePerRank:
+    """A backend that holds buffers serves one rank; this makes one for each, when it is first asked."""
+
+    def __init__(self, make: Callable[[], AttentionBackend]) -> None:
+        self._make = make
+        self._of: dict[int, AttentionBackend] = {}
+        self.capabilities = self._backend(0).capabilities
+
+    def plan(self, inputs: StepInputs) -> AttentionStep:
+        return self._backend(inputs.ctx.cp.rank).plan(inputs)
+
+    def plan_static(self, inputs: StepInputs) -> StaticStep:
+        return self._backend(inputs.ctx.cp.rank).plan_static(inputs)
+
+    def _backend(self, rank: int) -> AttentionBackend:
+        if rank not in self._of:
+            self._of[rank] = self._make()
+        return self._of[rank]
 
 
 # --- a batch on pages -------------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ class Setup:
     Attributes:
         device_pages, host_pages: of the sequence.
         device_points, host_points: restore points that there is room for, beside what running requests need.
+        stages: of the pipeline.
+        plans_ahead: whether a step is planned while the one before runs; with one stage.
         has_storage: whether there is a storage tier.
         most_objects: that it takes.
         trouble, storage_trouble: what goes wrong.
@@ -46,7 +48,8 @@ class Setup:
     host_points: int = 8
     window: int = 0
     has_state: bool = False
-    depth: int = 1
+    stages: int = 1
+    plans_ahead: bool = False
     max_step_tokens: int = 16
     max_running: int = 4
     max_queue: int = 1000
@@ -179,7 +182,8 @@ class Tiered:
 
     def _gang(self) -> TwinExecutor:
         self.mover = TwinMover(self.memory, trouble=self.setup.trouble, random=self._random)
-        return TwinExecutor(self.setup.sizes(is_host=False), depth=self.setup.depth, mover=self.mover)
+        depth = 2 if self.setup.plans_ahead else self.setup.stages
+        return TwinExecutor(self.setup.sizes(is_host=False), depth=depth, mover=self.mover)
 
     def _build(self) -> None:
         setup = self.setup
@@ -223,7 +227,7 @@ class Tiered:
                 cache=self.cache,
                 max_step_tokens=setup.max_step_tokens,
                 max_running=setup.max_running,
-                micro_batches=setup.depth,
+                micro_batches=setup.stages,
                 eos_token_ids=(EOS,),
                 restore_interval=setup.interval,
             ),

@@ -7,6 +7,8 @@ wiped when it is handed out. So a wrong page or state, one that is used twice or
 computed fails at once or gives another next token.
 
 What a failed load should have brought is garbage: a row that sees any says a token that no model says.
+
+Plans are executed in order, some when they are sent and some only when their answer is waited for.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from raycache.cache.spaces import SpaceSizes
-from raycache.engine.plan import Admit, Row, RowResult, StepPlan
+from raycache.engine.plan import UNKNOWN, Admit, Row, RowResult, StepPlan
 from raycache.errors import RankLostError
 from raycache.memory.component import FULL
 from raycache.parallel.board import Acks
@@ -76,6 +79,8 @@ class TwinExecutor:
         self.is_lost = False
         self._page_size = sizes.page_size
         self._waiting: deque[tuple[StepPlan, bytes]] = deque()
+        self._done: deque[list[RowResult]] = deque()
+        self._last: dict[int, int] = {}
         self._windows = {FULL: 0} | {space: window for space, (window, _) in sizes.windows.items()}
         self._counts = {FULL: sizes.num_pages} | {space: count for space, (_, count) in sizes.windows.items()}
         self._num_states = sum(sizes.states.values())
@@ -88,26 +93,35 @@ class TwinExecutor:
         self.mover.bind(self._copy)
 
     def submit(self, plan: StepPlan) -> None:
-        assert len(self._waiting) < self.depth, "more plans in flight than stages"
+        assert len(self._waiting) < self.depth, "more plans in flight than may be"
         # As the wire does it: what the decider changes afterwards does not arrive.
         self._waiting.append((plan, plan.pack()))
+        if plan.step % 3 and not self.is_lost:
+            self._catch_up()
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
-        sent, packed = self._waiting.popleft()
-        assert sent is plan, "plans are collected in order"
         if self.is_lost:
             raise RankLostError(1, "pp=0 cp=0 tp=1", plan.step, "killed by the test")
-        return self._execute(StepPlan.unpack(packed))
+        if not self._done:
+            self._catch_up(most=1)
+        assert self._waiting.popleft()[0] is plan, "plans are collected in order"
+        return self._done.popleft()
 
     def acks(self) -> Acks:
         return self.mover.acks()
 
     def close(self) -> None:
         self._waiting.clear()
+        self._done.clear()
+
+    def _catch_up(self, *, most: int = 1000) -> None:
+        for _, packed in list(self._waiting)[len(self._done) : len(self._done) + most]:
+            self._done.append(self._execute(StepPlan.unpack(packed)))
 
     def _execute(self, plan: StepPlan) -> list[RowResult]:
         assert not self.plans or plan.step == self.plans[-1].step + 1, "a step was left out"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "two rows of one slot in a plan"
+        plan = replace(plan, rows=[self._fed(row) for row in plan.rows])
         self.plans.append(plan)
         for admit in plan.admits:
             self._tables[admit.slot] = {space: list(admit.pages.get(space, ())) for space in self._windows}
@@ -122,10 +136,21 @@ class TwinExecutor:
                 self._write(row, space)
         self._carry_states(plan, bad_slots)
         samplings = {admit.slot: admit for admit in plan.admits}
-        return [
+        results = [
             _nonsense(row, plan) if row.slot in bad_slots else self._read(row, plan, samplings.get(row.slot))
             for row in plan.rows
         ]
+        sampled = zip(plan.rows, results, strict=True)
+        self._last = {row.slot: result.token for row, result in sampled if result.token is not None}
+        return results
+
+    def _fed(self, row: Row) -> Row:
+        """With the token that the plan before sampled, if it is to have that."""
+        if not row.is_fed:
+            assert min(np.frombuffer(row.tokens, np.int32)) >= 0, "a row has a token that nobody knows"
+            return row
+        assert row.tokens == UNKNOWN, "a row that is fed has a token"
+        return replace(row, tokens=self._last[row.slot].to_bytes(4, "little"))
 
     def _copy(self, space: str, device: int) -> Content:
         """What a unit holds now."""

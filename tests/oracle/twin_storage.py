@@ -171,6 +171,11 @@ class TwinLanes:
             if turn.order.owner == owner and turn.begins_in >= 0:
                 self._give_up(turn, Outcome.CANCELLED)
 
+    def cancel_kind(self, kind: OrderKind) -> None:
+        for turn in list(self._turns):
+            if turn.order.kind is kind and turn.begins_in >= 0:
+                self._give_up(turn, Outcome.CANCELLED)
+
     def wait(self, timeout_s: float) -> bool:
         return bool(self._answers)
 

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from raycache.cache.keys import Identity
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
+from raycache.engine.batch import MAX_SCORED_TOKENS
 from raycache.engine.engine import Engine
 from raycache.engine.plan import StepPlan
 from raycache.engine.scheduler import Scheduler
@@ -30,6 +31,8 @@ from raycache.types import (
 )
 from tests.oracle.twin import EOS, VOCAB, TwinExecutor, continuation, logprob, prompt_scores
 
+in_every_flow = pytest.mark.parametrize(("stages", "plans_ahead"), [(1, False), (1, True), (3, False)])
+
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -40,7 +43,8 @@ def make_engine(
     max_step_tokens: int = 32,
     max_running: int = 8,
     max_queue: int = 100,
-    depth: int = 1,
+    stages: int = 1,
+    plans_ahead: bool = False,
     prefix_cache: bool = True,
     max_model_len: int = 10_000,
     window: int = 0,
@@ -49,7 +53,7 @@ def make_engine(
     interval: int = 0,
 ) -> tuple[Engine, TwinExecutor]:
     sizes = make_sizes(num_pages, page_size, max_running, window=window, has_state=has_state, points=points)
-    executor = TwinExecutor(sizes, depth=depth)
+    executor = TwinExecutor(sizes, depth=2 if plans_ahead else stages)
     info = EngineInfo(
         model="twin",
         model_dir="",
@@ -64,7 +68,7 @@ def make_engine(
         cache=SequenceCache(sizes, is_kept=prefix_cache),
         max_step_tokens=max_step_tokens,
         max_running=max_running,
-        micro_batches=depth,
+        micro_batches=stages,
         eos_token_ids=(EOS,),
         restore_interval=interval,
     )
@@ -141,7 +145,7 @@ class Service(RuleBasedStateMachine):
         num_pages=st.integers(3, 14),
         max_step_tokens=st.sampled_from([1, 2, 3, 5, 7, 16]),
         max_running=st.integers(1, 5),
-        depth=st.sampled_from([1, 1, 3]),
+        flow=st.sampled_from([(1, False), (1, True), (1, True), (3, False)]),
         prefix_cache=st.sampled_from([True, True, False]),
         window=st.sampled_from([0, 0, 2, 5, 9]),
         has_state=st.booleans(),
@@ -154,7 +158,7 @@ class Service(RuleBasedStateMachine):
         num_pages: int,
         max_step_tokens: int,
         max_running: int,
-        depth: int,
+        flow: tuple[int, bool],
         prefix_cache: bool,
         window: int,
         has_state: bool,
@@ -168,7 +172,8 @@ class Service(RuleBasedStateMachine):
             max_step_tokens=max_step_tokens,
             max_running=max_running,
             max_queue=6,
-            depth=depth,
+            stages=flow[0],
+            plans_ahead=flow[1],
             prefix_cache=prefix_cache,
             max_model_len=40,
             window=window,
@@ -192,6 +197,7 @@ class Service(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         stop=st.sampled_from([(), (), (5,)]),
         timeout_s=st.sampled_from([None, None, None, None, 1e-9]),
+        penalty=st.sampled_from([0.0, 0.0, 0.0, 0.5]),
     )
     def add(
         self,
@@ -205,6 +211,7 @@ class Service(RuleBasedStateMachine):
         ignore_eos: bool,
         stop: tuple[int, ...],
         timeout_s: float | None,
+        penalty: float,
     ) -> None:
         prompt = (prompt_of(stream, shared) + suffix)[: self.engine.info.max_model_len - 1] or [1]
         sampling = SamplingParams(
@@ -214,6 +221,7 @@ class Service(RuleBasedStateMachine):
             stop_token_ids=stop,
             logprobs=logprobs,
             prompt_logprobs=scores,
+            presence_penalty=penalty,
         )
         self._add(prompt, sampling, priority=priority, timeout_s=timeout_s)
 
@@ -265,7 +273,7 @@ class Service(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for _ in range(3000):
-            if not self.requests:
+            if not self.engine.has_work:
                 break
             self._take(self.engine.step())
             self.engine.check()
@@ -314,7 +322,7 @@ def run(engine: Engine, *, most: int = 500) -> dict[str, list[int]]:
     """Step until all is done; tokens per request."""
     found: dict[str, list[int]] = {}
     for _ in range(most):
-        if not engine.has_requests:
+        if not engine.has_work:
             return found
         for output in engine.step():
             found.setdefault(output.request_id, []).extend(output.token_ids)
@@ -425,6 +433,21 @@ def test_a_timeout_is_told_although_the_gang_is_lost_in_that_step() -> None:
         engine.step()
     engine.restart(TwinExecutor(make_sizes(64, 4)))
     assert {o.request_id: o.finish_reason for o in engine.step()}["late"] is FinishReason.TIMEOUT
+    assert engine.stats().rebuilds == 1
+    (stays,) = [output for output in engine.step() if output.request_id == "stays"]
+    assert stays.num_starts == 2
+
+
+def test_the_time_in_the_queue_is_that_before_the_first_start() -> None:
+    engine, _ = make_engine(max_running=1)
+    add(engine, "first", [1, 2], max_tokens=2)
+    add(engine, "second", [3, 4], max_tokens=2)
+    waited = {}
+    while engine.has_requests:
+        waited |= {output.request_id: output for output in engine.step()}
+        time.sleep(0.02)
+    assert 0 <= waited["first"].queued_s < 0.02 <= waited["second"].queued_s < 5
+    assert waited["second"].num_starts == 1
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
@@ -436,6 +459,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     with pytest.raises(QueueFullError) as refusal:
         add(engine, "d", [1, 2])
     assert refusal.value.limit == 2 and refusal.value.retry_after_s >= 1
+    assert engine.stats().refused == 1
     run(engine)
     add(engine, "d", [1, 2])
     run(engine)
@@ -492,9 +516,9 @@ def test_a_second_request_finds_the_prompt_and_the_answer_of_the_first() -> None
     assert engine.stats().cached_tokens == 36
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_requests_with_one_long_prefix_that_arrive_together_compute_it_once(depth: int) -> None:
-    engine, _ = make_engine(max_step_tokens=16, depth=depth)
+@in_every_flow
+def test_requests_with_one_long_prefix_that_arrive_together_compute_it_once(stages: int, plans_ahead: bool) -> None:
+    engine, _ = make_engine(max_step_tokens=16, stages=stages, plans_ahead=plans_ahead)
     shared = prompt_of(0, 80)
     right = {f"r{i}": add(engine, f"r{i}", [*shared, 1 + i], max_tokens=2) for i in range(5)}
     assert run(engine) == right
@@ -529,9 +553,9 @@ def test_a_step_keeps_to_its_token_budget() -> None:
     assert max(sum(computed(plan)) for plan in executor.plans) == 5
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_batch_has_at_most_max_running_requests(depth: int) -> None:
-    engine, executor = make_engine(max_running=3, depth=depth)
+@pytest.mark.parametrize(("stages", "plans_ahead"), [(1, False), (1, True), (2, False), (4, False)])
+def test_a_batch_has_at_most_max_running_requests(stages: int, plans_ahead: bool) -> None:
+    engine, executor = make_engine(max_running=3, stages=stages, plans_ahead=plans_ahead)
     right = {f"r{i}": add(engine, f"r{i}", [1 + i], max_tokens=5) for i in range(9)}
     most = 0
     found: dict[str, list[int]] = {}
@@ -541,11 +565,11 @@ def test_a_batch_has_at_most_max_running_requests(depth: int) -> None:
         most = max(most, engine.stats().running)
     assert found == right
     assert most == 3
-    assert max(len(plan.rows) for plan in executor.plans) <= -(-3 // depth)
+    assert max(len(plan.rows) for plan in executor.plans) <= -(-3 // stages)
 
 
 def test_running_requests_are_spread_over_the_stages() -> None:
-    engine, executor = make_engine(depth=4, max_running=8)
+    engine, executor = make_engine(stages=4, max_running=8)
     for i in range(8):
         add(engine, f"r{i}", [1 + i], max_tokens=12)
     run(engine)
@@ -553,9 +577,11 @@ def test_running_requests_are_spread_over_the_stages() -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_preempted_request_goes_on_with_the_same_tokens(prefix_cache: bool, depth: int) -> None:
-    engine, _ = make_engine(num_pages=12, page_size=4, prefix_cache=prefix_cache, depth=depth)
+@in_every_flow
+def test_a_preempted_request_goes_on_with_the_same_tokens(prefix_cache: bool, stages: int, plans_ahead: bool) -> None:
+    engine, _ = make_engine(
+        num_pages=12, page_size=4, prefix_cache=prefix_cache, stages=stages, plans_ahead=plans_ahead
+    )
     right = {f"r{i}": add(engine, f"r{i}", prompt_of(i, 8), max_tokens=30) for i in range(4)}
     assert run(engine) == right
     stats = engine.stats()
@@ -626,9 +652,9 @@ def test_a_request_that_kills_every_gang_ends_with_an_error_and_the_others_go_on
     engine.check()
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_lost_gang_does_not_change_the_tokens(depth: int) -> None:
-    engine, executor = make_engine(depth=depth, max_step_tokens=16)
+@in_every_flow
+def test_a_lost_gang_does_not_change_the_tokens(stages: int, plans_ahead: bool) -> None:
+    engine, executor = make_engine(stages=stages, plans_ahead=plans_ahead, max_step_tokens=16)
     right = {f"r{i}": add(engine, f"r{i}", prompt_of(i % 2, 20 + i), max_tokens=9) for i in range(5)}
     found: dict[str, list[int]] = {name: [] for name in right}
     for _ in range(4):
@@ -637,7 +663,7 @@ def test_a_lost_gang_does_not_change_the_tokens(depth: int) -> None:
     executor.is_lost = True
     with pytest.raises(RankLostError):
         engine.step()
-    engine.restart(TwinExecutor(make_sizes(64, 4), depth=depth))
+    engine.restart(TwinExecutor(make_sizes(64, 4), depth=executor.depth))
     engine.check()
     assert engine.stats().pages_free == 64
     for name, tokens in run(engine).items():
@@ -692,6 +718,18 @@ def test_prompt_logprobs_of_a_cached_prompt_of_more_than_half_the_pool_end() -> 
     run(engine)
     right = add(engine, "scored", prompt, sampling=SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=0))
     assert run(engine) == {"scored": right}
+
+
+def test_prompts_that_are_scored_together_share_the_room_for_scores() -> None:
+    engine, executor = make_engine(num_pages=1024, page_size=4, max_step_tokens=4096, max_model_len=1024)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1, prompt_logprobs=0)
+    right = {}
+    for name in "abcd":
+        right[name] = add(engine, name, [1 + i % 7 for i in range(600)], sampling=sampling)
+    assert run(engine) == right
+    scored = [sum(row.num_targets for row in plan.rows) for plan in executor.plans]
+    assert MAX_SCORED_TOKENS // 2 < max(scored) <= MAX_SCORED_TOKENS + 4
+    assert sum(scored) == 4 * 599
 
 
 def test_top_logprobs_of_one_request_do_not_show_in_another() -> None:

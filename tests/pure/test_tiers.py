@@ -20,30 +20,28 @@ from tests.oracle.tiered import Setup, Tiered
 from tests.oracle.twin import VOCAB
 from tests.oracle.twin_host import Trouble
 from tests.oracle.twin_storage import StorageTrouble
-from tests.pure.tiers_soak import CELLS, KINDS, Story, setup_of
+from tests.pure.tiers_soak import CELLS, FLOWS, KINDS, Cell, Story, setup_of
 
 PROMPT = np.random.default_rng(7).integers(1, VOCAB, 200).tolist()
 
 
 def setup_for(kind: str, **values: object) -> Setup:
     window, has_state = KINDS[kind]
-    return Setup(window=window, has_state=has_state, device_pages=32, **values)  # type: ignore[arg-type]
+    return Setup(window=window, has_state=has_state, **{"device_pages": 32, **values})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("policy", "kind"), list(product(WritePolicy, KINDS)))
 def test_random_requests_get_the_right_tokens_whatever_fails(policy: WritePolicy, kind: str) -> None:
-    for number, (eviction, waiting, depth) in enumerate(product(Eviction, Waiting, (1, 3))):
+    for number, (eviction, waiting, flow) in enumerate(product(Eviction, Waiting, FLOWS)):
         random = Random(number)
-        setup = setup_of((policy, eviction, waiting, kind, depth), random)
+        setup = setup_of((policy, eviction, waiting, kind, flow), random)
         story = Story(setup, random, has_damage=number % 3 == 0)
         assert story.run(5)["ended"] + story.counts["engines lost"] > 0
 
 
 @settings(max_examples=40)
 @given(cell=st.sampled_from(CELLS), random=st.randoms(use_true_random=False), has_damage=st.booleans())
-def test_stories_that_can_be_shortened(
-    cell: tuple[WritePolicy, Eviction, Waiting, str, int], random: Random, has_damage: bool
-) -> None:
+def test_stories_that_can_be_shortened(cell: Cell, random: Random, has_damage: bool) -> None:
     Story(setup_of(cell, random), random, has_damage=has_damage).run(5)
 
 
@@ -75,10 +73,10 @@ def test_what_was_loaded_can_be_reused_on_the_device_after_the_row_that_waited_f
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_request_waits_for_pages_and_slots_that_late_saves_still_hold(kind: str, depth: int) -> None:
-    window, has_state = KINDS[kind]
-    setup = Setup(window=window, has_state=has_state, device_pages=8, max_running=1, device_points=0, depth=depth)
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_request_waits_for_pages_and_slots_that_late_saves_still_hold(kind: str, flow: str) -> None:
+    stages, plans_ahead = FLOWS[flow]
+    setup = setup_for(kind, stages=stages, plans_ahead=plans_ahead, device_pages=8, max_running=1, device_points=0)
     tiers = Tiered(setup)
     tiers.mover.trouble = Trouble(most_late=40)
     for start in range(0, 120, 30):

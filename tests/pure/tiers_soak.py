@@ -30,8 +30,13 @@ from tests.oracle.twin_host import Trouble
 from tests.oracle.twin_storage import StorageTrouble
 
 KINDS = {"dense": (0, False), "window": (6, False), "state": (0, True), "both": (5, True)}
-CELLS = list(product(WritePolicy, Eviction, Waiting, KINDS, (1, 3)))
+FLOWS = {"alone": (1, False), "ahead": (1, True), "stages": (3, False)}
+"""Stages of the pipeline, and whether steps are planned ahead."""
+
+CELLS = list(product(WritePolicy, Eviction, Waiting, KINDS, FLOWS))
 """Every policy, with every kind of model and pipeline."""
+
+Cell = tuple[WritePolicy, Eviction, Waiting, str, str]
 
 _MOST_IDLE_STEPS = 3000
 _TEXTS = 3
@@ -49,10 +54,11 @@ _FIGURES = (
 )
 
 
-def setup_of(cell: tuple[WritePolicy, Eviction, Waiting, str, int], random: Random) -> Setup:
+def setup_of(cell: Cell, random: Random) -> Setup:
     """A setup for one cell; everything else is drawn."""
-    policy, eviction, waiting, kind, depth = cell
+    policy, eviction, waiting, kind, flow = cell
     window, has_state = KINDS[kind]
+    stages, plans_ahead = FLOWS[flow]
     is_bad = random.random() < 0.7
 
     def part(most: float) -> float:
@@ -66,7 +72,8 @@ def setup_of(cell: tuple[WritePolicy, Eviction, Waiting, str, int], random: Rand
         host_points=random.choice([1, 3, 12]),
         window=window,
         has_state=has_state,
-        depth=depth,
+        stages=stages,
+        plans_ahead=plans_ahead,
         max_step_tokens=random.choice([3, 7, 16, 40]),
         max_running=random.randint(1, 5),
         max_model_len=48,
@@ -218,7 +225,11 @@ class Story:
         prompt = (text[: random.randint(0, 40)] + suffix)[:limit] or [1]
         scores = random.choice([None] * 12 + [0])
         sampling = SamplingParams(
-            temperature=0.0, ignore_eos=True, max_tokens=random.choice([1, 2, 7]), prompt_logprobs=scores
+            temperature=0.0,
+            ignore_eos=random.random() < 0.5,
+            max_tokens=random.choice([1, 2, 7, 20]),
+            prompt_logprobs=scores,
+            presence_penalty=random.choice([0.0] * 9 + [0.5]),
         )
         self.add(prompt, sampling, salt=random.choice(["", "", "", "b"]), priority=random.choice([0, 0, 0, 1]))
 
@@ -263,17 +274,20 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--per-story", type=int, default=40, help="requests of one setup")
     parser.add_argument("--seed", type=int, default=0, help="number of the first story")
+    parser.add_argument("--flow", choices=FLOWS, help="only this pipeline; ahead: steps are planned while others run")
     options = parser.parse_args()
+    cells = [cell for cell in CELLS if options.flow in (None, cell[-1])]
     total: Counter[str] = Counter()
     start_s = time.monotonic()
     number = options.seed
     while total["requests"] < options.requests:
         random = Random(number)
-        story = Story(setup_of(CELLS[number % len(CELLS)], random), random, has_damage=random.random() < 0.3)
+        cell = cells[number % len(cells)]
+        story = Story(setup_of(cell, random), random, has_damage=random.random() < 0.3)
         try:
             total += story.run(options.per_story)
         except BaseException:
-            print(f"story {number}, {CELLS[number % len(CELLS)]}: {story.tiers.setup}")
+            print(f"story {number}, {cell}: {story.tiers.setup}")
             raise
         total["stories"] += 1
         number += 1

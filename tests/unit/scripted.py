@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from launch.http import build_app
+from launch.observe import Observed
 from launch.serve import bind, serve
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RayCacheError
@@ -134,11 +135,15 @@ async def over_asgi(engine: ScriptedEngine, tokenizer: Tokenizer, **settings: An
 
 
 @asynccontextmanager
-async def over_port(engine: ScriptedEngine, tokenizer: Tokenizer, **settings: Any) -> AsyncIterator[str]:
+async def over_port(
+    engine: ScriptedEngine, tokenizer: Tokenizer, *, observed: Observed | None = None, **settings: Any
+) -> AsyncIterator[str]:
     config = Config(port=0, **settings)
-    app = build_app(engine, config=config, info=await engine.info(), tokenizer=tokenizer)
+    app = build_app(engine, config=config, info=await engine.info(), tokenizer=tokenizer, observed=observed)
     stop, started = asyncio.Event(), asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(app, sock=bind(config), stop=stop, on_started=started.set_result, grace_s=1.0))
+    serving = asyncio.create_task(
+        serve(app, sock=bind(config), stop=stop, on_started=started.set_result, config=config, grace_s=1.0)
+    )
     try:
         yield await started
     finally:

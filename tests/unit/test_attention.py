@@ -136,10 +136,12 @@ def test_capabilities_are_facts(backend: AttentionBackend) -> None:
 
 def test_a_composite_can_do_what_both_of_its_parts_can() -> None:
     class Narrow(TorchBackend):
-        capabilities = Capabilities("narrow", frozenset({"cuda"}), frozenset({"bfloat16", "float8_e4m3fn"}), 256)
+        capabilities = Capabilities(
+            "narrow", frozenset({"cuda"}), frozenset({"bfloat16", "float8_e4m3fn"}), can_capture=True
+        )
 
     both = CompositeBackend(softmax=Narrow(), recurrent=TorchBackend()).capabilities
-    assert both == Capabilities("narrow+torch", frozenset({"cuda"}), frozenset({"bfloat16"}), 256)
+    assert both == Capabilities("narrow+torch", frozenset({"cuda"}), frozenset({"bfloat16"}))
 
 
 # --- keys and values --------------------------------------------------------------------------------------------------

@@ -69,7 +69,9 @@ def order(engine: ScriptedEngine, tokenizer: Tokenizer) -> Order:
         (["clear"], CacheOrder(CacheAction.CLEAR, tiers=("device", "host", "storage"))),
         (["clear", "--tier", "host", "--tier", "device"], CacheOrder(CacheAction.CLEAR, tiers=("host", "device"))),
         (["resize", "2MiB"], CacheOrder(CacheAction.RESIZE, size=2**21)),
-        (["scrub"], CacheOrder(CacheAction.SCRUB)),
+        (["scrub"], CacheOrder(CacheAction.SCRUB, timeout_s=600.0)),
+        (["flush"], CacheOrder(CacheAction.FLUSH, timeout_s=600.0)),
+        (["flush", "--timeout-s", "5"], CacheOrder(CacheAction.FLUSH, timeout_s=5.0)),
     ],
 )
 def test_an_order_reaches_the_engine(

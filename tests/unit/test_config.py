@@ -57,6 +57,7 @@ def test_what_is_no_size_is_refused_with_the_settings_name(text: str) -> None:
         ("rank_timeout_s", 0.0),
         ("device", "tpu"),
         ("dtype", "int8"),
+        ("attention", "flash"),
         ("max_body", "big"),
         ("host_memory", "much"),
         ("host_memory", "-1GiB"),

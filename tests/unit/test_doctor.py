@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from launch.cli import main
 from launch.doctor import examine, run
+from launch.doctor_gpu import missing_kernels, read_topology, wanted_kernels
 from launch.finding import Finding, Verdict
 from raycache.config import Config
 from raycache.engine.build import check_model
 from raycache.errors import ConfigError
+from raycache.memory.component import CacheFormat, Component, kv, latent
 from tests.oracle import tiny_tokenizers
 from tests.oracle.families import make_family
 from tests.oracle.tiny import make_tiny
@@ -210,8 +213,100 @@ def test_a_port_in_use_is_refused(tiny: Path) -> None:
 
 
 def test_more_cuda_ranks_than_gpus_are_refused(tiny: Path) -> None:
-    assert "device" in refused(examined(tiny, device="cuda", cp=64))
+    found = examined(tiny, device="cuda", cp=64)
+    assert "device" in refused(found) and found["device"].text.startswith("64 GPUs asked for")
+    assert found["model"].verdict is Verdict.OK and "memory" not in found
+
+
+def test_flashinfer_on_the_cpu_is_refused(tiny: Path) -> None:
+    found = examined(tiny, attention="flashinfer")
+    assert refused(found) == {"attention"} and "ranks are on cpu" in found["attention"].text
+
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-55\t0
+GPU1\tNV18\t X \tPHB\tNODE\t0-55\t0
+GPU2\tSYS\tPHB\t X \tSYS\t56-111\t1
+NIC0\tPIX\tNODE\tSYS\t X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+"""
+
+
+def test_how_gpus_are_connected_is_read_from_the_drivers_table() -> None:
+    assert {pair: way for pair, way in read_topology(TOPOLOGY).items() if pair[0] > pair[1]} == {
+        (1, 0): "NV18",
+        (2, 0): "SYS",
+        (2, 1): "PHB",
+    }
+    assert read_topology("") == {}
+
+
+PREFILL = (
+    "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_qk_64_head_dim_vo_64_"
+    "posenc_0_use_swa_{}_use_logits_cap_False_f16qk_False"
+)
+LATENT = (
+    "batch_mla_attention_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_ckv_512_head_dim_kpe_64_"
+    "profiler_False_planabi2"
+)
+FMT = CacheFormat("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "library", "end"),
+    [
+        (kv("kv", [0], heads=2, dim=64, fmt=FMT), "heads of 64", PREFILL.format(False), "_kv_stride_equal"),
+        (
+            kv("window", [0], heads=2, dim=64, fmt=FMT, window=9),
+            "heads of 64 with a window",
+            PREFILL.format(True),
+            "_kv_stride_equal",
+        ),
+        (latent([0], rank=512, rope_dim=64, fmt=FMT), "latents", LATENT, ""),
+    ],
+    ids=["full", "window", "latent"],
+)
+def test_kernels_that_are_not_built_are_told(
+    part: Component, name: str, library: str, end: str, tmp_path: Path
+) -> None:
+    def missing(dtype: torch.dtype = torch.bfloat16, capability: tuple[int, int] = (9, 0)) -> list[str]:
+        kernels, strange = wanted_kernels([part], dtype=dtype, capability=capability)
+        assert not strange
+        return missing_kernels(kernels, [tmp_path / "nowhere", tmp_path])
+
+    def build(file: str) -> None:
+        (tmp_path / file).mkdir()
+        assert missing() == left, "a build that has begun"
+        (tmp_path / file / f"{file}.so").touch()
+
+    left = [f"{name} (fa2)", f"{name} (fa3)"]
+    assert missing() == left and missing(capability=(8, 0)) == left[:1]
+    build(f"{library}_sm90")
+    left = [f"{name} (fa2)"]
+    assert missing() == left
+    build(library + end)
+    assert missing() == missing(capability=(8, 0)) == []
+    assert len(missing(dtype=torch.float16)) == 2
+
+
+def test_what_flashinfer_has_no_kernel_for_is_told(tmp_path: Path) -> None:
+    parts = [
+        kv("kv", [0], heads=2, dim=80, fmt=FMT),
+        latent([1], rank=512, rope_dim=64, fmt=CacheFormat("bfloat16", has_fp8_latent=True)),
+    ]
+    _, strange = wanted_kernels(parts, dtype=torch.bfloat16, capability=(9, 0))
+    assert strange == ["heads of 80", "latents of 512 + 64 in fp8"]
 
 
 def test_a_cluster_elsewhere_is_a_warning(tiny: Path) -> None:
-    assert examined(tiny, address="10.0.0.1:6379")["cluster"].verdict is Verdict.WARNING
+    assert examined(tiny, address="http://10.0.0.1:8265")["cluster"].verdict is Verdict.WARNING
+
+
+def test_what_this_machine_lacks_refuses_nothing_of_a_cluster_elsewhere(tiny: Path) -> None:
+    found = examined(tiny, address="http://10.0.0.1:8265", device="cuda", cp=64)
+    assert found["device"].verdict is Verdict.WARNING and "on this machine, which need not be" in found["device"].text

@@ -418,18 +418,20 @@ def test_health_status_and_metrics_tell_the_engine(engine: ScriptedEngine, token
             assert (status["model"], status["steps"], status["pages_total"]) == ("tiny", 7, 64)
             text = (await client.get("/metrics")).text
             for line in (
-                'raycache_steps_total{model_name="tiny"} 7.0',
-                'raycache_pages{model_name="tiny"} 64.0',
-                'raycache_requests_finished_total{model_name="tiny",reason="stop"} 3.0',
+                'raycache_steps_total{model_name="tiny",replica="0"} 7.0',
+                'raycache_pages{model_name="tiny",replica="0"} 64.0',
+                'raycache_requests_finished_total{model_name="tiny",reason="stop",replica="0"} 3.0',
                 'raycache_time_to_first_token_seconds_count{model_name="tiny"} 1.0',
                 'raycache_inter_token_latency_seconds_count{model_name="tiny"} 4.0',
                 'raycache_request_generation_tokens_sum{model_name="tiny"} 5.0',
             ):
                 assert line in text.splitlines()
             engine.refusal = EngineStoppedError("the engine is stopped")
-            for path in ("/health", "/metrics"):
-                answer = await client.get(path)
-                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stopped")
+            answer = await client.get("/health")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stopped")
+            lines = (await client.get("/metrics")).text.splitlines()  # an engine that is away is what they are for
+            assert 'raycache_ready{model_name="tiny"} 0.0' in lines
+            assert 'raycache_steps_total{model_name="tiny",replica="0"} 7.0' in lines
 
     run(scenario())
 
@@ -453,7 +455,9 @@ def test_the_server_can_start_again_on_a_port_that_just_served(engine: ScriptedE
         config = Config(port=port)
         app = build_app(engine, config=config, info=await engine.info(), tokenizer=tokenizer)
         stop, started = asyncio.Event(), asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(serve(app, sock=bind(config), stop=stop, on_started=started.set_result))
+        serving = asyncio.create_task(
+            serve(app, sock=bind(config), stop=stop, on_started=started.set_result, config=config)
+        )
         endpoint = await started
         async with httpx.AsyncClient() as client:
             assert (await client.get(f"{endpoint}/health")).status_code == 200

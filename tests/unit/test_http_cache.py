@@ -168,7 +168,8 @@ def test_several_prompts_have_their_cache_info_each(engine: ScriptedEngine, toke
         ("attach", {"url": "file:///d", "size": "2KiB"}, CacheOrder(CacheAction.ATTACH, url="file:///d?size=2048")),
         ("attach", {"url": "file:///d?a=b", "size": 9}, CacheOrder(CacheAction.ATTACH, url="file:///d?a=b&size=9")),
         ("detach", {}, CacheOrder(CacheAction.DETACH)),
-        ("scrub", {}, CacheOrder(CacheAction.SCRUB)),
+        ("scrub", {}, CacheOrder(CacheAction.SCRUB, timeout_s=3600.0)),
+        ("flush", {"timeout_s": 2}, CacheOrder(CacheAction.FLUSH, timeout_s=2.0)),
         ("resize", {"size": "1.5GiB"}, CacheOrder(CacheAction.RESIZE, size=3 * 2**29)),
         ("clear", {"tiers": ["storage", "host"]}, CacheOrder(CacheAction.CLEAR, tiers=("storage", "host"))),
         ("clear", {}, CacheOrder(CacheAction.CLEAR, tiers=("device", "host", "storage"))),
@@ -228,12 +229,14 @@ def test_an_inspected_prompt_is_that_of_the_same_request(
         ("clear", {"tiers": ["disk"]}, 400, "'device', 'host' or 'storage'"),
         ("clear", {"tiers": []}, 400, "tiers"),
         ("scrub", {"deep": True}, 400, "deep is not supported"),
+        ("flush", {"timeout_s": 0}, 400, "timeout_s"),
+        ("flush", {"timeout_s": 1e6}, 400, "timeout_s"),
         ("inspect", {}, 400, "prompt is required"),
         ("inspect", {"prompt": ["a", "b"]}, 400, "one prompt at a time"),
         ("inspect", {"prompt": "x", **_CHAT}, 400, "prompt is not supported"),
         ("inspect", {"prompt": [400]}, 400, "[0, 400)"),
         ("inspect", {"prompt": "x", "model": "other"}, 404, "'other' is not served"),
-        ("melt", {}, 404, "known: attach, detach, clear, resize, scrub, inspect"),
+        ("melt", {}, 404, "known: attach, detach, clear, resize, scrub, inspect, flush"),
         ("status", {}, 404, "known: "),
     ],
 )
@@ -255,9 +258,13 @@ def test_a_refusal_of_the_engine_is_told_to_the_operator(engine: ScriptedEngine,
 
     async def scenario() -> None:
         async with over_asgi(engine, tokenizer) as client:
-            answer = await client.post("/cache/attach", json={"url": "redis://h:1/0"})
-        assert answer.status_code == 400
-        assert "--host-memory auto" in answer.json()["error"]["message"]
+            answers = [
+                await client.post("/cache/attach", json={"url": "redis://h:1/0"}),
+                await client.get("/cache?replica=7"),
+            ]
+        for answer in answers:
+            assert answer.status_code == 400
+            assert "--host-memory auto" in answer.json()["error"]["message"]
 
     run(scenario())
 
@@ -339,10 +346,10 @@ def test_metrics_tell_tiers_reasons_and_warnings(engine: ScriptedEngine, tokeniz
     async def scenario() -> None:
         async with over_asgi(engine, tokenizer) as client:
             lines = (await client.get("/metrics")).text.splitlines()
-        model = 'model_name="tiny"'
+        model = 'model_name="tiny",replica="0"'
         for line in (
             f'raycache_cached_prompt_tokens_by_tier_total{{{model},tier="host"}} 20.0',
-            f'raycache_cache_misses_total{{{model},reason="checksum"}} 1.0',
+            'raycache_cache_misses_total{model_name="tiny",reason="checksum",replica="0"} 1.0',
             f'raycache_tier_pages{{{model},tier="host"}} 512.0',
             f'raycache_tier_saved_pages_total{{{model},tier="host"}} 30.0',
             f'raycache_tier_saved_pages_total{{{model},tier="storage"}} 7.0',

@@ -147,6 +147,20 @@ def test_what_has_not_begun_can_be_cancelled() -> None:
     assert desk.begun == [0, 2]
 
 
+def test_all_of_a_kind_that_has_not_begun_can_be_cancelled() -> None:
+    desk = Desk()
+    with lanes_of(desk.work) as lanes:
+        lanes.post(persist(0))
+        desk.wait_for(1)
+        for each in (persist(1), order(2), persist(3, "b")):
+            lanes.post(each)
+        lanes.cancel_kind(OrderKind.PERSIST)
+        assert {answer.number: answer.outcome for answer in take(lanes, 2)} == dict.fromkeys((1, 3), Outcome.CANCELLED)
+        desk.let_end(2)
+        assert {answer.number: answer.outcome for answer in take(lanes, 2)} == dict.fromkeys((0, 2), Outcome.DONE)
+    assert desk.begun == [0, 2]
+
+
 def test_what_does_not_begin_in_time_is_late_even_if_all_lanes_hang() -> None:
     desk = Desk()
     with lanes_of(desk.work) as lanes:

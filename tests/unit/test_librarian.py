@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,13 +59,20 @@ def rows_of(component: Component, digest: bytes) -> dict[str, np.ndarray]:
 
 
 class Node:
-    """A host tier of one split over a storage."""
+    """A host tier of one split, or of those of its ranks that are on one of several nodes, over a storage."""
 
     def __init__(
-        self, directory: Path, storage: Storage, split: Split, components: Sequence[Component] = MIXED
+        self,
+        directory: Path,
+        storage: Storage,
+        split: Split,
+        components: Sequence[Component] = MIXED,
+        *,
+        nodes: Sequence[int] = (),
+        node: int | None = None,
     ) -> None:
         self.components = components
-        self.layout = EnvelopeLayout(components, num_layers=LAYERS, page_size=PAGE, split=split)
+        self.layout = EnvelopeLayout(components, num_layers=LAYERS, page_size=PAGE, split=split, nodes=nodes, node=node)
         sizes = {space: UNITS for space in self.layout.spaces}
         path = directory / f"arena {id(self)}"
         self.arena = Arena.create(path, self.layout, sizes=sizes, catalog_bytes=0, description=b"")
@@ -87,7 +97,7 @@ class Node:
         """(rank, what its slab holds, what belongs there), for every field of every piece of every rank."""
         whole = {part.name: rows_of(part, unit.digest) for part in self.components if part.space == unit.space}
         found = []
-        for rank in range(self.layout.split.world_size):
+        for rank in self.layout.ranks:
             envelope = self.arena.slab(rank, unit.space)[unit.host]
             for piece in self.layout.pieces(rank, unit.space):
                 for place in piece.fields:
@@ -102,13 +112,13 @@ class Node:
         """As the ranks leave a unit when they have saved it."""
         for _, held, expected in self.pieces(unit):
             held[...] = expected
-        for rank in range(self.layout.split.world_size):
+        for rank in self.layout.ranks:
             checksum = checksum_of(self.arena.slab(rank, unit.space)[unit.host].data)
             self.arena.headers(rank, unit.space)[unit.host] = unit.tag, checksum
 
     def holds(self, unit: StoredUnit) -> bool:
         """Whether the slots of all ranks say that they hold a unit; then they have to."""
-        ranks = [rank for rank in range(self.layout.split.world_size) if self.layout.pieces(rank, unit.space)]
+        ranks = [rank for rank in self.layout.ranks if self.layout.pieces(rank, unit.space)]
         headers = [self.arena.headers(rank, unit.space)[unit.host].tolist() for rank in ranks]
         if any(tag != unit.tag for tag, _ in headers):
             return False
@@ -460,6 +470,37 @@ def test_orders_of_a_decider_that_is_gone_are_refused(tmp_path: Path) -> None:
     assert node.holds(unit), "nobody has touched it"
     new = node.librarian.work(StorageOrder(OrderKind.FETCH, 1, "a", units=(unit,), epoch=3))
     assert (new.outcome, new.fetches) == (Outcome.DONE, (Fetch.HIT,))
+
+
+def test_settling_waits_for_what_is_being_done_and_not_for_what_begins_after(tmp_path: Path) -> None:
+    begun, may_end = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+
+    class Slow(FileStorage):
+        def put(self, *arguments: Any, **named: Any) -> list[bool]:
+            turn = int(begun[0].is_set())
+            begun[turn].set()
+            assert may_end[turn].wait(20)
+            return super().put(*arguments, **named)
+
+    node = Node(tmp_path, Slow(tmp_path / "slow", max_bytes=MIB), Split(), DENSE)
+    units = node.units(0)[:1]
+    node.fill(units[0])
+    order = StorageOrder(OrderKind.PERSIST, 1, "a", units=tuple(units))
+    threads = [threading.Thread(target=node.librarian.work, args=(order,)) for _ in begun]
+    threads[0].start()
+    assert begun[0].wait(20) and not node.librarian.settle(timeout_s=0.05)
+    settled: list[bool] = []
+    waiting = threading.Thread(target=lambda: settled.append(node.librarian.settle(timeout_s=20)))
+    waiting.start()
+    time.sleep(0.05)
+    threads[1].start()
+    assert begun[1].wait(20)
+    may_end[0].set()
+    waiting.join(20)
+    assert settled == [True]
+    may_end[1].set()
+    for thread in threads:
+        thread.join(20)
 
 
 def test_what_is_found_stays_longer_than_what_is_not(tmp_path: Path) -> None:

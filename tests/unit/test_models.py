@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from raycache.errors import CheckpointError, ConfigError
-from raycache.layers.forward_pass import ForwardPass
-from raycache.layers.norm import HeadNorm
+from raycache.layers.forward_pass import ForwardPass, Mixer
+from raycache.layers.norm import CenteredNorm, HeadNorm, RMSNorm
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, components, load_model, read_config
 from raycache.models.checkpoint import Checkpoint
+from raycache.models.decoder import Decoder, Residual
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
@@ -242,6 +244,33 @@ def test_a_head_norm_of_precise_weights_rounds_once() -> None:
     ours = HeadNorm(weight, 1e-6)(x)
     assert ours.dtype == torch.bfloat16
     torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=0)  # half a step of bfloat16
+
+
+def test_additions_left_to_the_next_norm_change_no_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    def product(x: Tensor, run: ForwardPass, *, by: Tensor) -> Tensor:
+        return x @ by
+
+    def mixer() -> Mixer:
+        return partial(product, by=drawn(16, 16))
+
+    parts: list[Mixer] = [
+        Residual(RMSNorm(drawn(16), 1e-6), mixer()),
+        Residual(CenteredNorm(drawn(16), 1e-6), mixer(), after=RMSNorm(drawn(16), 1e-6)),
+        Residual(RMSNorm(drawn(16), 1e-6), mixer(), scale=0.5),
+        Residual(RMSNorm(drawn(16), 1e-6), mixer()),
+        mixer(),  # one that adds up in its own way
+        Residual(RMSNorm(drawn(16), 1e-6), mixer()),
+    ]
+    run, hidden = whole_pass(7), drawn(7, 16)
+    together = Decoder([parts[:2], parts[2:]], embedding=None, norm=None, head=None).forward(hidden.clone(), run)
+    for part in parts:
+        hidden = part(hidden, run)
+    assert torch.equal(together, hidden)
 
 
 def test_loading_a_wrong_config_names_the_tensor(tiny: Callable[[str], Path]) -> None:

@@ -161,12 +161,18 @@ def test_a_damaged_envelope_fails_the_load_of_all_who_read_it_and_nothing_is_loa
     ],
     ids=str,
 )
-def test_a_move_that_cannot_be_done_is_posted_as_failed_and_hangs_nobody(gang: Callable, wrong: Unit) -> None:  # type: ignore[type-arg]
+def test_a_move_that_cannot_be_done_is_posted_as_failed_and_hangs_nobody(
+    gang: Callable,  # type: ignore[type-arg]
+    wrong: Unit,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ranks: Hosted = gang()
     ranks.fill(whole_model(ranks.components, seed=6))
     assert ranks.save(1, UNITS) == [False]
     assert ranks.save(2, [wrong]) == [True]
     assert ranks.load(1, [*UNITS, wrong]) == [True]
+    told = f"{wrong} is not among" if wrong.space == "full" else "KeyError: 'elsewhere'"
+    assert caplog.text.count(told) == 2, "once for each lane"
     ranks.pools[0].gate(5)
     assert ranks.save(3, UNITS) == [False]
     assert ranks.load(2, UNITS) == [False]

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from raycache.errors import CheckpointError
+from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import RopeConfig, Rotary, inverse_frequencies
 from raycache.models.base import read_config
 from tests.oracle.tiny import ROPES, SIZES
@@ -77,6 +78,30 @@ def test_scores_depend_on_the_distance_only() -> None:
 
     torch.testing.assert_close(score(30, 10), score(120, 100), rtol=0, atol=1e-4)
     assert (score(30, 10) - score(30, 11)).abs() > 1e-2
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_wider_heads_are_normalised_whole_and_turned_in_part(is_interleaved: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(5, 3, 96, generator=generator), 1 + 0.1 * torch.randn(3, 96, generator=generator)
+    rotary = Rotary(RopeConfig(), HEAD_DIM, torch.device("cpu"), is_interleaved=is_interleaved)
+    turn = rotary(torch.arange(100, 105), torch.float32)
+    normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    wanted = torch.cat((turn(normed[..., :HEAD_DIM]), normed[..., HEAD_DIM:]), dim=-1)
+    before = x.clone()
+    torch.testing.assert_close(turn(x, norm=HeadNorm(weight, 1e-6)), wanted, rtol=0, atol=1e-5)
+    assert torch.equal(x, before)
+
+
+def test_heads_may_be_turned_in_place() -> None:
+    packed = torch.randn(5, 3, 80, generator=torch.Generator().manual_seed(0))
+    before, part = packed.clone(), packed[:, :2, 16:]
+    turn = Rotary(RopeConfig(), HEAD_DIM, torch.device("cpu"))(torch.arange(5), torch.float32)
+    wanted = turn(part)
+    assert turn(part, out=part) is part
+    assert torch.equal(part, wanted)
+    part.copy_(before[:, :2, 16:])
+    assert torch.equal(packed, before)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional", "unheard_of"])

@@ -1,4 +1,4 @@
-"""Envelopes: what they hold is the whole model, each row once, and every rank finds what its device holds."""
+"""Envelopes: what they hold is the whole model, each row once on a node, and every rank finds what its device holds."""
 
 from __future__ import annotations
 
@@ -85,15 +85,60 @@ def test_every_rank_finds_all_rows_of_its_device_once(model: list[Component], sp
     for rank in range(split.world_size):
         for component in model:
             for group in groups(component):
-                found, held = cells(group), cells(group)
-                box = layout.device_box(group, rank)
-                if box is not None:
-                    count(held, box)
-                for peer, piece in layout.sources(rank, group.space):
-                    assert piece in layout.pieces(peer, group.space)
-                    if piece.group == group:
-                        count(found, piece.box)
-                np.testing.assert_array_equal(found, held)
+                assert_found(layout, group, rank)
+
+
+@st.composite
+def spread(draw: st.DrawFn) -> tuple[Split, list[int]]:
+    """A split, and the node of each rank: any, in the order of their lowest ranks."""
+    split = draw(SPLITS)
+    at = draw(st.lists(st.integers(0, 3), min_size=split.world_size, max_size=split.world_size))
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(at))}
+    return split, [numbers[node] for node in at]
+
+
+@settings(deadline=None, max_examples=150)
+@given(models(), spread())
+def test_every_rank_finds_its_rows_once_on_its_own_node(model: list[Component], at: tuple[Split, list[int]]) -> None:
+    split, nodes = at
+    shape = {"num_layers": NUM_LAYERS, "page_size": PAGE_SIZE, "split": split, "nodes": nodes}
+    layouts = [EnvelopeLayout(model, **shape, node=node) for node in range(max(nodes) + 1)]
+    whole = EnvelopeLayout(model, **shape)
+    for group in [group for component in model for group in groups(component)]:
+        everywhere = cells(group)
+        for node, layout in enumerate(layouts):
+            here, needed = cells(group), cells(group)
+            for rank in range(split.world_size):
+                pieces = [piece for piece in layout.pieces(rank, group.space) if piece.group == group]
+                if nodes[rank] != node:
+                    assert not pieces and layout.envelope_bytes(rank, group.space) == 0
+                    continue
+                assert layout.pieces(rank, group.space) == whole.pieces(rank, group.space)
+                assert layout.sources(rank, group.space) == whole.sources(rank, group.space)
+                for piece in pieces:
+                    count(here, piece.box)
+                if (held := layout.device_box(group, rank)) is not None:
+                    needed[tuple(slice(first, end) for first, end in held.ranges)] = 1
+                assert {nodes[peer] for peer, _ in layout.sources(rank, group.space)} <= {node}
+                assert_found(layout, group, rank)
+            # Once each, and nothing that no rank of the node holds.
+            np.testing.assert_array_equal(here, needed)
+            everywhere += here
+        assert (everywhere >= 1).all(), "what no node has is lost"
+    for space in whole.spaces:
+        assert whole.unit_bytes(space) == sum(layout.unit_bytes(space) for layout in layouts)
+
+
+def assert_found(layout: EnvelopeLayout, group: Component, rank: int) -> None:
+    """A rank finds all rows of a group that its device holds, each once."""
+    found, held = cells(group), cells(group)
+    if (box := layout.device_box(group, rank)) is not None:
+        count(held, box)
+    for peer, piece in layout.sources(rank, group.space):
+        assert piece in layout.pieces(peer, group.space)
+        if piece.group == group:
+            count(found, piece.box)
+    np.testing.assert_array_equal(found, held)
 
 
 @settings(deadline=None, max_examples=100)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from raycache.errors import RequestError
+from raycache.server import schema
 from raycache.server.schema import ChatBody, CompletionBody, parse_body, parse_json
 
 
@@ -104,6 +107,47 @@ def test_chat_fields_that_cannot_be_served_are_refused(fields: dict[str, Any], f
     with pytest.raises(RequestError) as error:
         chat(**fields)
     assert error.value.field == field
+
+
+_MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "most_errors"),
+    [
+        ({"messages": [1] * _MANY}, "messages[0]", 1),
+        ({"tools": [1] * _MANY}, "tools[0]", 1),
+        ({"modalities": ["audio"] * _MANY}, "modalities[0]", 1),
+        ({"stop": [1] * _MANY}, "stop", 1),
+        ({"stop_token_ids": ["a"] * _MANY}, "stop_token_ids", 1),
+        ({"stop_token_ids": ["a"] * 1024}, "stop_token_ids[0]", 1),
+        ({"logit_bias": {str(key): "x" for key in range(_MANY)}}, "logit_bias", 1),
+        ({"logit_bias": {str(key): "x" for key in range(1024)}}, "logit_bias.0", 1024),
+        ({"stream": True, "stream_options": {str(key): 1 for key in range(_MANY)}}, "stream_options", 1),
+        ({f"x{key}": 1 for key in range(_MANY)}, "x0", 1),
+    ],
+)
+def test_a_body_that_is_wrong_in_very_many_places_has_few_errors(
+    fields: dict[str, Any], field: str, most_errors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    first_error = schema._first_error
+
+    def counted(error: ValidationError, **known: Any) -> RequestError:
+        counts.append(error.error_count())
+        return first_error(error, **known)
+
+    monkeypatch.setattr(schema, "_first_error", counted)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as refusal:
+            chat(**fields)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert refusal.value.field == field
+    assert len(counts) == 1 and 1 <= counts[0] <= most_errors
+    assert peak < 32 * 2**20  # mappings of so many names take most of it
 
 
 def test_null_is_absent_and_harmless_fields_are_taken() -> None:

@@ -147,6 +147,13 @@ def test_scrub_finds_and_drops_what_is_bad(storage: Storage, medium: Medium) -> 
     assert storage.scrub().bad == 0
 
 
+def test_a_scrub_ends_when_its_time_is_over_and_says_so(storage: Storage) -> None:
+    put(storage, range(20), size=500)
+    late = storage.scrub(until_s=time.monotonic())
+    assert (late.checked, late.is_whole) == (0, False)
+    assert storage.scrub(until_s=time.monotonic() + 60).is_whole
+
+
 def test_what_was_stored_is_found_when_opened_again(medium: Medium) -> None:
     with contextlib.closing(medium.open()) as storage:
         put(storage, [1, 1001])

@@ -1,6 +1,7 @@
 """Storages by URL, guarded, and failing on purpose."""
 
 import contextlib
+import math
 import random
 import sys
 import threading
@@ -188,10 +189,10 @@ def test_a_storage_closes_when_the_last_call_has_left_it(path: Path) -> None:
     line, inside, leave = Flaky(path), threading.Event(), threading.Event()
 
     class Slow(Cut):
-        def scrub(self) -> object:
+        def scrub(self, *, until_s: float = math.inf) -> object:
             inside.set()
             assert leave.wait(10)
-            return super().scrub()
+            return super().scrub(until_s=until_s)
 
     def open_slow() -> Storage:
         line.num_open += 1

@@ -12,6 +12,7 @@ Checksums are XXH3-64: they find accidents, at memory speed. That nobody can mak
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,12 +98,14 @@ class Scrub:
         num_bytes: of their payloads.
         bad: those that were not what was put; they are gone now.
         seconds: that it took.
+        is_whole: whether that was all.
     """
 
     checked: int
     num_bytes: int
     bad: int
     seconds: float
+    is_whole: bool = True
 
 
 class Storage(Protocol):
@@ -169,8 +172,12 @@ class Storage(Protocol):
             ConfigError: it is too small, or the bound is not ours to set.
         """
 
-    def scrub(self) -> Scrub:
-        """Read every object and drop those that are not what was put; others may use the storage meanwhile."""
+    def scrub(self, *, until_s: float = math.inf) -> Scrub:
+        """Read every object and drop those that are not what was put; others may use the storage meanwhile.
+
+        Args:
+            until_s: on the monotonic clock, when to stop even if there are more.
+        """
 
 
 class Header(NamedTuple):

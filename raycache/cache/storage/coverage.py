@@ -55,9 +55,10 @@ class Group:
     Attributes:
         component: with only the fields of the group.
         rows: its format, as keys say it.
-        places: pieces of all ranks; together they are the whole, and no two overlap.
+        places: pieces of the node's ranks; no two overlap.
         own_boxes: of those pieces.
-        whole: box of all of it.
+        whole: box of all rows of the model.
+        wanted: what the pieces are together: the whole, or their own boxes where other nodes have the rest.
     """
 
     component: Component
@@ -65,6 +66,7 @@ class Group:
     places: tuple[Place, ...]
     own_boxes: frozenset[Box]
     whole: Box
+    wanted: tuple[Box, ...]
 
     def num_bytes(self, box: Box) -> int:
         """Of an object that holds a box."""
@@ -72,8 +74,14 @@ class Group:
 
 
 def groups_of(layout: EnvelopeLayout, space: str) -> list[Group]:
-    """Groups of a space, with the pieces of all ranks."""
-    return [_group_of(layout, component) for component in layout.groups(space)]
+    """Groups of a space that the node has pieces of."""
+    found = (_group_of(layout, component) for component in layout.groups(space))
+    return [group for group in found if group.places]
+
+
+def formats_of(layout: EnvelopeLayout) -> tuple[bytes, ...]:
+    """Row formats of all groups, whichever node has their pieces."""
+    return tuple(row_format(group) for space in layout.spaces for group in layout.groups(space))
 
 
 def _group_of(layout: EnvelopeLayout, component: Component) -> Group:
@@ -86,13 +94,13 @@ def _group_of(layout: EnvelopeLayout, component: Component) -> Group:
             rows + piece.box.packed(),
             is_whole=piece.num_bytes == layout.envelope_bytes(rank, component.space),
         )
-        for rank in range(layout.split.world_size)
+        for rank in layout.ranks
         for piece in layout.pieces(rank, component.space)
         if piece.group == component
     ]
-    boxes = [place.piece.box for place in places]
-    layers, tokens, heads = (max(box.ranges[axis][1] for box in boxes) for axis in range(3))
-    return Group(component, rows, tuple(places), frozenset(boxes), Box(0, layers, 0, tokens, 0, heads))
+    boxes, whole = frozenset(place.piece.box for place in places), layout.whole_box(component)
+    wanted = (whole,) if cover(whole, boxes) else tuple(boxes)
+    return Group(component, rows, tuple(places), boxes, whole, wanted)
 
 
 class Coverage:
@@ -127,7 +135,7 @@ class Coverage:
         """Into which boxes the stored objects of a group are cut, the largest first. Raises OSError as the storage."""
         self._look(_KNOWN_FOR_S)
         boxes = self._boxes(group, self._suffixes)
-        if not self.fill(group, group.whole, frozenset(boxes)):
+        if not all(self.fill(group, wanted, frozenset(boxes)) for wanted in group.wanted):
             self._look(_LOOK_AGAIN_S)
         return self._boxes(group, self._suffixes)
 
@@ -193,9 +201,14 @@ class Lookup:
         return [self._known[unit] for unit in units]
 
     def boxes(self, group: Group, digest: bytes) -> list[Box]:
-        """The stored boxes that a unit would be read from."""
-        parts = self._coverage.fill(group, group.whole, self._present.get((group, digest), _NO_BOXES))
-        return list(dict.fromkeys(box for box, _ in parts))
+        """The stored boxes that a unit would be read from; none if something is missing."""
+        present, found = self._present.get((group, digest), _NO_BOXES), dict[Box, None]()
+        for wanted in group.wanted:
+            parts = self._coverage.fill(group, wanted, present)
+            if not parts:
+                return []
+            found |= dict.fromkeys(box for box, _ in parts)
+        return list(found)
 
     def _ask(self, units: Sequence[tuple[str, bytes]], *, is_own: bool) -> None:
         by_space: dict[str, list[bytes]] = {}

@@ -142,9 +142,9 @@ class FaultyStorage:
         """See `Storage.resize`."""
         self._inner.resize(max_bytes)
 
-    def scrub(self) -> Scrub:
+    def scrub(self, *, until_s: float = math.inf) -> Scrub:
         """See `Storage.scrub`."""
-        return self._inner.scrub()
+        return self._inner.scrub(until_s=until_s)
 
     def _begin(self) -> None:
         """What can happen to a whole call."""

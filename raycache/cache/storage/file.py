@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import threading
 import time
@@ -163,10 +164,14 @@ class FileStorage:
             self._max_bytes = max_bytes
             self._shelves.bound(max_bytes)
 
-    def scrub(self) -> Scrub:
+    def scrub(self, *, until_s: float = math.inf) -> Scrub:
         """See `Storage.scrub`."""
         start_s, checked, num_bytes, bad = time.monotonic(), 0, 0, 0
+        is_whole = True
         for key in self.keys():
+            if time.monotonic() >= until_s:
+                is_whole = False
+                break
             found = [Fetch.MISSING]
             with self._lock:
                 shelf = self._shelves.find(key)
@@ -179,7 +184,7 @@ class FileStorage:
             checked, num_bytes, bad = checked + 1, num_bytes + len(buffer), bad + (found[0] is Fetch.CORRUPT)
         with self._lock:
             self._counts.corrupt += bad
-        return Scrub(checked, num_bytes, bad, time.monotonic() - start_s)
+        return Scrub(checked, num_bytes, bad, time.monotonic() - start_s, is_whole)
 
     def _reserve(
         self, keys: Sequence[bytes], views: Sequence[memoryview], checksums: Sequence[int], stored: list[bool]
@@ -323,7 +328,10 @@ def _claim(directory: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(fd)
-        raise ConfigError(f"{directory} is in use by another process; give each its own directory") from error
+        raise ConfigError(
+            f"{directory} is in use by another process; give each its own directory; on a mount that nodes share "
+            "write {node} into the path"
+        ) from error
     text = os.pread(fd, 4096, 0)
     if text not in (b"", _MARKER_TEXT):
         os.close(fd)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -156,7 +157,7 @@ class Guarded:
                 return
         raise ConfigError(f"storage {self.name} cannot be reached now and keeps its bound; try again when it is back")
 
-    def scrub(self) -> Scrub:
+    def scrub(self, *, until_s: float = math.inf) -> Scrub:
         """See `Storage.scrub`.
 
         Raises:
@@ -164,7 +165,7 @@ class Guarded:
         """
         with self._ask() as storage:
             if storage is not None:
-                return storage.scrub()
+                return storage.scrub(until_s=until_s)
         raise ConfigError(f"storage {self.name} cannot be reached now; scrub it when it is back")
 
     @contextlib.contextmanager

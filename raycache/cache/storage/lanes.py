@@ -75,6 +75,12 @@ class StorageLanes:
             for turns in (self._urgent, self._persists):
                 self._give_up(turns.remove(lambda order: order.owner == owner), Outcome.CANCELLED)
 
+    def cancel_kind(self, kind: OrderKind) -> None:
+        """The same for all orders of a kind."""
+        with self._lock:
+            for turns in (self._urgent, self._persists):
+                self._give_up(turns.remove(lambda order: order.kind is kind), Outcome.CANCELLED)
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is an answer; False if there was none in time."""
         end_s = time.monotonic() + timeout_s

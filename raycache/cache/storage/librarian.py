@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from raycache.cache.keys import longest_stored, object_keys
 from raycache.cache.storage.base import Fetch, Storage, checksum_of, suffix_of
-from raycache.cache.storage.coverage import Coverage, Lookup, groups_of
+from raycache.cache.storage.coverage import Coverage, Lookup, formats_of, groups_of
 from raycache.cache.storage.orders import Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
 from raycache.cache.storage.reader import UnitReader, ranks_of
 from raycache.memory.arena import Arena
@@ -55,16 +55,21 @@ class Librarian:
         self._arena, self._layout, self._storage = arena, layout, storage
         self._page_size, self._windows, self._state_space = page_size, dict(windows), state_space
         self._groups = {space: groups_of(layout, space) for space in layout.spaces}
+        self._formats = formats_of(layout)
         known = {FULL, *windows, state_space}
         assert set(layout.spaces) <= known, f"spaces {layout.spaces}, of which only {known} are explained"
         self._coverage = Coverage(storage)
         self._reader = UnitReader(arena, storage, coverage=self._coverage, groups=self._groups)
-        self._epoch, self._num_working = epoch, 0
+        self._epoch, self._num_begun = epoch, 0
+        self._working: set[int] = set()
         self._changed = threading.Condition()
 
     def work(self, order: StorageOrder) -> StorageAnswer:
         """Do one order."""
-        if not self._enter(order.epoch):
+        if order.deadline_s <= time.monotonic():
+            return order.not_done(Outcome.LATE)
+        turn = self._enter(order.epoch)
+        if not turn:
             return order.not_done(Outcome.CANCELLED, f"of epoch {order.epoch}, now is {self._epoch}")
         start_s = time.monotonic()
         try:
@@ -72,7 +77,7 @@ class Librarian:
         except OSError as error:
             answer = order.not_done(Outcome.UNAVAILABLE, str(error) or type(error).__name__)
         finally:
-            self._leave()
+            self._leave(turn)
         return replace(answer, seconds=time.monotonic() - start_s)
 
     def fence(self, epoch: int, *, timeout_s: float) -> bool:
@@ -85,7 +90,13 @@ class Librarian:
         """
         with self._changed:
             self._epoch = max(self._epoch, epoch)
-            return self._changed.wait_for(lambda: self._num_working == 0, timeout_s)
+            return self._changed.wait_for(lambda: not self._working, timeout_s)
+
+    def settle(self, *, timeout_s: float) -> bool:
+        """Wait for the orders that are being done now; whether they are done."""
+        with self._changed:
+            begun = set(self._working)
+            return self._changed.wait_for(lambda: begun.isdisjoint(self._working), timeout_s)
 
     def persist(self, units: Sequence[StoredUnit]) -> list[bool]:
         """Store units; pieces that are there already are not written again.
@@ -159,16 +170,18 @@ class Librarian:
         spaces = [unit.space for unit, is_counted in zip(units, counted, strict=True) if is_counted]
         return sum(self._layout.unit_bytes(space) for space in spaces if space in self._groups)
 
-    def _enter(self, epoch: int) -> bool:
+    def _enter(self, epoch: int) -> int:
+        """Number of the order that begins, 0 if it is refused."""
         with self._changed:
             if epoch < self._epoch:
-                return False
-            self._num_working += 1
-            return True
+                return 0
+            self._num_begun += 1
+            self._working.add(self._num_begun)
+            return self._num_begun
 
-    def _leave(self) -> None:
+    def _leave(self, turn: int) -> None:
         with self._changed:
-            self._num_working -= 1
+            self._working.remove(turn)
             self._changed.notify_all()
 
     # --- how ----------------------------------------------------------------------------------------------------------
@@ -214,8 +227,7 @@ class Librarian:
 
     def _is_foreign(self, digest: bytes) -> bool:
         """Whether a page is stored, but not in rows that this model reads."""
-        formats = tuple(group.rows for groups in self._groups.values() for group in groups)
-        others = sorted(suffix for suffix in self._coverage.suffixes if not suffix.startswith(formats))
+        others = sorted(suffix for suffix in self._coverage.suffixes if not suffix.startswith(self._formats))
         return bool(others) and any(
             self._storage.contains([digest + suffix for suffix in others[:_FOREIGN_SUFFIXES]], touch=False)
         )

@@ -11,6 +11,7 @@ parent is not; that is found out when the prefix is loaded.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -199,16 +200,19 @@ class ObjectStorage:
         """
         raise ConfigError("a bucket is bounded by its lifecycle rules, not by RayCache; set an expiry there")
 
-    def scrub(self) -> Scrub:
+    def scrub(self, *, until_s: float = math.inf) -> Scrub:
         """See `Storage.scrub`: in bounded parts, each within the timeout. Raises OSError as `put`."""
-        start_s, sizes, bad = time.monotonic(), list[int](), 0
+        start_s, sizes, bad, is_whole = time.monotonic(), list[int](), 0, True
         for batch in _batches(self._pages()):
+            if time.monotonic() >= until_s:
+                is_whole = False
+                break
             requests = [partial(self._get, _key_of(path), size - HEADER_BYTES) for path, size in batch]
             bad += sum(found in (Fetch.CORRUPT, Fetch.FOREIGN) for _, found in self._workers.each(requests))
             sizes += [max(0, size - HEADER_BYTES) for _, size in batch]
         with self._lock:
             self._counts.corrupt += bad
-        return Scrub(len(sizes), sum(sizes), bad, time.monotonic() - start_s)
+        return Scrub(len(sizes), sum(sizes), bad, time.monotonic() - start_s, is_whole)
 
     # Requests. Each runs in a thread of the workers.
 

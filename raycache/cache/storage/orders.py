@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -92,6 +93,14 @@ class StorageOrder:
     digests: tuple[bytes, ...] = ()
     deadline_s: float = math.inf
     epoch: int = 0
+
+    def sent(self) -> StorageOrder:
+        """For another machine, whose clock is another: deadline_s is the seconds that are left."""
+        return replace(self, deadline_s=self.deadline_s - time.monotonic())
+
+    def received(self) -> StorageOrder:
+        """What `sent` gave, on this machine's clock."""
+        return replace(self, deadline_s=self.deadline_s + time.monotonic())
 
     def not_done(self, outcome: Outcome, error: str = "") -> StorageAnswer:
         """The answer when nothing came of it."""

@@ -10,6 +10,7 @@ and `touch` count as uses there, and the parents of a batch are used last. One s
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
@@ -188,10 +189,13 @@ class RedisStorage:
         """
         raise ConfigError("a Redis server is bounded by its maxmemory, not by RayCache; set it there")
 
-    def scrub(self) -> Scrub:
+    def scrub(self, *, until_s: float = math.inf) -> Scrub:
         """See `Storage.scrub`: in bounded parts, each within the timeout. Raises OSError as `put`."""
-        start_s, checked, num_bytes, bad = time.monotonic(), 0, 0, 0
+        start_s, checked, num_bytes, bad, is_whole = time.monotonic(), 0, 0, 0, True
         for keys in self._pages():
+            if time.monotonic() >= until_s:
+                is_whole = False
+                break
             lengths = [max(0, length - HEADER_BYTES) for length in self._lengths(keys)]
             for part in _batches(list(range(len(keys))), lengths):
                 request = partial(self._get, [keys[i] for i in part], [lengths[i] for i in part])
@@ -200,7 +204,7 @@ class RedisStorage:
                 bad += sum(payload in (Fetch.CORRUPT, Fetch.FOREIGN) for payload in payloads)
         with self._lock:
             self._counts.corrupt += bad
-        return Scrub(checked, num_bytes, bad, time.monotonic() - start_s)
+        return Scrub(checked, num_bytes, bad, time.monotonic() - start_s, is_whole)
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int]:
         """Bytes of the values, 0 where there is none."""

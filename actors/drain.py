@@ -1,0 +1,75 @@
+"""Nodes that leave: lost ones, and those that Ray drains, such as before a cloud takes a spot machine back.
+
+    ray drain-node, the autoscaler, KubeRay -> GCS: node, deadline -> here, about once a second -> the front end moves
+
+A cloud's notice is not looked for here: who runs the nodes (autoscaler, KubeRay) sees it and drains the node. Ray has
+no public call that tells which nodes drain; `ray._private.state` is what its own libraries use.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import ray
+from ray._private.state import state
+from ray.exceptions import RayError
+
+from actors.placement import Places, cluster_nodes
+from raycache.parallel.placement import plan
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Nodes of a gang that it cannot stay on.
+
+    Attributes:
+        lost: ids of those that are dead.
+        draining: ids of those that are alive and will not be for long.
+        left_s: seconds until the first of those ends, by this machine's clock and the deadline of whoever drains it;
+            infinite if that was not said.
+    """
+
+    lost: frozenset[str] = frozenset()
+    draining: frozenset[str] = frozenset()
+    left_s: float = math.inf
+
+    def __bool__(self) -> bool:
+        return bool(self.lost or self.draining)
+
+
+def leaving(nodes: Iterable[str]) -> Leaving:
+    """Which of some nodes leave; blocks while the GCS is away.
+
+    Raises:
+        OSError: nobody can say: the GCS is away.
+    """
+    wanted = set(nodes)
+    try:
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        deadlines_ms = {node: at for node, at in state.get_draining_nodes().items() if node in wanted & alive}
+    except (RayError, RuntimeError) as cause:
+        raise OSError(f"the cluster's head does not say which nodes it has: {cause}") from cause
+    ends = [at / 1000 for at in deadlines_ms.values() if at]
+    left_s = min(ends) - time.time() if ends else math.inf
+    return Leaving(frozenset(wanted - alive), frozenset(deadlines_ms), left_s)
+
+
+def can_move(places: Places) -> bool:
+    """Whether the ranks would have room elsewhere now, if they gave up what they have.
+
+    Raises:
+        OSError: nobody can say.
+    """
+    try:
+        nodes = [node for node in cluster_nodes() if not node.is_draining]
+    except (RayError, RuntimeError) as cause:
+        raise OSError(f"the cluster's head does not say what is free: {cause}") from cause
+    freed = []
+    for node in nodes:
+        held = places.need.bundle(places.nodes.count(node.node_id)) if node.node_id in places.nodes else {}
+        cpus, gpus = node.free_cpus + held.get("CPU", 0.0), node.free_gpus + held.get("GPU", 0.0)
+        freed.append(replace(node, free_cpus=cpus, free_gpus=gpus))
+    return plan(places.need, freed) is not None

@@ -1,0 +1,278 @@
+"""The engines of a service for front ends in other processes: an actor that has them, and its client.
+
+    front end: HubClient --submit--> HubActor: Replicas ---> RayEngine 0 ---> ...
+                        <---poll----                    `--> RayEngine 1 ---> ...
+
+So there is one place that knows what every replica holds and has to do, however many front ends there are. A front end
+polls for all its requests together: a step of an engine costs one call per front end, and not one per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from actors.answers import answer
+from actors.authentication import require_token
+from actors.cluster import device_type
+from actors.metrics import publishing
+from actors.replicas import Replicas
+from actors.starter import Starter
+from raycache.config import Config
+from raycache.errors import EngineStoppedError, RayCacheError
+from raycache.metrics import Metrics
+from raycache.server.replicas import ReplicaOrder
+from raycache.types import CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+
+Message = tuple[str, RequestOutput | RayCacheError]
+"""Request id, and an increment or why there are no more."""
+
+_log = logging.getLogger(__name__)
+_HUB = "the actor that has the engines"
+_POLL_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 60.0
+_ORDER_TIMEOUT_S = 660.0
+"""For an order to the cache, beside the time that it may take itself; longer than any wait inside."""
+_CHANGE_TIMEOUT_S = 4 * 3600.0
+"""For an order to replicas; many can be started one after the other."""
+_SILENT_S = 30.0
+"""A front end that has not polled for so long is gone, and its requests end."""
+
+
+@dataclass
+class _Client:
+    """A front end."""
+
+    running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    has_messages: asyncio.Event = field(default_factory=asyncio.Event)
+    seen_s: float = field(default_factory=time.monotonic)
+    life: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def tell(self, message: Message) -> None:
+        self.messages.append(message)
+        self.has_messages.set()
+
+
+class HubActor:
+    """All replicas of a service.
+
+    Args:
+        config: of the service.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._replicas: Replicas | None = None
+        self._progress = ("starting", 0.0)
+        self._starter: Starter | None = None
+        self._clients: dict[str, _Client] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._publishing: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        """What the Ray dashboard and logs call it."""
+        return "engines"
+
+    async def start(self) -> EngineInfo:
+        """Start the replicas, and wait until they serve.
+
+        Raises:
+            RayCacheError: why they do not.
+        """
+        address = ray.get_runtime_context().gcs_address  # not every service is started by `raycache launch`, which asks
+        await asyncio.to_thread(require_token, address, is_insecure_allowed=self._config.insecure_cluster)
+        self._starter = Starter(self._config, device=device_type(self._config))
+        started = await asyncio.to_thread(self._starter.start_all, on_progress=self._note)
+        self._replicas = Replicas(self._config, self._starter, started)
+        self._watching = asyncio.create_task(self._replicas.watch())
+        self._publishing = asyncio.create_task(self._publish(self._replicas))
+        return await self._replicas.info()
+
+    async def progress(self) -> tuple[str, float]:
+        """Phase of the start, and its share done."""
+        return self._progress
+
+    async def check_health(self) -> None:
+        """Whether there are engines, or will be.
+
+        Raises:
+            EngineStoppedError: there are none any more.
+        """
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
+
+    async def info(self) -> EngineInfo:
+        """See `AsyncEngine.info`."""
+        return await self._ready().info()
+
+    async def stats(self) -> EngineStats:
+        """See `AsyncEngine.stats`."""
+        return await self._ready().stats()
+
+    async def admin(self, order: CacheOrder) -> Mapping[str, Any]:
+        """See `AsyncEngine.admin`."""
+        return await self._ready().admin(order)
+
+    async def order(self, order: ReplicaOrder) -> Mapping[str, Any]:
+        """See `Replicas.order`."""
+        return await self._ready().order(order)
+
+    async def submit(self, client: str, request: GenerateRequest) -> None:
+        """Run a request; what comes of it is polled."""
+        of = self._clients.setdefault(client, _Client())
+        of.running[request.request_id] = asyncio.create_task(self._run(request, of))
+
+    async def cancel(self, client: str, request_id: str) -> None:
+        """End a request; nothing more is told of it."""
+        if client in self._clients and (task := self._clients[client].running.pop(request_id, None)):
+            task.cancel()
+
+    async def poll(self, client: str) -> tuple[str, list[Message]]:
+        """What happened since the last poll; waits some seconds for the first message.
+
+        Returns:
+            Name of the time since the front end was last forgotten with all its requests, and the messages.
+        """
+        of = self._clients.setdefault(client, _Client())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_POLL_TIMEOUT_S):
+                await of.has_messages.wait()
+        of.seen_s = time.monotonic()
+        of.has_messages.clear()
+        messages, of.messages = of.messages, []
+        return of.life, messages
+
+    async def stop(self) -> None:
+        """End all engines; returns when they are gone, or after deadlines."""
+        if self._starter is not None:
+            await asyncio.to_thread(self._starter.stop)
+
+    async def _run(self, request: GenerateRequest, client: _Client) -> None:
+        try:
+            async with aclosing(self._ready().generate(request)) as outputs:
+                async for output in outputs:
+                    client.tell((request.request_id, output))
+        except RayCacheError as error:
+            client.tell((request.request_id, error))
+        except Exception as error:  # the last resort: whoever polls must hear of it
+            _log.exception("request %s failed", request.request_id)
+            client.tell((request.request_id, EngineStoppedError(f"{type(error).__name__}: {error}")))
+        finally:
+            client.running.pop(request.request_id, None)
+
+    async def _publish(self, replicas: Replicas) -> None:
+        """Tell Ray's metrics, and forget front ends that are gone."""
+        async with publishing(replicas, Metrics(self._config.model_name), has_front=False):
+            while True:
+                await asyncio.sleep(_POLL_TIMEOUT_S)
+                silent = [name for name, each in self._clients.items() if time.monotonic() - each.seen_s > _SILENT_S]
+                for name in silent:
+                    for task in self._clients.pop(name).running.values():
+                        task.cancel()
+
+    def _ready(self) -> Replicas:
+        if self._replicas is None:
+            raise EngineStoppedError(f"the engines are not ready: {self._progress[0]}")
+        return self._replicas
+
+    def _note(self, phase: str, share: float) -> None:
+        self._progress = (phase, share)
+
+
+class HubClient:
+    """The engines of a hub, as an `AsyncEngine` of one event loop.
+
+    Args:
+        hub: handle of the actor.
+    """
+
+    def __init__(self, hub: Any) -> None:
+        self._hub = hub
+        self._name = uuid.uuid4().hex
+        self._open: dict[str, asyncio.Queue[RequestOutput | RayCacheError]] = {}
+        self._polling: asyncio.Task[None] | None = None
+
+    def follow(self, hub: Any) -> None:
+        """Ask that hub from now on; what is open at another one fails when that one is found to be gone."""
+        self._hub = hub
+
+    async def info(self) -> EngineInfo:
+        info: EngineInfo = await self._ask(self._hub.info)
+        return info
+
+    async def stats(self) -> EngineStats:
+        stats: EngineStats = await self._ask(self._hub.stats)
+        return stats
+
+    async def admin(self, order: CacheOrder) -> Mapping[str, Any]:
+        timeout_s = order.timeout_s + _ORDER_TIMEOUT_S
+        done: Mapping[str, Any] = await answer(self._hub.admin.remote(order), of=_HUB, timeout_s=timeout_s)
+        return done
+
+    async def order(self, order: ReplicaOrder) -> Mapping[str, Any]:
+        """See `ReplicaSet.order`."""
+        ref = self._hub.order.remote(order)
+        done: Mapping[str, Any] = await answer(ref, of=_HUB, timeout_s=_CHANGE_TIMEOUT_S)
+        return done
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
+        self._start_polling()
+        messages = self._open[request.request_id] = asyncio.Queue[RequestOutput | RayCacheError]()
+        self._hub.submit.remote(self._name, request)
+        is_over = False
+        try:
+            while not is_over:
+                message = await messages.get()
+                is_over = isinstance(message, RayCacheError) or message.finish_reason is not None
+                if isinstance(message, RayCacheError):
+                    raise message
+                yield message
+        finally:
+            del self._open[request.request_id]
+            if not is_over:
+                self._hub.cancel.remote(self._name, request.request_id)
+
+    def _start_polling(self) -> None:
+        if self._polling is None or self._polling.done():
+            self._polling = asyncio.get_running_loop().create_task(self._poll())
+            self._polling.add_done_callback(self._on_polling_over)
+
+    async def _poll(self) -> None:
+        life = ""
+        while True:
+            ref = self._hub.poll.remote(self._name)
+            now, messages = await answer(ref, of=_HUB, timeout_s=_ANSWER_TIMEOUT_S)
+            if life and now != life:
+                self._fail("this front end was silent for too long, and its requests were ended")
+            life = now
+            for request_id, message in messages:
+                if request_id in self._open:
+                    self._open[request_id].put_nowait(message)
+
+    def _on_polling_over(self, task: asyncio.Task[None]) -> None:
+        """Whatever ended the polling, nobody may wait for ever."""
+        error = None if task.cancelled() else task.exception()
+        self._fail(str(error or "the server is stopping"))
+
+    def _fail(self, why: str) -> None:
+        for messages in self._open.values():
+            messages.put_nowait(EngineStoppedError(why))
+
+    async def _ask(self, method: Any) -> Any:
+        return await answer(method.remote(), of=_HUB, timeout_s=_ANSWER_TIMEOUT_S)
+
+
+def start_hub(config: Config) -> Any:
+    """Create the actor; call its `start` next."""
+    options: dict[str, Any] = {"enable_task_events": False}  # of its calls, a poll for every step
+    return ray.remote(num_cpus=0, max_restarts=0, **options)(HubActor).remote(config)

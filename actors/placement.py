@@ -1,0 +1,316 @@
+"""Places for the ranks of a gang: reserved together, on the nodes of a plan, and again after a node is lost."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from ray._private.state import state
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raycache.config import Config
+from raycache.errors import ConfigError
+from raycache.parallel.devices import require_gpus
+from raycache.parallel.placement import (
+    Need,
+    Node,
+    chosen,
+    has_room,
+    missing,
+    need_of,
+    plan,
+    refuse_impossible,
+    split_groups,
+)
+
+_log = logging.getLogger(__name__)
+_NODE_ID = "ray.io/node-id"
+_TRY_S = 1.0
+"""Between two looks at what is free."""
+_PIN_S = 10.0
+"""For Ray to reserve what was free a moment ago; others may be faster."""
+_FREED_S = 5.0
+"""For Ray to take back what was removed."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Reserved places, one per rank. Plain data: it travels to the engine actor. Ends with the process that made it.
+
+    Attributes:
+        config, device: that it was made for.
+        group: Ray's placement group; its bundles are pinned to nodes, so Ray itself never places one anew.
+        bundles: bundle per world rank.
+        nodes: node id per world rank.
+        addresses: of these nodes, by id, as Ray reaches them.
+        need: of a rank.
+        warnings: lines for the operator.
+    """
+
+    config: Config
+    device: str
+    group: PlacementGroup
+    bundles: tuple[int, ...]
+    nodes: tuple[str, ...]
+    addresses: Mapping[str, str]
+    need: Need
+    warnings: tuple[str, ...] = ()
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """What Ray has to know of a rank's actor."""
+        return {
+            "num_cpus": self.need.num_cpus,
+            "num_gpus": self.need.num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=self.bundles[rank]
+            ),
+        }
+
+    def remove(self) -> None:
+        """Give the places back; actors in them end."""
+        remove_placement_group(self.group)
+
+    def again(self, *, excluding: AbstractSet[str], on_wait: Callable[[str], None]) -> Places:
+        """Give these back, which ends the ranks in them, and reserve others.
+
+        Args:
+            excluding: ids of nodes to leave out; dead and draining ones are left out anyway.
+            on_wait: see `reserve`.
+        Raises:
+            ConfigError: there are no others within start_timeout_s.
+        """
+        deadline = time.monotonic() + self.config.start_timeout_s
+        ask = partial(_ask_head, deadline=deadline, on_wait=on_wait)
+        held = {node.node_id: node for node in ask(cluster_nodes)}
+        is_there = ask(lambda: placement_group_table(self.group)).get("state") == "CREATED"
+        ask(self.remove)
+        if is_there:
+            ask(lambda: _await_freed(self, before=held))
+        return _reserve(self.config, device=self.device, on_wait=on_wait, excluding=excluding, is_again=True)
+
+
+def reserve(config: Config, *, device: str, on_wait: Callable[[str], None]) -> Places:
+    """Reserve places for one gang, and wait for them.
+
+    Args:
+        config: whose split to place, and how.
+        device: "cpu" or "cuda".
+        on_wait: told now and then what is missing; what it raises ends the wait.
+    Raises:
+        ConfigError: the cluster cannot hold the ranks, or did not within start_timeout_s.
+    """
+    return _reserve(config, device=device, on_wait=on_wait, excluding=frozenset(), is_again=False)
+
+
+def cluster_nodes() -> list[Node]:
+    """Nodes of the cluster that are alive, with what is free on them now."""
+    free = state.available_resources_per_node()
+    draining = state.get_draining_nodes()
+    found = []
+    for node in ray.nodes():
+        node_id, has = node["NodeID"], node["Resources"]
+        if not node["Alive"]:
+            continue
+        left = free.get(node_id, {})  # a node that has just come
+        found.append(
+            Node(
+                node_id=node_id,
+                address=node["NodeManagerAddress"],
+                hostname=node["NodeManagerHostname"],
+                cpus=has.get("CPU", 0.0),
+                free_cpus=left.get("CPU", 0.0),
+                gpus=has.get("GPU", 0.0),
+                free_gpus=left.get("GPU", 0.0),
+                labels=node["Labels"],
+                is_draining=node_id in draining,
+            )
+        )
+    return found
+
+
+def _reserve(
+    config: Config,
+    *,
+    device: str,
+    on_wait: Callable[[str], None],
+    excluding: AbstractSet[str],
+    is_again: bool,
+) -> Places:
+    deadline = time.monotonic() + config.start_timeout_s
+    ask = partial(_ask_head, deadline=deadline, on_wait=on_wait)
+    wish = ask(lambda: _Wish(config, device=device, excluding=excluding, is_again=is_again))
+    demand: PlacementGroup | None = None
+    try:
+        while True:
+            nodes = ask(wish.nodes)
+            need = need_of(config, device=device, nodes=nodes)
+            places = ask(partial(wish.take, need, nodes))
+            if places is not None:
+                return places
+            lacks = wish.missing(need, nodes)
+            if time.monotonic() > deadline:
+                raise ConfigError(f"no place for the ranks within {config.start_timeout_s:.0f} s: {lacks}")
+            on_wait(lacks)
+            if demand is None and not wish.is_fixed:
+                demand = ask(partial(_demand, need, excluding))
+            if demand is None:
+                time.sleep(_TRY_S)
+            elif ask(partial(demand.wait, timeout_seconds=_TRY_S)):
+                ask(partial(remove_placement_group, demand))
+                demand = None
+                time.sleep(_TRY_S / 4)  # until it counts as free; then it is taken as planned
+    finally:
+        if demand is not None:
+            _remove(demand)
+
+
+def _ask_head(call: Callable[[], T], *, deadline: float, on_wait: Callable[[str], None]) -> T:
+    """What the cluster's head answers; while it is away it is asked again.
+
+    Args:
+        call: that asks it.
+        deadline: by the monotonic clock, when that is given up.
+        on_wait: see `reserve`.
+    Raises:
+        ConfigError: it is still away.
+    """
+    while True:
+        try:
+            return call()
+        except (RayError, RuntimeError) as cause:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"no place for the ranks: the cluster's head is away: {cause}") from cause
+            on_wait("the cluster's head is away")
+        time.sleep(_TRY_S)
+
+
+def _remove(group: PlacementGroup) -> None:
+    """Give it back if the head is there; what the caller has found or raises matters more."""
+    try:
+        remove_placement_group(group)
+    except (RayError, RuntimeError) as cause:
+        _log.warning("places are held until this process ends: the cluster's head is away: %s", cause)
+
+
+class _Wish:
+    """What to look for among the nodes of the moment.
+
+    Args:
+        config: whose split to place, and how.
+        device: "cpu" or "cuda".
+        excluding: ids of nodes to leave out.
+        is_again: the ranks had places before. A map that names a node which has gone since must not keep the service
+            down: places are found as without it then.
+    Raises:
+        ConfigError: the cluster can never hold the ranks, or the map does not suit it.
+    """
+
+    def __init__(self, config: Config, *, device: str, excluding: AbstractSet[str], is_again: bool) -> None:
+        self._config, self._device, self._excluding = config, device, excluding
+        self._warnings: tuple[str, ...] = ()
+        self.is_fixed = config.placement != "auto"
+        nodes = self.nodes()
+        need = need_of(config, device=device, nodes=nodes)
+        if self.is_fixed:
+            try:
+                chosen(config.placement, need=need, nodes=nodes)
+            except ConfigError as refusal:
+                if not is_again:
+                    raise
+                self.is_fixed = False
+                self._warnings = (f"{refusal}; ranks are placed automatically",)
+        if config.address == "local":
+            # No node will join it.
+            if not self.is_fixed:
+                refuse_impossible(need, nodes)
+            if device == "cuda":
+                # Ray counts GPUs without asking torch whether it can use them.
+                require_gpus(config.world_size)
+
+    def nodes(self) -> list[Node]:
+        return [node for node in cluster_nodes() if node.node_id not in self._excluding]
+
+    def missing(self, need: Need, nodes: Sequence[Node]) -> str:
+        ranks = chosen(self._config.placement, need=need, nodes=nodes) if self.is_fixed else ()
+        return missing(need, nodes, ranks=ranks)
+
+    def take(self, need: Need, nodes: Sequence[Node]) -> Places | None:
+        """Reserve places if there is room for all now."""
+        if self.is_fixed:
+            ranks: tuple[Node, ...] | None = chosen(self._config.placement, need=need, nodes=nodes)
+            if ranks is not None and not has_room(need, ranks):
+                return None
+        else:
+            ranks = plan(need, nodes)
+        if ranks is None:
+            return None
+        bundles = _bundles(need, ranks)
+        counts = [bundles.count(index) for index in range(max(bundles) + 1)]
+        on = [ranks[bundles.index(index)].node_id for index in range(len(counts))]
+        group = placement_group(
+            [need.bundle(count) for count in counts],
+            strategy="PACK",
+            bundle_label_selector=[{_NODE_ID: node_id} for node_id in on],
+        )
+        is_pinned = False
+        try:
+            is_pinned = group.wait(timeout_seconds=_PIN_S)
+        finally:
+            if not is_pinned:
+                _remove(group)
+        if not is_pinned:
+            return None
+        return Places(
+            config=self._config,
+            device=self._device,
+            group=group,
+            bundles=bundles,
+            nodes=tuple(node.node_id for node in ranks),
+            addresses={node.node_id: node.address for node in ranks},
+            need=need,
+            warnings=(*self._warnings, *split_groups(need.split, ranks)),
+        )
+
+
+def _bundles(need: Need, ranks: Sequence[Node]) -> tuple[int, ...]:
+    """Bundle per rank: one for each tp group's ranks on a node."""
+    parts = [(rank // need.split.tp, node.node_id) for rank, node in enumerate(ranks)]
+    numbers = dict(zip(dict.fromkeys(parts), itertools.count()))
+    return tuple(numbers[part] for part in parts)
+
+
+def _demand(need: Need, excluding: Iterable[str]) -> PlacementGroup:
+    """The same without a choice of nodes, for the autoscaler to see."""
+    out = f"!in({','.join(sorted(excluding))})"
+    selector = [{_NODE_ID: out}] * need.num_groups if excluding else None
+    bundles = [need.bundle(need.split.tp)] * need.num_groups
+    group: PlacementGroup = placement_group(bundles, strategy="PACK", bundle_label_selector=selector)
+    return group
+
+
+def _await_freed(places: Places, *, before: Mapping[str, Node]) -> None:
+    """Wait until what was removed counts as free, or another plan would be made without it."""
+    deadline = time.monotonic() + _FREED_S
+    held = {node: places.need.bundle(places.nodes.count(node)) for node in places.addresses}
+    while time.monotonic() < deadline:
+        now = {node.node_id: node for node in cluster_nodes()}
+        is_free = [
+            now[node].free_cpus - before[node].free_cpus > bundle.get("CPU", 0) - 1e-3
+            and now[node].free_gpus - before[node].free_gpus > bundle.get("GPU", 0) - 1e-3
+            for node, bundle in held.items()
+            if node in now and node in before
+        ]
+        if all(is_free):
+            return
+        time.sleep(0.05)

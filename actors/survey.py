@@ -1,0 +1,85 @@
+"""What nodes say of themselves: asked there, without loading anything."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raycache import __version__
+from raycache.config import Config
+from raycache.errors import ConfigError
+from raycache.parallel.interfaces import Link, link
+from raycache.parallel.placement import Node
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A node.
+
+    Attributes:
+        link: by which ranks there are reached.
+        memory_bytes: that are available.
+        shared_bytes: free in /dev/shm, where a host tier lies; 0 without it.
+        has_model: whether the model's directory is there.
+        versions: of raycache and python.
+    """
+
+    link: Link
+    memory_bytes: int
+    shared_bytes: int
+    has_model: bool
+    versions: tuple[str, str]
+
+
+def survey(config: Config, nodes: Sequence[Node], *, timeout_s: float) -> Mapping[str, Survey | str]:
+    """Ask nodes, all at once.
+
+    Args:
+        config: whose interface and model to look for.
+        nodes: to ask.
+        timeout_s: for all of them; Ray starts a process on each.
+    Returns:
+        By node id; text for a node that cannot say, with the reason.
+    """
+    refs = {}
+    for node in nodes:
+        options: dict[str, Any] = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False)}
+        asked = ray.remote(num_cpus=0, max_retries=0, **options)(_look_around)
+        refs[node.node_id] = asked.remote(config)
+    ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
+    found: dict[str, Survey | str] = {}
+    for node_id, ref in refs.items():
+        try:
+            found[node_id] = ray.get(ref, timeout=0)
+        except GetTimeoutError:
+            ray.cancel(ref, force=True)
+            found[node_id] = f"it has not answered for {timeout_s:.0f} s"
+        except RayTaskError as cause:
+            found[node_id] = str(cause.cause) if isinstance(cause.cause, ConfigError) else _not_ours(cause)
+        except RayError as cause:  # its node or its worker is gone
+            found[node_id] = str(cause).splitlines()[0]
+    return found
+
+
+def _look_around(config: Config) -> Survey:
+    shared = Path("/dev/shm")
+    return Survey(
+        link=link(config.interface, node_address=ray.util.get_node_ip_address()),
+        memory_bytes=psutil.virtual_memory().available,
+        shared_bytes=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
+        has_model=(Path(config.model) / "config.json").is_file(),
+        versions=(__version__, platform.python_version()),
+    )
+
+
+def _not_ours(error: RayTaskError) -> str:
+    last = str(error).strip().splitlines()[-1]
+    return f"raycache does not run there: {last}"

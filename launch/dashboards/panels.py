@@ -1,0 +1,175 @@
+"""The panels of the dashboard, in rows. Seconds, bytes and shares; Grafana writes them as people read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch.dashboards.promql import now, quantile, rate, share
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One graph.
+
+    Attributes:
+        title: of it.
+        unit: Grafana's name of the unit.
+        queries: (expression, legend); a legend in braces shows a label.
+        text: what it tells, in a sentence.
+    """
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    text: str = ""
+
+
+def _latency(title: str, name: str, text: str) -> Panel:
+    return Panel(title, "s", tuple((quantile(name, at), f"p{100 * at:.0f}") for at in (0.5, 0.9, 0.99)), text)
+
+
+_LOAD = (
+    Panel(
+        "Tokens per second",
+        "short",
+        (
+            (rate("prompt_tokens", "replica"), "prompt, replica {{replica}}"),
+            (rate("computed_tokens", "replica"), "computed, replica {{replica}}"),
+            (rate("output_tokens", "replica"), "output, replica {{replica}}"),
+        ),
+        "Prompt tokens that got an answer, tokens that ranks computed, tokens generated.",
+    ),
+    Panel(
+        "Requests",
+        "short",
+        (
+            (now("requests_running", "replica"), "running, replica {{replica}}"),
+            (now("requests_waiting", "replica"), "waiting, replica {{replica}}"),
+        ),
+    ),
+    Panel(
+        "Requests ended per second",
+        "reqps",
+        ((rate("requests_finished", "reason"), "{{reason}}"), (rate("requests_refused"), "refused, queue full")),
+    ),
+    Panel("HTTP answers per second", "reqps", ((rate("http_responses", "status"), "{{status}}"),)),
+)
+_LATENCY = (
+    _latency("Time to first token", "time_to_first_token_seconds", "From arrival at the server."),
+    _latency("Between two tokens", "inter_token_latency_seconds", "Of one request."),
+    _latency("Whole request", "request_duration_seconds", "From arrival to the last token."),
+    _latency("Time in the queue", "queue_time_seconds", "From arrival at the engine until it begins to run."),
+)
+_HITS = (
+    Panel(
+        "Share of prompt tokens from the cache",
+        "percentunit",
+        ((share("cached_prompt_tokens", "prompt_tokens", "replica"), "replica {{replica}}"),),
+    ),
+    Panel(
+        "Prompt tokens from the cache per second",
+        "short",
+        ((rate("cached_prompt_tokens_by_tier", "tier"), "{{tier}}"),),
+        "By the tier that they came from.",
+    ),
+    Panel(
+        "Why no more was reused",
+        "reqps",
+        ((rate("cache_misses", "reason"), "{{reason}}"),),
+        "Requests per second by the first reason met behind their cached tokens.",
+    ),
+    Panel(
+        "Warnings",
+        "short",
+        ((now("cache_warnings", "replica"), "replica {{replica}}"),),
+        "Such as a tier that stores and never hits; `raycache cache status` has their texts.",
+    ),
+)
+_PAGES = (
+    Panel(
+        "Device pages",
+        "short",
+        (
+            (now("pages_in_use"), "in use"),
+            (now("pages_locked"), "cached, in use"),
+            (f"{now('pages_cached')} - {now('pages_locked')}", "cached"),
+            (now("pages_free"), "free"),
+        ),
+    ),
+    Panel(
+        "Pages and slots used",
+        "percentunit",
+        (
+            (
+                f"1 - {now('component_units_free', 'tier', 'component')} "
+                f"/ ({now('component_units', 'tier', 'component')} > 0)",
+                "{{tier}}: {{component}}",
+            ),
+        ),
+        "Of each kind of state: pages, window pages, slots of recurrent states.",
+    ),
+    Panel(
+        "Pages evicted per second",
+        "short",
+        (
+            (rate("evicted_pages"), "device"),
+            (rate("evicted_restore_points"), "device, restore points"),
+            (rate("tier_evicted_pages", "tier"), "{{tier}}"),
+        ),
+    ),
+    Panel(
+        "Preemptions per second",
+        "short",
+        ((rate("preemptions", "replica"), "replica {{replica}}"),),
+        "Running requests that gave their pages back; many mean that the device holds too few pages.",
+    ),
+)
+_TIERS = (
+    Panel("Bytes moved per second", "Bps", ((rate("move_bytes", "lane"), "{{lane}}"),)),
+    Panel(
+        "Time in moves",
+        "percentunit",
+        ((rate("move_seconds", "lane"), "{{lane}}"),),
+        "Seconds of moving per second.",
+    ),
+    Panel("Storage used", "bytes", ((now("tier_used_bytes", "tier"), "{{tier}}"),)),
+    Panel(
+        "Storage trouble per second",
+        "short",
+        tuple(
+            (rate(name), legend)
+            for name, legend in (
+                ("tier_unavailable_orders", "away"),
+                ("tier_objects_corrupt", "corrupt"),
+                ("tier_objects_foreign", "foreign"),
+                ("tier_io_errors", "read or write failed"),
+                ("tier_objects_disk_full", "disk full"),
+                ("tier_failed_loads", "loads failed"),
+            )
+        ),
+    ),
+)
+_GANG = (
+    Panel("Ready", "short", (("min by (model_name) (" + now("ready", "model_name") + ")", "{{model_name}}"),)),
+    Panel(
+        "Epoch",
+        "short",
+        ((f"max by (replica) ({now('epoch', 'replica')})", "replica {{replica}}"),),
+        "Number of the gang of ranks that runs; it grows when ranks are lost.",
+    ),
+    Panel(
+        "Gangs and engines lost",
+        "short",
+        ((now("rebuilds"), "gangs"), (now("engines_lost"), "engines")),
+    ),
+    Panel("Steps per second", "short", ((rate("steps", "replica"), "replica {{replica}}"),)),
+)
+
+ROWS: dict[str, tuple[Panel, ...]] = {
+    "Load": _LOAD,
+    "Latency": _LATENCY,
+    "Cache hits": _HITS,
+    "Pages": _PAGES,
+    "Tiers": _TIERS,
+    "Ranks": _GANG,
+}

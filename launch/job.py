@@ -1,0 +1,148 @@
+"""`raycache launch` on a remote cluster: the same command as a Ray job on its head, followed from here.
+
+this machine                         head
+raycache launch --address http://... -> Ray job: raycache launch --address auto ...
+log, endpoint, exit status           <-
+Ctrl-C                               -> the job ends as at its own Ctrl-C
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from launch import environment
+from raycache import __version__
+from raycache.config import Config
+from raycache.errors import ConfigError
+
+_NOT_FOUND = 127
+"""What a shell says of a command that it does not find."""
+
+
+def is_remote(address: str) -> bool:
+    """Whether an address is that of a dashboard, for `run`."""
+    return address.startswith(("http://", "https://"))
+
+
+def check_client() -> None:
+    """Check, in a job of a cluster, that it runs the version of those who have submitted it.
+
+    Raises:
+        ConfigError: it does not; flags may mean something else here.
+    """
+    if environment.client_version() not in ("", __version__):
+        raise ConfigError(
+            f"the cluster has RayCache {__version__}, the machine that launches on it {environment.client_version()}; "
+            "install the same version on both"
+        )
+
+
+def run(values: Mapping[str, Any]) -> int:
+    """Launch on the cluster that `values["address"]` names; returns when the service has ended.
+
+    Args:
+        values: settings that were given, as `flags.settings` returns them.
+    Returns:
+        Exit status.
+    Raises:
+        ConfigError: it cannot be launched there.
+    """
+    config = Config.from_mapping(values)
+    if name := environment.ray_address_variable():
+        raise ConfigError(f"{name} is set, and Ray's job client would follow it and not --address; unset it")
+    if not os.path.isabs(config.model):
+        raise ConfigError(
+            f"model={config.model} is relative; for a launch on a remote cluster give the absolute path that the "
+            "model has on its nodes"
+        )
+    from actors.job import Job  # imports Ray
+
+    with _signals_interrupt():
+        job = Job(config.address, entrypoint=_command(values), environment=_variables(config))
+        print(f"job {job.job_id} at {config.address}; Ctrl-C stops it", file=sys.stderr, flush=True)
+        try:
+            job.follow(_Screen(job.node, is_loopback=config.host in ("127.0.0.1", "localhost", "::1")).show)
+        except KeyboardInterrupt:
+            _ignore_signals()  # a second one must not end the stopping half-way; it has a deadline
+            print("stopping", file=sys.stderr, flush=True)
+            print(job.stop(), file=sys.stderr, flush=True)
+            return 0
+        status = job.exit_status()
+    if status == _NOT_FOUND:
+        raise ConfigError(f"no raycache on the PATH of Ray at {config.address}; install it on every node, as here")
+    if isinstance(status, str):
+        raise ConfigError(f"the job {job.job_id} was lost: {' '.join(status.split())}")
+    if status:
+        print(f"raycache: the job {job.job_id} has ended with exit status {status}", file=sys.stderr)
+    return status
+
+
+def _command(values: Mapping[str, Any]) -> str:
+    """The command line for the head: what was given, with the cluster that the head belongs to."""
+    words = ["raycache", "launch", str(values["model"]), "--address", "auto"]
+    for name, value in values.items():
+        if name in ("model", "address", *_SECRETS):
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={value}")
+    return "exec " + shlex.join(words)
+
+
+_SECRETS = {"api_key": environment.API_KEY, "storage": environment.STORAGE}
+"""Settings that can hold passwords, and variables in which they travel: all users of a machine see command lines."""
+
+
+def _variables(config: Config) -> dict[str, str]:
+    secrets = {variable: getattr(config, name) for name, variable in _SECRETS.items()}
+    return {environment.CLIENT_VERSION: __version__, **{name: value for name, value in secrets.items() if value}}
+
+
+class _Screen:
+    """Shows the log of a job, and says how its endpoint is reached from here."""
+
+    def __init__(self, node: Any, *, is_loopback: bool) -> None:
+        self._node, self._is_loopback = node, is_loopback
+        self._line = ""
+
+    def show(self, text: str) -> None:
+        """Show more of the log."""
+        print(text, end="", flush=True)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if line.startswith("endpoint ") and self._is_loopback:
+                port = urlsplit(line.split()[1]).port
+                node = self._node() or "HEAD"
+                print(f"reached    from here with: ssh -N -L {port}:127.0.0.1:{port} {node}", flush=True)
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Let what ends this process interrupt it, so that the job is stopped; SIGINT too, which shells can ignore."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _ignore_signals() -> None:
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

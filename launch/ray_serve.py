@@ -1,0 +1,102 @@
+"""The service as a Ray Serve application: for `launch --ingress serve`, `serve deploy` and KubeRay's RayService.
+
+import_path: launch.ray_serve:app
+args: {model: /models/smollm2, cp: 2}        settings; or {config: /etc/raycache.yaml}, or both
+
+RAYCACHE_API_KEY and RAYCACHE_STORAGE of the environment (`runtime_env`) count as they do for `raycache launch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from actors.hub import HubClient
+from actors.ingress import ServedIngress, application
+from actors.metrics import publish_front
+from launch.environment import api_key, storage
+from launch.flags import from_yaml
+from launch.http import build_app
+from launch.http_replicas import ReplicasApi
+from launch.observe import observe
+from launch.serve import endpoint_of
+from raycache import logs
+from raycache.config import Config
+from raycache.server.tokenizer import Tokenizer
+from raycache.types import EngineInfo
+
+_log = logging.getLogger(__name__)
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """Build the application; called by Serve.
+
+    Args:
+        args: settings, over those of the environment, over those of the YAML file that `config` names.
+    Raises:
+        ConfigError: they cannot work.
+    """
+    settings = dict(args)
+    path = settings.pop("config", None)
+    values = from_yaml(Path(path)) if path else {}
+    values |= {name: text for name, text in {"api_key": api_key(), "storage": storage()}.items() if text}
+    config = Config.from_mapping({**values, **settings, "ingress": "serve"})
+    if not (config.api_key or config.api_keys):
+        _log.warning("whoever reaches Ray Serve's proxy may use the service: set RAYCACHE_API_KEY or api_keys")
+    return application(config, build=build)
+
+
+def build(engine: HubClient, config: Config, info: EngineInfo) -> ASGIApp:
+    """The ASGI application of one ingress process."""
+    logs.set_up(config.log_format)
+    tokenizer = Tokenizer(config.model, is_optional=config.dummy_weights)
+    observed = contextlib.ExitStack().enter_context(observe(config))  # to the end of the process
+    publish_front(observed.metrics)
+    routes = ReplicasApi(engine, config=config).routes()
+    return build_app(engine, config=config, info=info, tokenizer=tokenizer, routes=routes, observed=observed)
+
+
+@contextlib.contextmanager
+def serving(config: Config, *, sock: socket.socket, on_progress: Callable[[str, float], None]) -> Iterator[_Served]:
+    """The service on a cluster without Serve, as long as the block lasts.
+
+    Args:
+        config: of the service.
+        sock: bound to the port, which Serve's proxy gets.
+        on_progress: told phase and share.
+    Raises:
+        ConfigError: it cannot be served.
+    """
+    endpoint = endpoint_of(sock, scheme="https" if config.tls_cert else "http")
+    port = sock.getsockname()[1]
+    sock.close()
+    on_progress("starting Ray Serve, and replicas in it", 0.0)
+    ingress = ServedIngress(config, build=build, port=port)
+    try:
+        yield _Served(ingress, endpoint)
+    finally:
+        ingress.stop()
+
+
+class _Served:
+    """Engines and server of a Serve application."""
+
+    def __init__(self, ingress: ServedIngress, endpoint: str) -> None:
+        self.info = ingress.info
+        self._ingress, self._endpoint = ingress, endpoint
+
+    async def run(self, *, stop: asyncio.Event, on_started: Callable[[str], None]) -> None:
+        watch = asyncio.create_task(self._ingress.watch())
+        watch.add_done_callback(lambda ended: stop.set())
+        on_started(self._endpoint)
+        await stop.wait()
+        if watch.done():
+            watch.result()
+        watch.cancel()

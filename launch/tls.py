@@ -1,0 +1,191 @@
+"""The server's identity for https: its certificate chain and private key.
+
+All that can be wrong is found before anything listens: the two files are read and matched, and then the server
+shakes hands with itself, with its own certificate as the only one that is trusted. That says also whether it is valid
+today and meant for servers. Files that change, as a renewed certificate does, are read again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import stat
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from raycache.config import Config
+from raycache.errors import ConfigError
+
+_SOON_S = 14 * 86400.0
+_NOT_YET_VALID, _EXPIRED, _PURPOSE = 9, 10, 26  # X509_V_ERR_* of OpenSSL
+_NO_MATCH = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
+_log = logging.getLogger(__name__)
+
+
+class Identity:
+    """A certificate chain and its key, as files.
+
+    Args:
+        certificate: PEM file, the server's own certificate first.
+        key: PEM file, without a password.
+    Raises:
+        ConfigError: they cannot be used; says why.
+
+    Attributes:
+        context: for connections that begin.
+    """
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self._certificate, self._key = certificate, key
+        self._versions = self._stat()
+        _check_permissions(key)
+        self.context = _context(certificate, key)
+        _check_validity(certificate, self.context)
+
+    def refresh(self) -> None:
+        """Take files that have changed, if they are good; connections that are open stay as they are."""
+        try:
+            if (versions := self._stat()) == self._versions:
+                return
+            self._versions = versions
+            Identity(self._certificate, self._key)
+            self.context.load_cert_chain(self._certificate, self._key, _no_password)
+            _log.warning("read the certificate in %s again", self._certificate)
+        except (ConfigError, OSError) as cause:
+            _log.error("%s; the certificate read before stays", cause)
+
+    def _stat(self) -> tuple[tuple[int, int], ...]:
+        found = []
+        for name, path in (("tls_cert", self._certificate), ("tls_key", self._key)):
+            try:
+                seen = path.stat()
+            except OSError as cause:
+                raise ConfigError(f"{name}={str(path)!r} cannot be read: {cause.strerror}") from cause
+            found.append((seen.st_mtime_ns, seen.st_size))
+        return tuple(found)
+
+
+def identity_of(config: Config) -> Identity | None:
+    """The server's identity; None for plain HTTP.
+
+    Raises:
+        ConfigError: the files cannot be used.
+    """
+    return Identity(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
+
+
+def trust(certificates: str) -> ssl.SSLContext:
+    """For a client: take a server that shows one of these certificates, or one that they signed.
+
+    Args:
+        certificates: PEM file; empty for those that this machine trusts.
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    context = ssl.create_default_context()
+    if certificates:
+        _load(context, certificates)
+    return context
+
+
+def trust_exactly(certificate: str) -> ssl.SSLContext:
+    """For a client on the server's machine: take this very certificate, whatever name it has.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # a service on 127.0.0.1 shows the certificate of its public name
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    _load(context, certificate)
+    return context
+
+
+def _load(context: ssl.SSLContext, certificates: str) -> None:
+    try:
+        context.load_verify_locations(certificates)
+    except OSError as cause:  # an SSLError, too
+        raise ConfigError(f"cannot read the certificates in {certificates}: {_words(cause)}") from cause
+
+
+def _context(certificate: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    for name, path, marks in (("tls_cert", certificate, ["CERTIFICATE"]), ("tls_key", key, ["PRIVATE KEY"])):
+        try:
+            text = path.read_text(encoding="ascii")
+        except (OSError, UnicodeDecodeError) as cause:
+            raise ConfigError(f"{name}={str(path)!r} cannot be read: {_words(cause)}") from cause
+        if not any(f"{mark}-----" in text for mark in marks):
+            raise ConfigError(f"{name}={str(path)!r} holds no {marks[0].lower()} in PEM form (-----BEGIN ...)")
+        if "ENCRYPTED" in text:
+            raise ConfigError(f"{name}={str(path)!r} has a password; take it off with `openssl pkey`")
+    try:
+        context.load_cert_chain(certificate, key, _no_password)
+    except ssl.SSLError as cause:
+        if cause.reason in _NO_MATCH:
+            raise ConfigError(f"tls_key={str(key)!r} is not the key of tls_cert={str(certificate)!r}") from cause
+        raise ConfigError(f"tls_cert={str(certificate)!r} and its key cannot be used: {_words(cause)}") from cause
+    return context
+
+
+def _check_validity(certificate: Path, server: ssl.SSLContext) -> None:
+    """Shake hands in memory, trusting this certificate alone."""
+    name = f"tls_cert={str(certificate)!r}"
+    try:
+        seen = _handshake(server, trust_exactly(str(certificate)))
+    except ssl.SSLCertVerificationError as cause:
+        match cause.verify_code:
+            case code if code == _EXPIRED:
+                raise ConfigError(f"{name} has expired; renew it") from cause
+            case code if code == _NOT_YET_VALID:
+                raise ConfigError(f"{name} is not valid yet; is this machine's clock right?") from cause
+            case code if code == _PURPOSE:
+                raise ConfigError(f"{name} is not meant for servers (its extended key usage)") from cause
+        raise ConfigError(f"{name} cannot be used: {cause.verify_message}") from cause
+    except ssl.SSLError as cause:
+        raise ConfigError(f"{name} cannot be used: {_words(cause)}") from cause
+    left_s = ssl.cert_time_to_seconds(str(seen["notAfter"])) - time.time()
+    if left_s < _SOON_S:
+        _log.warning("%s expires in %.1f days", name, left_s / 86400)
+
+
+def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, object]:
+    """The server's certificate as the client saw it."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)]
+    waiting = list(ends)
+    for _ in range(10):  # flights of a handshake, with room
+        for end in list(waiting):
+            try:
+                end.do_handshake()
+                waiting.remove(end)
+            except ssl.SSLWantReadError:
+                pass
+        if not waiting:
+            break
+    return dict(ends[0].getpeercert() or {})
+
+
+def _check_permissions(key: Path) -> None:
+    if stat.S_IMODE(key.stat().st_mode) & 0o004:
+        _log.warning("everybody on this machine can read the private key in %s; `chmod 600` it", key)
+    if not os.access(key, os.R_OK):
+        raise ConfigError(f"tls_key={str(key)!r} cannot be read by this user")
+
+
+def _no_password() -> NoReturn:
+    """OpenSSL would ask for one on the terminal."""
+    raise ssl.SSLError("it has a password")
+
+
+def _words(cause: Exception) -> str:
+    match cause:
+        case ssl.SSLError():
+            return cause.reason or str(cause)
+        case OSError():
+            return cause.strerror or str(cause)
+    return "it is not text"

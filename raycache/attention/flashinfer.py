@@ -1,0 +1,248 @@
+"""The backend of CUDA devices: FlashInfer's kernels, the same formula as torch_ref.py.
+
+What FlashInfer has no kernel for is left to the torch backend's step of the same inputs; the log says so, once.
+
+    flashinfer_full.py      keys and values         flashinfer_kernels.py  the kernels, and what they share
+    flashinfer_latent.py    MLA                     flashinfer_tables.py   rows as the kernels want them
+    flashinfer_selected.py  MLA of chosen tokens    sparse_kernels.py      which tokens are chosen, in Triton
+    recurrent_kernels.py    recurrent layers, in Triton
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raycache.attention.base import Capabilities, LatentProjection, NotRecordableError, Selection
+from raycache.attention.flashinfer_full import FullKernels, Layers
+from raycache.attention.flashinfer_kernels import Heads, StaticRows, Workshop
+from raycache.attention.flashinfer_latent import LatentKernels, LatentLayers
+from raycache.attention.flashinfer_selected import SelectedKernels, SlotChoice, attend_choice
+from raycache.attention.layout import StepLayout
+from raycache.attention.sparse import TorchSelection
+from raycache.attention.torch_ref import TorchStep
+from raycache.engine.inputs import StepInputs
+from raycache.memory.views import IndexView, KVView, LatentView, StateView
+
+if TYPE_CHECKING:
+    from raycache.attention.recurrent_kernels import KernelRecurrence
+    from raycache.attention.sparse_kernels import KernelIndexer
+
+_log = logging.getLogger(__name__)
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 128, 256)
+LATENT_DIMS = (512, 64)
+EXPANDED_DIMS = (192, 128)
+
+EXPANDED_BYTES = 512 << 20
+"""Of keys and values that are made of cached latents at a time: each piece costs a pass over the chunk's results, which
+is 5 % of the piece's work for 128 heads."""
+
+
+class FlashInferBackend:
+    """FlashInfer on one device; its steps run on one stream.
+
+    Args:
+        device: of the rank.
+        max_pages: most pages that a row can have.
+        expanded_bytes: bound on the keys and values that are made of cached latents at a time, but one token's.
+    """
+
+    capabilities = Capabilities(
+        name="flashinfer",
+        device_types=frozenset({"cuda"}),
+        dtypes=frozenset({"float32", "float64", "bfloat16", "float16"}),
+        can_capture=True,
+    )
+
+    def __init__(self, device: torch.device, *, max_pages: int, expanded_bytes: int = EXPANDED_BYTES) -> None:
+        self.shop = Workshop(device)
+        self.expanded_bytes = expanded_bytes
+        self._max_pages = max_pages
+        self._said: set[str] = set()
+
+    def plan(self, inputs: StepInputs) -> FlashInferStep:
+        """Prepare one step."""
+        return FlashInferStep(self, inputs)
+
+    def plan_static(self, inputs: StepInputs) -> FlashInferStaticStep:
+        """Prepare a step for many decode batches."""
+        return FlashInferStaticStep(self, inputs, static=StaticRows(len(inputs.rows), self._max_pages))
+
+    def say_once(self, reason: str) -> None:
+        """Why something is left to the torch backend."""
+        if reason not in self._said:
+            self._said.add(reason)
+            _log.warning("attention: no kernel for %s; torch computes it, much slower", reason)
+
+
+class FlashInferStep:
+    """Attention of one step; see AttentionStep. What a kind of layer needs is planned when its first layer comes.
+
+    Args:
+        backend: of the rank.
+        inputs: of the step.
+        static: for a recorded batch.
+    """
+
+    def __init__(self, backend: FlashInferBackend, inputs: StepInputs, *, static: StaticRows | None = None) -> None:
+        self._backend, self._inputs, self._static = backend, inputs, static
+        self._layout = StepLayout(inputs)
+        self._full: dict[Layers, FullKernels] = {}
+        self._latent: dict[LatentLayers, LatentKernels] = {}
+        self._selected: dict[LatentLayers, SelectedKernels] = {}
+        self._indexers: dict[str, KernelIndexer] = {}
+        self._recurrence: KernelRecurrence | None = None
+        self._plain: TorchStep | None = None
+
+    def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
+        """Keys and values."""
+        if reason := _why_not_full(view, q, k, cp=self._inputs.ctx.cp.size):
+            return self._torch(reason).attend(view, q, k, v, scale=scale, sinks=sinks)
+        heads = Heads(q.shape[1], k.shape[1], q.shape[2], q.shape[2], q.dtype, scale)
+        layers = Layers(view.space, view.window, heads)
+        if layers not in self._full:
+            self._full[layers] = FullKernels(self._backend.shop, layers, self._layout, self._static)
+        return self._full[layers].attend(view, q, k, v, sinks)
+
+    def attend_latent(
+        self,
+        view: LatentView,
+        q: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        projection: LatentProjection,
+        *,
+        scale: float,
+        selection: Selection | None,
+    ) -> Tensor:
+        """Latents."""
+        reason = _why_not_latent(view, q, projection)
+        if isinstance(selection, SlotChoice):
+            if reason is None:
+                kernels = self._selected_plan(_latent_layers(view, q, projection, scale), selection)
+                return kernels.attend(view, q, latent, rope, projection, selection)
+            self._leave_to_torch(reason)
+            return attend_choice(self._layout, view, q, latent, rope, projection, selection, scale=scale)
+        if reason is None and selection is not None and not _sees_all(selection):
+            reason = "a selection that torch made"
+        if reason is not None:
+            plain = self._torch(reason)
+            return plain.attend_latent(view, q, latent, rope, projection, scale=scale, selection=selection)
+        return self._latent_plan(_latent_layers(view, q, projection, scale)).attend(view, q, latent, rope, projection)
+
+    def select(self, view: IndexView, q: Tensor, k: Tensor, weights: Tensor, *, top_k: int) -> Selection:
+        """Index keys."""
+        # It needs Triton, which is there on GPU machines only.
+        from raycache.attention.sparse_kernels import KernelIndexer, missing_kernel
+
+        if self._static is not None:
+            # How many tokens a query sees is counted on the host, from rows that a recorded batch does not change.
+            raise NotRecordableError("a sparse indexer counts what its queries see on the host")
+        if reason := missing_kernel(view, q, top_k=top_k):
+            return self._torch(reason).select(view, q, k, weights, top_k=top_k)
+        if view.space not in self._indexers:
+            places = self._inputs.places[view.space]
+            self._indexers[view.space] = KernelIndexer(self._layout, places)
+        found = self._indexers[view.space].select(view, q, k, weights, top_k=top_k)
+        return SlotChoice(found.slots, found.lengths, top_k)
+
+    def to_heads(self, local: Tensor) -> Tensor:
+        """Tokens for heads."""
+        return self._inputs.exchange.to_heads(local)
+
+    def to_tokens(self, every: Tensor) -> Tensor:
+        """Heads for tokens."""
+        return self._inputs.exchange.to_tokens(every)
+
+    def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Short convolution."""
+        return self._recurrent_plan().convolve(view, name, x, weight, bias)
+
+    def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+        """Linear attention."""
+        return self._recurrent_plan().scan(view, q, k, v, g, beta)
+
+    def _latent_plan(self, layers: LatentLayers) -> LatentKernels:
+        if layers not in self._latent:
+            bound = self._backend.expanded_bytes
+            self._latent[layers] = LatentKernels(
+                self._backend.shop, layers, self._layout, expanded_bytes=bound, static=self._static
+            )
+        return self._latent[layers]
+
+    def _selected_plan(self, layers: LatentLayers, choice: SlotChoice) -> SelectedKernels:
+        if layers not in self._selected:
+            self._selected[layers] = SelectedKernels(self._backend.shop, layers, self._layout, choice, self._static)
+        return self._selected[layers]
+
+    def _recurrent_plan(self) -> KernelRecurrence:
+        # It needs Triton, which is there on GPU machines only.
+        from raycache.attention.recurrent_kernels import KernelRecurrence
+
+        if self._recurrence is None:
+            self._recurrence = KernelRecurrence(self._layout)
+        return self._recurrence
+
+    def _torch(self, reason: str) -> TorchStep:
+        """The torch backend's step of the same inputs."""
+        self._leave_to_torch(reason)
+        if self._plain is None:
+            self._plain = TorchStep(self._inputs, expanded_bytes=self._backend.expanded_bytes)
+        return self._plain
+
+    def _leave_to_torch(self, reason: str) -> None:
+        if self._static is not None:
+            raise NotRecordableError(f"there is no kernel for {reason}")
+        self._backend.say_once(reason)
+
+
+class FlashInferStaticStep(FlashInferStep):
+    """A step of a decode batch that is recorded once; see StaticStep. Its first run is not recorded: it plans."""
+
+    def replan(self, inputs: StepInputs) -> None:
+        """Other rows."""
+        self._inputs = self._layout.inputs = inputs
+        for layers, full in self._full.items():
+            full.replan(inputs.places[layers.space])
+        for latents, latent in self._latent.items():
+            latent.replan(inputs.places[latents.space])
+        for selected in self._selected.values():
+            selected.replan(inputs)
+
+
+def _why_not_full(view: KVView, q: Tensor, k: Tensor, *, cp: int) -> str | None:
+    """What of a layer has no kernel, or None."""
+    if q.dtype not in HALF_TYPES or view.k.dtype != q.dtype:
+        return f"attention in {q.dtype} over a cache in {view.k.dtype}"
+    if q.shape[2] not in HEAD_DIMS:
+        return f"a head size of {q.shape[2]}"
+    if view.window and cp > 1:
+        return f"a window of {view.window} under cp={cp}"
+    return None
+
+
+def _why_not_latent(view: LatentView, q: Tensor, projection: LatentProjection) -> str | None:
+    """What of a layer has no kernel, or None."""
+    stored = view.pages[0].dtype
+    if q.dtype not in HALF_TYPES or stored != q.dtype:
+        return f"latent attention in {q.dtype} over a cache in {stored}"
+    if (view.rank, view.rope_dim) != LATENT_DIMS or (q.shape[2], projection.value.shape[1]) != EXPANDED_DIMS:
+        return f"latents of {view.rank} and {view.rope_dim} for heads of {q.shape[2]} and {projection.value.shape[1]}"
+    return None
+
+
+def _latent_layers(view: LatentView, q: Tensor, projection: LatentProjection, scale: float) -> LatentLayers:
+    heads, value_dim, _ = projection.value.shape
+    return LatentLayers(
+        view.space, Heads(heads, heads, q.shape[2], value_dim, q.dtype, scale), view.rank, view.rope_dim
+    )
+
+
+def _sees_all(selection: Selection) -> bool:
+    assert isinstance(selection, TorchSelection), "a selection is used by the backend that made it"
+    return all(one is None for one in (*selection.cached, *selection.causal))

@@ -1,0 +1,217 @@
+"""Keys and values with FlashInfer: all earlier tokens, or a window of them.
+
+    cp    which kernel answers                      against
+    1     every row's queries, causally             its pages, where its new tokens are already
+          rows as long as a window, causally        copies of what they see of the pages, and the new keys
+    more  the queries of all ranks                  this rank's pages
+          this rank's queries of chunks, causally   the new keys of all ranks
+
+With one rank a row is one piece of work: nothing is merged. But of a row that is as long as a window only the last new
+tokens are kept. With more ranks the parts are joined as in layout.py.
+
+Rows of few queries and rows of many have kernels of their own, because what is fast for one is slow for the other.
+
+Shapes in this file: T_local new tokens of this rank, T of all cp ranks, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raycache.attention.flashinfer_kernels import Heads, PagedKernel, RaggedKernel, StaticRows, Workshop, Writer
+from raycache.attention.flashinfer_tables import (
+    Ints,
+    Segments,
+    Tokens,
+    are_all,
+    cached_slots,
+    page_table,
+    run_segments,
+    starts_of,
+    together,
+)
+from raycache.attention.layout import Chunk, StepLayout
+from raycache.attention.merge import Part, no_keys
+from raycache.engine.inputs import Places
+from raycache.memory.views import KVView
+
+FEW_QUERIES = 128
+"""Rows with fewer have the kernel for few: one for many fills its tiles of 128 queries per head with nothing. On an
+H200 one row of 128 behind 8192 takes 83 us with that for few and 120 us with the other, eight rows 402 and 246 us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Layers that share a plan.
+
+    Attributes:
+        space: of their component.
+        window: keys that a query sees, itself included; 0 for all.
+        heads: of this rank.
+    """
+
+    space: str
+    window: int
+    heads: Heads
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Rows whose queries one kernel answers.
+
+    Attributes:
+        tokens: those queries among all; on the device.
+        kernel: planned for them.
+    """
+
+    tokens: Tokens
+    kernel: PagedKernel
+
+
+class _Copies:
+    """Rows that are as long as a window or longer: what they see of the cache is copied in front of their new keys.
+
+    Args:
+        shop: of the rank.
+        layers: which.
+        chunks: the rows.
+        places: of the space.
+    """
+
+    def __init__(self, shop: Workshop, layers: Layers, chunks: Sequence[Chunk], places: Places) -> None:
+        slots = []
+        for chunk in chunks:
+            held = int(places.pages.cached[chunk.row])
+            seen = range(max(held - layers.window + 1, 0), held)
+            slots.append(cached_slots(places.pages, chunk.row, seen, page_len=places.page_size))
+        self._slots = [shop.on_device(some) for some in slots]
+        self._new = [chunk.tokens for chunk in chunks]
+        lens = [chunk.tokens.stop - chunk.tokens.start for chunk in chunks]
+        keys = starts_of([len(some) + count for some, count in zip(slots, lens, strict=True)])
+        tokens = together([range(span.start, span.stop) for span in self._new])
+        self._kernel = shop.kernel((layers, "copies"), functools.partial(RaggedKernel, shop))
+        self._kernel.plan(Segments(tokens, starts_of(lens), keys), layers.heads, is_causal=True, window=layers.window)
+        self.tokens = shop.tokens(tokens)
+
+    def run(self, view: KVView, q: Tensor, k: Tensor, v: Tensor) -> Part:
+        """q, k, v of all tokens -> results of these rows."""
+        keys, values = (
+            torch.cat(
+                [part for slots, new in zip(self._slots, self._new, strict=True) for part in (old[slots], x[new])]
+            )
+            for old, x in ((view.k.flatten(0, 1), k), (view.v.flatten(0, 1), v))
+        )
+        return self._kernel.run(q[self.tokens], keys, values)
+
+
+class FullKernels:
+    """Plan of the layers of one kind.
+
+    Args:
+        shop: of the rank.
+        layers: which.
+        layout: of the step.
+        static: for a recorded batch.
+    """
+
+    def __init__(self, shop: Workshop, layers: Layers, layout: StepLayout, static: StaticRows | None = None) -> None:
+        places = layout.inputs.places[layers.space]
+        self._shop, self._layers, self._layout, self._static = shop, layers, layout, static
+        self._recorded = PagedKernel(shop, "fa2", static) if static is not None else None
+        self._writer = Writer(shop, places.slots)
+        tokens = layers.window if layers.window else layout.inputs.num_tokens + 1
+        copied = [chunk for chunk in layout.chunks if len(layout.inputs.rows[chunk.row].tokens) >= tokens]
+        self._copied = {chunk.row for chunk in copied}
+        self._copies = _Copies(shop, layers, copied, places) if copied else None
+        self._answers = self._answered(places)
+        self._runs = list(self._planned_runs())
+
+    def replan(self, places: Places) -> None:
+        """Other pages and slots for the rows of a recorded batch."""
+        self._writer.refresh(places.slots)
+        self._answers = self._answered(places)
+
+    def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """See AttentionStep.attend."""
+        inputs = self._layout.inputs
+        owned = inputs.places[view.space].owned
+        if inputs.ctx.cp.size == 1:
+            self._writer.write_kv(owned, k, v, to=(view.k, view.v))
+            out, lse = self._cached(view, q, has_lse=sinks is not None)
+            if self._copies is not None:
+                assert lse is not None
+                out[self._copies.tokens], lse[self._copies.tokens] = self._copies.run(view, q, k, v)
+            if sinks is not None:
+                assert lse is not None
+                # One more key without a value: all others lose its share.
+                out.mul_(torch.sigmoid(lse - sinks)[..., None])
+            return out
+        heads = [q.shape[1], k.shape[1], v.shape[1]]
+        every_q, k, v = inputs.exchange.gather(torch.cat([q, k, v], dim=1)).split(heads, dim=1)
+        self._writer.write_kv(owned, k, v, to=(view.k, view.v))
+        cached = None
+        if self._layout.has_cached:
+            out, lse = self._cached(view, every_q, has_lse=True)
+            assert lse is not None
+            cached = out, lse
+        causal = self._causal(q, k, v) if self._runs else None
+        if cached is None and causal is None:
+            return torch.empty_like(q)
+        return self._layout.combine(cached, causal, sinks)
+
+    def _cached(self, view: KVView, q: Tensor, *, has_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Queries [T, Hq, D] against this rank's pages; the log-sum-exp is -inf where it has no keys."""
+        if len(self._answers) == 1 and are_all(self._answers[0].tokens, len(q)):
+            return self._answers[0].kernel.run(q, view.k, view.v, has_lse=has_lse)
+        out, lse = no_keys(q, q.shape[2])
+        for answer in self._answers:
+            part, part_lse = answer.kernel.run(q[answer.tokens], view.k, view.v, has_lse=has_lse)
+            out[answer.tokens] = part
+            if part_lse is not None:
+                lse[answer.tokens] = part_lse
+        return out, lse
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
+        """This rank's queries [T_local, Hq, D] against the new keys [T, Hkv, D] of their row up to themselves."""
+        out, lse = no_keys(q, q.shape[2])
+        for tokens, kernel in self._runs:
+            out[tokens], lse[tokens] = kernel.run(q[tokens], k, v)
+        return out, lse
+
+    def _answered(self, places: Places) -> list[_Answer]:
+        is_alone = self._layout.inputs.ctx.cp.size == 1
+        lens = places.pages.total if is_alone else places.pages.cached
+        rows, page_len = self._layout.inputs.rows, places.page_size // places.cp_size
+        found = []
+        for family, some in self._by_family(lens):
+            table = page_table(places.pages, some, lens, inputs=rows, page_len=page_len)
+            kernel = self._recorded or self._shop.kernel(
+                (self._layers, family), functools.partial(PagedKernel, self._shop, family, None)
+            )
+            kernel.plan(table, self._layers.heads, is_causal=is_alone, window=self._layers.window)
+            found.append(_Answer(self._shop.tokens(table.tokens), kernel))
+        return found
+
+    def _by_family(self, lens: Ints) -> list[tuple[str, list[int]]]:
+        """Rows with keys, by the kernels for them; of a recorded batch all, since which have keys may change."""
+        rows = self._layout.inputs.rows
+        if self._static is not None:
+            return [("fa2", list(range(len(rows))))]
+        found: dict[str, list[int]] = {}
+        for i, (row, count) in enumerate(zip(rows, lens.tolist(), strict=True)):
+            if count and i not in self._copied:
+                found.setdefault("fa2" if len(row.tokens) < FEW_QUERIES else self._shop.newest, []).append(i)
+        return list(found.items())
+
+    def _planned_runs(self) -> Iterator[tuple[Tokens, RaggedKernel]]:
+        if self._layout.inputs.ctx.cp.size == 1:
+            return
+        for i, segments in enumerate(run_segments(self._layout.chunks)):
+            kernel = self._shop.kernel((self._layers, "run", i), functools.partial(RaggedKernel, self._shop))
+            kernel.plan(segments, self._layers.heads, is_causal=True)
+            yield self._shop.tokens(segments.tokens), kernel

@@ -1,0 +1,261 @@
+"""Multi-head latent attention with FlashInfer.
+
+    rows  cp    how                                                    against
+    few   1     absorbed, causally                                     their pages, where their new tokens are already
+    few   more  absorbed; then expanded, causally                      this rank's pages; new latents of all ranks
+    many  any   expanded, a piece at a time; then expanded, causally   this rank's pages; new latents of all ranks
+
+A pair of query and key costs 2 (2 R + Dr) operations per head absorbed and 2 (Dn + Dr + Dv) expanded, and a key
+2 R (Dn + Dv) to expand: for R = 512 and 128 numbers, a row of 170 new tokens costs the same either way. On an H200, 256
+new ones behind 8192 take 953 us absorbed and 1035 us expanded with 128 heads, 161 us and 557 us with 16.
+
+Shapes in this file: T_local new tokens of this rank, T of all cp ranks, L tokens, Hq heads, R rank of latents, Dn and
+Dr sizes of queries' plain and rotary part, Dv of values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from raycache.attention.base import LatentProjection
+from raycache.attention.flashinfer_kernels import Heads, LatentKernel, RaggedKernel, StaticRows, Workshop, Writer
+from raycache.attention.flashinfer_tables import Tokens, are_all, page_table, pieces, run_segments
+from raycache.attention.layout import StepLayout
+from raycache.attention.merge import Part, join, no_keys, wide
+from raycache.engine.inputs import Places
+from raycache.memory.views import LatentView
+
+FEW_QUERIES = 256
+"""Rows with fewer are absorbed."""
+
+ABSORBED_TILE = 128
+"""Pairs of query and head in a tile of the kernel, or half of that. Causally it may lose keys of a query that lies in
+two tiles, which none does where heads divide this."""
+
+MAX_ABSORBED = 1 << 19
+"""Pairs of query and head that are absorbed, but those of single tokens: a plan has room for 16,384 parts of 64 or 128
+pairs, some of which are parts because keys are split."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayers:
+    """Layers that share a plan.
+
+    Attributes:
+        space: of their component.
+        heads: of this rank, expanded; one key head per query head.
+        rank, rope_dim: numbers of a latent and of its rotary part.
+    """
+
+    space: str
+    heads: Heads
+    rank: int
+    rope_dim: int
+
+    @property
+    def absorbed(self) -> Heads:
+        """The heads as the kernel over latents knows them."""
+        return replace(self.heads, keys=1, dim=self.rope_dim, value_dim=self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Cached tokens that are expanded together.
+
+    Attributes:
+        tokens: that ask for them, among all; on the device.
+        slots: int64 [L] of the cached ones.
+        kernel: planned for them.
+    """
+
+    tokens: Tokens
+    slots: Tensor
+    kernel: RaggedKernel
+
+
+class LatentKernels:
+    """Plan of the layers of one kind.
+
+    Args:
+        shop: of the rank.
+        layers: which.
+        layout: of the step.
+        expanded_bytes: bound on the keys and values that are made of cached latents at a time, but one token's.
+        static: for a recorded batch.
+    """
+
+    def __init__(
+        self,
+        shop: Workshop,
+        layers: LatentLayers,
+        layout: StepLayout,
+        *,
+        expanded_bytes: int,
+        static: StaticRows | None = None,
+    ) -> None:
+        places = layout.inputs.places[layers.space]
+        self._shop, self._layers, self._layout, self._static = shop, layers, layout, static
+        self._is_alone = layout.inputs.ctx.cp.size == 1
+        self._writer = Writer(shop, places.slots)
+        few, many = self._few_and_many()
+        self._recorded = LatentKernel(shop, static) if static is not None else None
+        self._absorbed = self._planned_absorbed(places, few)
+        self._pieces = list(self._planned_pieces(places, many, expanded_bytes))
+        self._runs = list(self._planned_runs(many))
+
+    def replan(self, places: Places) -> None:
+        """Other pages and slots for the rows of a recorded batch."""
+        self._writer.refresh(places.slots)
+        self._absorbed = self._planned_absorbed(places, range(len(self._layout.inputs.rows)))
+
+    def attend(self, view: LatentView, q: Tensor, latent: Tensor, rope: Tensor, projection: LatentProjection) -> Tensor:
+        """See AttentionStep.attend_latent; of all earlier tokens."""
+        inputs = self._layout.inputs
+        if not self._is_alone:
+            both = inputs.exchange.gather(torch.cat([latent, rope], dim=1))
+            latent, rope = both.split([latent.shape[1], rope.shape[1]], dim=1)
+        self._writer.write_latents(inputs.places[view.space].owned, latent, rope, to=view.pages)
+        if self._is_alone:
+            return self._attend_alone(view, q, latent, rope, projection)
+        cached = self._cached(view, inputs.exchange.gather(q), projection) if self._layout.has_cached else None
+        causal = self._causal(q, latent, rope, projection) if self._runs else None
+        if cached is None and causal is None:
+            return q.new_empty((len(q), self._layers.heads.queries, self._layers.heads.value_dim))
+        return self._layout.combine(cached, causal, None)
+
+    def _attend_alone(
+        self, view: LatentView, q: Tensor, latent: Tensor, rope: Tensor, projection: LatentProjection
+    ) -> Tensor:
+        """With one rank: absorbed rows are whole, the others have a causal part that the pieces are joined to."""
+        if not self._runs:
+            assert self._absorbed is not None, "every row has a token"
+            return attend_absorbed(self._absorbed[1], view.pages, q, projection)[0]
+        out, lse = self._causal(q, latent, rope, projection)
+        if self._pieces:
+            out, lse = self._join_pieces(view, q, projection, (out, lse))
+        if self._absorbed is not None:
+            tokens, kernel = self._absorbed
+            out[tokens] = attend_absorbed(kernel, view.pages, q[tokens], projection)[0]
+        return out
+
+    def _cached(self, view: LatentView, q: Tensor, projection: LatentProjection) -> Part:
+        """All queries [T, Hq, Dn + Dr] against the tokens in this rank's pages."""
+        part = self._join_pieces(view, q, projection, no_keys(q, self._layers.heads.value_dim))
+        if self._absorbed is not None:
+            tokens, kernel = self._absorbed
+            out, lse = attend_absorbed(kernel, view.pages, q[tokens], projection)
+            assert lse is not None, "planned with it, since parts are merged"
+            part[0][tokens], part[1][tokens] = out, lse
+        return part
+
+    def _causal(self, q: Tensor, latent: Tensor, rope: Tensor, projection: LatentProjection) -> Part:
+        """This rank's queries [T_local, Hq, Dn + Dr] against the new latents [T, R] of their row up to themselves."""
+        k, v = expand(latent, rope, projection)
+        if are_all(self._runs[0][0], len(q)):
+            return self._runs[0][1].run(q, k, v)
+        out, lse = no_keys(q, self._layers.heads.value_dim)
+        for tokens, kernel in self._runs:
+            out[tokens], lse[tokens] = kernel.run(q[tokens], k, v)
+        return out, lse
+
+    def _join_pieces(self, view: LatentView, q: Tensor, projection: LatentProjection, part: Part) -> Part:
+        """A part about queries [T, Hq, Dn + Dr], and the cached tokens of rows that are not absorbed."""
+        if not self._pieces:
+            return part
+        # In the precision of the weights, because every piece adds to it.
+        out, lse = part[0].to(wide(q.dtype)), part[1]
+        for piece in self._pieces:
+            k, v = expand(*view.take(piece.slots, dtype=q.dtype), projection)
+            both = join((out[piece.tokens], lse[piece.tokens]), piece.kernel.run(q[piece.tokens], k, v))
+            out[piece.tokens], lse[piece.tokens] = both
+        return out.to(q.dtype), lse
+
+    def _few_and_many(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Rows that are absorbed, and the others."""
+        rows = self._layout.inputs.rows
+        # With one rank absorbed rows see their own new tokens, so causally.
+        is_sure = not self._is_alone or ABSORBED_TILE % self._layers.heads.queries == 0
+        pairs = self._layers.heads.queries * sum(len(row.tokens) for row in rows if len(row.tokens) < FEW_QUERIES)
+        most = FEW_QUERIES if is_sure and pairs < MAX_ABSORBED else 2
+        few = [i for i, row in enumerate(rows) if len(row.tokens) < most]
+        return few, [i for i, row in enumerate(rows) if len(row.tokens) >= most]
+
+    def _planned_absorbed(self, places: Places, rows: Sequence[int]) -> tuple[Tokens, LatentKernel] | None:
+        inputs, page_len = self._layout.inputs, places.page_size // places.cp_size
+        lens = places.pages.total if self._is_alone else places.pages.cached
+        if self._static is None:
+            rows = [row for row in rows if lens[row]]
+        if not rows:
+            return None
+        table = page_table(places.pages, rows, lens, inputs=inputs.rows, page_len=page_len)
+        kernel = self._recorded or self._shop.kernel(
+            (self._layers, "absorbed"), functools.partial(LatentKernel, self._shop, None)
+        )
+        has_chunks = any(len(inputs.rows[row].tokens) > 1 for row in rows)
+        kernel.plan(
+            table,
+            self._layers.absorbed,
+            self._shop.on_device(table.ids),
+            is_causal=self._is_alone and has_chunks,
+            has_lse=not self._is_alone,
+        )
+        return self._shop.tokens(table.tokens), kernel
+
+    def _planned_pieces(self, places: Places, rows: Sequence[int], expanded_bytes: int) -> Iterator[_Piece]:
+        heads = self._layers.heads
+        token_bytes = heads.dtype.itemsize * heads.queries * (heads.dim + heads.value_dim)
+        cut = pieces(
+            places.pages,
+            rows,
+            inputs=self._layout.inputs.rows,
+            page_len=places.page_size // places.cp_size,
+            length=max(1, expanded_bytes // token_bytes),
+        )
+        for i, piece in enumerate(cut):
+            kernel = self._shop.kernel(
+                (self._layers, "piece", i), functools.partial(RaggedKernel, self._shop, is_piece=True)
+            )
+            kernel.plan(piece.segments, heads, is_causal=False)
+            yield _Piece(self._shop.tokens(piece.segments.tokens), self._shop.on_device(piece.slots), kernel)
+
+    def _planned_runs(self, many: Sequence[int]) -> Iterator[tuple[Tokens, RaggedKernel]]:
+        expanded = set(many)
+        chunks = [chunk for chunk in self._layout.chunks if not self._is_alone or chunk.row in expanded]
+        for i, segments in enumerate(run_segments(chunks)):
+            kernel = self._shop.kernel((self._layers, "run", i), functools.partial(RaggedKernel, self._shop))
+            kernel.plan(segments, self._layers.heads, is_causal=True)
+            yield self._shop.tokens(segments.tokens), kernel
+
+
+def attend_absorbed(
+    kernel: LatentKernel, pages: tuple[Tensor, Tensor], q: Tensor, projection: LatentProjection
+) -> tuple[Tensor, Tensor | None]:
+    """Queries [n, Hq, Dn + Dr] of the rows that a kernel is planned for -> [n, Hq, Dv], and their log-sum-exps.
+
+    Args:
+        kernel: planned.
+        pages: latents [P, page_len, R] and their rotary parts [P, page_len, Dr].
+        q: queries.
+        projection: of the heads.
+    """
+    dim = projection.key.shape[1]
+    plain, rotary = q[..., :dim], q[..., dim:]
+    # In the order in which the products make and want them: [Hq, n, R].
+    absorbed = torch.bmm(plain.transpose(0, 1), projection.key).transpose(0, 1)
+    out, lse = kernel.run(absorbed, rotary, *pages)
+    return torch.bmm(out.transpose(0, 1), projection.value.mT).transpose(0, 1), lse
+
+
+def expand(latent: Tensor, rope: Tensor, projection: LatentProjection) -> tuple[Tensor, Tensor]:
+    """latent [L, R], rope [L, Dr] -> k [L, Hq, Dn + Dr], v [L, Hq, Dv]."""
+    heads, dim, _ = projection.key.shape
+    k = latent.new_empty((len(latent), heads, dim + rope.shape[1]))
+    # Into place: a copy takes half as long as the product.
+    torch.bmm(latent.expand(heads, -1, -1), projection.key.mT, out=k[..., :dim].transpose(0, 1))
+    k[..., dim:] = rope[:, None]
+    return k, torch.einsum("lr,hdr->lhd", latent, projection.value)

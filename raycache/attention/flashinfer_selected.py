@@ -1,0 +1,214 @@
+"""Latents that a sparse indexer selected, with FlashInfer: to the kernel every query is a row and every slot a page.
+
+    slots    [ 7 9 40 - ]  lengths [ 3 ]      row 0 has the pages 7, 9, 40
+             [ 8 9 12 41 ]         [ 4 ]      row 1 has the pages 8, 9, 12, 41      ids [ 7 9 40 8 9 12 41 ]
+
+New tokens are in the cache before they are selected, so that there is no causal part. With one rank it is known on the
+host how many a query selects; with more a rank waits for its share of the choice, once per layer.
+
+Shapes in this file: T tokens of all cp ranks, K slots per query, Hq heads, R rank of latents, Dn and Dr sizes of
+queries' plain and rotary part, Dv of values.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raycache.attention.base import LatentProjection, NotRecordableError
+from raycache.attention.flashinfer_kernels import LatentKernel, StaticRows, Workshop, Writer
+from raycache.attention.flashinfer_latent import LatentLayers, attend_absorbed
+from raycache.attention.flashinfer_tables import Ints, Table, starts_of
+from raycache.attention.layout import StepLayout
+from raycache.attention.merge import Part, no_keys, wide
+from raycache.engine.inputs import StepInputs
+from raycache.memory.views import LatentView
+
+BLOCK_BYTES = 256 << 20  # of absorbed queries, or of the latents that torch takes for a block of them
+MAX_QUERIES = 8192  # of a kernel, whose plan has room for 16,384 parts: each query and a few that are split
+
+
+@dataclass(frozen=True, slots=True)
+class SlotChoice:
+    """What each query sees of this rank's cache.
+
+    Attributes:
+        slots: int32 [T, K]; -1 behind the last one.
+        lengths: int32 [T].
+        top_k: the most that any query sees on all ranks together.
+    """
+
+    slots: Tensor
+    lengths: Tensor
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some of the queries.
+
+    Attributes:
+        tokens: which.
+        kernel: planned for them.
+        ids: int32 [n * K + 1], where it reads their slots.
+        where: int64 [n * K], where each slot belongs among them; at the end what is no slot.
+    """
+
+    tokens: slice
+    kernel: LatentKernel
+    ids: Tensor
+    where: Tensor
+
+
+class SelectedKernels:
+    """Plan of the layers of one kind that see a choice of the latents.
+
+    Args:
+        shop: of the rank.
+        layers: which.
+        layout: of the step.
+        choice: of the first of them; those of the others are as wide.
+        static: for a recorded batch.
+    Raises:
+        NotRecordableError: a batch is to be recorded whose choices only the device knows.
+    """
+
+    def __init__(
+        self,
+        shop: Workshop,
+        layers: LatentLayers,
+        layout: StepLayout,
+        choice: SlotChoice,
+        static: StaticRows | None = None,
+    ) -> None:
+        self._shop, self._layers, self._layout = shop, layers, layout
+        self._is_alone = layout.inputs.ctx.cp.size == 1
+        if static is not None and not self._is_alone:
+            raise NotRecordableError("the host does not know what a rank selects under cp > 1")
+        self._width, self._top_k = choice.slots.shape[1], choice.top_k
+        self._recorded: tuple[LatentKernel, Tensor] | None = None
+        if static is not None:
+            where = torch.zeros(static.num_rows * self._width, dtype=torch.int64, device=shop.device)
+            self._recorded = LatentKernel(shop, StaticRows(static.num_rows, self._width + 1)), where
+        self._writer = Writer(shop, layout.inputs.places[layers.space].slots)
+        self._blocks = self._planned(self._known_lengths(layout.inputs)) if self._is_alone else []
+
+    def replan(self, inputs: StepInputs) -> None:
+        """Other pages and slots for the rows of a recorded batch."""
+        self._writer.refresh(inputs.places[self._layers.space].slots)
+        self._blocks = self._planned(self._known_lengths(inputs))
+
+    def attend(
+        self,
+        view: LatentView,
+        q: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        projection: LatentProjection,
+        choice: SlotChoice,
+    ) -> Tensor:
+        """See AttentionStep.attend_latent."""
+        exchange = self._layout.inputs.exchange
+        if not self._is_alone:
+            both = exchange.gather(torch.cat([latent, rope], dim=1))
+            latent, rope = both.split([latent.shape[1], rope.shape[1]], dim=1)
+            self._blocks = self._planned(choice.lengths.cpu().numpy())
+        self._writer.write_latents(self._layout.inputs.places[view.space].owned, latent, rope, to=view.pages)
+        every_q = exchange.gather(q)
+        if self._is_alone and len(self._blocks) == 1:
+            return self._run(self._blocks[0], view, every_q, projection, choice)[0]
+        out, lse = no_keys(every_q, self._layers.heads.value_dim)
+        for block in self._blocks:
+            part, part_lse = self._run(block, view, every_q[block.tokens], projection, choice)
+            out[block.tokens] = part
+            if part_lse is not None:
+                lse[block.tokens] = part_lse
+        return out if self._is_alone else self._layout.combine((out, lse), None, None)
+
+    def _run(
+        self, block: _Block, view: LatentView, q: Tensor, projection: LatentProjection, choice: SlotChoice
+    ) -> tuple[Tensor, Tensor | None]:
+        block.ids.scatter_(0, block.where, choice.slots[block.tokens].flatten())
+        latent, rope = (rows.flatten(0, 1)[:, None] for rows in view.pages)
+        return attend_absorbed(block.kernel, (latent, rope), q, projection)
+
+    def _planned(self, lengths: Ints) -> list[_Block]:
+        token_bytes = self._layers.heads.dtype.itemsize * self._layers.heads.queries * self._layers.rank
+        most = len(lengths) if self._recorded else max(1, min(MAX_QUERIES, BLOCK_BYTES // token_bytes))
+        return [
+            self._block(number, slice(first, min(first + most, len(lengths))), lengths)
+            for number, first in enumerate(range(0, len(lengths), most))
+        ]
+
+    def _block(self, number: int, tokens: slice, lengths: Ints) -> _Block:
+        shop, lens = self._shop, lengths[tokens].astype(np.int32)
+        indptr = starts_of(lens)
+        places = shop.on_device(indptr[:-1])[:, None] + torch.arange(self._width, device=shop.device)
+        is_behind = torch.arange(self._width, device=shop.device) >= shop.on_device(lens)[:, None]
+        where = places.masked_fill_(is_behind, places.numel()).flatten()
+        if self._recorded is not None:
+            kernel, fixed = self._recorded
+            assert kernel.ids is not None
+            ids, where = kernel.ids, fixed.copy_(where)
+        else:
+            kernel = shop.kernel((self._layers, "selected", number), functools.partial(LatentKernel, shop, None))
+            ids = torch.empty(len(where) + 1, dtype=torch.int32, device=shop.device)
+        table = Table(tokens, starts_of(np.ones_like(lens)), indptr, indptr[:0], lens, 1)
+        kernel.plan(table, self._layers.absorbed, ids, is_causal=False, has_lse=not self._is_alone)
+        return _Block(tokens, kernel, ids, where)
+
+    def _known_lengths(self, inputs: StepInputs) -> Ints:
+        """Tokens that each query sees, with one rank: int32 [T]."""
+        ends = inputs.places[self._layers.space].pages.total
+        counts = [len(row.tokens) for row in inputs.rows]
+        seen = [np.arange(end - count, end) + 1 for end, count in zip(ends.tolist(), counts, strict=True)]
+        known: Ints = np.minimum(np.concatenate(seen), self._top_k).astype(np.int32)
+        return known
+
+
+def attend_choice(
+    layout: StepLayout,
+    view: LatentView,
+    q: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    projection: LatentProjection,
+    choice: SlotChoice,
+    *,
+    scale: float,
+) -> Tensor:
+    """The same in torch, for latents of any format; see AttentionStep.attend_latent."""
+    inputs = layout.inputs
+    places = inputs.places[view.space]
+    latent, rope = inputs.exchange.gather(latent), inputs.exchange.gather(rope)
+    view.write(places.slots, latent[places.owned], rope[places.owned])
+    every_q = inputs.exchange.gather(q)
+    out, lse = no_keys(every_q, projection.value.shape[1])
+    most = max(1, BLOCK_BYTES // (4 * choice.slots.shape[1] * (view.rank + view.rope_dim)))
+    for first in range(0, len(every_q), most):
+        some = slice(first, first + most)
+        out[some], lse[some] = _attend_slots(
+            view, every_q[some], projection, choice.slots[some], choice.lengths[some], scale=scale
+        )
+    return layout.combine((out, lse), None, None)
+
+
+def _attend_slots(
+    view: LatentView, q: Tensor, projection: LatentProjection, slots: Tensor, lengths: Tensor, *, scale: float
+) -> Part:
+    """Queries [n, Hq, Dn + Dr] against the latents at slots [n, K]."""
+    plain, rotary = q.split([q.shape[2] - view.rope_dim, view.rope_dim], dim=2)
+    absorbed = torch.cat([torch.einsum("nhd,hdr->nhr", plain, projection.key), rotary], dim=2)
+    keys = torch.cat(view.take(slots.clamp_min(0).flatten(), dtype=wide(q.dtype)), dim=1).unflatten(0, slots.shape)
+    scores = torch.einsum("nhd,nkd->nhk", absorbed.to(keys.dtype), keys) * scale
+    is_behind = torch.arange(slots.shape[1], device=q.device) >= lengths[:, None]
+    scores.masked_fill_(is_behind[:, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    # Of a query that sees nothing here all weights are not numbers.
+    weights = (scores - lse[..., None]).exp().nan_to_num(nan=0.0)
+    latents = torch.einsum("nhk,nkr->nhr", weights, keys[..., : view.rank]).to(q.dtype)
+    return torch.einsum("nhr,hvr->nhv", latents, projection.value), lse

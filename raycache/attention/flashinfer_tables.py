@@ -1,0 +1,193 @@
+"""Rows of a step as FlashInfer's kernels want them: whose queries a kernel answers, and where their keys lie.
+
+    all tokens       [ row 0 ][ row 1      ][ row 2 ][ row 3      ]
+    rows 1 and 3              [ 0 1 2 3 4 5 ]        [ 6 7 8 9 10 ]      tokens: an index
+    rows 1 and 2              [ 0 1 2 3 4 5 ][ 6 ]                       tokens: a slice, because they lie together
+
+All arrays are on the host, since kernels are planned there.
+
+Shapes in this file: n rows that are answered together, T tokens of the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raycache.attention.layout import Chunk
+from raycache.engine.inputs import Pages, RowInputs
+
+Ints = NDArray[np.int32]
+
+Tokens = slice | Tensor
+"""Some of the tokens, as an index into their dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Queries and pages of n rows.
+
+    Attributes:
+        tokens: the queries among all.
+        queries: int32 [n + 1], where each row's begin among them.
+        indptr: int32 [n + 1]; row i has the pages ids[indptr[i]:indptr[i + 1]], only those that hold something.
+        ids: int32.
+        lens: int32 [n], keys of each row.
+        page_len: tokens of a page.
+    """
+
+    tokens: Tokens
+    queries: Ints
+    indptr: Ints
+    ids: Ints
+    lens: Ints
+    page_len: int
+
+    @property
+    def last(self) -> Ints:
+        """Keys in each row's last page, int32 [n]; 0 of a row without keys."""
+        full = np.maximum(np.diff(self.indptr) - 1, 0) * self.page_len
+        rest: Ints = (self.lens - full).astype(np.int32)
+        return rest
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Queries of n rows and their keys, both packed.
+
+    Attributes:
+        tokens: the queries among all.
+        queries, keys: int32 [n + 1], where each row's begin. Keys between two rows that nobody asks for are rows
+            without queries.
+    """
+
+    tokens: Tokens
+    queries: Ints
+    keys: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Cached tokens of some rows.
+
+    Attributes:
+        segments: the rows' queries, and the tokens as keys.
+        slots: int64, where they lie.
+    """
+
+    segments: Segments
+    slots: NDArray[np.int64]
+
+
+def page_table(pages: Pages, rows: Sequence[int], lens: Ints, *, inputs: Sequence[RowInputs], page_len: int) -> Table:
+    """Of some rows.
+
+    Args:
+        pages: of all rows.
+        rows: which, ascending.
+        lens: int32, keys of each of all rows.
+        inputs: all rows.
+        page_len: tokens of a page.
+    """
+    if len(rows) == len(inputs):
+        lens, starts = lens.astype(np.int32), pages.indptr[:-1]
+    else:
+        lens, starts = lens[list(rows)].astype(np.int32), pages.indptr[:-1][list(rows)]
+    counts = -(-lens // page_len)
+    indptr = starts_of(counts)
+    # Pages behind those that hold something are dropped: how full the last one is tells where a row ends.
+    every = np.repeat(starts - indptr[:-1], counts) + np.arange(indptr[-1])
+    ids = pages.ids[every]
+    assert not len(ids) or ids.min() >= 0, "a page that a query sees is not kept"
+    queries = [inputs[row].tokens for row in rows]
+    return Table(together(queries), starts_of([len(some) for some in queries]), indptr, ids, lens, page_len)
+
+
+def run_segments(chunks: Sequence[Chunk]) -> Iterator[Segments]:
+    """This rank's queries of some chunks with the new keys that they see, causally: one Segments per run of a chunk.
+
+    The queries of a run stand at the end of their keys: those of the chunk up to the run's end.
+    """
+    for number in range(max((len(chunk.runs) for chunk in chunks), default=0)):
+        queries, spans = [0], []
+        keys: list[int] = []
+        for chunk in chunks:
+            if number >= len(chunk.runs):
+                continue
+            local, run = list(chunk.local_runs())[number]
+            begin = chunk.tokens.start
+            # A row of its own, without queries, for the keys between the last ones and these.
+            if keys:
+                queries.append(queries[-1])
+            queries.append(queries[-1] + len(run))
+            keys += [begin, begin + run.stop]
+            spans.append(range(local.start, local.stop))
+        yield Segments(together(spans), np.array(queries, np.int32), np.array(keys, np.int32))
+
+
+def pieces(
+    pages: Pages, rows: Sequence[int], *, inputs: Sequence[RowInputs], page_len: int, length: int
+) -> Iterator[Piece]:
+    """Cached tokens of some rows, `length` at a time; several short rows share a piece.
+
+    Args:
+        pages: of all rows.
+        rows: which, ascending.
+        inputs: all rows.
+        page_len: tokens of a page.
+        length: most tokens of a piece.
+    """
+    taken: list[tuple[int, int, int]] = []
+    room = length
+    for row in rows:
+        first, left = 0, int(pages.cached[row])
+        while left:
+            count = min(room, left)
+            taken.append((row, first, count))
+            first, left, room = first + count, left - count, room - count
+            if not room:
+                yield _piece(pages, taken, inputs, page_len)
+                taken, room = [], length
+    if taken:
+        yield _piece(pages, taken, inputs, page_len)
+
+
+def cached_slots(pages: Pages, row: int, tokens: range, *, page_len: int) -> NDArray[np.int64]:
+    """Where some of the tokens in a row's pages lie, counted from the first page."""
+    page, offset = np.divmod(np.arange(tokens.start, tokens.stop), page_len)
+    slots: NDArray[np.int64] = pages.ids[pages.indptr[row] + page].astype(np.int64) * page_len + offset
+    return slots
+
+
+def together(spans: Sequence[range]) -> Tokens:
+    """The tokens of some spans, in order."""
+    if all(one.stop == other.start for one, other in itertools.pairwise(spans)):
+        return slice(spans[0].start, spans[-1].stop)
+    return torch.from_numpy(np.concatenate([np.arange(span.start, span.stop) for span in spans]))
+
+
+def are_all(tokens: Tokens, count: int) -> bool:
+    """Whether these are all of `count` tokens, in order."""
+    return isinstance(tokens, slice) and tokens == slice(0, count)
+
+
+def starts_of(counts: Sequence[int] | NDArray[np.integer]) -> Ints:
+    """[n] -> int32 [n + 1]: where each begins, and their sum at the end."""
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def _piece(pages: Pages, taken: Sequence[tuple[int, int, int]], inputs: Sequence[RowInputs], page_len: int) -> Piece:
+    spans = [inputs[row].tokens for row, _, _ in taken]
+    segments = Segments(
+        together(spans), starts_of([len(span) for span in spans]), starts_of([count for _, _, count in taken])
+    )
+    slots = [cached_slots(pages, row, range(first, first + count), page_len=page_len) for row, first, count in taken]
+    return Piece(segments, np.concatenate(slots))

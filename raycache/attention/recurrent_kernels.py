@@ -1,0 +1,137 @@
+"""Recurrent layers of one step on CUDA; what attention/states.py does row by row, in few launches.
+
+    convolution                 all rows in one launch, in float32
+    scan of short rows          all of them in one launch, token after token, in float32
+    scan of longer rows         all of them in one call of chunk-parallel kernels, in half precision with float32 sums
+
+For what has no kernel the readable version steps in, which is told once. A decode batch whose rows all have a state
+has nothing but short rows, and reads its slots from the tensors of the step's inputs: it can be recorded in a CUDA
+graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from raycache.attention.layout import StepLayout
+from raycache.attention.recurrent_chunks import DeltaRows, has_library
+from raycache.attention.recurrent_plain import MAX_KEY_DIM, scan_plain
+from raycache.attention.recurrent_triton import BLOCK_TOKENS, Slots, convolve, step
+from raycache.attention.states import Recurrence
+from raycache.engine.inputs import RowInputs
+from raycache.memory.views import StateView
+
+_log = logging.getLogger(__name__)
+
+SHORT = 32
+"""Tokens of a row that are taken one after the other, in full precision: 16 such rows in 0.16 ms on an H200, where the
+chunks of a delta rule, half of them empty, took 1 ms to launch."""
+
+
+class KernelRecurrence:
+    """Plan of all recurrent layers; the methods of Recurrence.
+
+    Args:
+        layout: of the step; may be that of a static one, all rows of which have a state.
+    """
+
+    def __init__(self, layout: StepLayout) -> None:
+        rows = layout.inputs.rows
+        short = [row for row in rows if len(row.tokens) <= SHORT]
+        self._long_rows = [row for row in rows if len(row.tokens) > SHORT]
+        self._layout = layout
+        self._rows = _slots(rows, layout)
+        self._block_tokens = 1 if layout.inputs.is_decode else BLOCK_TOKENS
+        firsts = [(i, first) for i, row in enumerate(rows) for first in range(0, len(row.tokens), self._block_tokens)]
+        self._blocks = _pairs(firsts, layout)
+        self._short, self._long = self._rows, self._rows
+        if short and self._long_rows:
+            self._short, self._long = _slots(short, layout), _slots(self._long_rows, layout)
+        self._has_short = bool(short)
+        self._delta: DeltaRows | None = None
+        self._readable: Recurrence | None = None
+
+    def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See AttentionStep.convolve."""
+        if x.dtype == torch.float64:
+            return self._read("float64").convolve(view, name, x, weight, bias)
+        return convolve(view.conv[name], self._rows, self._blocks, x, weight, bias, block_tokens=self._block_tokens)
+
+    def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+        """See AttentionStep.scan."""
+        if view.state.dtype == torch.float64:
+            return self._read("float64").scan(view, q, k, v, g, beta)
+        half = _half(q, k, v)
+        if self._long_rows and (reason := _refusal(half, q, g, beta)):
+            return self._read(reason).scan(view, q, k, v, g, beta)
+        if half is not None and self._long_rows and beta is not None:
+            return self._scan_delta(view.state, q, k, v, g, beta, half=half)
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        if self._has_short:
+            step(view.state, self._short, q, k, v, g, beta, out=out)
+        if half is not None and self._long_rows:
+            scan_plain(view.state, self._long, q, k, v, g, half=half, out=out)
+        return out
+
+    def _scan_delta(
+        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, half: torch.dtype
+    ) -> Tensor:
+        """`scan` with long rows and a delta rule."""
+        if self._delta is None:
+            self._delta = DeltaRows(self._long_rows, self._layout)
+        found = self._delta.scan(states, q, k, v, g, beta, half=half)
+        if self._delta.tokens is None:
+            return found
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        step(states, self._short, q, k, v, g, beta, out=out)
+        return out.index_copy_(0, self._delta.tokens, found)
+
+    def _read(self, reason: str) -> Recurrence:
+        """The readable version."""
+        _tell(reason)
+        if self._readable is None:
+            self._readable = Recurrence(self._layout)
+        return self._readable
+
+
+def _slots(rows: Sequence[RowInputs], layout: StepLayout) -> Slots:
+    spans = _pairs([(row.tokens.start, len(row.tokens)) for row in rows], layout)
+    inputs = layout.inputs
+    if inputs.is_decode and all(row.read_state >= 0 for row in rows):
+        # Of a static step these change between replays. Its spans do not: token i is that of row i.
+        return Slots(spans, inputs.read_states, inputs.write_states)
+    return Slots(
+        spans, layout.on_device([row.read_state for row in rows]), layout.on_device([row.write_state for row in rows])
+    )
+
+
+def _pairs(pairs: Sequence[tuple[int, int]], layout: StepLayout) -> Tensor:
+    """int64 [N, 2]."""
+    return layout.on_device([number for pair in pairs for number in pair]).view(-1, 2)
+
+
+def _half(*tensors: Tensor) -> torch.dtype | None:
+    """The one half precision that any of them has: what long rows are computed in."""
+    halves = {x.dtype for x in tensors if x.dtype in (torch.bfloat16, torch.float16)}
+    return halves.pop() if len(halves) == 1 else None
+
+
+def _refusal(half: torch.dtype | None, q: Tensor, g: Tensor, beta: Tensor | None) -> str | None:
+    """Why no kernel takes long rows, or None."""
+    if half is None:
+        return f"rows of more than {SHORT} tokens in {q.dtype}"
+    if q.shape[-1] > MAX_KEY_DIM:
+        return f"keys of {q.shape[-1]} features, more than {MAX_KEY_DIM}"
+    if beta is None:
+        return "decays per channel without a delta rule" if g.shape[-1] > 1 else None
+    return None if has_library() else "a delta rule without flash-linear-attention (pip install fla-core einops)"
+
+
+@cache
+def _tell(reason: str) -> None:
+    _log.warning("recurrent layers: no kernel for %s; torch computes it, much slower", reason)

@@ -1,0 +1,268 @@
+"""Triton kernels for recurrent layers: short rows token by token, and short convolutions of all rows.
+
+Both read a row's state from one slot and write it to another, or to the same, without copies in between:
+
+    step       one program per row, value head and BV columns of its state; the tokens of the row one after the other
+    convolve   one program per BT tokens of a row and BF channels; that of a row's first tokens moves the state on too
+
+Other kernels for single tokens want states of their own layout: FlashInfer's Mamba kernel has [Dv, Dk], those of
+flash-linear-attention have one state per row, so that slots are gathered before and scattered after, three times the
+bytes: 265 us on an H200 for 64 rows of 32 heads of 128 x 128, against 76 us here. What a row reads and where it writes
+comes from tensors, so that launches can be recorded in a CUDA graph.
+
+Imports Triton: only what runs on CUDA may import this module.
+"""
+
+# Shapes in this file: T tokens of the step, N rows, Hk key heads, Hv value heads, Dk and Dv head sizes, H heads of D
+# channels each, F = H D, K taps.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_TOKENS = 32
+"""Tokens of a row that one program of the convolution computes; at least K - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Rows of a launch, int64 on the device. No row reads what another one writes, but for padding, which nobody needs.
+
+    Attributes:
+        spans: [N, 2], first token and number of tokens.
+        reads: [N], slots of the states before; negative where there is none, which counts as zeros.
+        writes: [N], slots of the states after.
+    """
+
+    spans: Tensor
+    reads: Tensor
+    writes: Tensor
+
+
+def step(
+    states: Tensor, rows: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *, out: Tensor
+) -> None:
+    """Take the tokens of rows, in float32; see attention.recurrence for what it computes.
+
+    Args:
+        states: [slots, Hv, Dk, Dv] float32, read and written.
+        rows: which tokens, read slots and write slots.
+        q, k: [T, Hk, Dk].
+        v: [T, Hv, Dv].
+        g: [T, Hv, 1] or [T, Hv, Dk].
+        beta: [T, Hv] for the delta rule, or None.
+        out: [T, Hv, Dv] contiguous; the rows' tokens are written.
+    """
+    value_heads, key_dim, value_dim = states.shape[1:]
+    q, k, v, g = (side_by_side(x) for x in (q, k, v, g))
+    columns = min(32, triton.next_power_of_2(value_dim))
+    grid = (triton.cdiv(value_dim, columns), value_heads, len(rows.spans))
+    _step[grid](
+        states,
+        rows.spans,
+        rows.reads,
+        rows.writes,
+        q,
+        k,
+        v,
+        g,
+        v if beta is None else beta,
+        out,
+        states.stride(0),
+        *(stride for x in (q, k, v, g, v if beta is None else beta) for stride in x.stride()[:2]),
+        value_heads,
+        value_heads // q.shape[1],
+        DK=key_dim,
+        DV=value_dim,
+        BK=triton.next_power_of_2(key_dim),
+        BV=columns,
+        IS_PER_CHANNEL=g.shape[-1] > 1,
+        HAS_BETA=beta is not None,
+    )
+
+
+def convolve(
+    states: Tensor, rows: Slots, blocks: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, block_tokens: int
+) -> Tensor:
+    """Convolve each channel of all rows, in float32.
+
+    Args:
+        states: [slots, H, D, K - 1], oldest input first, read and written.
+        rows: which tokens, read slots and write slots.
+        blocks: int64 [M, 2], a row and which of its tokens is the block's first: all rows in blocks of `block_tokens`.
+        x: [T, H, D].
+        weight: [H, D, K], the newest input's tap last.
+        bias: [H, D] or None.
+        block_tokens: a power of two.
+    Returns:
+        [T, H, D] in x's dtype.
+    """
+    x, weight = side_by_side(x), weight.contiguous()
+    heads, dim, taps = weight.shape
+    channels = min(256, triton.next_power_of_2(heads * dim))
+    if block_tokens > 1:
+        channels = min(128, channels)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _convolve[len(blocks), triton.cdiv(heads * dim, channels)](
+        states,
+        rows.spans,
+        rows.reads,
+        rows.writes,
+        blocks,
+        x,
+        weight,
+        weight if bias is None else bias.contiguous(),
+        out,
+        states.stride(0),
+        *x.stride()[:2],
+        heads * dim,
+        D=dim,
+        HAS_GAPS=x.stride(1) != dim,
+        TAPS=taps,
+        BT=block_tokens,
+        BF=channels,
+        HAS_BIAS=bias is not None,
+    )
+    return out
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """With features side by side, as the kernels read them; tokens and heads may be apart."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+# Tables are parts of larger tensors in a static step, aligned or not: that must not make a kernel of its own each time.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize_on_alignment=["spans", "reads", "writes"]
+)
+def _step(
+    states: tl.tensor,
+    spans: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    g: tl.tensor,
+    beta: tl.tensor,
+    out: tl.tensor,
+    slot: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    k_token: tl.tensor,
+    k_head: tl.tensor,
+    v_token: tl.tensor,
+    v_head: tl.tensor,
+    g_token: tl.tensor,
+    g_head: tl.tensor,
+    beta_token: tl.tensor,
+    beta_head: tl.tensor,
+    num_heads: tl.tensor,
+    group: tl.tensor,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+) -> None:
+    """Names with an underscore are strides. `group` value heads share a key head."""
+    head, row = tl.program_id(1), tl.program_id(2)
+    feature = tl.arange(0, BK)
+    column = tl.program_id(0) * BV + tl.arange(0, BV)
+    is_feature, is_column = feature < DK, column < DV
+    is_state = is_feature[:, None] & is_column[None, :]
+    start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
+    read, write = tl.load(reads + row), tl.load(writes + row)
+
+    place = (head * DK + feature)[:, None] * DV + column[None, :]
+    state = tl.load(states + read * slot + place, mask=is_state & (read >= 0), other=0.0)
+    for token in range(start, start + count):
+        query = tl.load(q + token * q_token + head // group * q_head + feature, mask=is_feature, other=0.0)
+        key = tl.load(k + token * k_token + head // group * k_head + feature, mask=is_feature, other=0.0)
+        written = tl.load(v + token * v_token + head * v_head + column, mask=is_column, other=0.0).to(tl.float32)
+        key = key.to(tl.float32)[:, None]
+        if IS_PER_CHANNEL:
+            decay = tl.load(g + token * g_token + head * g_head + feature, mask=is_feature, other=0.0)
+            state *= tl.exp(decay.to(tl.float32))[:, None]
+        else:
+            state *= tl.exp(tl.load(g + token * g_token + head * g_head).to(tl.float32))
+        if HAS_BETA:
+            rate = tl.load(beta + token * beta_token + head * beta_head).to(tl.float32)
+            written = rate * (written - tl.sum(state * key, axis=0))
+        state += key * written[None, :]
+        result = tl.sum(state * query.to(tl.float32)[:, None], axis=0)
+        tl.store(out + (token * num_heads + head) * DV + column, result.to(out.dtype.element_ty), mask=is_column)
+    tl.store(states + write * slot + place, state, mask=is_state)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize_on_alignment=["spans", "reads", "writes", "blocks"]
+)
+def _convolve(
+    states: tl.tensor,
+    spans: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    blocks: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    slot: tl.tensor,
+    x_token: tl.tensor,
+    x_head: tl.tensor,
+    num_channels: tl.tensor,
+    D: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BT: tl.constexpr,
+    BF: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:
+    """`source` is where an input lies in the row; negative ones are in the state, whose column is source + TAPS - 1."""
+    row, first = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+    start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
+    read, write = tl.load(reads + row), tl.load(writes + row)
+    channel = tl.program_id(1) * BF + tl.arange(0, BF)
+    is_channel = channel < num_channels
+    inputs = x + start * x_token + channel
+    if HAS_GAPS:
+        inputs += (channel // D) * (x_head - D)
+    old = states + read * slot + channel * (TAPS - 1) + (TAPS - 1)
+    new = states + write * slot + channel * (TAPS - 1)
+
+    place = first + tl.arange(0, BT)
+    is_output = (place < count)[:, None] & is_channel[None, :]
+    total = tl.zeros([BT, BF], dtype=tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(TAPS):
+        source = (place + tap - (TAPS - 1))[:, None]
+        factor = tl.load(weight + channel * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        fresh = tl.load(inputs[None, :] + source * x_token, mask=is_output & (source >= 0), other=0.0)
+        total += fresh.to(tl.float32) * factor
+    if first == 0:
+        for tap in tl.static_range(TAPS - 1):
+            source = (place + tap - (TAPS - 1))[:, None]
+            factor = tl.load(weight + channel * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+            kept = tl.load(old[None, :] + source, mask=is_output & (source < 0) & (read >= 0), other=0.0)
+            total += kept.to(tl.float32) * factor
+    to = out + (start + place)[:, None] * num_channels + channel[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_output)
+
+    if first == 0:
+        # Both slots may be one: all of the old state is read before any of the new one is written. The columns below
+        # are each read and written by the same thread, and none is read after it was written.
+        tl.debug_barrier()
+        for column in tl.static_range(TAPS - 1):
+            end = count - (TAPS - 1) + column  # where the input lies that becomes this column
+            is_new = is_channel & (end >= 0)
+            late = tl.load(inputs + end * x_token, mask=is_new, other=0.0)
+            early = tl.load(old + end, mask=is_channel & (end < 0) & (read >= 0), other=0.0)
+            tl.store(new + column, tl.where(is_new, late, early.to(late.dtype)), mask=is_channel)

@@ -1,0 +1,499 @@
+"""The sparse indexer on CUDA: the tokens that each query attends to, as slots of this rank's cache.
+
+The same choice as sparse.py, without a tensor of queries x keys x heads and with queries x keys in bounded blocks:
+
+    cp = 1   scores of a block of queries -> top_k of each, ties won by the earlier token -> slots
+    cp > 1   1. all queries on this rank's keys: scores -> best candidates of each, as one sortable int64 per token
+             2. candidates travel to the queries' ranks, which find the last one chosen of each query
+             3. that travels to all ranks, and each keeps what is not below it
+
+New tokens are in the cache before they are scored, so that one rule serves all queries: one at position p sees the
+first p + 1 tokens of its sequence. A score is summed in one order whatever the split and the rest of the batch.
+
+    sortable = score's bits, made to sort as integers << 32  |  2^31 - 1 - position
+
+Shapes in this file: T new tokens of all cp ranks, n queries, L keys, Hi index heads, D their size, K slots per query.
+Imports Triton: only what runs on CUDA may import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raycache.attention.layout import StepLayout
+from raycache.engine.inputs import Places, StepInputs
+from raycache.memory.views import IndexView
+from raycache.parallel.sharding import owned_prefix_len
+
+SCORE_BYTES = 256 << 20  # of the float32 scores that are held at once
+MAX_TOP_K = 2048  # far fewer than what a program chooses from, so that choosing again and again ends soon
+MAX_HEADS, MAX_DIM = 128, 256  # what a multiprocessor holds of one query beside a tile of keys
+
+_ALIGNED = 64  # widths are multiples of it, for wide loads
+_COLUMNS, _KEYS_PER_TILE = 128, 128  # queries x heads, and keys, of one matrix product
+_PROGRAMS = 1024  # a few for each multiprocessor, because their work is not even
+_NUM_WARPS, _NUM_STAGES = 4, 2
+_CHOSEN_FROM, _KEYS_PER_WARP = 8192, 512  # keys that one program chooses from: what fits into its registers
+_LOWEST_SCORE = tl.constexpr(-(1 << 31))  # bits of no score, made to sort; those of a score are above
+_LOWEST = tl.constexpr(-(1 << 63))  # sortable of no token; that of a token is above
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSelection:
+    """What each query sees of this rank's cache.
+
+    Attributes:
+        slots: int32 [T, K], page id * (page_size / cp) + offset, oldest token first; -1 behind the last one.
+        lengths: int32 [T], how many there are.
+    """
+
+    slots: Tensor
+    lengths: Tensor
+
+
+def missing_kernel(view: IndexView, q: Tensor, *, top_k: int) -> str:
+    """Why `KernelIndexer` cannot serve a layer, in words; empty if it can. q as in AttentionStep.select."""
+    heads, dim = q.shape[1:]
+    if q.dtype not in (torch.bfloat16, torch.float16) or view.key.dtype != q.dtype:
+        return f"index queries of {q.dtype} with keys of {view.key.dtype}: both must be bfloat16 or float16"
+    if top_k > MAX_TOP_K:
+        return f"top_k={top_k} of an indexer is over {MAX_TOP_K}"
+    if heads > MAX_HEADS or dim > MAX_DIM:
+        return f"{heads} index heads of {dim} features are over {MAX_HEADS} of {MAX_DIM}"
+    return ""
+
+
+class KernelIndexer:
+    """Plan of all layers with an indexer of one component space.
+
+    Args:
+        layout: of the step.
+        places: of the space.
+        max_len: tokens that a row may have at a later `replan`; 0 where there is none. For decode batches and cp = 1,
+            whose `select` can then be recorded in a CUDA graph.
+    """
+
+    def __init__(self, layout: StepLayout, places: Places, *, max_len: int = 0) -> None:
+        inputs = layout.inputs
+        assert not max_len or (inputs.is_decode and places.cp_size == 1), "other batches are not recorded"
+        self._inputs = inputs
+        self._longest_row = max_len or max(row.start + len(row.tokens) for row in inputs.rows)
+        self._tables = _Tables(inputs, places, room=inputs.num_tokens * -(-max_len // places.page_size))
+        self._spans = tuple(piece for span in _spans(inputs, places, max_len=max_len) for piece in span.cut())
+
+    def replan(self, inputs: StepInputs, places: Places) -> None:
+        """Other rows, as many, for the next replay of what was recorded.
+
+        Args:
+            inputs: with the same tensors as those of the plan.
+            places: of the space.
+        """
+        self._tables.fill(inputs, places)
+
+    def select(self, view: IndexView, q: Tensor, k: Tensor, weights: Tensor, *, top_k: int) -> SlotSelection:
+        """See AttentionStep.select; only where `missing_kernel` finds nothing."""
+        exchange, places = self._inputs.exchange, self._inputs.places[view.space]
+        keys = exchange.gather(k.to(view.key.dtype))
+        view.write(places.slots, keys[places.owned])
+        # As wide on every rank: the first one holds the most of a row.
+        most = owned_prefix_len(self._longest_row, page_size=places.page_size, cp_rank=0, cp_size=places.cp_size)
+        width = min(top_k, _aligned(most, _ALIGNED))
+        asked = _Asked(
+            keys=view.key,
+            q=exchange.gather(q).contiguous(),
+            weights=exchange.gather(weights).contiguous(),
+            tables=self._tables,
+            page_size=places.page_size,
+            offset=places.cp_rank * view.key.shape[1],
+        )
+        slots = torch.empty((self._inputs.num_tokens, width), dtype=torch.int32, device=q.device)
+        # Where a query sees all of its row, or all of it is here, other ranks have no say.
+        is_alone = places.cp_size == 1 or self._longest_row <= top_k
+        candidates = None if is_alone else torch.empty(slots.shape, dtype=torch.int64, device=q.device)
+        for span in self._spans:
+            asked.choose(asked.score(span, more_than=top_k if is_alone else 0), span, slots, candidates)
+        if candidates is None:
+            return SlotSelection(slots, self._tables.lens.clamp(max=width))
+        last = _last_chosen(exchange.give_back(candidates), top_k=top_k)
+        return _keep(slots, candidates, exchange.gather(last))
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Neighbouring queries that are scored together.
+
+    Attributes:
+        queries: among all T.
+        width: numbers in a row of their scores; no query sees more keys on this rank.
+        is_chunk: they are of one row of the plan; otherwise each is of its own.
+    """
+
+    queries: range
+    width: int
+    is_chunk: bool
+
+    def cut(self) -> Iterator[_Span]:
+        """In pieces with few enough scores."""
+        most = max(1, SCORE_BYTES // (4 * self.width))
+        for first in range(self.queries.start, self.queries.stop, most):
+            yield _Span(range(first, min(first + most, self.queries.stop)), self.width, self.is_chunk)
+
+
+class _Tables:
+    """What the kernels read of a plan, at a place of its own.
+
+    Attributes:
+        begins: int32 [T], where in `ids` the pages of each query's row begin.
+        lens: int32 [T], keys on this rank that each query sees.
+        ids: int32 page ids of all rows.
+    """
+
+    def __init__(self, inputs: StepInputs, places: Places, *, room: int) -> None:
+        # Each table begins at a multiple of 16 bytes, whatever the number of queries: one kernel serves all.
+        self._stride = _aligned(inputs.num_tokens, 4)
+        size = 2 * self._stride + max(room, len(places.pages.ids))
+        self._all = torch.empty(size, dtype=torch.int32, device=inputs.ctx.device)
+        self.begins, self.lens = self._all[: 2 * self._stride].view(2, -1)[:, : inputs.num_tokens]
+        self.ids = self._all[2 * self._stride :]
+        self.fill(inputs, places)
+
+    def fill(self, inputs: StepInputs, places: Places) -> None:
+        """With the rows of a plan."""
+        counts = [len(row.tokens) for row in inputs.rows]
+        columns = np.zeros((2, self._stride), np.int32)
+        columns[0, : inputs.num_tokens] = np.repeat(places.pages.indptr[:-1], counts)
+        columns[1, : inputs.num_tokens] = _seen(inputs, places)
+        numbers = np.concatenate([columns.ravel(), places.pages.ids])
+        self._all[: len(numbers)].copy_(inputs.ctx.on_device(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One layer's keys and queries.
+
+    Attributes:
+        keys: [P, page_size / cp, D], of the cache.
+        q: [T, Hi, D].
+        weights: [T, Hi].
+        tables: of the plan.
+        page_size, offset: tokens of a page, and where this rank's begin in it.
+    """
+
+    keys: Tensor
+    q: Tensor
+    weights: Tensor
+    tables: _Tables
+    page_size: int
+    offset: int
+
+    def score(self, span: _Span, *, more_than: int) -> Tensor:
+        """Queries on the keys that they see: float32 [n, width], anything behind those.
+
+        Args:
+            span: of queries.
+            more_than: queries that see no more keys get no scores.
+        """
+        heads, dim = self.q.shape[1:]
+        block_heads = max(16, triton.next_power_of_2(heads))
+        block = max(1, _COLUMNS // block_heads) if span.is_chunk else 1
+        scores = torch.empty((len(span.queries), span.width), dtype=torch.float32, device=self.q.device)
+        if span.width <= more_than:
+            return scores
+        blocks, tiles = triton.cdiv(len(span.queries), block), triton.cdiv(span.width, _KEYS_PER_TILE)
+        _score[(blocks, min(tiles, triton.cdiv(_PROGRAMS, blocks)))](
+            self.q,
+            self.weights,
+            self.keys,
+            self.tables.ids,
+            self.tables.begins,
+            self.tables.lens,
+            scores,
+            span.queries.start,
+            span.queries.stop,
+            more_than,
+            span.width,
+            HEADS=heads,
+            DIM=dim,
+            SHARE=self.keys.shape[1],
+            BLOCK_HEADS=block_heads,
+            BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
+            BLOCK_QUERIES=block,
+            BLOCK_KEYS=_KEYS_PER_TILE,
+            NUM_STAGES=_NUM_STAGES,
+            num_warps=_NUM_WARPS,
+        )
+        return scores
+
+    def choose(self, scores: Tensor, span: _Span, slots: Tensor, sortables: Tensor | None = None) -> None:
+        """The best keys of each query, from its scores [n, width], into its row of the results.
+
+        Keys of a row are dealt to programs, whose best are dealt again, until one program has all that are left.
+
+        Args:
+            scores: of the span; not looked at where a query sees no more than K keys.
+            span: of queries.
+            slots: int32 [T, K]; -1 behind the last one.
+            sortables: int64 [T, K] of the same keys, if they are wanted; `_LOWEST` behind the last one.
+        """
+        listed, width, count, tiles = slots, span.width, slots.shape[1], 0
+        while tiles != 1:
+            # Never below MAX_TOP_K: few kernels serve all lengths, and each has room for K.
+            block = min(_CHOSEN_FROM, triton.next_power_of_2(max(width, MAX_TOP_K)))
+            is_first, tiles = tiles == 0, triton.cdiv(width, block)
+            out = slots if tiles == 1 else slots.new_empty(len(scores), tiles * count)
+            _choose[(len(scores), tiles)](
+                scores,
+                self.tables.ids,
+                self.tables.begins,
+                self.tables.lens,
+                listed,
+                out,
+                slots if sortables is None else sortables,
+                span.queries.start,
+                span.width,
+                width,
+                count,
+                self.page_size,
+                self.offset,
+                SHARE=self.keys.shape[1],
+                BLOCK=block,
+                IS_FIRST=is_first,
+                IS_LAST=tiles == 1,
+                HAS_SORTABLES=sortables is not None,
+                num_warps=max(4, block // _KEYS_PER_WARP),
+            )
+            listed, width = out, tiles * count
+
+
+def _spans(inputs: StepInputs, places: Places, *, max_len: int) -> Iterator[_Span]:
+    """Chunks one by one, neighbouring single tokens together."""
+    seen = _seen(inputs, places)
+    # A chunk is its own group by where it starts.
+    for chunk, rows in groupby(inputs.rows, lambda row: row.tokens.start if len(row.tokens) > 1 else -1):
+        tokens = [row.tokens for row in rows]
+        queries = range(tokens[0].start, tokens[-1].stop)
+        most = max_len or int(seen[queries.start : queries.stop].max())
+        yield _Span(queries, _aligned(most, _ALIGNED), is_chunk=chunk >= 0)
+
+
+def _seen(inputs: StepInputs, places: Places) -> NDArray[np.int64]:
+    """[T], keys on this rank that each query sees."""
+    counts = np.array([len(row.tokens) for row in inputs.rows])
+    starts = np.array([row.start - row.tokens.start for row in inputs.rows])
+    prefix = np.repeat(starts, counts) + np.arange(1, inputs.num_tokens + 1)
+    pages, rest = np.divmod(prefix, places.page_size)
+    share = places.page_size // places.cp_size
+    seen: NDArray[np.int64] = pages * share + np.clip(rest - places.cp_rank * share, 0, share)
+    return seen
+
+
+def _aligned(number: int, multiple: int) -> int:
+    """The next multiple that is at least 1."""
+    return max(1, -(-number // multiple)) * multiple
+
+
+def _last_chosen(candidates: Tensor, *, top_k: int) -> Tensor:
+    """The lowest of the top_k sortables of each query, [cp, n, K] -> [n]; below all tokens where there are no more."""
+    size, queries, count = candidates.shape
+    last = candidates.new_empty(queries)
+    if queries:
+        block = triton.next_power_of_2(size * count)
+        _last_kernel[(queries,)](
+            candidates,
+            last,
+            candidates.stride(0),
+            size * count,
+            count,
+            top_k,
+            BLOCK=block,
+            num_warps=min(16, max(4, block // 1024)),
+        )
+    return last
+
+
+def _keep(slots: Tensor, candidates: Tensor, last: Tensor) -> SlotSelection:
+    """Those of the slots [T, K] whose sortables [T, K] are not below the last one of their query [T]."""
+    kept, lengths = torch.empty_like(slots), slots.new_empty(len(slots))
+    block = triton.next_power_of_2(slots.shape[1])
+    _keep_kernel[(len(slots),)](slots, candidates, last, kept, lengths, slots.shape[1], BLOCK=block)
+    return SlotSelection(kept, lengths)
+
+
+@triton.jit(do_not_specialize=["first", "stop", "more_than"])  # type: ignore[untyped-decorator]
+def _score(
+    q: tl.tensor,
+    weights: tl.tensor,
+    keys: tl.tensor,
+    ids: tl.tensor,
+    begins: tl.tensor,
+    lens: tl.tensor,
+    scores: tl.tensor,
+    first: tl.tensor,
+    stop: tl.tensor,
+    more_than: tl.tensor,
+    width: tl.tensor,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+) -> None:
+    """One program per block of queries of one row, and every so many tiles of keys. The longest blocks come first."""
+    begin_query = first + (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
+    query = begin_query + tl.arange(0, BLOCK_QUERIES)
+    seen = tl.load(lens + query, mask=query < stop, other=0)
+    limit = tl.max(seen, 0)
+    if limit > more_than:
+        column = tl.arange(0, BLOCK_QUERIES * BLOCK_HEADS)
+        owner, head = begin_query + column // BLOCK_HEADS, column % BLOCK_HEADS
+        is_real = (owner < stop) & (head < HEADS)
+        row = owner.to(tl.int64) * HEADS + head
+        dim = tl.arange(0, BLOCK_DIM)
+        queries = tl.load(
+            q + row[:, None] * DIM + dim[None, :], mask=is_real[:, None] & (dim < DIM)[None, :], other=0.0
+        )
+        weight = tl.load(weights + row, mask=is_real, other=0.0).to(tl.float32)
+        pages = ids + tl.load(begins + begin_query)
+        place = scores + (query - first).to(tl.int64) * width
+        step = tl.num_programs(1) * BLOCK_KEYS
+        for start in tl.range(tl.program_id(1) * BLOCK_KEYS, limit, step, num_stages=NUM_STAGES):
+            key = start + tl.arange(0, BLOCK_KEYS)
+            page = tl.load(pages + key // SHARE, mask=key < limit, other=0)
+            slot = page.to(tl.int64) * SHARE + key % SHARE
+            is_key = (key < limit)[:, None] & (dim < DIM)[None, :]
+            tile = tl.load(keys + slot[:, None] * DIM + dim[None, :], mask=is_key, other=0.0)
+            product = tl.maximum(tl.dot(tile, tl.trans(queries)), 0.0, propagate_nan=tl.PropagateNan.ALL)
+            parts = tl.reshape(product * weight[None, :], (BLOCK_KEYS, BLOCK_QUERIES, BLOCK_HEADS))
+            score = tl.sum(parts, axis=2)
+            score = tl.where(score == score, score, float("-inf"))
+            # Equal as numbers must be equal as bits.
+            score = tl.where(score == 0.0, 0.0, score)
+            tl.store(place[None, :] + key[:, None], score, mask=key[:, None] < seen[None, :])
+
+
+@triton.jit(do_not_specialize=["first", "page_size", "offset"])  # type: ignore[untyped-decorator]
+def _choose(
+    scores: tl.tensor,
+    ids: tl.tensor,
+    begins: tl.tensor,
+    lens: tl.tensor,
+    listed: tl.tensor,
+    out: tl.tensor,
+    sortables: tl.tensor,
+    first: tl.tensor,
+    width: tl.tensor,
+    num_listed: tl.tensor,
+    count: tl.tensor,
+    page_size: tl.tensor,
+    offset: tl.tensor,
+    SHARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    IS_LAST: tl.constexpr,
+    HAS_SORTABLES: tl.constexpr,
+) -> None:
+    """One program per query and BLOCK keys, all of its row or those that are listed; `out` has its best, in order."""
+    query, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seen = tl.load(lens + first + query)
+    place = tile * BLOCK + tl.arange(0, BLOCK)
+    if IS_FIRST:
+        key, is_key = place, place < seen
+    else:
+        key = tl.load(listed + query * num_listed + place, mask=place < num_listed, other=-1)
+        is_key = key >= 0
+    is_scored = (seen > count) | HAS_SORTABLES
+    score = tl.load(scores + query * width + key, mask=is_key & is_scored, other=0.0)
+    bits = score.to(tl.int32, bitcast=True)
+    # Of negative numbers the larger bits are the lower number.
+    rising = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    value = tl.where(is_key, rising, _LOWEST_SCORE)
+    last = tl.full((), _LOWEST_SCORE + 1, tl.int32)
+    # Of few keys all are chosen. That is common: a recorded step is cut for the longest rows.
+    if tl.sum(is_key.to(tl.int32), 0) > count:
+        last = _reached(value, count, _LOWEST_SCORE, 32)
+    # Above the last one, and equal to it as long as there is room: both are counted at once, up to BLOCK of each.
+    is_above, is_equal = value > last, value == last
+    ranks = tl.cumsum((is_above.to(tl.int32) << 16) + is_equal.to(tl.int32), 0)
+    room = count - tl.sum(is_above.to(tl.int32), 0)
+    is_chosen = is_above | (is_equal & ((ranks & 0xFFFF) <= room))
+    rank = (ranks >> 16) + tl.minimum(ranks & 0xFFFF, room) - 1
+    total = tl.sum(is_chosen.to(tl.int32), 0)
+    if IS_LAST:
+        start = (first + query) * count
+        page = tl.load(ids + tl.load(begins + first + query) + key // SHARE, mask=is_chosen, other=0)
+        tl.store(out + start + rank, page * SHARE + key % SHARE, mask=is_chosen)
+    else:
+        start = (query * tl.num_programs(1) + tile) * count
+        tl.store(out + start + rank, key, mask=is_chosen)
+    rest = total + tl.arange(0, BLOCK)
+    tl.store(out + start + rest, -1, mask=rest < count)
+    if HAS_SORTABLES and IS_LAST:
+        position = key // SHARE * page_size + offset + key % SHARE
+        sortable = (rising.to(tl.int64) << 32) | (0x7FFFFFFF - position).to(tl.int64)
+        tl.store(sortables + start + rank, sortable, mask=is_chosen)
+        tl.store(sortables + start + rest, _LOWEST, mask=rest < count)
+
+
+@triton.jit(do_not_specialize=["top_k"])  # type: ignore[untyped-decorator]
+def _last_kernel(
+    candidates: tl.tensor,
+    last: tl.tensor,
+    rank_stride: tl.tensor,
+    total: tl.tensor,
+    count: tl.tensor,
+    top_k: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per query."""
+    query = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    where = (place // count).to(tl.int64) * rank_stride + query * count + place % count
+    values = tl.load(candidates + where, mask=place < total, other=_LOWEST)
+    tl.store(last + query, _reached(values, top_k, _LOWEST, 64))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _reached(values: tl.tensor, count: tl.tensor, LOWEST: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """The largest number that `count` values reach, bit by bit from the highest; above LOWEST in any case."""
+    # The highest bit of a signed number counts against it.
+    lowest, zero = tl.full((), LOWEST, values.dtype), tl.full((), 0, values.dtype)
+    found = tl.where(tl.sum((values >= 0).to(tl.int32), 0) >= count, zero, lowest)
+    for bit in range(1, BITS):
+        higher = found | (tl.full((), 1, values.dtype) << (BITS - 1 - bit))
+        found = tl.where(tl.sum((values >= higher).to(tl.int32), 0) >= count, higher, found)
+    return tl.maximum(found, lowest + 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keep_kernel(
+    slots: tl.tensor,
+    candidates: tl.tensor,
+    last: tl.tensor,
+    kept: tl.tensor,
+    lengths: tl.tensor,
+    count: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per query."""
+    query = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    sortable = tl.load(candidates + query * count + place, mask=place < count, other=_LOWEST)
+    slot = tl.load(slots + query * count + place, mask=place < count, other=-1)
+    is_kept = sortable >= tl.load(last + query)
+    rank = tl.cumsum(is_kept.to(tl.int32), 0)
+    length = tl.sum(is_kept.to(tl.int32), 0)
+    tl.store(kept + query * count + rank - 1, slot, mask=is_kept)
+    tl.store(kept + query * count + place, -1, mask=(place >= length) & (place < count))
+    tl.store(lengths + query, length)

@@ -1,0 +1,47 @@
+"""What has moved between the device and the host: bytes, and the time that it took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from raycache.memory.component import FULL
+from raycache.parallel.board import Acks
+
+
+class Moved:
+    """Counts of one decider.
+
+    Args:
+        unit_bytes: component space -> bytes of a unit, over all ranks.
+    """
+
+    def __init__(self, unit_bytes: Mapping[str, int]) -> None:
+        self._unit_bytes = unit_bytes
+        self._bytes: Counter[str] = Counter()
+        self._save_s = self._load_s = 0.0
+        self._acks = Acks()
+
+    def count(self, what: str, num_pages: int, parts: Mapping[str, Sequence[int]]) -> None:
+        """So many pages, and the units of a restore point, were "saved" or "loaded"."""
+        units = {FULL: num_pages, **{space: len(ids) for space, ids in parts.items()}}
+        self._bytes[what] += sum(count * self._unit_bytes.get(space, 0) for space, count in units.items())
+
+    def take_times(self, acks: Acks) -> None:
+        """Add the time since the last acknowledgement of the same ranks."""
+        self._save_s += max(0.0, acks.save_s - self._acks.save_s)
+        self._load_s += max(0.0, acks.load_s - self._acks.load_s)
+        self._acks = acks
+
+    def begin_anew(self, acks: Acks) -> None:
+        """There are other ranks, which have spent so much time already."""
+        self._acks = acks
+
+    def figures(self) -> dict[str, float]:
+        """Figures for people and metrics."""
+        return {
+            "saved_bytes": self._bytes["saved"],
+            "loaded_bytes": self._bytes["loaded"],
+            "save_s": self._save_s,
+            "load_s": self._load_s,
+        }

@@ -1,0 +1,35 @@
+"""What a rank found in a step, while the device may still be at it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class PendingAnswer:
+    """The answer to one plan.
+
+    Args:
+        numbers: int64 [emitted_count, answer_width], on the rank's device.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        self._numbers = numbers
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._copied = torch.cuda.current_stream(numbers.device).record_event()
+
+    def is_ready(self) -> bool:
+        """Whether `answer` would not wait."""
+        return self._copied is None or self._copied.query()
+
+    def answer(self) -> NDArray[np.int64]:
+        """The numbers, once the device has got so far."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: NDArray[np.int64] = self._numbers.numpy()
+        return found

@@ -1,0 +1,55 @@
+"""Page ids of the sequences that a rank serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LEAST = 8
+
+
+class PageTables:
+    """Of one component space: a row per slot, all as wide as the longest so far.
+
+    Attributes:
+        ids: int32 [slots, width]; -1 for a page that is not kept, anything behind the end of a row.
+        num_pages: int64 [slots].
+    """
+
+    def __init__(self) -> None:
+        self.ids: NDArray[np.int32] = np.empty((0, 0), np.int32)
+        self.num_pages: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def begin(self, slot: int, ids: Sequence[int]) -> None:
+        """A slot gets a new owner, with these pages."""
+        self._make_room(slot, 0)
+        self.num_pages[slot] = 0
+        self.append(slot, ids)
+
+    def append(self, slot: int, ids: Sequence[int]) -> None:
+        """Add pages at the end of a row."""
+        count = int(self.num_pages[slot])
+        self._make_room(slot, count + len(ids))
+        self.ids[slot, count : count + len(ids)] = ids
+        self.num_pages[slot] = count + len(ids)
+
+    def of(self, slot: int) -> NDArray[np.int32]:
+        """The pages of a slot, a view."""
+        return self.ids[slot, : self.num_pages[slot]]
+
+    def _make_room(self, slot: int, width: int) -> None:
+        slots, most = self.ids.shape
+        if slot < slots and width <= most:
+            return
+        # Twice of what is too small, so that growing costs little in all.
+        size = (
+            max(2 * slots, slot + 1, _LEAST) if slot >= slots else slots,
+            max(2 * most, width, _LEAST) if width > most else most,
+        )
+        grown = np.full(size, -1, np.int32)
+        grown[:slots, :most] = self.ids
+        counts = np.zeros(size[0], np.int64)
+        counts[:slots] = self.num_pages
+        self.ids, self.num_pages = grown, counts

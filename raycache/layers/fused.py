@@ -1,0 +1,178 @@
+"""Small operations between matrix products, each in one kernel launch where there is a kernel for it.
+
+On CUDA in bfloat16 and float16 a launch costs more than the work that a decode step has for it, so there they are
+Triton kernels (kernels.py), which compute in float32 and round once. Everywhere else they are plain torch, which rounds
+after every operation. Nothing here waits for the device or depends on values, so that all of it can be recorded in a
+CUDA graph, once a run without recording has built the kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from subprocess import SubprocessError
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raycache.layers.precision import precise
+
+_log = logging.getLogger(__name__)
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+# Shapes in this file: T packed tokens, N features, H heads, D head size, R features of a head that are turned.
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the mean in float32: new, of x's shape and dtype.
+
+    Args:
+        x: [T, N].
+        weight: [N].
+        eps: keeps zeros finite.
+        is_centered: the factor is 1 + weight, in float32 at least.
+    """
+    if kernels := _kernels_for(x):
+        normed: Tensor = kernels.add_norm(x, None, weight, eps, is_centered=is_centered)[0]
+        return normed
+    if not is_centered:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    factor = 1 + precise(weight)
+    return F.rms_norm(x.to(factor.dtype), factor.shape, factor, eps).to(x.dtype)
+
+
+def add_rms_norm(
+    hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The norm of a sum, and the sum.
+
+    Args:
+        hidden, delta: [T, N], what is added up; delta may be overwritten.
+        weight, eps, is_centered: see `rms_norm`.
+    Returns:
+        (norm of hidden + delta, hidden + delta), both new or in place of delta.
+    """
+    if (kernels := _kernels_for(hidden)) and delta.stride(-1) == 1:
+        both: tuple[Tensor, Tensor] = kernels.add_norm(hidden, delta, weight, eps, is_centered=is_centered)
+        return both
+    total = delta.add_(hidden)
+    return rms_norm(total, weight, eps, is_centered=is_centered), total
+
+
+def silu_gated(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, of [T, 2 N] with the gate first: [T, N]. May overwrite its argument, as the next two may."""
+    if kernels := _kernels_for(gate_up):
+        product: Tensor = kernels.gated(gate_up, "silu")
+        return product
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate, inplace=True).mul_(up)
+
+
+def gelu_tanh_gated(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, with the tanh form of gelu."""
+    if kernels := _kernels_for(gate_up):
+        product: Tensor = kernels.gated(gate_up, "gelu_tanh")
+        return product
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_swiglu(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1), of a gate of at most `limit` and an up of at most that on both sides."""
+    if kernels := _kernels_for(gate_up):
+        product: Tensor = kernels.gated(gate_up, "clamped_swiglu", alpha=alpha, limit=limit)
+        return product
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1))
+
+
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of every head by itself: [T, H, D] -> new [T, H, D]; weight [H, D], in whose dtype all is computed."""
+    return F.rms_norm(x.to(weight.dtype), weight.shape[1:], None, eps).mul_(weight).to(x.dtype)
+
+
+def angles(positions: Tensor, inverse: Tensor, *, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `turn_heads` takes: cos and sin of position * inverse, times a scale, computed in float32 and rounded once.
+
+    Args:
+        positions: integers [T].
+        inverse: [R / 2] float32, radians per position of each pair.
+        scale: of both.
+        dtype: of the result.
+    Returns:
+        cos and sin, [T, 1, R] each, either half the same but that sin is negative in the first.
+    """
+    if kernels := _kernels_for(positions, dtype):
+        cos, sin = torch.empty((2, len(positions), 1, 2 * len(inverse)), dtype=dtype, device=positions.device)
+        kernels.angles(positions, inverse, cos, sin, scale=scale)
+        return cos, sin
+    turns = (positions.to(torch.float32)[:, None] * inverse)[:, None, :]
+    cos, sin = turns.cos(), turns.sin()
+    if scale != 1.0:
+        cos, sin = cos * scale, sin * scale
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+
+def turn_heads(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    is_interleaved: bool,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Turn the first R features of every head, after `head_norm` of all of them where there is a weight.
+
+    Args:
+        x: [T, H, D].
+        cos, sin: [T, 1, R] contiguous, see `angles`.
+        is_interleaved: pairs are features 2i and 2i + 1, which leave as i and i + R / 2.
+        weight, eps: of the norm; None for no norm.
+        out: [T, H, D] to write to, x itself at the most; None for a new tensor.
+    """
+    if (kernels := _kernels_for(x)) and (out is None or out.stride(-1) == 1):
+        out = x.new_empty(x.shape) if out is None else out
+        kernels.turn(x, cos, sin, out, weight=weight, eps=eps, is_interleaved=is_interleaved)
+        return out
+    if weight is not None:
+        x = head_norm(x, weight, eps)
+    size = cos.shape[-1]
+    turned = _turned(x[..., :size], cos, sin, is_interleaved=is_interleaved)
+    if size < x.shape[-1]:
+        turned = torch.cat((turned, x[..., size:]), dim=-1)
+    return turned if out is None else out.copy_(turned)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+    """[T, H, R] -> new [T, H, R]."""
+    if is_interleaved:
+        x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((high, low), dim=-1).mul_(sin).addcmul_(x, cos)
+
+
+def _kernels_for(x: Tensor, dtype: torch.dtype | None = None) -> Any:
+    """The module of kernels where they can make results of a dtype, x's own if none is given, of x; None elsewhere."""
+    has_kernels = x.is_cuda and (dtype or x.dtype) in _HALVES and x.numel() > 0 and x.stride(-1) == 1
+    return _kernels() if has_kernels else None
+
+
+@cache
+def _kernels() -> Any:
+    """The module, or None where Triton or its compiler is missing: that is said once."""
+    try:
+        from raycache.layers import kernels
+
+        # One is compiled to see. Its arguments are freed at once; a recording may not begin with this.
+        kernels.gated(torch.ones(1, 16, dtype=torch.bfloat16, device="cuda"), "silu")
+    except (ImportError, OSError, RuntimeError, SubprocessError) as cause:
+        lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        _log.warning("norms, activations and positions are computed by torch, which is slower: Triton: %s", lines[0])
+        return None
+    return kernels

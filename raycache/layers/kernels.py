@@ -1,0 +1,290 @@
+"""Triton kernels for small operations between matrix products, one launch each; imported where they run only.
+
+All compute in float32 and round once. Tensors have neighbouring features; tokens and heads may be apart. Nothing is
+launched for no elements.
+
+From Hopper on a kernel that has IS_EARLY is started while the one before it in the stream still ends, and lets the one
+after it do the same (programmatic dependent launch). Until `gdc_wait` it may read weights only, which nobody writes; a
+kernel that is not made for this starts when all before it have ended, as ever.
+
+Shapes in this file: T packed tokens, N features, H heads, D head size, R features of a head that are turned.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_FEATURES_PER_PROGRAM = 1024  # 16 bytes per load of each of 128 threads
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, is_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """See fused.add_rms_norm; without a delta, x itself is the sum."""
+    num_tokens, size = x.shape
+    normed = x.new_empty(x.shape)
+    total = x if delta is None else x.new_empty(x.shape)
+    block = triton.next_power_of_2(size)
+    _add_norm[(num_tokens,)](
+        x,
+        x if delta is None else delta,
+        weight,
+        normed,
+        total,
+        eps,
+        x.stride(0),
+        0 if delta is None else delta.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        HAS_DELTA=delta is not None,
+        IS_CENTERED=is_centered,
+        num_warps=min(max(block // 1024, 4), 32),
+        **_early(x.device),
+    )
+    return normed, total
+
+
+def gated(gate_up: Tensor, kind: str, *, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    """[T, 2 N], gate first -> new [T, N].
+
+    Args:
+        gate_up: the argument of an activation.
+        kind: "silu", "gelu_tanh" or "clamped_swiglu", see fused.py.
+        alpha, limit: of the last.
+    """
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((num_tokens, size))
+    grid = (num_tokens, triton.cdiv(size, _FEATURES_PER_PROGRAM))
+    sizes = {"SIZE": size, "BLOCK": _FEATURES_PER_PROGRAM}
+    _gated[grid](gate_up, out, alpha, limit, gate_up.stride(0), **sizes, KIND=kind, **_early(gate_up.device))
+    return out
+
+
+def angles(positions: Tensor, inverse: Tensor, cos: Tensor, sin: Tensor, *, scale: float) -> None:
+    """Fill what fused.angles gives; all contiguous."""
+    num_pairs = len(inverse)
+    pairs = triton.next_power_of_2(num_pairs)
+    _angles[(len(positions),)](positions, inverse, cos, sin, scale, NUM_PAIRS=num_pairs, PAIRS=pairs, num_warps=1)
+
+
+def turn(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    *,
+    weight: Tensor | None,
+    eps: float,
+    is_interleaved: bool,
+) -> None:
+    """See fused.turn_heads.
+
+    Args:
+        x, out: [T, H, D]; may be the same, may not overlap otherwise.
+        cos, sin: [T, 1, R] contiguous.
+        weight: [H, D] contiguous, or None.
+        eps: of the norm.
+        is_interleaved: which features are pairs.
+    """
+    num_tokens, num_heads, dim = x.shape
+    num_pairs = cos.shape[-1] // 2
+    pairs = triton.next_power_of_2(num_pairs)
+    heads = triton.next_power_of_2(min(num_heads, max(1, _FEATURES_PER_PROGRAM // pairs)))
+    rest = dim - 2 * num_pairs
+    _turn[(num_tokens, triton.cdiv(num_heads, heads))](
+        x,
+        cos,
+        sin,
+        out,
+        x if weight is None else weight,
+        eps,
+        num_heads,
+        *x.stride()[:2],
+        *out.stride()[:2],
+        NUM_PAIRS=num_pairs,
+        PAIRS=pairs,
+        NUM_REST=rest,
+        REST=triton.next_power_of_2(max(rest, 1)),
+        HEADS=heads,
+        HAS_NORM=weight is not None,
+        IS_INTERLEAVED=is_interleaved,
+        **_early(x.device),
+    )
+
+
+@cache
+def _early(device: torch.device) -> dict[str, Any]:
+    is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"IS_EARLY": True, "launch_pdl": True} if is_early else {"IS_EARLY": False}
+
+
+# SIZE and what begins with NUM is exact; other sizes in capitals are powers of two, as Triton wants them.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_norm(
+    x: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    normed: tl.tensor,
+    total: tl.tensor,
+    eps: tl.tensor,
+    x_token: tl.tensor,
+    delta_token: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    IS_CENTERED: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:
+    """One program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.arange(0, BLOCK)
+    is_in = feature < SIZE
+    factor = tl.load(weight + feature, mask=is_in, other=0.0).to(tl.float32)
+    if IS_CENTERED:
+        factor += 1.0
+    if IS_EARLY:
+        gdc_wait()
+    value = tl.load(x + token * x_token + feature, mask=is_in, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        value += tl.load(delta + token * delta_token + feature, mask=is_in, other=0.0).to(tl.float32)
+        # The norm of the rounded sum, as where a stage of a pipeline ends between the two: splits change no bit.
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + token * SIZE + feature, rounded, mask=is_in)
+        value = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+    tl.store(normed + token * SIZE + feature, value * inverse * factor, mask=is_in)
+    if IS_EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gated(
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    gate_up_token: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:
+    """One program per token and BLOCK features."""
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = feature < SIZE
+    if IS_EARLY:
+        gdc_wait()
+    row = gate_up + token * gate_up_token + feature
+    gate = tl.load(row, mask=is_in, other=0.0).to(tl.float32)
+    up = tl.load(row + SIZE, mask=is_in, other=0.0).to(tl.float32)
+    if KIND == "silu":
+        slope = gate
+    elif KIND == "gelu_tanh":
+        # (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        # Not minimum and maximum, which lose what is no number.
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
+        slope = alpha * gate
+    tl.store(out + token * SIZE + feature, gate * tl.sigmoid(slope) * up, mask=is_in)
+    if IS_EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _angles(
+    positions: tl.tensor,
+    inverse: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    scale: tl.tensor,
+    NUM_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """One program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    is_pair = pair < NUM_PAIRS
+    turns = tl.load(positions + token).to(tl.float32) * tl.load(inverse + pair, mask=is_pair, other=0.0)
+    c, s = tl.cos(turns) * scale, tl.sin(turns) * scale
+    low = token * 2 * NUM_PAIRS + pair
+    tl.store(cos + low, c, mask=is_pair)
+    tl.store(cos + low + NUM_PAIRS, c, mask=is_pair)
+    tl.store(sin + low, -s, mask=is_pair)
+    tl.store(sin + low + NUM_PAIRS, s, mask=is_pair)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn(
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    num_heads: tl.tensor,
+    x_token: tl.tensor,
+    x_head: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    NUM_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    NUM_REST: tl.constexpr,
+    REST: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:
+    """One program per token and HEADS heads."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pair = tl.arange(0, PAIRS)[None, :]
+    other = 2 * NUM_PAIRS + tl.arange(0, REST)[None, :]
+    is_pair = (head < num_heads) & (pair < NUM_PAIRS)
+    is_other = (head < num_heads) & (other < 2 * NUM_PAIRS + NUM_REST)
+    if IS_INTERLEAVED:
+        first, second = 2 * pair, 2 * pair + 1
+    else:
+        first, second = pair, pair + NUM_PAIRS
+
+    if HAS_NORM:
+        factor = weight + head * (2 * NUM_PAIRS + NUM_REST)
+        low_factor = tl.load(factor + first, mask=is_pair, other=0.0).to(tl.float32)
+        high_factor = tl.load(factor + second, mask=is_pair, other=0.0).to(tl.float32)
+        rest_factor = tl.load(factor + other, mask=is_other, other=0.0).to(tl.float32)
+    if IS_EARLY:
+        gdc_wait()
+    row = x + token * x_token + head * x_head
+    low = tl.load(row + first, mask=is_pair, other=0.0).to(tl.float32)
+    high = tl.load(row + second, mask=is_pair, other=0.0).to(tl.float32)
+    rest = tl.load(row + other, mask=is_other, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        squares = tl.sum(low * low + high * high, axis=1) + tl.sum(rest * rest, axis=1)
+        inverse = tl.rsqrt(squares / (2 * NUM_PAIRS + NUM_REST) + eps)[:, None]
+        low *= inverse * low_factor
+        high *= inverse * high_factor
+        rest *= inverse * rest_factor
+
+    angle = token * 2 * NUM_PAIRS + pair
+    c = tl.load(cos + angle, mask=pair < NUM_PAIRS, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle + NUM_PAIRS, mask=pair < NUM_PAIRS, other=0.0).to(tl.float32)
+    # Where out is x, one thread writes what another has read.
+    tl.debug_barrier()
+    row = out + token * out_token + head * out_head
+    tl.store(row + pair, low * c - high * s, mask=is_pair)
+    tl.store(row + pair + NUM_PAIRS, high * c + low * s, mask=is_pair)
+    tl.store(row + other, rest, mask=is_other)
+    if IS_EARLY:
+        gdc_launch_dependents()

@@ -1,0 +1,145 @@
+"""How the units of a move get to the other side: a carrier for a pool in the CPU's memory, one for CUDA.
+
+    CPU    save   unit by unit, while it is in the processor's cache: copy | checksum, tag
+           load   check all | copy turn by turn
+    CUDA   cuda_carrier.py
+
+A turn is some layers of all units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raycache.errors import ConfigError
+from raycache.memory.host import HostSpace, Strip
+from raycache.memory.moves import Batch, Run, runs
+from raycache.memory.streams import Event, Passed
+from raycache.parallel.sharding import even_range
+
+Spaces = Mapping[str, HostSpace]
+"""Component space -> its units."""
+
+Units = Mapping[str, Batch]
+"""Component space -> those of a move, at least one each."""
+
+Release = Callable[[Iterable[int], Event], None]
+"""Told which layers of a load may be used, by what comes after the event."""
+
+CPU_TURNS = 8
+"""In how many turns a load copies all layers on the CPU: with more, calls cost as much as the copies."""
+
+
+class Carrier(Protocol):
+    """Copies units of one rank; a save and a load may be on their way at the same time, two of a kind may not."""
+
+    def save(self, units: Units, *, after: Event) -> None:
+        """Copy to the host what the device holds after the event; on return the headers say so."""
+
+    def load(self, units: Units, *, after: Event, release: Release) -> str:
+        """Copy to the device after the event, done on return; the layers of the last turn are not released.
+
+        Returns:
+            What is wrong with a unit on the host; empty if nothing is.
+        """
+
+    def close(self) -> None:
+        """No move is on its way, and none will be."""
+
+
+def open_carrier(spaces: Spaces, *, device: torch.device) -> Carrier:
+    """A carrier to and from a device's memory, for the spaces of a rank.
+
+    Raises:
+        ConfigError: the host's memory cannot be pinned, or Triton is not there.
+    """
+    if device.type != "cuda":
+        return CpuCarrier(spaces)
+    try:
+        from raycache.memory.cuda_carrier import CudaCarrier
+    except ImportError as cause:
+        raise ConfigError(
+            f"page moves between a GPU and the host need Triton ({cause}); install it, or run without --host-memory"
+        ) from cause
+    return CudaCarrier(spaces, device=device)
+
+
+class CpuCarrier:
+    """For a pool in the CPU's memory.
+
+    numpy copies with the calling thread alone; torch would take the threads that compute.
+    """
+
+    def __init__(self, spaces: Spaces) -> None:
+        self._spaces = spaces
+        self._turns = _turns(spaces)
+        self._saves = {name: arrays_of(space.saves(space.own_slab)) for name, space in spaces.items()}
+        self._loads = [
+            {name: arrays_of(space.loads_between(layers[0], layers[-1])) for name, space in spaces.items()}
+            for layers in self._turns
+        ]
+
+    def save(self, units: Units, *, after: Event) -> None:
+        """Copy and check unit by unit, while the envelope is in the processor's cache."""
+        after.synchronize()
+        for name, of_space in units.items():
+            space = self._spaces[name]
+            for at in range(len(of_space)):
+                one = of_space[at : at + 1]
+                space.begin_save(one)
+                copy_units(self._saves[name], one)
+                space.end_save(one, space.checksums(one))
+
+    def load(self, units: Units, *, after: Event, release: Release) -> str:
+        """Check all, then copy."""
+        after.synchronize()
+        for name, of_space in units.items():
+            space = self._spaces[name]
+            if fault := space.foreign(of_space) or space.damaged(of_space):
+                return fault
+        joined = {name: runs(of_space) for name, of_space in units.items()}
+        for layers, strips in zip(self._turns, self._loads, strict=True):
+            for name, taken in joined.items():
+                copy_runs(strips[name], taken)
+            if layers is not self._turns[-1]:
+                release(layers, Passed())
+        return ""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+Arrays = Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
+"""Of each strip the pool [L, U, B] and the envelopes [U, L, B]."""
+
+
+def arrays_of(strips: Sequence[Strip]) -> Arrays:
+    """Strips of a pool in the CPU's memory."""
+    return [(strip.pool.numpy(), strip.envelopes.numpy()) for strip in strips]
+
+
+def copy_units(arrays: Arrays, units: Batch) -> None:
+    """Copy all layers of units to the host, one after the other."""
+    for device, host in zip(units.devices.tolist(), units.hosts.tolist(), strict=True):
+        for pool, envelopes in arrays:
+            envelopes[host] = pool[:, device]
+
+
+def copy_runs(arrays: Arrays, taken: Sequence[Run]) -> None:
+    """Copy all layers of many units to the pool."""
+    for pool, envelopes in arrays:
+        for device, host, count in taken:
+            pool[:, device : device + count] = envelopes[host : host + count].swapaxes(0, 1)
+
+
+def _turns(spaces: Spaces) -> list[Sequence[int]]:
+    """Layers that loads fill, cut into runs."""
+    layers = sorted({layer for space in spaces.values() for layer in space.layers})
+    count = min(len(layers), CPU_TURNS)
+    parts = (even_range(len(layers), turn, count) for turn in range(count))
+    return [layers[part.start : part.stop] for part in parts]

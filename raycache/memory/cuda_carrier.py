@@ -1,0 +1,351 @@
+"""Moves between a CUDA device and the host, at the speed of the link.
+
+    save   gather, check  [ chunk 0 ][ chunk 1 ][ chunk 2 ]                kernels, pool to buffer
+           copy                      [ chunk 0  ][ chunk 1  ][ chunk 2  ]  copy engine, buffer to host
+    load   copy           [ turn 0 ][ turn 1        ][ turn 2        ]     copy engine, host to buffer
+           scatter, check           [ turn 0 ][ turn 1 ]      [ turn 2 ]   kernels, buffer to pool
+
+There are two buffers for each direction. A turn is some layers of all units, cut into chunks that fit a buffer.
+
+Checksums are computed on the device, of what passes through it: a host has no cores for as many bytes, and what went
+wrong on the link is found too. A load is compared at its end. A rank checks its own envelopes, its peers check theirs:
+what one of them posts as failed has failed for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raycache.memory.carriers import Release, Spaces, Units
+from raycache.memory.host import HostSpace
+from raycache.memory.moves import Batch
+from raycache.memory.rows import ALIGN
+from raycache.memory.staging import LoadStage, SaveStage, checksums_of
+from raycache.memory.streams import CopyEngine, Event, PinnedSlabs, cuda_major
+from raycache.parallel.sharding import even_range
+
+BUFFER_BYTES = 32 << 20
+"""Of each of the two buffers of a lane. What the last one holds is all that the end of a move waits for."""
+
+SUMS_BYTES = 320 << 20
+"""Of what is kept of a load until its end, a 16th of it. A load that needs more is done in parts."""
+
+TURN_BYTES = 768 << 10
+"""Of a unit, with which a turn is long enough for copies at full speed."""
+
+FIRST_TURN_BYTES = 256 << 10
+"""Fewer would not be there earlier: copies would wait for the calls that give them."""
+
+
+Item = TypeVar("Item")
+
+
+class Turn(NamedTuple):
+    """Some layers of all units.
+
+    Attributes:
+        layers: ascending.
+        stages: component space -> one per buffer; only spaces with such layers.
+    """
+
+    layers: Sequence[int]
+    stages: Mapping[str, Sequence[LoadStage]]
+
+
+class Chunk(NamedTuple):
+    """Units of a turn that fit a buffer.
+
+    Attributes:
+        space: component space.
+        units: which of the load's.
+        stages: one per buffer.
+        layers: those that are there once it is.
+    """
+
+    space: str
+    units: slice
+    stages: Sequence[LoadStage]
+    layers: Sequence[int]
+
+
+class Lane:
+    """Two streams, the second behind the first, with two buffers between them.
+
+    Args:
+        device: of CUDA.
+        num_bytes: of a buffer.
+        spaces: component space -> most units of a move.
+    """
+
+    def __init__(self, device: torch.device, *, num_bytes: int, spaces: Mapping[str, int]) -> None:
+        self._device = device
+        self._ids = {name: torch.empty(count, dtype=torch.int64).pin_memory() for name, count in spaces.items()}
+        self.first, self.second = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._emptied = [self.second.record_event() for _ in self.buffers]
+        self._next = itertools.cycle(range(len(self.buffers)))
+
+    def begin(self, after: Event) -> None:
+        """Let what is given from now on come after an event, and after what was given before."""
+        self.first.wait_stream(self.second)
+        with torch.cuda.stream(self.first):
+            after.wait()
+        self.second.wait_stream(self.first)
+
+    def ids(self, units: Batch) -> Tensor:
+        """Of the units in the pool [U], on the device, given to the current stream; once in a move."""
+        pinned = self._ids[units.space][: len(units)]
+        pinned.numpy()[:] = units.devices
+        return pinned.to(self._device, non_blocking=True)
+
+    def fill(self) -> int:
+        """Which buffer the first stream may fill next."""
+        buffer = next(self._next)
+        self.first.wait_event(self._emptied[buffer])
+        return buffer
+
+    def hand_over(self) -> None:
+        """What the first stream was given is the second one's."""
+        self.second.wait_stream(self.first)
+
+    def empty(self, buffer: int) -> None:
+        """What the second stream was given is the last of this buffer."""
+        self._emptied[buffer] = self.second.record_event()
+
+    def wait(self) -> None:
+        """Return when both are done; other threads have the processor meanwhile."""
+        self.second.wait_stream(self.first)
+        done = torch.cuda.Event(blocking=True)
+        done.record(self.second)
+        done.synchronize()
+
+
+class CudaCarrier:
+    """For a pool of a CUDA device.
+
+    Args:
+        spaces: of the rank.
+        device: of the pool.
+    Raises:
+        ConfigError: the host's memory cannot be pinned.
+    """
+
+    def __init__(self, spaces: Spaces, *, device: torch.device) -> None:
+        self._spaces, self._device = spaces, device
+        self._copies = CopyEngine(has_batches=cuda_major() >= 13)
+        self._checksums = {name: checksums_of(space, device) for name, space in spaces.items()}
+        # A part of an envelope is cut at stripes, outside of its own first and last byte.
+        widest = max(sum(strip.num_bytes + 2 * ALIGN for strip in space.loads) for space in spaces.values())
+        num_units = {name: space.num_device_units for name, space in spaces.items()}
+        self._saves, self._loads = (
+            Lane(device, num_bytes=max(BUFFER_BYTES, widest), spaces=num_units) for _ in range(2)
+        )
+        sums = {name: self._num_sums(name) for name in spaces}
+        most = min(SUMS_BYTES // 8, sum(num_units[name] * count for name, count in sums.items()))
+        self._sums = torch.empty(max(most, *sums.values()), dtype=torch.int64, device=device)
+        self._stages = {
+            name: [SaveStage(space, buffer, self._checksums[name]) for buffer in self._saves.buffers]
+            for name, space in spaces.items()
+            if space.envelope_bytes
+        }
+        self._turns = [self._turn(layers) for layers in _turns(spaces)]
+        self._compile()
+        # Last, since nobody unpins what belongs to a carrier that was not made.
+        self._pinned = PinnedSlabs([slab for space in spaces.values() for slab in space.slabs], device=device)
+
+    def save(self, units: Units, *, after: Event) -> None:
+        """Gather, copy and check chunk by chunk."""
+        self._saves.begin(after)
+        for name, of_space in units.items():
+            if name in self._stages:
+                self._save_space(self._spaces[name], of_space, self._stages[name])
+
+    def load(self, units: Units, *, after: Event, release: Release) -> str:
+        """Copy and check; what has arrived of a damaged unit is not to be used."""
+        for name, of_space in units.items():
+            space = self._spaces[name]
+            fault = space.foreign(of_space)
+            if not fault and self._checksums[name] is None:
+                fault = space.damaged(of_space)
+            if fault:
+                return fault
+        self._loads.begin(after)
+        parts = list(self._rooms(units))
+        for part in parts:
+            if fault := self._load_part(part, release if part is parts[-1] else _not_yet):
+                return fault
+        return ""
+
+    def close(self) -> None:
+        """Unpin."""
+        self._pinned.close()
+
+    def _save_space(self, space: HostSpace, units: Batch, stages: Sequence[SaveStage]) -> None:
+        lane = self._saves
+        space.begin_save(units)
+        with self._finishing(lane), torch.cuda.stream(lane.first):
+            ids = lane.ids(units)
+            found = []
+            for chunk in _parts(len(units), stages[0].num_units):
+                buffer = lane.fill()
+                stages[buffer].gather(ids[chunk])
+                lane.hand_over()
+                self._copies.copy(stages[buffer].copies(units.hosts[chunk]), lane.second)
+                found.append(stages[buffer].checksums(len(ids[chunk])))
+                lane.empty(buffer)
+            checksums = torch.cat(found).to("cpu", non_blocking=True)
+        space.end_save(units, checksums.numpy().view(np.uint64) if len(checksums) else space.checksums(units))
+
+    def _load_part(self, units: Units, release: Release) -> str:
+        """A load whose sums have room; what is wrong with it."""
+        lane = self._loads
+        with self._finishing(lane), torch.cuda.stream(lane.second):
+            arrivals = _ahead(self._arrivals(units))
+            ids = {name: lane.ids(of_space) for name, of_space in units.items()}
+            sums = self._zeros(units)
+            for chunk, buffer, arrived in arrivals:
+                lane.second.wait_event(arrived)
+                chunk.stages[buffer].scatter(ids[chunk.space][chunk.units], sums[chunk.space][chunk.units])
+                lane.empty(buffer)
+                if chunk.layers:
+                    release(chunk.layers, lane.second.record_event())
+            found = {
+                name: checksums.finish(sums[name]).to("cpu", non_blocking=True)
+                for name, checksums in self._checksums.items()
+                if checksums is not None and name in units
+            }
+        faults = (
+            self._spaces[name].differing(units[name], checksums.numpy().view(np.uint64))
+            for name, checksums in found.items()
+        )
+        return next((fault for fault in faults if fault), "")
+
+    @contextmanager
+    def _finishing(self, lane: Lane) -> Iterator[None]:
+        """What is given within is done on leaving, also after a failure: units of a failed move are soon others'."""
+        try:
+            yield
+        finally:
+            lane.wait()
+
+    def _arrivals(self, units: Units) -> Iterator[tuple[Chunk, int, torch.cuda.Event]]:
+        """Give the copies of a load to the engine, a chunk with each item: in which buffer it is, after which event."""
+        lane = self._loads
+        for chunk in self._chunks(units):
+            buffer = lane.fill()
+            copies = chunk.stages[buffer].copies(units[chunk.space].hosts[chunk.units])
+            self._copies.copy(copies, lane.first, is_early=True)
+            yield chunk, buffer, lane.first.record_event()
+
+    def _chunks(self, units: Units) -> list[Chunk]:
+        """What a load copies, in this order."""
+        chunks: list[Chunk] = []
+        waiting: list[int] = []
+        for turn in self._turns:
+            of_turn = [
+                Chunk(name, part, stages, ())
+                for name, stages in turn.stages.items()
+                if name in units
+                for part in _parts(len(units[name]), stages[0].num_units)
+            ]
+            waiting += turn.layers if turn is not self._turns[-1] else ()
+            if of_turn:
+                of_turn[-1] = of_turn[-1]._replace(layers=waiting)
+                waiting = []
+            chunks += of_turn
+        return chunks
+
+    def _turn(self, layers: Sequence[int]) -> Turn:
+        stages = {}
+        for name, space in self._spaces.items():
+            if strips := space.loads_between(layers[0], layers[-1]):
+                stages[name] = [
+                    LoadStage(space, strips, buffer, self._checksums[name]) for buffer in self._loads.buffers
+                ]
+        return Turn(layers, stages)
+
+    def _rooms(self, units: Units) -> Iterator[dict[str, Batch]]:
+        """The units, cut so that the sums of each part have room."""
+        part, room = dict[str, Batch](), len(self._sums)
+        for name, of_space in units.items():
+            first, size = 0, self._num_sums(name)
+            while first < len(of_space):
+                if room < size:
+                    yield part
+                    part, room = {}, len(self._sums)
+                taken = of_space[first : first + room // size] if size else of_space
+                part[name] = taken
+                first, room = first + len(taken), room - len(taken) * size
+        yield part
+
+    def _num_sums(self, space: str) -> int:
+        """Numbers that are kept of a unit on its way."""
+        checksums = self._checksums[space]
+        return 0 if checksums is None else checksums.num_blocks * 8
+
+    def _zeros(self, units: Units) -> dict[str, Tensor]:
+        """Sums of all units [U, K, 8], K is 0 for those that the host has checked."""
+        sizes = [len(of_space) * self._num_sums(name) for name, of_space in units.items()]
+        cut = self._sums[: sum(sizes)].zero_().split(sizes)
+        return {
+            name: sums.view(len(units[name]), self._num_sums(name) // 8, 8)
+            for name, sums in zip(units, cut, strict=True)
+        }
+
+    def _compile(self) -> None:
+        """Launch all kernels that a move will, for nothing: the first one must not wait for a compiler."""
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        for saves in self._stages.values():
+            saves[0].gather(none)
+            saves[0].checksums(0)
+        for turn in self._turns:
+            for name, loads in turn.stages.items():
+                loads[0].scatter(none, self._sums[:0].view(0, self._num_sums(name) // 8, 8))
+        for checksums in self._checksums.values():
+            if checksums is not None:
+                checksums.finish(checksums.zeros(1))
+        torch.cuda.synchronize(self._device)
+
+
+def _turns(spaces: Spaces) -> list[Sequence[int]]:
+    """Layers that loads fill: some first, the others in runs of the same length."""
+    per_layer = Counter[int]()
+    for space in spaces.values():
+        for strip in space.loads:
+            per_layer.update(dict.fromkeys(strip.layers, strip.pool.shape[2]))
+    layers = sorted(per_layer)
+    ends = itertools.accumulate(per_layer[layer] for layer in layers)
+    num_first = next((count for count, end in enumerate(ends, 1) if end >= FIRST_TURN_BYTES), len(layers))
+    rest = layers[num_first:]
+    count = min(len(rest), -(-sum(per_layer[layer] for layer in rest) // TURN_BYTES))
+    runs = (even_range(len(rest), turn, count) for turn in range(count))
+    return [part for part in (layers[:num_first], *(rest[run.start : run.stop] for run in runs)) if part]
+
+
+def _parts(count: int, size: int) -> Iterator[slice]:
+    """range(count), so many at a time."""
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))
+
+
+def _ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The items, each made before the one before it is used, the first one at once."""
+    return _behind(next(items, None), items)
+
+
+def _behind(made: Item | None, items: Iterator[Item]) -> Iterator[Item]:
+    while made is not None:
+        following = next(items, None)
+        yield made
+        made = following
+
+
+def _not_yet(layers: Iterable[int], filled: Event) -> None:
+    """Units of a later part are still missing in these layers."""

@@ -1,0 +1,60 @@
+"""Weights that are drawn instead of read, so that a model of any size runs with no more than its config.json.
+
+Speed and memory of a model depend on its shapes, and on how evenly tokens choose experts where it has some. A tensor is
+drawn whole from a seed made of its name and then cut, so the slices of all ranks are those of one tensor, whatever the
+split. Device types draw different numbers, and so do dtypes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_BIAS_SCALE = 0.01
+"""Small beside what it is added to, or all tokens would choose the same experts."""
+
+
+class DummyWeights:
+    """A weight source that has every tensor it is asked for.
+
+    Norms are one. Matrices have the spread that keeps the size of what they multiply, all else is small: activations
+    stay finite in any number of layers, and logits differ.
+
+    Args:
+        device: that tensors are drawn on.
+        dtype: of the tensors.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+
+    def read(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """See `WeightSource.read`; on the device, in the dtype of the source, and the caller's own."""
+        if axis is None:
+            return self._draw(name, shape)
+        taken = range(shape[axis])[start:stop]
+        if not taken:  # asks whether the tensor is there
+            return torch.empty((*shape[:axis], 0, *shape[axis + 1 :]), dtype=self._dtype, device=self._device)
+        return self._draw(name, shape).narrow(axis, taken.start, len(taken))
+
+    def _draw(self, name: str, shape: Sequence[int]) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
+        if len(shape) == 1 and "norm" in name and name.endswith("weight"):
+            return tensor.fill_(1.0)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        return tensor.normal_(0.0, _scale(name, shape), generator=generator)
+
+
+def _scale(name: str, shape: Sequence[int]) -> float:
+    """Standard deviation."""
+    if len(shape) == 1 or name.endswith(("A_log", "bias")):
+        return _BIAS_SCALE
+    if "embed" in name:
+        return 1.0  # no less than what layers add: tokens stay as different as they come
+    return float(shape[-1] ** -0.5)  # [.., out, in], and [channels, 1, taps] of a convolution

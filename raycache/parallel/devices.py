@@ -1,0 +1,127 @@
+"""The GPUs that a process has: whether there are enough of them, why not, and that no two ranks share one."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs do not export the stores
+
+from raycache.errors import ConfigError, RankLostError
+
+
+def require_gpus(count: int) -> None:
+    """Check that this process can use so many GPUs. Makes no context on any of them.
+
+    Raises:
+        ConfigError: it cannot; says what is missing: a torch with CUDA, a driver, a newer driver, or GPUs.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what torch has to say of a driver stands in the refusal
+        found = torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
+    if found == 0:
+        raise ConfigError(f"{_gpus(count)} asked for, none can be used: {_why_none()}; or use --device cpu")
+    if found < count:
+        raise ConfigError(f"{_gpus(count)} asked for, there are {found}; use a smaller split, or --device cpu")
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+def _why_none() -> str:
+    if not torch.version.cuda:
+        return f"torch {torch.__version__} is built without CUDA; install a torch that is built with it"
+    try:
+        torch.cuda.init()
+    except RuntimeError as cause:
+        return explain_no_cuda(str(cause), cuda=torch.version.cuda)
+    return "torch sees none"
+
+
+def explain_no_cuda(reason: str, *, cuda: str) -> str:
+    """What to do about a CUDA that does not start.
+
+    Args:
+        reason: torch's words for it.
+        cuda: version of CUDA that torch is built for, such as "13.0".
+    """
+    if found := re.search(r"driver on your system is too old \(found version (\d+)\)", reason):
+        version = int(found[1])  # 1000 * major + 10 * minor
+        return (
+            f"the NVIDIA driver goes up to CUDA {version // 1000}.{version % 1000 // 10}, too old for this torch, "
+            f"which is built for CUDA {cuda}; update the driver, or install a torch for an older CUDA"
+        )
+    if "no NVIDIA driver" in reason:
+        return "there is no NVIDIA driver; install one, or start the container with its GPUs (docker run --gpus all)"
+    if "No CUDA GPUs are available" in reason:
+        return "the driver shows this process no GPU; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+    return f"CUDA does not start: {first.rstrip('.')}; see `nvidia-smi`"
+
+
+def gpu_id(device: torch.device) -> str:
+    """What no other GPU of any machine is called."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A member of a group, as it introduces itself.
+
+    Attributes:
+        rank: world rank.
+        host: address of its node.
+        gpu: what `gpu_id` says there.
+    """
+
+    rank: int
+    host: str
+    gpu: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+def introduce(me: Peer, members: Sequence[int], *, store: Store, group: str) -> list[Peer]:
+    """Tell the others of a group who this is, and wait until all have.
+
+    Args:
+        me: this rank.
+        members: world ranks of the group.
+        store: of the group; its timeout is the deadline.
+        group: its name, for messages.
+    Returns:
+        The others.
+    Raises:
+        RankLostError: somebody did not come in time.
+        ConfigError: two members compute on one GPU. NCCL would only find out when they first communicate, and does not
+            say which.
+    """
+    store.set(f"peer.{me.rank}", f"{me.host} {me.gpu}")
+    others = []
+    for rank in members:
+        if rank == me.rank:
+            continue
+        try:
+            host, gpu = store.get(f"peer.{rank}").decode().split(" ", 1)
+        except RuntimeError as cause:
+            raise RankLostError(rank, group, -1, "it did not come to the meeting of its group in time") from cause
+        others.append(Peer(rank, host, gpu))
+    _refuse_shared([me, *others])
+    return others
+
+
+def _refuse_shared(peers: Sequence[Peer]) -> None:
+    first: dict[str, Peer] = {}
+    for peer in sorted(peers, key=lambda one: one.rank):
+        other = first.setdefault(peer.gpu, peer)
+        if other is not peer:
+            raise ConfigError(
+                f"{other} and {peer} compute on the same GPU {peer.gpu}, NCCL needs one for each rank; use a smaller "
+                "split, or leave it to Ray which GPUs a rank sees (CUDA_VISIBLE_DEVICES, "
+                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES)"
+            )

@@ -1,0 +1,124 @@
+"""The same service behind Ray Serve: streams, cancels, orders, and the application that Serve builds of settings."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from ray.serve import Application
+
+from actors.cluster import Cluster
+from actors.ingress import ServedIngress
+from launch.ray_serve import app, build
+from raycache.config import Config
+from raycache.errors import ConfigError
+from tests.actors.test_service import greedy, prompts
+
+_PAGE = 16
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+async def ask(client: openai.AsyncOpenAI, prompt: list[int], count: int) -> list[int]:
+    stream = await client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        max_tokens=count,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    return [
+        token
+        async for chunk in stream
+        for choice in chunk.choices
+        for token in choice.model_dump().get("token_ids") or []
+    ]
+
+
+async def until_idle(http: httpx.AsyncClient) -> dict[str, int]:
+    while True:
+        figures: dict[str, int] = (await http.get("/status")).json()
+        if not figures["running"] and not figures["waiting"]:
+            return figures
+        await asyncio.sleep(0.2)
+
+
+async def use(endpoint: str, wanted: list[list[int]], cases: list[list[int]]) -> None:
+    async with (
+        openai.AsyncOpenAI(base_url=f"{endpoint}/v1", api_key="none", max_retries=0, timeout=120) as client,
+        httpx.AsyncClient(base_url=endpoint, timeout=60) as http,
+    ):
+        assert await asyncio.gather(*(ask(client, prompt, 12) for prompt in cases)) == wanted
+
+        # Clients that go away, streamed and not, are cancelled in the engine.
+        stream = await client.completions.create(
+            model="tiny", prompt=cases[0], max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for _ in stream:
+            break
+        await stream.close()
+        body = {"model": "tiny", "prompt": cases[1], "max_tokens": 900, "ignore_eos": True}
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post("/v1/completions", json=body, timeout=1.0)
+        figures = await until_idle(http)
+        assert figures["finished"]["cancelled"] == 2 and figures["pages_in_use"] == 0  # type: ignore[index]
+
+        # What the engine and the application refuse has its status here, too.
+        refused = await http.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 4000, "max_tokens": 5})
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+        rows = (await http.get("/replicas")).json()["replicas"]
+        assert [(row["name"], row["state"]) for row in rows] == [("0", "serving")]
+        cleared = await http.post("/cache/clear", json={"tiers": ["device"]})
+        assert cleared.json()["cleared_pages"]["device"] > 0, cleared.text
+
+
+def test_streams_and_cancels_through_two_processes_of_serve(cluster: Cluster, model: Path) -> None:
+    cases = prompts(4, shared=40, length=20)
+    wanted = [greedy(model, prompt, 12) for prompt in cases]
+    settings = {"page_size": _PAGE, "num_pages": 128, "rank_timeout_s": 60.0}
+    config = Config(model=str(model), device="cpu", ingress="serve", num_ingress="2", **settings)  # type: ignore[arg-type]
+    port = free_port()
+    ingress = ServedIngress(config, build=build, port=port)
+    try:
+        assert ingress.info.page_size == _PAGE
+        with pytest.raises(ConfigError, match="runs on the cluster"):
+            ServedIngress(config, build=build, port=free_port())
+        asyncio.run(asyncio.wait_for(use(f"http://127.0.0.1:{port}", wanted, cases), 150))
+    finally:
+        ingress.stop()
+
+
+def test_serve_builds_the_application_of_a_file_and_of_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: /models/tiny\ncp: 2\n", encoding="utf-8")
+    assert isinstance(app({"config": str(file), "cp": 4, "num_ingress": "1-3"}), Application)
+    with pytest.raises(ConfigError, match="unknown setting"):
+        app({"config": str(file), "cq": 4})
+    with pytest.raises(ConfigError, match="cannot read the settings"):
+        app({"config": str(tmp_path / "missing.yaml")})
+    assert "RAYCACHE_API_KEY" in caplog.text
+
+    built: list[Config] = []
+    monkeypatch.setattr("launch.ray_serve.application", lambda config, *, build: built.append(config))
+    monkeypatch.setenv("RAYCACHE_API_KEY", "secret")
+    monkeypatch.setenv("RAYCACHE_STORAGE", "redis://h:1/0")
+    caplog.clear()
+    app({"config": str(file), "host_memory": "1GiB"})
+    app({"config": str(file), "host_memory": "1GiB", "storage": "redis://other:1/0"})
+    assert [(one.api_key, one.storage) for one in built] == [
+        ("secret", "redis://h:1/0"),
+        ("secret", "redis://other:1/0"),
+    ]
+    assert not caplog.text

@@ -1,0 +1,296 @@
+"""The families in bfloat16 with the fast kernels and recorded decode steps, against the same weights in float32.
+
+Right is what the torch backend computes in float32 with the same plans, which other tests compare with transformers. A
+position's error is the norm of the difference of its logits over the norm of what is right. bfloat16 rounds by 0.2 %,
+some ten times per layer; a router or an indexer that has to choose between two that are nearly alike may choose the
+other one, which a few positions show. So there are two bounds: for the median of a sequence, and for every position.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+
+from raycache import LLM, SamplingParams
+from raycache.config import Config
+from raycache.engine.memory_plan import cache_format
+from raycache.engine.plan import StepPlan
+from raycache.engine.rank import Rank
+from raycache.engine.runner import RankRunner, Seat
+from raycache.memory.component import CacheFormat
+from raycache.models.base import components
+from tests.oracle import tiny_tokenizers
+from tests.oracle.families import FAMILIES
+from tests.oracle.half import (
+    LENGTHS,
+    NUM_PAGES,
+    PAGE_SIZE,
+    SETTINGS,
+    SHARED,
+    STATES,
+    WINDOW,
+    Script,
+    draw_sequences,
+    make_half,
+)
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+TYPICAL, WORST = 0.025, 0.2
+RIGHT = {"dtype": "float32", "attention": "torch", "cuda_graphs": False}
+FAST = {"dtype": "bfloat16", "attention": "flashinfer"}
+
+Rows = dict[tuple[str, str], Tensor]
+"""(component, field) -> rows [L, units, ...] in float32."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank made of the script.
+
+    Attributes:
+        logits: per sequence [T, V] float32, of the positions that were computed.
+        rows: of the cache, at the end.
+        num_replayed: steps that were replays of recorded ones.
+    """
+
+    logits: list[Tensor]
+    rows: Rows
+    num_replayed: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint and what is right.
+
+    Attributes:
+        model: its directory.
+        plans: of the script.
+        right: what they make.
+        before: rows of the cache before it.
+    """
+
+    model: Path
+    plans: list[StepPlan]
+    right: Found
+    before: Rows
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Case:
+    """Of a family."""
+    if FAMILIES[request.param].model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {request.param}")
+    model = make_half(tmp_path_factory.mktemp("half") / "model", request.param)
+    rank = new_rank(model, RIGHT)
+    before = fill(rank)
+    plans = Script(draw_sequences(rank.config.vocab_size), rank.pool.windows, rank.pool.sizes).plans()
+    return Case(model, plans, follow(rank, plans), before)
+
+
+def settings(kind: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Of a service that is just large enough."""
+    return {
+        "device": DEVICE,
+        "page_size": PAGE_SIZE,
+        "num_pages": NUM_PAGES,
+        "max_running": len(LENGTHS),
+        "restore_points": STATES,
+        "max_model_len": 512,
+        "max_step_tokens": 512,
+        **kind,
+        **more,
+    }
+
+
+def new_rank(model: Path, kind: Mapping[str, Any]) -> Rank:
+    """A rank as a service has it."""
+    config = Config(model=str(model), **settings(kind))
+    runner = RankRunner(config, Seat(0, "127.0.0.1", "cuda:0" if DEVICE == "cuda" else DEVICE, ranks_on_node=1))
+    return runner.build(runner.load())
+
+
+def fields(rank: Rank) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Rows [L, units, ...] of the pool, without what only padding uses."""
+    fmt = cache_format(Config(), dtype=rank.dtype)
+    for part in components(rank.config, fmt):
+        for name, rows in rank.pool.rows(part.name).items():
+            yield (part.name, name), rows[:, : rank.pool.sizes[part.space]]
+
+
+def fill(rank: Rank) -> Rows:
+    """Fill the pool with noise: whoever reads a row that was not written shows it."""
+    generator = torch.Generator().manual_seed(0)
+    noise = {key: torch.randn(rows.shape, generator=generator).bfloat16().float() for key, rows in fields(rank)}
+    for key, rows in fields(rank):
+        rows.copy_(noise[key])
+    return noise
+
+
+def follow(rank: Rank, plans: Sequence[StepPlan]) -> Found:
+    """Execute plans; each emits every position."""
+    lines: list[list[Tensor]] = [[] for _ in LENGTHS]
+    num_replayed = 0
+    for plan in plans:
+        num_replayed += rank.graphs is not None and rank.graphs.can_run(plan)
+        logits = rank.forward(plan)
+        assert logits is not None
+        for row, part in zip(plan.rows, logits.float().cpu().split([row.num_tokens for row in plan.rows]), strict=True):
+            lines[row.slot].append(part)
+    rows = {key: part.float().cpu() for key, part in fields(rank)}
+    return Found([torch.cat(parts) for parts in lines], rows, num_replayed)
+
+
+def errors(found: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[float, float]:
+    """(largest median of a sequence, largest of a position) of the relative errors; infinite where one is no number."""
+    every = [
+        ((one - other).norm(dim=1) / other.norm(dim=1)).nan_to_num(nan=torch.inf)
+        for one, other in zip(found, right, strict=True)
+    ]
+    return max(float(some.median()) for some in every), max(float(some.max()) for some in every)
+
+
+def is_right(found: Found, right: Found) -> bool:
+    typical, worst = errors(found.logits, right.logits)
+    print(f"median {typical:.4f}, worst {worst:.4f}, replayed {found.num_replayed}")
+    return typical < TYPICAL and worst < WORST
+
+
+def check_rows(found: Rows, case: Case) -> None:
+    """What was written is right, all else is as it was."""
+    for key, right in case.right.rows.items():
+        units = [x.flatten(2) if x.dim() > 2 else x[..., None] for x in (found[key], right, case.before[key])]
+        one, other, before = (x.flatten(0, 1) for x in units)
+        is_written = (other != before).any(1)
+        assert is_written.any(), key
+        assert torch.equal(one[~is_written], before[~is_written]), f"{key}: rows of nobody were written"
+        distances = (one - other).norm(dim=1)[is_written] / other.norm(dim=1)[is_written]
+        print(f"{key}: median {float(distances.median()):.4f}, worst {float(distances.max()):.4f}")
+        assert distances.median() < TYPICAL, key
+        assert distances.max() < WORST, key
+
+
+@pytest.mark.parametrize("case", list(SETTINGS), indirect=True)
+def test_logits_and_cache_are_right_with_recorded_steps_and_without(case: Case) -> None:
+    rank = new_rank(case.model, FAST)
+    num_decodes = sum(all(row.num_tokens == 1 for row in plan.rows) for plan in case.plans)
+    has_indexer = any(part.name == "index" for part in components(rank.config, CacheFormat("bfloat16")))
+    assert (rank.graphs is None) is has_indexer, "decode steps of all but indexers are recorded"
+    fill(rank)
+    recorded = follow(rank, case.plans)
+    assert recorded.num_replayed == (0 if has_indexer else num_decodes)
+    rank.graphs = None
+    fill(rank)
+    launched = follow(rank, case.plans)
+    assert is_right(recorded, case.right) & is_right(launched, case.right)
+    assert is_right(recorded, launched)
+    check_rows(recorded.rows, case)
+    check_rows(launched.rows, case)
+
+
+# --- what the bounds notice -------------------------------------------------------------------------------------------
+
+
+def narrower_window(model: Path, plans: list[StepPlan]) -> list[StepPlan]:
+    """By less than a page."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"sliding_window": WINDOW - 6}))
+    return plans
+
+
+def no_sinks(model: Path, plans: list[StepPlan]) -> list[StepPlan]:
+    """Scores that nothing is left of."""
+    for file in model.glob("*.safetensors"):
+        weights = load_file(file)
+        sinks = {key: torch.full_like(weight, -50) for key, weight in weights.items() if key.endswith(".sinks")}
+        assert sinks
+        save_file(weights | sinks, file, {"format": "pt"})
+    return plans
+
+
+def other_page(model: Path, plans: list[StepPlan]) -> list[StepPlan]:
+    """One row goes on behind 9 of 10 right pages."""
+    step, admit = next((i, admit) for i, plan in enumerate(plans) for admit in plan.admits if any(admit.pages.values()))
+    pages = {space: [ids[0], *ids[:-1]] for space, ids in admit.pages.items()}
+    admits = [replace(one, pages=pages) if one is admit else one for one in plans[step].admits]
+    return [*plans[:step], replace(plans[step], admits=admits), *plans[step + 1 :]]
+
+
+def stale_state(model: Path, plans: list[StepPlan]) -> list[StepPlan]:
+    """One decode row goes on from the state that it had a page earlier."""
+    before: dict[int, int] = {}
+    for i, plan in enumerate(plans):
+        for row in plan.rows:
+            older = before.get(row.slot, row.read_state)
+            if row.num_tokens == 1 and older not in (-1, row.read_state) and row.start > SHARED:
+                rows = [replace(one, read_state=older) if one is row else one for one in plan.rows]
+                return [*plans[:i], replace(plan, rows=rows), *plans[i + 1 :]]
+            if row.write_state != row.read_state:
+                before[row.slot] = row.read_state
+    raise AssertionError("no row has an older state")
+
+
+Damage = Callable[[Path, list[StepPlan]], list[StepPlan]]
+
+
+@pytest.mark.parametrize(
+    ("case", "damage"),
+    [
+        ("gpt_oss", narrower_window),
+        ("gpt_oss", no_sinks),
+        ("qwen3", other_page),
+        ("deepseek_v32", other_page),
+        ("kimi_linear", stale_state),
+        ("nemotron_h", stale_state),
+    ],
+    indirect=["case"],
+)
+def test_the_bounds_notice_damage(case: Case, damage: Damage, tmp_path: Path) -> None:
+    model = shutil.copytree(case.model, tmp_path / "model")
+    plans = damage(model, case.plans)
+    rank = new_rank(model, FAST)
+    fill(rank)
+    assert not is_right(follow(rank, plans), case.right)
+
+
+# --- the whole engine -------------------------------------------------------------------------------------------------
+
+TIE = 0.3
+"""Difference of log-probabilities that rounding may hide. Logits spread by 1: a token drawn at random is about 3
+below the best one."""
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v32", "nemotron_h"])
+def test_greedy_tokens_are_the_best_ones(name: str, tmp_path: Path) -> None:
+    model = str(tiny_tokenizers.byte_level(make_half(tmp_path / "model", name)))
+    prompts = [tokens[:-8] for tokens in draw_sequences(515)]
+    found, alone = [], []
+    for overlap, has_graphs in (("on", True), ("off", True), ("on", False)):
+        with LLM(model, **settings(FAST, overlap=overlap, cuda_graphs=has_graphs)) as llm:
+            cold, cached = llm.generate(prompts, GREEDY), llm.generate(prompts, GREEDY)
+            assert all(one.cached_tokens >= 64 for one in cached)
+            found += [[*one.prompt_token_ids, *one.token_ids] for one in (*cold, *cached)]
+            alone.append(llm.generate(prompts[:1], GREEDY)[0].token_ids)
+            llm.check()
+    with LLM(model, **settings(RIGHT)) as llm:
+        for answer in llm.generate(found, SCORED):
+            scores = [score for score in answer.prompt_logprobs[-GREEDY.max_tokens :] if score is not None]
+            assert len(scores) == GREEDY.max_tokens
+            assert max(score.top[0][1] - score.logprob for score in scores) < TIE
+    if name == "qwen3":  # the same kernels on the same rows; experts add up in any order
+        assert alone[0] == alone[1], "planning ahead changes a token"

@@ -1,0 +1,1 @@
+"""Several hosts on one machine, and what is tested on them."""

@@ -1,0 +1,150 @@
+"""The whole path over three hosts with a real sshd: ray up, launch in three ways, requests, ray down.
+
+The hosts are namespaces on this machine (hosts.py), cluster.yaml is that of the repository with addresses filled in.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab.conftest import Phase
+from tests.lab.hosts import Lab, lab_of, missing
+from tests.lab.ray_cluster import ENVIRONMENT, RayCluster
+from tests.lab.service import PAGE, PROMPT, WHOLE, ask, greedy, launched, tiny_model
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(900)]
+_COUNT = 12
+_READY_S = 600.0
+_FLAGS = f"--device cpu --page-size {PAGE} --num-pages 64"
+
+
+@pytest.fixture(scope="module")
+def lab(phase: Phase) -> Iterator[Lab]:
+    with lab_of(3, **ENVIRONMENT) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def model(lab: Lab) -> Path:
+    return tiny_model(lab)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    return greedy(model, PROMPT, _COUNT)
+
+
+@pytest.fixture(scope="module")
+def cluster(lab: Lab, phase: Phase) -> RayCluster:
+    with phase("wheel"):
+        cluster = RayCluster(lab)
+    with phase("ray up"):
+        cluster.up()
+    with phase("all hosts joined"):
+        cluster.await_nodes()
+    return cluster
+
+
+def test_hosts_have_the_package_and_refuse_who_has_no_token(lab: Lab, cluster: RayCluster) -> None:
+    for number in range(3):
+        said = lab.on(number, "command -v raycache; raycache version")
+        assert "/raycache/bin/raycache" in said and "raycache 0." in said
+    with pytest.raises(RuntimeError, match="token"):
+        lab.on(1, f"RAY_AUTH_MODE=disabled ray status --address {lab.address(0)}:6379")
+
+
+def test_ranks_on_two_hosts_answer_an_openai_client(
+    lab: Lab, cluster: RayCluster, model: Path, expected: list[int], phase: Phase
+) -> None:
+    placement = f"0@{lab.address(1)};1@{lab.address(2)}"
+    command = f"exec raycache launch {model} --address auto --cp 2 --placement '{placement}' {_FLAGS}"
+    with launched(lab.ssh_command(0, command, is_terminal=True), log=lab.folder / "launch.log") as service:
+        with phase("launch on the head"):
+            service.await_line("endpoint", within_s=_READY_S)
+        with cluster.forwarded(8000), phase("two requests"):
+            assert ask(lab, "http://127.0.0.1:8000/v1", PROMPT, _COUNT) == (expected, {})
+            assert ask(lab, "http://127.0.0.1:8000/v1", PROMPT, _COUNT) == (expected, {"device": WHOLE})
+        for row in service.said.splitlines():
+            if row.startswith(("0 ", "1 ")):
+                assert lab.address(int(row[0]) + 1) in row
+        with phase("ray exec raycache status"):
+            [row] = [line for line in cluster.execute("raycache status").splitlines() if line.startswith("http://")]
+        assert row.split()[1:2] + row.split()[3:4] == ["tiny", "2"] and row.split()[-1] == "ok"
+        with phase("raycache stop"):
+            assert "stopped" in cluster.execute("raycache stop")
+        assert service.end() == 0
+
+
+def test_ray_job_submit_serves_a_model(
+    lab: Lab, cluster: RayCluster, model: Path, expected: list[int], phase: Phase
+) -> None:
+    entry = f"raycache launch {model} --address auto --port 8001 {_FLAGS}".split()
+    dashboard = ["--address", "http://127.0.0.1:8265"]
+    with cluster.forwarded(8265):
+        with phase("ray job submit"):
+            job = ["--submission-id", "by-ray", "--", *entry]
+            command = lab.control.command(["ray", "job", "submit", *dashboard, *job], RAY_AUTH_MODE="token")
+            with launched(command, log=lab.folder / "submit.log") as submitted:
+                submitted.await_line("endpoint", within_s=_READY_S)
+        with cluster.forwarded(8001):
+            assert ask(lab, "http://127.0.0.1:8001/v1", PROMPT, _COUNT)[0] == expected
+        with phase("ray job stop"):
+            said = lab.run(["ray", "job", "stop", *dashboard, "by-ray"], timeout_s=120, RAY_AUTH_MODE="token")
+    assert "stopped" in said
+
+
+def test_a_laptop_launches_on_the_cluster_and_stops_it(
+    lab: Lab, cluster: RayCluster, model: Path, expected: list[int], phase: Phase
+) -> None:
+    address = ["--address", "http://127.0.0.1:8265"]
+    launch = ["raycache", "launch", str(model), *address, "--cp", "2", "--port", "8002", *_FLAGS.split()]
+    command = lab.control.command(launch, RAY_AUTH_MODE="token")
+    with cluster.forwarded(8265), launched(command, log=lab.folder / "remote.log") as service:
+        with phase("launch from a laptop"):
+            reached = service.await_line("reached", within_s=_READY_S)
+        assert reached.endswith(f"ssh -N -L 8002:127.0.0.1:8002 {lab.address(0)}")
+        with cluster.forwarded(8002):
+            assert ask(lab, "http://127.0.0.1:8002/v1", PROMPT, _COUNT)[0] == expected
+        with phase("Ctrl-C on the laptop"):
+            assert service.interrupt() == 0
+        assert "is stopped" in service.said
+    assert "raycache launch" not in lab.on(0, "ps -ef | grep '[r]aycache launch' || true")
+
+
+def test_a_laptop_hears_why_it_cannot_launch(lab: Lab, cluster: RayCluster, model: Path) -> None:
+    def refusal(*words: str, **environment: str) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            lab.run(["raycache", "launch", *words], timeout_s=120, **environment)
+        return str(caught.value)
+
+    dashboard = "http://127.0.0.1:8265"
+    with cluster.forwarded(8265):
+        assert "wants its token" in refusal(str(model), "--address", dashboard, RAY_AUTH_MODE="disabled")
+        assert "'/no/such' is not a directory" in refusal("/no/such", "--address", dashboard, RAY_AUTH_MODE="token")
+        assert "is relative" in refusal("here", "--address", dashboard)
+    assert "nothing answers at" in refusal(str(model), "--address", "http://127.0.0.1:9")
+
+
+def test_ray_down_ends_ray_on_all_hosts(lab: Lab, cluster: RayCluster, phase: Phase) -> None:
+    with phase("ray down"):
+        cluster.down()
+    deadline = time.monotonic() + 120
+    for number in range(3):
+        while left := lab.on(number, "ps -eo args | grep -E '[r]aylet|[g]cs_server|[r]aycache launch' || true"):
+            assert time.monotonic() < deadline, f"host {number} still runs {left}"
+            time.sleep(2)
+
+
+def test_nothing_of_a_lab_stays() -> None:
+    lab = Lab.start(1)
+    interfaces = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    assert "lab0" not in interfaces
+    pids = [lab.control.pid, *(host.pid for host in lab.hosts)]
+    lab.down()
+    assert not lab.folder.exists() and not any(os.path.exists(f"/proc/{pid}") for pid in pids)

@@ -1,0 +1,30 @@
+"""What a start imports: seconds that each process pays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.oracle.tiny import make_tiny
+
+_CODE = """
+import sys
+from raycache.config import Config
+from raycache.engine.build import check_model
+import raycache.engine.runner
+check_model(Config(model=sys.argv[1]))
+heavy = {"torch._dynamo", "torch._inductor", "transformers", "ray", "pydantic"}
+print(*sorted(heavy & sys.modules.keys()))
+"""
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_a_rank_and_the_check_of_a_model_leave_compilers_and_servers_alone(tmp_path: Path, model_type: str) -> None:
+    make_tiny(tmp_path, model_type)
+    done = subprocess.run(
+        [sys.executable, "-c", _CODE, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == []
