@@ -6,17 +6,13 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
-from launch.environment import api_key
-from launch.flags import seconds
+from launch.orders import add_order_flags, give_order
 from launch.table import human_bytes, render
 from raycache.errors import ConfigError
 from raycache.types import TIERS
-
-if TYPE_CHECKING:
-    from launch.service import Service
 
 _MARGIN_S = 60.0
 """For an answer on top of the time that the order itself may take."""
@@ -36,13 +32,8 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
 
     def add(name: str, text: str, show: Callable[[Mapping[str, Any]], str] = _show) -> argparse.ArgumentParser:
         added = orders.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
-        added.add_argument("--endpoint", "--url", metavar="URL", help="of the server; default: the one on this machine")
-        added.add_argument("--api-key", metavar="TEXT", default="", help="of the server (or set RAYCACHE_API_KEY)")
-        added.add_argument("--json", action="store_true", help="print the answer as JSON")
+        add_order_flags(added, timeout_s=600.0)
         added.add_argument("--replica", metavar="NAME", default="", help="only this one; default: all")
-        added.add_argument(
-            "--timeout-s", type=seconds, metavar="SECONDS", default=600.0, help="for an answer (default: %(default)s)"
-        )
         added.set_defaults(show=show)
         return added
 
@@ -70,43 +61,18 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         RayCacheError: it cannot be given, or was refused.
     """
-    from launch.client import AnswerError, ask
-
-    service = None if options.endpoint else only_service()
-    endpoint = service.endpoint if service else options.endpoint
     is_status = options.order == "status"
-    try:
-        answer = ask(
-            endpoint,
-            path=f"/cache{'' if is_status else '/' + options.order}{_only(options)}",
-            key=options.api_key or api_key(),
-            timeout_s=options.timeout_s + (_MARGIN_S if options.order in ("flush", "scrub") else 0),
-            body=None if is_status else _body(options),
-            certificate=service.certificate if service else "",
-        )
-    except AnswerError as refusal:
-        raise AnswerError(f"{endpoint}: {refusal}") from refusal
-    print(json.dumps(answer, indent=2, ensure_ascii=False) if options.json else options.show(answer))
-    return 0
+    return give_order(
+        options,
+        path=f"/cache{'' if is_status else '/' + options.order}{_only(options)}",
+        body=None if is_status else _body(options),
+        show=options.show,
+        margin_s=_MARGIN_S if options.order in ("flush", "scrub") else 0.0,
+    )
 
 
 def _only(options: argparse.Namespace) -> str:
     return f"?replica={quote(options.replica)}" if options.replica else ""
-
-
-def only_service() -> Service:
-    """The service that runs on this machine."""
-    from launch.service import running
-
-    found = running()
-    if len(found) != 1:
-        what = (
-            f"several services run here, {', '.join(one.endpoint for one in found)}"
-            if found
-            else "no service runs on this machine"
-        )
-        raise ConfigError(f"{what}; name one with --endpoint http://HOST:PORT")
-    return found[0]
 
 
 def _body(options: argparse.Namespace) -> dict[str, Any]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from launch.cache import only_service
-from launch.environment import api_key
-from launch.flags import seconds
+from launch.orders import add_order_flags, give_order
 from launch.table import render
 
 _EXAMPLES = """\
@@ -28,12 +25,7 @@ def add_replicas_flags(parser: argparse.ArgumentParser) -> None:
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         added = orders.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
-        added.add_argument("--endpoint", "--url", metavar="URL", help="of the server; default: the one on this machine")
-        added.add_argument("--api-key", metavar="TEXT", default="", help="of the server (or set RAYCACHE_API_KEY)")
-        added.add_argument("--json", action="store_true", help="print the answer as JSON")
-        added.add_argument(
-            "--timeout-s", type=seconds, metavar="SECONDS", default=1800.0, help="for an answer (default: %(default)s)"
-        )
+        add_order_flags(added, timeout_s=1800.0)
         return added
 
     add("status", "show the replicas, their requests, and the tokens that each has to compute")
@@ -52,24 +44,9 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         RayCacheError: it cannot be given, or was refused.
     """
-    from launch.client import AnswerError, ask
-
-    service = None if options.endpoint else only_service()
-    endpoint = service.endpoint if service else options.endpoint
     is_status = options.order == "status"
-    try:
-        answer = ask(
-            endpoint,
-            path="/replicas" if is_status else f"/replicas/{options.order}",
-            key=options.api_key or api_key(),
-            timeout_s=options.timeout_s,
-            body=None if is_status else _body(options),
-            certificate=service.certificate if service else "",
-        )
-    except AnswerError as refusal:
-        raise AnswerError(f"{endpoint}: {refusal}") from refusal
-    print(json.dumps(answer, indent=2, ensure_ascii=False) if options.json else _show(answer))
-    return 0
+    path = "/replicas" if is_status else f"/replicas/{options.order}"
+    return give_order(options, path=path, body=None if is_status else _body(options), show=_show)
 
 
 def _body(options: argparse.Namespace) -> dict[str, Any]:
