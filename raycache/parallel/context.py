@@ -41,7 +41,7 @@ class GroupHandle:
 
     Attributes:
         name: such as "tp.0" ; unique within an epoch.
-        kind: "world", "tp", "pp", "cp", "cache", "control" or "boards".
+        kind: "tp", "pp", "cp", "control" or "boards".
         members: world ranks in group order; `DECIDER` first in the groups that it is a member of.
         backend: "gloo" or "nccl".
         store_host, store_port: of the gang's TCPStore.
@@ -71,21 +71,16 @@ class GroupHandle:
 def group_handles(
     split: Split, *, backend: str, store: tuple[str, int], epoch: int, timeout_s: float, leaders: Sequence[int] = ()
 ) -> dict[str, GroupHandle]:
-    """All groups of a gang, by name: control, world, cache, one per row of each axis, and one per leader of a node.
+    """All groups of a gang, by name: control, one per row of each axis, and one per leader of a node.
 
-    The cache group holds all ranks with a part of the same pages: in one replica, the same members as world, on the
-    CPU. A leader is the rank that tells the decider what the ranks on its node post; the decider's node has none.
+    A leader is the rank that tells the decider what the ranks on its node post; the decider's node has none.
     """
     world = tuple(range(split.world_size))
 
     def handle(name: str, kind: str, members: tuple[int, ...], group_backend: str) -> GroupHandle:
         return GroupHandle(name, kind, members, group_backend, store[0], store[1], epoch, timeout_s)
 
-    handles = [
-        handle("control", "control", (DECIDER, *world), "gloo"),
-        handle("world", "world", world, backend),
-        handle("cache", "cache", world, "gloo"),
-    ]
+    handles = [handle("control", "control", (DECIDER, *world), "gloo")]
     for axis in ("tp", "pp", "cp"):
         rows = sorted({split.axis_members(axis, rank) for rank in world})
         handles += [handle(f"{axis}.{row[0]}", axis, row, backend) for row in rows]
@@ -113,7 +108,37 @@ class Store:
         del self._store
 
 
-def build_group(handle: GroupHandle, *, member: int, epoch: int, host: str, device: torch.device) -> Group:
+def come_to(handle: GroupHandle, *, member: int) -> TCPStore:
+    """This process's way to the gang's meeting point.
+
+    One does for all its groups, and each costs: torch asks the name service who is at its other end, and when many do
+    that at once some are answered seconds later.
+
+    Args:
+        handle: of one of the groups.
+        member: this rank's world rank, or `DECIDER`.
+    Raises:
+        RankLostError: it cannot be reached.
+    """
+    timeout = timedelta(seconds=handle.timeout_s)
+    try:
+        return TCPStore(handle.store_host, handle.store_port, is_master=False, timeout=timeout)
+    except RuntimeError as cause:
+        where = f"{handle.store_host}:{handle.store_port}"
+        raise RankLostError(
+            member, handle.name, -1, f"the gang's meeting point {where} is not to be reached"
+        ) from cause
+
+
+def build_group(
+    handle: GroupHandle,
+    *,
+    member: int,
+    epoch: int,
+    host: str,
+    device: torch.device,
+    meeting: TCPStore | None = None,
+) -> Group:
     """Join a group; returns when all members have joined.
 
     Args:
@@ -122,6 +147,7 @@ def build_group(handle: GroupHandle, *, member: int, epoch: int, host: str, devi
         epoch: the epoch that this process belongs to.
         host: address of this process that the other members can reach (gloo only).
         device: of the tensors that will travel (nccl only).
+        meeting: this process's way to the meeting point, if it has one already.
     Raises:
         RankLostError: the handle is of another epoch, or the others did not come in time or cannot be reached.
         ConfigError: two members compute on one GPU (nccl only).
@@ -136,9 +162,9 @@ def build_group(handle: GroupHandle, *, member: int, epoch: int, host: str, devi
         return Group()
     timeout = timedelta(seconds=handle.timeout_s)
     index, size = handle.members.index(member), len(handle.members)
+    tcp = meeting if meeting is not None else come_to(handle, member=member)
+    store = PrefixStore(f"{handle.epoch}/{handle.name}", tcp)
     try:
-        tcp = TCPStore(handle.store_host, handle.store_port, is_master=False, timeout=timeout)
-        store = PrefixStore(f"{handle.epoch}/{handle.name}", tcp)
         if handle.backend == "gloo":
             return TorchGroup(_gloo(store, index, size, timeout, host), rank=index, size=size)
         peers = introduce(Peer(member, host, gpu_id(device)), handle.members, store=store, group=handle.name)
@@ -218,7 +244,6 @@ class ParallelContext:
         device: of weights, cache and activations.
         tp, pp, cp: this rank's row of each axis.
         control: decider and all ranks, gloo; index 0 is the decider.
-        world, cache: all ranks, on the device's backend and on the CPU.
     """
 
     split: Split
@@ -227,8 +252,6 @@ class ParallelContext:
     tp: Group = field(default_factory=Group)
     pp: Group = field(default_factory=Group)
     cp: Group = field(default_factory=Group)
-    world: Group = field(default_factory=Group)
-    cache: Group = field(default_factory=Group)
     control: Group = field(default_factory=Group)
 
     def on_device(self, numbers: NDArray[Any]) -> Tensor:
@@ -273,14 +296,15 @@ class ParallelContext:
         Raises:
             RankLostError: another epoch, or a member that did not come in time.
         """
+        mine = [handle for handle in handles.values() if rank in handle.members and handle.kind != "boards"]
+        meeting = come_to(mine[0], member=rank)
         groups = {
-            handle.kind: build_group(handle, member=rank, epoch=epoch, host=host, device=device)
-            for handle in handles.values()
-            if rank in handle.members and handle.kind != "boards"
+            handle.kind: build_group(handle, member=rank, epoch=epoch, host=host, device=device, meeting=meeting)
+            for handle in mine
         }
         return cls(split=split, rank=rank, device=device, **groups)
 
     def close(self) -> None:
         """Leave all groups, so that members that still wait for this rank fail at once instead of at their deadline."""
-        for group in (self.tp, self.pp, self.cp, self.world, self.cache, self.control):
+        for group in (self.tp, self.pp, self.cp, self.control):
             group.close()

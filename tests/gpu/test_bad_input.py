@@ -122,7 +122,7 @@ def test_two_ranks_on_one_gpu_are_refused_when_they_meet() -> None:
 
     def join(rank: int) -> str:
         with pytest.raises(ConfigError) as refused:
-            build_group(handles["world"], member=rank, epoch=1, host=HOST, device=torch.device("cuda:0"))
+            build_group(handles["tp.0"], member=rank, epoch=1, host=HOST, device=torch.device("cuda:0"))
         return str(refused.value)
 
     begin = time.monotonic()
@@ -137,7 +137,7 @@ def test_a_rank_that_does_not_come_is_missed_by_name() -> None:
     handles = group_handles(Split(tp=2), backend="nccl", store=store.address, epoch=1, timeout_s=2)
     begin = time.monotonic()
     with pytest.raises(RankLostError, match="rank 1 .* did not come to the meeting") as lost:
-        build_group(handles["world"], member=0, epoch=1, host=HOST, device=torch.device("cuda:0"))
+        build_group(handles["tp.0"], member=0, epoch=1, host=HOST, device=torch.device("cuda:0"))
     assert lost.value.rank == 1 and time.monotonic() - begin < 10
 
 
@@ -151,7 +151,7 @@ CONNECT = """
     from raycache.parallel.sharding import Split
 
     store = Store("127.0.0.1")
-    handle = group_handles(Split(tp=2), backend="nccl", store=store.address, epoch=1, timeout_s=5)["world"]
+    handle = group_handles(Split(tp=2), backend="nccl", store=store.address, epoch=1, timeout_s=5)["tp.0"]
     device = torch.device("cuda:0")
     torch.cuda.set_device(device)
     tcp = PrefixStore("1/world", TCPStore(*store.address, is_master=False))
