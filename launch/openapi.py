@@ -65,7 +65,8 @@ def openapi(info: EngineInfo) -> dict[str, Any]:
 
 
 def _generation(summary: str, kind: type[GenerationBody], answer: str) -> dict[str, Any]:
-    streamed = {"text/event-stream": {"schema": {"type": "string"}}}
+    # Without a type: some read a schema here as that of the whole text, others as that of each event.
+    streamed = {"text/event-stream": {"schema": {"description": "Chunks as server-sent events, the last is [DONE]."}}}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": _json(kind.__name__)},

@@ -91,7 +91,7 @@ class ScriptedEngine:
         outputs = []
         for position, token_id in enumerate(script[: sampling.max_tokens]):
             reason = FinishReason.STOP if token_id == self._eos else None
-            if reason is None and sampling.max_tokens == position + 1:
+            if reason is None and position + 1 in (sampling.max_tokens, len(script)):
                 reason = FinishReason.LENGTH
             if self.failure is not None and self.failure[0] == position:
                 outputs.append(RequestOutput(request.request_id, finish_reason=self.failure[1], error="rank 3 is lost"))
