@@ -37,6 +37,7 @@ from raycache.cache.spaces import SpaceSizes
 from raycache.config import Config
 from raycache.engine.batch import Batch
 from raycache.engine.control import answering_ranks, receive_plan, send_answer
+from raycache.engine.drafts import Drafts
 from raycache.engine.engine import Engine
 from raycache.engine.executors import GangExecutor
 from raycache.engine.plan import RowResult, StepPlan, answer_width, emitted_count, read_answers
@@ -355,6 +356,7 @@ def _engine(executor: Any, spent: Spent, *, options: argparse.Namespace) -> Engi
         micro_batches=options.pp,
         eos_token_ids=(),
         restore_interval=0,
+        drafts=Drafts(),
     )
     identity = Identity("none", _PAGE_SIZE)
     return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=60.0)

@@ -170,6 +170,17 @@ class Config:
 
     max_step_tokens: int = _setting(0, "token budget of one step; 0: 512 on cpu, 8192 on cuda", group="scheduler")
     max_running: int = _setting(64, "most requests in one batch", group="scheduler")
+    draft: str = _setting(
+        "none",
+        "guesses at next tokens, which the model checks several of in one step; the output stays the same. ngram: what "
+        "followed when the last tokens stood in prompt or output before, good at quoting and editing",
+        group="scheduler",
+        choices=("none", "ngram"),
+    )
+    draft_tokens: int = _setting(4, "most guesses per request and step", group="scheduler")
+    adaptive_drafts: bool = _setting(
+        True, "guess less where guesses are wrong too often for what checking them costs", group="scheduler"
+    )
     overlap: str = _setting(
         "auto",
         "plan the next step while one runs, for models without windows and recurrent states; auto: on cuda with pp=1",
@@ -230,7 +241,7 @@ class Config:
         for name in ("tp", "pp", "cp", "page_size", "max_running", "max_queue", "storage_lanes", "replicas"):
             _at_least(name, getattr(self, name), 1)
         optional = ("max_model_len", "num_pages", "max_step_tokens", "request_timeout_s")
-        for name in (*optional, "restore_interval", "restore_points"):
+        for name in (*optional, "restore_interval", "restore_points", "draft_tokens"):
             _at_least(name, getattr(self, name), 0)
         for name in ("rank_timeout_s", "start_timeout_s", "drain_timeout_s", "max_connections", "header_timeout_s"):
             _at_least(name, getattr(self, name), 1)
@@ -284,6 +295,11 @@ class Config:
     def has_host_tier(self) -> bool:
         """Whether pages are also kept in host memory."""
         return self.host_memory == "auto" or parse_bytes("host_memory", self.host_memory, least=0) > 0
+
+    @property
+    def most_drafts(self) -> int:
+        """Guesses per request and step; 0 for none."""
+        return 0 if self.draft == "none" else self.draft_tokens
 
     def plans_ahead(self, *, device_type: str) -> bool:
         """Whether the decider plans a step while the one before runs.

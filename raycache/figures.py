@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from raycache.types import EngineStats, FinishReason, Miss
 
@@ -81,7 +82,7 @@ def _one(read: Callable[[EngineStats], float]) -> Callable[[EngineStats], Values
 
 
 def _by(
-    read: Callable[[EngineStats], Mapping[str, int]], *, known: Sequence[str] = ()
+    read: Callable[[EngineStats], Mapping[Any, int]], *, known: Sequence[str] = ()
 ) -> Callable[[EngineStats], Values]:
     """Counts by name. The known ones begin with 0: Prometheus sees no increase in a series that begins with 1."""
     return lambda stats: [((str(key),), count) for key, count in {**dict.fromkeys(known, 0), **read(stats)}.items()]
@@ -143,6 +144,20 @@ _REQUESTS = (
         Kind.COUNTER,
         "Prompt tokens of requests that got their first token.",
         _one(lambda s: s.prompt_tokens),
+    ),
+    Metric(
+        "drafted_tokens",
+        Kind.COUNTER,
+        "Guesses at next tokens that were checked, by their place behind the last known token.",
+        _by(lambda s: s.drafted),
+        ("position",),
+    ),
+    Metric(
+        "accepted_draft_tokens",
+        Kind.COUNTER,
+        "Guesses that turned out to be right, by their place.",
+        _by(lambda s: s.accepted),
+        ("position",),
     ),
     Metric(
         "cached_prompt_tokens", Kind.COUNTER, "Prompt tokens that came from the cache.", _one(lambda s: s.cached_tokens)

@@ -230,6 +230,7 @@ class RequestOutput:
         miss: why no more of the prompt was reused.
         queued_s: from its arrival at the engine until it first began to run.
         num_starts: times that it has begun to run; more than one after it was preempted or its ranks were lost.
+        drafted_tokens, accepted_tokens: guesses at its output that were checked, and those of them that were right.
         error: what failed, with FinishReason.ERROR.
     """
 
@@ -244,6 +245,8 @@ class RequestOutput:
     miss: Miss = Miss.NONE
     queued_s: float = 0.0
     num_starts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     error: str | None = None
 
 
@@ -258,6 +261,8 @@ class EngineStats:
         cached_tokens: those of them that came from the cache.
         computed_tokens: tokens that the ranks were asked to compute.
         output_tokens: tokens generated.
+        drafted, accepted: position behind the last known token, from 1 -> drafts that were checked there, and those of
+            them that were right.
         finished: finish reason -> requests.
         preemptions: times that a running request gave its pages back.
         evicted_pages: cached pages freed to make room.
@@ -286,6 +291,8 @@ class EngineStats:
     cached_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
+    drafted: Mapping[int, int] = field(default_factory=dict)
+    accepted: Mapping[int, int] = field(default_factory=dict)
     finished: Mapping[str, int] = field(default_factory=dict)
     preemptions: int = 0
     evicted_pages: int = 0

@@ -53,17 +53,22 @@ class KernelRecurrence:
         if short and self._long_rows:
             self._short, self._long = _slots(short, layout), _slots(self._long_rows, layout)
         self._has_short = bool(short)
+        self._has_drafts = any(row.draft_states for row in rows)
         self._delta: DeltaRows | None = None
         self._readable: Recurrence | None = None
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See AttentionStep.convolve."""
+        if self._has_drafts:
+            return self._read("drafted tokens").convolve(view, name, x, weight, bias)
         if x.dtype == torch.float64:
             return self._read("float64").convolve(view, name, x, weight, bias)
         return convolve(view.conv[name], self._rows, self._blocks, x, weight, bias, block_tokens=self._block_tokens)
 
     def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
         """See AttentionStep.scan."""
+        if self._has_drafts:
+            return self._read("drafted tokens").scan(view, q, k, v, g, beta)
         if view.state.dtype == torch.float64:
             return self._read("float64").scan(view, q, k, v, g, beta)
         half = _half(q, k, v)

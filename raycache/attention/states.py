@@ -2,6 +2,8 @@
 
     row of one token     all of them together, one `step`
     row of more          one `scan` each, chunk-parallel inside
+    row with drafts      a `step` per token, because the state after each of them is kept: the first together with
+                         the rows of one token, the second of all such rows together, and so on
 
 A state is read from the row's read slot and written to its write slot, so that a restore point stays as it was. At the
 beginning of a sequence the state is zero, whatever the slot holds.
@@ -11,11 +13,16 @@ Shapes in this file: T new tokens of all cp ranks, N rows of one token, H heads,
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from raycache.attention.layout import StepLayout
 from raycache.attention.recurrence import causal_conv, causal_conv_step, scan, step
+from raycache.engine.inputs import RowInputs
 from raycache.memory.views import StateView
 
 
@@ -28,16 +35,16 @@ class Recurrence:
 
     def __init__(self, layout: StepLayout) -> None:
         rows = layout.inputs.rows
-        singles = [rows[i] for i in layout.singles]
         self._chunks = [
-            (chunk.tokens, rows[chunk.row].read_state, rows[chunk.row].write_state) for chunk in layout.chunks
+            (chunk.tokens, rows[chunk.row].read_state, rows[chunk.row].write_state)
+            for chunk in layout.chunks
+            if not rows[chunk.row].draft_states
         ]
-        self._tokens = layout.single_tokens
-        self._has_singles = bool(singles)
-        self._reads = layout.on_device([max(row.read_state, 0) for row in singles])
-        self._writes = layout.on_device([row.write_state for row in singles])
-        self._fresh = layout.on_device([i for i, row in enumerate(singles) if row.read_state < 0])
-        self._has_fresh = any(row.read_state < 0 for row in singles)
+        steps = [step for i in layout.singles for step in _steps(rows[i])]
+        steps += [step for row in rows if row.draft_states for step in _steps(row)]
+        self._waves = [
+            _Wave.of([s for s in steps if s.turn == turn], layout) for turn in sorted({s.turn for s in steps})
+        ]
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See AttentionStep.convolve."""
@@ -45,9 +52,9 @@ class Recurrence:
         taps, offset = weight.flatten(0, 1), None if bias is None else bias.flatten()
         inputs = x.flatten(1)
         out = torch.empty_like(inputs)
-        if self._has_singles:
-            out[self._tokens], new = causal_conv_step(inputs[self._tokens], self._read(states), taps, offset)
-            states.index_copy_(0, self._writes, new)
+        for wave in self._waves:
+            out[wave.tokens], new = causal_conv_step(inputs[wave.tokens], wave.read(states), taps, offset)
+            states.index_copy_(0, wave.writes, new)
         for tokens, read, write in self._chunks:
             out[tokens], states[write] = causal_conv(inputs[tokens], _state(states, read), taps, offset)
         return out.view(x.shape)
@@ -55,11 +62,11 @@ class Recurrence:
     def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
         """See AttentionStep.scan."""
         out = torch.empty_like(v)
-        if self._has_singles:
-            new_q, new_k, new_v, new_g = (x[self._tokens] for x in (q, k, v, g))
-            new_beta = None if beta is None else beta[self._tokens]
-            out[self._tokens], new = step(new_q, new_k, new_v, new_g, new_beta, self._read(view.state))
-            view.state.index_copy_(0, self._writes, new)
+        for wave in self._waves:
+            new_q, new_k, new_v, new_g = (x[wave.tokens] for x in (q, k, v, g))
+            new_beta = None if beta is None else beta[wave.tokens]
+            out[wave.tokens], new = step(new_q, new_k, new_v, new_g, new_beta, wave.read(view.state))
+            view.state.index_copy_(0, wave.writes, new)
         for tokens, read, write in self._chunks:
             chunk_beta = None if beta is None else beta[tokens]
             out[tokens], view.state[write] = scan(
@@ -67,12 +74,59 @@ class Recurrence:
             )
         return out
 
-    def _read(self, states: Tensor) -> Tensor:
-        """States [N, ...] of the single tokens."""
-        found = states[self._reads]
-        if self._has_fresh:
-            found.index_fill_(0, self._fresh, 0)
-        return found
+
+class _Step(NamedTuple):
+    """One token of a row that is taken alone.
+
+    Attributes:
+        turn: behind so many others of its row.
+        token: its place among all T.
+        read, write: slots.
+    """
+
+    turn: int
+    token: int
+    read: int
+    write: int
+
+
+def _steps(row: RowInputs) -> Iterator[_Step]:
+    assert len(row.tokens) == 1 + len(row.draft_states), "a state is kept after each token of a row with drafts"
+    read = row.read_state
+    for turn, (token, write) in enumerate(zip(row.tokens, (row.write_state, *row.draft_states), strict=True)):
+        yield _Step(turn, token, read, write)
+        read = write
+
+
+@dataclass(frozen=True, slots=True)
+class _Wave:
+    """Tokens of different rows that are taken together.
+
+    Attributes:
+        tokens: int64 [N]; their places among all T.
+        reads, writes: int64 [N]; slots.
+        fresh: int64; which of them begin a sequence. None if none does.
+    """
+
+    tokens: Tensor
+    reads: Tensor
+    writes: Tensor
+    fresh: Tensor | None
+
+    @classmethod
+    def of(cls, steps: Sequence[_Step], layout: StepLayout) -> _Wave:
+        fresh = [i for i, one in enumerate(steps) if one.read < 0]
+        return cls(
+            tokens=layout.on_device([one.token for one in steps]),
+            reads=layout.on_device([max(one.read, 0) for one in steps]),
+            writes=layout.on_device([one.write for one in steps]),
+            fresh=layout.on_device(fresh) if fresh else None,
+        )
+
+    def read(self, states: Tensor) -> Tensor:
+        """States [N, ...] before the tokens."""
+        found = states[self.reads]
+        return found if self.fresh is None else found.index_fill_(0, self.fresh, 0)
 
 
 def _state(states: Tensor, slot: int) -> Tensor:

@@ -41,11 +41,13 @@ class Room:
     Attributes:
         new_pages: space -> pages to append to the tables of the sequence; -1 for those that nobody will read.
         read_state, write_state: slots; -1 for none.
+        draft_states: slots, one per draft.
     """
 
     new_pages: dict[str, list[int]]
     read_state: int = -1
     write_state: int = -1
+    draft_states: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +102,9 @@ class Holding:
         pages: of the sequence, in order.
         own: those of them that the tree did not adopt.
         windows: space -> pages.
-        state, next_state: slot after the last computed token, and that which the row in flight writes; -1 for none.
+        state: slot after the last computed token; -1 for none.
+        next_states: those that the row in flight writes: after its last token that is no draft, and after each draft.
+        next_len: tokens of the sequence after the first of those.
         checkpoint: (position, parts) of the last page boundary that it passed.
         use: who it belongs to.
         cursor: its place in the host tier, if there is one.
@@ -114,7 +118,8 @@ class Holding:
     own: set[int] = field(default_factory=set)
     windows: dict[str, WindowPages] = field(default_factory=dict)
     state: int = -1
-    next_state: int = -1
+    next_states: tuple[int, ...] = ()
+    next_len: int = 0
     checkpoint: tuple[int, Parts] | None = None
     use: Use = PLAIN_USE
     cursor: Cursor | None = None

@@ -225,10 +225,11 @@ class SequenceCache:
             load.parts = {}
         self.drop_load(holding)
 
-    def make_room(self, holding: Holding, start: int, stop: int) -> Room | None:
+    def make_room(self, holding: Holding, start: int, stop: int, *, num_drafts: int = 0) -> Room | None:
         """Room for the tokens [start, stop) of a sequence; None, with nothing taken, if there is too little.
 
-        What others could reuse is evicted for it.
+        What others could reuse is evicted for it. The last `num_drafts` tokens may turn out to be wrong; the sequence
+        goes on behind any of them then.
         """
         missing = -(-stop // self.page_size) - len(holding.pages)
         if missing <= 0 and not self._shared:
@@ -237,15 +238,16 @@ class SequenceCache:
         skipped = {}
         for space, window in self._windows.items():
             held = holding.windows[space]
-            first = max(held.end, self._first_page(stop, window))
+            first = max(held.end, self._first_page(stop - num_drafts, window))
             skipped[space] = first - held.end
             needed[space] = max(0, -(-stop // self.page_size) - first)
-        is_shared = holding.state >= 0 and self._shared[self._state_space].is_shared(holding.state)
-        if self._state_space and (holding.state < 0 or is_shared):
-            needed[self._state_space] = 1
+        if self._state_space:
+            is_kept = holding.state < 0 or self._shared[self._state_space].is_shared(holding.state)
+            needed[self._state_space] = num_drafts + is_kept
         if not all(self._make_free(space, count) for space, count in needed.items()):
             return None
-        return self._take(holding, needed, skipped)
+        holding.next_len = stop - num_drafts
+        return self._take(holding, needed, skipped, num_drafts=num_drafts)
 
     def advance(
         self, holding: Holding, tokens: PackedTokens, num_computed: int, *, is_kept: bool, is_point: bool, now: int
@@ -262,10 +264,10 @@ class SequenceCache:
         """
         if not self._shared and num_computed - holding.handle.length < self.page_size:
             return  # no whole page more
-        if holding.next_state >= 0:
-            if holding.state not in (-1, holding.next_state):
-                self._shared[self._state_space].release([holding.state])
-            holding.state, holding.next_state = holding.next_state, -1
+        if holding.next_states:
+            old, written = holding.state, holding.next_states
+            holding.state, holding.next_states = written[num_computed - holding.next_len], ()
+            self._shared[self._state_space].release({old, *written} - {-1, holding.state})
         for space, window in self._windows.items():
             self._leave_window(space, holding.windows[space], self._first_page(num_computed, window))
         if not (is_kept and self.is_kept):
@@ -298,8 +300,8 @@ class SequenceCache:
         holding.handle.release()
         for space, window in holding.windows.items():
             self._shared[space].release(window.held)
-        for slot in {holding.state, holding.next_state} - {-1}:
-            self._shared[self._state_space].release([slot])
+        if self._state_space:
+            self._shared[self._state_space].release({holding.state, *holding.next_states} - {-1})
 
     def evict(self, space: str) -> bool:
         """Give up one page of the sequence, or the restore point that comes next, of what nobody holds.
@@ -414,7 +416,7 @@ class SequenceCache:
             held = [i for part in parts for i in part.get(space, ())]
             for holding in holdings:
                 if space == self._state_space:
-                    held += {holding.state, holding.next_state} - {-1}
+                    held += {holding.state, *holding.next_states} - {-1}
                 else:
                     held += holding.windows[space].held
             allocator.check(held)
@@ -535,7 +537,9 @@ class SequenceCache:
             self.num_points_evicted += 1
         return allocator.num_free >= count
 
-    def _take(self, holding: Holding, needed: Mapping[str, int], skipped: Mapping[str, int]) -> Room:
+    def _take(
+        self, holding: Holding, needed: Mapping[str, int], skipped: Mapping[str, int], *, num_drafts: int
+    ) -> Room:
         new_pages = {}
         if needed[FULL] > 0:
             new_pages[FULL] = self._pages.allocate(needed[FULL]).tolist()
@@ -553,9 +557,10 @@ class SequenceCache:
         room = Room(new_pages)
         if self._state_space:
             room.read_state = holding.state
-            is_new = self._state_space in needed
-            holding.next_state = self._shared[self._state_space].allocate(1)[0] if is_new else holding.state
-            room.write_state = holding.next_state
+            taken = self._shared[self._state_space].allocate(needed[self._state_space])
+            holding.next_states = tuple(taken if len(taken) > num_drafts else [holding.state, *taken])
+            room.write_state, *drafts = holding.next_states
+            room.draft_states = tuple(drafts)
         return room
 
     def _leave_window(self, space: str, held: WindowPages, first: int) -> None:

@@ -18,6 +18,7 @@ from raycache.cache.spaces import SpaceSizes
 from raycache.cache.storage.lanes import StorageLanes
 from raycache.cache.storage_tier import StorageTier, Waiting
 from raycache.config import Config
+from raycache.engine.drafts import Drafts, PromptLookup
 from raycache.engine.engine import Engine, Executor
 from raycache.engine.host_link import HostLink
 from raycache.engine.host_plan import envelope_layout, host_facts, model_components, part_widths
@@ -116,6 +117,11 @@ def build_engine(
         micro_batches=config.pp,
         eos_token_ids=model.eos_token_ids,
         restore_interval=config.restore_interval,
+        drafts=Drafts(
+            PromptLookup() if config.draft == "ngram" else None,
+            most=config.draft_tokens,
+            is_adaptive=config.adaptive_drafts,
+        ),
     )
     weights = weights_fingerprint(Path(config.model))
     if config.dummy_weights:  # what they leave behind must not pass for that of a checkpoint in the same directory

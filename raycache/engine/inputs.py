@@ -35,7 +35,7 @@ class RowInputs:
         tokens: where its new tokens lie among all T of the step.
         local: where this rank's new tokens of the row lie among its local tokens.
         runs: this rank's new tokens of the row as runs of the chunk, in local order; none for a single token.
-        read_state, write_state: slots of recurrent states, see plan.Row.
+        read_state, write_state, draft_states: slots of recurrent states, see plan.Row.
     """
 
     start: int
@@ -44,6 +44,7 @@ class RowInputs:
     runs: tuple[range, ...]
     read_state: int
     write_state: int
+    draft_states: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ def build_inputs(
                 runs=_runs(mine) if row.num_tokens > 1 else (),
                 read_state=row.read_state,
                 write_state=row.write_state,
+                draft_states=row.draft_states,
             )
         )
         local_start += len(mine)

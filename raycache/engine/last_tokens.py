@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.engine.inputs import StepInputs
@@ -17,6 +18,8 @@ from raycache.parallel.context import ParallelContext
 
 class LastTokens:
     """Of one rank; the same on all ranks of a stage.
+
+    No row is fed behind one with drafts: which of its tokens is the last is not known here.
 
     Args:
         num_slots: of the plans.
@@ -63,13 +66,13 @@ class LastTokens:
 
 
 def sampled_slots(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
-    """Slots whose next token each cp rank samples, in the order of its answer."""
+    """Slots of the tokens that each cp rank samples, in the order of its answer; a row with drafts samples several."""
     return [
-        [plan.rows[i].slot for i, positions in of_rank if _samples(plan.rows[i], int(positions[-1]))]
+        [plan.rows[i].slot for i, positions in of_rank for _ in range(_num_sampled(plan.rows[i], positions))]
         for of_rank in emissions(plan, cp_size=cp_size)
     ]
 
 
-def _samples(row: Row, last: int) -> bool:
-    """Whether a rank whose last emitted position of a row is this one samples its next token."""
-    return row.output_position >= 0 and last == row.num_tokens - 1
+def _num_sampled(row: Row, positions: NDArray[np.int64]) -> int:
+    """How many of a rank's emitted positions of a row are sampled from."""
+    return int((positions >= row.first_sampled).sum()) if row.output_position >= 0 else 0

@@ -68,8 +68,9 @@ def cache_format(config: Config, *, dtype: torch.dtype) -> CacheFormat:
 def pool_sizes(config: Config, model: ModelConfig, *, num_pages: int, fmt: CacheFormat) -> dict[str, int]:
     """Pages or slots of every component space, so that every running request finds what it needs.
 
-    A running request holds two states (the one that it goes on from, and the one at the last page boundary) and the
-    window's pages twice over (those before a row, and those after it). Restore points share the rest. Their number
+    A running request holds two states (the one that it goes on from, and the one at the last page boundary), one more
+    per drafted token, and the window's pages twice over (those before a row, and those after it). Restore points share
+    the rest. Their number
     grows with the pages of the sequence, by no more than that they take as much memory.
 
     Args:
@@ -94,7 +95,7 @@ def pool_sizes(config: Config, model: ModelConfig, *, num_pages: int, fmt: Cache
     sizes = {FULL: num_pages}
     for part in parts:
         if part.reuse is Reuse.STATE_HERE:
-            sizes[part.space] = 2 * config.max_running + points
+            sizes[part.space] = (2 + config.most_drafts) * config.max_running + points
         if part.reuse is Reuse.LAST_WINDOW:
             sizes[part.space] = (2 * config.max_running + points) * windows[part.space]
     return sizes

@@ -10,6 +10,7 @@ changed:
       rows    slot 3: positions 128..383, 256 tokens, 4 new pages   a prefill chunk
               slot 0: position 901, 1 token                         decode
               slot 5: position 77, fed                              decode, before its token is known here
+              slot 6: position 40, 1 token and 3 drafts             decode, up to 4 tokens may come of it
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ PageLists = Mapping[str, Sequence[int]]
 """Component space -> page ids, in the order of the sequence; -1 stands for a page that is not kept."""
 
 NO_PAGES: PageLists = MappingProxyType({})
+
+_DRAFT_STATES = 10  # place of a row on the wire that is a tuple
 
 UNKNOWN: PackedTokens = (-1).to_bytes(4, "little", signed=True)
 """Stands in a row that is fed for the token that the decider does not know yet."""
@@ -74,6 +77,11 @@ class Row:
         read_state: slot of the recurrent states after `start` tokens, -1 at the beginning of a sequence.
         write_state: slot for the states after the last new token; may be the same. -1 when the model has none.
         is_fed: its one new token is the one that the plan before sampled for this slot; `tokens` is UNKNOWN.
+        num_drafts: how many of the new tokens, the last ones, are guesses. A token is sampled behind the last that is
+            none, and behind each guess.
+        draft_states: slots for the states after each guess; `write_state` then is for those after the last token that
+            is none. Empty when the model has none.
+        accepted: packed guesses of the row before that turned out to be right, where penalties count them.
     """
 
     slot: int
@@ -85,6 +93,9 @@ class Row:
     read_state: int = -1
     write_state: int = -1
     is_fed: bool = False
+    num_drafts: int = 0
+    draft_states: Sequence[int] = ()
+    accepted: PackedTokens = b""
 
     @property
     def num_tokens(self) -> int:
@@ -95,6 +106,11 @@ class Row:
     def num_targets(self) -> int:
         """Positions to score."""
         return len(self.targets) // 4
+
+    @property
+    def first_sampled(self) -> int:
+        """Position in the chunk behind which the first token is sampled, if any is; the drafts follow it."""
+        return self.num_tokens - 1 - self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +153,9 @@ class StepPlan:
                 r.read_state,
                 r.write_state,
                 r.is_fed,
+                r.num_drafts,
+                list(r.draft_states),
+                bytes(r.accepted),
             ]
             for r in self.rows
         ]
@@ -154,7 +173,7 @@ class StepPlan:
         )
         return cls(
             step=step,
-            rows=[Row(*row) for row in rows],
+            rows=[_row(row) for row in rows],
             admits=[Admit(a[0], a[1], _sampling(a[2]), *a[3:]) for a in admits],
             num_top=num_top,
             is_last=is_last,
@@ -162,6 +181,11 @@ class StepPlan:
             loads=_moves(loads),
             is_saved_first=is_saved_first,
         )
+
+
+def _row(wire: list[Any]) -> Row:
+    wire[_DRAFT_STATES] = tuple(wire[_DRAFT_STATES])
+    return Row(*wire)
 
 
 def _moves(lane: list[tuple[int, list[list[Any]]]]) -> tuple[Moves, ...]:
@@ -182,12 +206,12 @@ def local_positions(plan: StepPlan, *, cp_rank: int, cp_size: int) -> list[NDArr
 
 
 def emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of a rank's positions in a row whose logits are used: scored ones, and the last if a token is sampled."""
+    """Those of a rank's positions in a row whose logits are used: scored ones, and those that are sampled from."""
     if row.num_tokens == 1:
         return positions if row.targets or row.output_position >= 0 else _NONE
     wanted = positions < row.num_targets
     if row.output_position >= 0:
-        wanted = wanted | (positions == row.num_tokens - 1)
+        wanted = wanted | (positions >= row.first_sampled)
     return positions[wanted]
 
 
@@ -226,13 +250,13 @@ class RowResult:
     """What came of a row.
 
     Attributes:
-        token: the sampled one, or None.
-        logprob: of the sampled token, if log-probabilities were wanted.
+        tokens: sampled ones, each behind a draft more; empty if none was wanted.
+        logprobs: theirs, if log-probabilities were wanted.
         scores: of the targets, in their order.
     """
 
-    token: int | None = None
-    logprob: TokenLogprob | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     scores: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -245,6 +269,7 @@ def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[R
     """
     results = [RowResult() for _ in plan.rows]
     scores: list[dict[int, TokenLogprob]] = [{} for _ in plan.rows]
+    sampled: list[dict[int, tuple[int, TokenLogprob | None]]] = [{} for _ in plan.rows]
     for answer, places in zip(answers, emissions(plan, cp_size=len(answers)), strict=True):
         lines = iter(answer)
         for i, positions in places:
@@ -256,10 +281,15 @@ def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[R
                     assert entry is not None, "scored rows make the plan want log-probabilities"
                     scores[i][position] = entry
                 else:
-                    results[i].token, results[i].logprob = int(line[0]), entry
-    for result, found in zip(results, scores, strict=True):
+                    sampled[i][position] = int(line[0]), entry
+    for result, found, chosen in zip(results, scores, sampled, strict=True):
         if found:
             result.scores = [found[position] for position in sorted(found)]
+        for position in sorted(chosen):
+            token, logprob = chosen[position]
+            result.tokens.append(token)
+            if logprob is not None:
+                result.logprobs.append(logprob)
     return results
 
 

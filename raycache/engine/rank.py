@@ -49,10 +49,21 @@ class Slot:
     def count(self, row: Row) -> None:
         """Learn the output tokens that come back as input. Under cp another rank may have sampled them."""
         if self.counts is not None:
-            tokens = np.frombuffer(row.tokens, np.int32)[max(self.num_counted - row.start, 0) :].tolist()
+            first = row.start - len(row.accepted) // 4
+            known = np.frombuffer(row.accepted + row.tokens, np.int32)[: row.start - first + row.first_sampled + 1]
+            tokens = known[max(self.num_counted - first, 0) :].tolist()
             for token in tokens:
                 self.counts.add(token)
             self.num_counted += len(tokens)
+
+    def counts_before(self, row: Row, num_drafts: int) -> TokenCounts | None:
+        """What penalties look at behind so many drafts of a row that is counted."""
+        if self.counts is None or not num_drafts:
+            return self.counts
+        counts = self.counts.copy()
+        for token in np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :][:num_drafts].tolist():
+            counts.add(token)
+        return counts
 
     @property
     def is_plain(self) -> bool:
@@ -213,11 +224,16 @@ class Rank:
                 if position < len(wanted):
                     targets.append(int(wanted[position]))
                     continue
-                slot = self._slots[row.slot]
+                slot, num_drafts = self._slots[row.slot], position - row.first_sampled
                 sampled.append(len(targets))
                 targets.append(0)
                 rows.append(
-                    SampleRow(slot.sampling, seed=slot.seed, position=row.output_position, token_counts=slot.counts)
+                    SampleRow(
+                        slot.sampling,
+                        seed=slot.seed,
+                        position=row.output_position + num_drafts,
+                        token_counts=slot.counts_before(row, num_drafts),
+                    )
                 )
         return targets, sampled, rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -9,9 +10,18 @@ import numpy as np
 
 from raycache.cache.holding import Holding, Room, Use
 from raycache.cache.storage_tier import Prefetch
+from raycache.engine.drafts import Luck
 from raycache.engine.plan import NO_PAGES, UNKNOWN, Row
 from raycache.errors import RequestError
-from raycache.types import FinishReason, GenerateRequest, Miss, RequestOutput, SamplingParams, TokenLogprob
+from raycache.types import (
+    FinishReason,
+    GenerateRequest,
+    Miss,
+    PackedTokens,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
 
 
 class Phase(Enum):
@@ -54,6 +64,9 @@ class Request:
         may_load: whether its prefix may come from the host; not after that turned out to be bad.
         prefetch: of its prefix from storage, if it was looked for there.
         cached_by_tier, miss: where cached_len came from, and why it is not more.
+        luck: of its drafts.
+        num_drafted, num_accepted: drafts that were checked, and those of them that were right.
+        uncounted: packed drafts that were accepted, and that the ranks' penalties do not know of.
         prompt_scores: log-probabilities of the prompt's tokens found so far, if wanted; from the second token on.
     """
 
@@ -85,6 +98,10 @@ class Request:
     prefetch: Prefetch | None = None
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     miss: Miss = Miss.NONE
+    luck: Luck = field(default_factory=Luck)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    uncounted: bytes = b""
 
     @classmethod
     def create(cls, request: GenerateRequest, *, seed: int, arrival: int, now_s: float, max_model_len: int) -> Request:
@@ -172,12 +189,13 @@ class Request:
         wanted = (sampling.logprobs, sampling.prompt_logprobs if self.is_scored else None)
         return [top for top in wanted if top is not None]
 
-    def next_row(self, count: int, room: Room) -> Row:
+    def next_row(self, count: int, room: Room, drafts: PackedTokens = b"") -> Row:
         """Its next tokens for a plan.
 
         Args:
             count: of tokens, at most `num_next`.
-            room: for them.
+            room: for them, and for the drafts.
+            drafts: packed guesses at what follows them.
         """
         start, is_fed = self.next_start, self.is_fed
         is_sampled = start + count >= self.num_tokens
@@ -185,16 +203,20 @@ class Request:
         targets = b""
         if self.is_scored:
             targets = self.packed(start + 1, min(start + 1 + count, self.prompt_len))
+        accepted, self.uncounted = self.uncounted, b""
         return Row(
             slot=self.slot,
             start=start,
-            tokens=UNKNOWN if is_fed else self.packed(start, start + count),
+            tokens=UNKNOWN if is_fed else self.packed(start, start + count) + drafts,
             new_pages=room.new_pages or NO_PAGES,
             output_position=self.num_output + is_fed if is_sampled else -1,
             targets=targets,
             read_state=room.read_state,
             write_state=room.write_state,
             is_fed=is_fed,
+            num_drafts=len(drafts) // 4,
+            draft_states=room.draft_states,
+            accepted=accepted if self.sampling.has_penalties else b"",
         )
 
     def packed(self, start: int, stop: int) -> bytes:
@@ -205,20 +227,25 @@ class Request:
         """Add a generated token."""
         self.tokens += token.to_bytes(4, "little", signed=True)
 
+    def accept(self, row: Row, num_accepted: int) -> None:
+        """Add drafts of a row that turned out to be right."""
+        first = 4 * (row.first_sampled + 1)
+        self.uncounted = bytes(row.tokens[first : first + 4 * num_accepted])
+        self.tokens += self.uncounted
+
     def output(
         self,
-        token: int | None = None,
-        *,
-        logprob: TokenLogprob | None = None,
+        *tokens: int,
+        logprobs: Sequence[TokenLogprob] = (),
         reason: FinishReason | None = None,
     ) -> RequestOutput:
         """What to tell the client of this step."""
-        is_first = self.num_output <= 1 and token is not None
+        is_first = self.num_output <= 1 and bool(tokens)
         wants_scores = is_first and self.sampling.prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request_id,
-            token_ids=() if token is None else (token,),
-            logprobs=None if logprob is None or self.sampling.logprobs is None else (logprob,),
+            token_ids=tokens,
+            logprobs=tuple(logprobs) if logprobs and self.sampling.logprobs is not None else None,
             prompt_logprobs=tuple(self.prompt_scores) if wants_scores else None,
             finish_reason=reason,
             cached_tokens=self.cached_len,
@@ -227,5 +254,7 @@ class Request:
             miss=self.miss,
             queued_s=self.queued_s,
             num_starts=self.num_admissions,
+            drafted_tokens=self.num_drafted,
+            accepted_tokens=self.num_accepted,
             error="the ranks were lost each time that it ran" if reason is FinishReason.ERROR else None,
         )

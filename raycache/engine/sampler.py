@@ -55,6 +55,12 @@ class TokenCounts:
         """Per entry of `ids`, how often it is in the output; 0 for a token of the prompt alone."""
         return self._counts[: len(self._slot_of)]
 
+    def copy(self) -> TokenCounts:
+        """Another one that can be added to."""
+        other = TokenCounts(())
+        other._slot_of, other._ids, other._counts = dict(self._slot_of), self._ids.copy(), self._counts.copy()
+        return other
+
     def add(self, token: int) -> None:
         """Count one more output token."""
         slot = self._slot_of.get(token)

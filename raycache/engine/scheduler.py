@@ -29,17 +29,20 @@ import heapq
 import time
 from collections import Counter
 
+import numpy as np
+
 from raycache.cache.holding import Room
 from raycache.cache.sequences import SequenceCache
 from raycache.engine.admin import Answer, carry_out
 from raycache.engine.batch import Batch
 from raycache.engine.cuts import Cuts
+from raycache.engine.drafts import Drafts
 from raycache.engine.hits import Hits, count_more, note_hit
-from raycache.engine.plan import Admit, RowResult, StepPlan
+from raycache.engine.plan import Admit, Row, RowResult, StepPlan
 from raycache.engine.request import Phase, Request
 from raycache.engine.waiting import WaitingQueue
 from raycache.parallel.board import Acks
-from raycache.types import CacheOrder, EngineStats, FinishReason, RequestOutput, TokenLogprob
+from raycache.types import CacheOrder, EngineStats, FinishReason, PackedTokens, RequestOutput, TokenLogprob
 
 _MAX_LOSSES = 3
 """Gangs that a request may be in flight on when they are lost; fewer than an engine rebuilds one after another."""
@@ -62,6 +65,7 @@ class Scheduler:
             asked for while another is in flight is planned ahead.
         eos_token_ids: tokens that end an output.
         restore_interval: tokens between restore points inside a prompt; 0 for none inside.
+        drafts: guesses at next tokens.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Scheduler:
         micro_batches: int,
         eos_token_ids: tuple[int, ...],
         restore_interval: int,
+        drafts: Drafts,
     ) -> None:
         self.page_size = cache.page_size
         self._cache = cache
@@ -82,6 +87,7 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._storage = cache.storage
         self.costs = cache.costs
+        self.drafts = drafts
         self._hits = Hits()
         self._now_s = 0.0
         self._cuts = Cuts(cache, interval=restore_interval)
@@ -128,6 +134,7 @@ class Scheduler:
                 request.request_id, request.tokens, root=request.use.root, now=self._step, now_s=self._now_s
             )
         self._requests[request.request_id] = request
+        request.luck = self.drafts.new_luck()
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.request_id))
         self._waiting.push(request)
@@ -236,16 +243,21 @@ class Scheduler:
                 self._release(request)
                 continue
             # One that is told to end is not planned ahead any more, so what a row is fed with is never thrown away.
-            end = row.start + row.num_tokens
+            end = row.start + row.num_tokens - row.num_drafts
             assert end <= request.num_tokens, "a row of tokens that nobody knows"
             if not self._take_load(request, is_whole=is_whole, bad_load=acks.bad_load):
                 continue
-            request.num_computed = end
+            tokens, reason = self._taken(request, row, result)
+            request.num_computed = end + max(len(tokens) - 1, 0)
             if result.scores:
-                request.prompt_scores += [_trim(score, request.sampling.prompt_logprobs) for score in result.scores]
+                request.prompt_scores += [
+                    _trim(score, request.sampling.prompt_logprobs or 0) for score in result.scores
+                ]
+            if tokens[:-1]:
+                request.accept(row, len(tokens) - 1)
             self._advance(request)
-            if result.token is not None and request.ending is None:
-                outputs.append(self._add_token(request, result))
+            if tokens:
+                outputs.append(self._add_tokens(request, tokens, result.logprobs, reason))
         return outputs
 
     def take_ended(self, now_s: float) -> list[RequestOutput]:
@@ -289,6 +301,8 @@ class Scheduler:
             tiers=self._cache.tiers(),
             warnings=self._hits.warnings(self._cache.tiers()),
             replicas={},
+            drafted=dict(self.drafts.made_at),
+            accepted=dict(self.drafts.right_at),
             **self._cache.counts(),
             **self._counts,
         )
@@ -329,6 +343,7 @@ class Scheduler:
             self._cache.has_points
             or request.holding.load is not None
             or (request.is_fed and (request.sampling.has_penalties or not request.sampling.is_greedy))
+            or (self.drafts.drafter is not None and request.num_next == 1)
             or self._is_more_loadable(request)
         )
 
@@ -356,15 +371,33 @@ class Scheduler:
         before = request.num_computed
         self._load_more(request)
         count = self._chunk_len(request, batch)
-        room = self._reserve(request, count, batch)
+        drafts, room = self._draft(request, batch)
+        if room is None:
+            room = self._reserve(request, count, batch)
         if room is not None:
             self._plan_load(request, batch)
             count_more(request, request.num_computed - before, page_size=self.page_size)
-            batch.add(request, request.next_row(count, room))
+            batch.add(request, request.next_row(count, room, drafts))
         elif request.holding is not None and request.holding.load is not None:
             self._cache.drop_load(request.holding)
             request.num_computed = before
         return room is not None
+
+    def _draft(self, request: Request, batch: Batch) -> tuple[PackedTokens, Room | None]:
+        """Guesses at what follows the last token of a request in decode, with room for both that others do not need."""
+        assert request.holding is not None, "running requests hold something of the cache"
+        if self.drafts.drafter is None or request.num_next > 1 or request.is_in_flight or request.is_scored:
+            return b"", None
+        start = request.next_start
+        most = min(batch.budget, request.max_len - start - 1) - 1
+        if self._cache.has_points:
+            most = min(most, self.page_size - start % self.page_size - 1)  # or the restore point there would be missed
+        found = self.drafts.guess(request.tokens, request.luck, most=most, num_rows=len(self._running))
+        num_drafts = len(found) // 4
+        if not num_drafts:
+            return b"", None
+        room = self._cache.make_room(request.holding, start, start + 1 + num_drafts, num_drafts=num_drafts)
+        return (b"", None) if room is None else (found, room)
 
     def _is_more_loadable(self, request: Request) -> bool:
         prefetch, start = request.prefetch, request.next_start
@@ -537,7 +570,7 @@ class Scheduler:
             request.queued_s = max(0.0, self._now_s - request.arrival_s)
             note_hit(request, is_load_worth=is_worth, page_size=self.page_size)
         request.num_admissions += 1
-        request.cuts, request.num_planned = self._cuts.plan(request), request.num_computed
+        request.cuts, request.num_planned, request.uncounted = self._cuts.plan(request), request.num_computed, b""
         self._running.append(request)
         for other in self._waiting.peek(_MAX_SET_ASIDE):
             self._cuts.ask(other, [request])
@@ -594,25 +627,49 @@ class Scheduler:
             now=self._step,
         )
 
-    def _add_token(self, request: Request, result: RowResult) -> RequestOutput:
-        token = result.token
-        assert token is not None, "only rows that sampled come here"
+    def _taken(self, request: Request, row: Row, result: RowResult) -> tuple[list[int], FinishReason | None]:
+        """What a row adds to its request: tokens up to the first that a draft differs from, or that ends the output."""
+        if not result.tokens or request.ending is not None:
+            return [], None
+        drafts = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist()
+        taken: list[int] = []
+        reason = None
+        for token, draft in zip(result.tokens, [*drafts, None], strict=True):
+            taken.append(token)
+            if token in request.sampling.stop_token_ids or (token in self._eos and not request.sampling.ignore_eos):
+                reason = FinishReason.STOP
+            elif request.num_tokens + len(taken) >= request.max_len:
+                reason = FinishReason.LENGTH
+            if reason is not None or token != draft:
+                break
+        if drafts:
+            num_right = len(taken) - 1
+            # Behind the end of the output nothing was checked.
+            self._note_drafts(request, num_right, len(drafts) if reason is None else num_right)
+        return taken, reason
+
+    def _note_drafts(self, request: Request, num_right: int, num_drafts: int) -> None:
+        self.drafts.note(request.luck, num_right, num_drafts)
+        request.num_drafted += num_drafts
+        request.num_accepted += num_right
+
+    def _add_tokens(
+        self, request: Request, tokens: list[int], logprobs: list[TokenLogprob], reason: FinishReason | None
+    ) -> RequestOutput:
+        """Take the last of a row's tokens in; the others are already."""
         if request.num_output == 0:
             if self._storage is not None and request.prefetch is not None:
                 self._storage.abandon(request.prefetch)
             self._counts["prompt_tokens"] += request.prompt_len
             self._counts["cached_tokens"] += request.cached_len
             self._hits.count(request)
-        request.append(token)
-        self._counts["output_tokens"] += 1
-        reason = None
-        if token in request.sampling.stop_token_ids or (token in self._eos and not request.sampling.ignore_eos):
-            reason = FinishReason.STOP
-        elif request.num_tokens >= request.max_len:
-            reason = FinishReason.LENGTH
+        request.append(tokens[-1])
+        self._counts["output_tokens"] += len(tokens)
         if request.sampling.prompt_logprobs is not None and request.num_output == 1:
             request.prompt_scores.insert(0, None)
-        output = request.output(token, logprob=_trim(result.logprob, request.sampling.logprobs), reason=reason)
+        wanted = request.sampling.logprobs
+        entries = [] if wanted is None else [_trim(entry, wanted) for entry in logprobs[: len(tokens)]]
+        output = request.output(*tokens, logprobs=entries, reason=reason)
         if reason is not None:
             self._finish(request, reason)
         return output
@@ -640,8 +697,6 @@ class Scheduler:
         self._running.remove(request)
 
 
-def _trim(entry: TokenLogprob | None, count: int | None) -> TokenLogprob | None:
+def _trim(entry: TokenLogprob, count: int) -> TokenLogprob:
     """Only the alternatives that this request asked for; another row of the batch may have wanted more."""
-    if entry is None or count is None or len(entry.top) <= count:
-        return entry
-    return TokenLogprob(entry.token_id, entry.logprob, entry.top[:count])
+    return entry if len(entry.top) <= count else TokenLogprob(entry.token_id, entry.logprob, entry.top[:count])

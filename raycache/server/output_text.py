@@ -70,6 +70,7 @@ class OutputText:
         cached_by_tier: those tokens by the tier that they came from.
         miss: why no more of the prompt was reused.
         cut_by: the component that kept more of them from being reused, or "".
+        drafted_tokens, accepted_tokens: as in RequestOutput.
         finish_reason: None while it runs.
     """
 
@@ -92,6 +93,7 @@ class OutputText:
         self.cached_by_tier: Mapping[str, int] = {}
         self.miss = Miss.NONE
         self.cut_by = ""
+        self.drafted_tokens = self.accepted_tokens = 0
         self.finish_reason: FinishReason | None = None
 
     def push(self, output: RequestOutput) -> TextDelta:
@@ -106,6 +108,8 @@ class OutputText:
             self.cached_tokens, self.cached_by_tier = output.cached_tokens, output.cached_by_tier
         self.miss = self.miss or output.miss
         self.cut_by = self.cut_by or output.cut_by
+        if output.drafted_tokens > self.drafted_tokens:
+            self.drafted_tokens, self.accepted_tokens = output.drafted_tokens, output.accepted_tokens
         text, entries = self._push_prompt(output.prompt_logprobs)
         logprobs = output.logprobs or ()
         last_text = len(output.token_ids) - (output.finish_reason is FinishReason.STOP)

@@ -41,7 +41,18 @@ def usage_of(generation: Generation) -> dict[str, Any]:
             "cached_tokens_by_tier": {tier: sum(c.text.cached_by_tier.get(tier, 0) for c in firsts) for tier in TIERS},
             **({"cut_by": cut_by} if (cut_by := next(filter(None, (c.text.cut_by for c in firsts)), "")) else {}),
         },
+        **_draft_usage(generation),
     }
+
+
+def _draft_usage(generation: Generation) -> dict[str, Any]:
+    """What became of guesses at the output, if any were made; under the names of the OpenAI API."""
+    drafted = sum(choice.text.drafted_tokens for choice in generation.choices)
+    accepted = sum(choice.text.accepted_tokens for choice in generation.choices)
+    if not drafted:
+        return {}
+    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    return {"completion_tokens_details": details}
 
 
 def cache_info(generation: Generation) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class ForcedExecutor:
             if owner not in lost:
                 asked.reused = max(asked.reused, flight.admitted.get(owner, 0))
                 asked.compare(row.start, found)
-            results.append(RowResult(token=asked.dialogue.ids[stop] if row.output_position >= 0 else None))
+            results.append(RowResult([asked.dialogue.ids[stop]] if row.output_position >= 0 else []))
         return results
 
     def acks(self) -> Acks:

@@ -17,6 +17,7 @@ from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.storage.lanes import StorageLanes
 from raycache.cache.storage_tier import StorageTier, Waiting
+from raycache.engine.drafts import Drafts
 from raycache.engine.engine import Engine
 from raycache.engine.scheduler import Scheduler
 from raycache.memory.component import FULL, window_pages
@@ -230,6 +231,7 @@ class Tiered:
                 micro_batches=setup.stages,
                 eos_token_ids=(EOS,),
                 restore_interval=setup.interval,
+                drafts=Drafts(),
             ),
             identity=Identity("twin", setup.page_size),
             timeout_s=5.0,

@@ -88,6 +88,8 @@ class TwinExecutor:
         self._tables: dict[int, dict[str, list[int]]] = {}
         self._states: dict[int, list[int]] = {}
         self._garbage: set[tuple[str, int]] = set()
+        self._guesses: set[tuple[str, int, int]] = set()  # (space, page, offset) that may be written again
+        self._reach: dict[int, int] = {}  # tokens that a slot has had room for
         self._state_space = next(iter(sizes.states), "")
         self.mover = mover or TwinMover(TwinHost())
         self.mover.bind(self._copy)
@@ -124,6 +126,7 @@ class TwinExecutor:
         plan = replace(plan, rows=[self._fed(row) for row in plan.rows])
         self.plans.append(plan)
         for admit in plan.admits:
+            self._reach[admit.slot] = 0
             self._tables[admit.slot] = {space: list(admit.pages.get(space, ())) for space in self._windows}
         self.mover.save(plan.saves, is_first=plan.is_saved_first)
         for row in plan.rows:
@@ -141,7 +144,7 @@ class TwinExecutor:
             for row in plan.rows
         ]
         sampled = zip(plan.rows, results, strict=True)
-        self._last = {row.slot: result.token for row, result in sampled if result.token is not None}
+        self._last = {row.slot: result.tokens[-1] for row, result in sampled if result.tokens}
         return results
 
     def _fed(self, row: Row) -> Row:
@@ -182,6 +185,7 @@ class TwinExecutor:
             assert page >= 0 or self._windows[space], "every page of the sequence is kept"
             memory[page] = {}
             self._garbage.discard((space, page))
+            self._guesses = {guess for guess in self._guesses if guess[:2] != (space, page)}
             table.append(page)
 
     def _write(self, row: Row, space: str) -> None:
@@ -191,10 +195,14 @@ class TwinExecutor:
             number = table[position // self._page_size]
             if number < 0:
                 continue
-            page = memory[number]
-            assert position % self._page_size not in page, "a token is computed into a place that is taken"
-            page[position % self._page_size] = (position, token)
-        assert len(table) == -(-(row.start + row.num_tokens) // self._page_size), "pages are handed out when needed"
+            page, place = memory[number], (space, number, position % self._page_size)
+            assert place[2] not in page or place in self._guesses, "a token is computed into a place that is taken"
+            page[place[2]] = (position, token)
+            self._guesses.discard(place)
+            if position > row.start + row.first_sampled:
+                self._guesses.add(place)
+        self._reach[row.slot] = max(self._reach[row.slot], row.start + row.num_tokens)
+        assert len(table) == -(-self._reach[row.slot] // self._page_size), "pages are handed out when needed"
         if not self._windows[space]:
             assert len(set(table)) == len(table), "a page is twice in a table"
 
@@ -202,20 +210,24 @@ class TwinExecutor:
         if not self._num_states:
             assert all(row.read_state == row.write_state == -1 for row in plan.rows)
             return
-        written = [row.write_state for row in plan.rows]
-        assert len(set(written)) == len(written), "two rows write one state"
+        written = [(row.write_state, *row.draft_states) for row in plan.rows]
+        assert len({slot for slots in written for slot in slots}) == sum(map(len, written)), "a state is written twice"
         for i, row in enumerate(plan.rows):
-            assert 0 <= row.write_state < self._num_states, "every row leaves its state somewhere"
-            assert row.read_state not in written[:i] + written[i + 1 :], "a row reads a state that another one writes"
+            assert len(written[i]) == 1 + row.num_drafts, "a state is kept after each draft"
+            assert all(0 <= slot < self._num_states for slot in written[i]), "every row leaves its state somewhere"
+            others = {slot for slots in written[:i] + written[i + 1 :] for slot in slots} | {*row.draft_states}
+            assert row.read_state not in others, "a row reads a state that another one writes"
         for row in plan.rows:
             before = self._states[row.read_state] if row.read_state >= 0 else []
-            if row.slot in bad_slots:
-                self._garbage.add((self._state_space, row.write_state))
-                self._states[row.write_state] = []
-                continue
-            self._garbage.discard((self._state_space, row.write_state))
-            assert len(before) == row.start, "the state is that of another position"
-            self._states[row.write_state] = before + np.frombuffer(row.tokens, np.int32).tolist()
+            tokens = np.frombuffer(row.tokens, np.int32).tolist()
+            for i, slot in enumerate((row.write_state, *row.draft_states)):
+                if row.slot in bad_slots:
+                    self._garbage.add((self._state_space, slot))
+                    self._states[slot] = []
+                    continue
+                self._garbage.discard((self._state_space, slot))
+                assert len(before) == row.start, "the state is that of another position"
+                self._states[slot] = before + tokens[: row.first_sampled + 1 + i]
 
     def _read(self, row: Row, plan: StepPlan, admit: Admit | None) -> RowResult:
         if admit is not None:
@@ -226,20 +238,23 @@ class TwinExecutor:
         for space, window in self._windows.items():
             if window:
                 first = max(0, row.start - window + 1)
-                last = max(first, row.start + row.num_tokens - window + 1)
+                last = max(first, row.start + row.first_sampled + 1 - window + 1)
                 assert self._see(row, space, first=first, stop=row.start) == tokens[first : row.start]
                 assert self._see(row, space, first=last) == tokens[last:], "the next query lacks a token"
         if self._num_states:
-            assert self._states[row.write_state] == tokens, "the state is that of other tokens"
+            for i, slot in enumerate((row.write_state, *row.draft_states)):
+                known = tokens[: row.start + row.first_sampled + 1 + i]
+                assert self._states[slot] == known, "the state is that of other tokens"
         result = RowResult()
         targets = np.frombuffer(row.targets, np.int32).tolist()
         for i, target in enumerate(targets):
             assert plan.num_top is not None
             result.scores.append(logprob(tokens[: row.start + i + 1], target, num_top=plan.num_top))
-        if row.output_position >= 0:
-            result.token = next_token(tokens, position=row.output_position)
+        for i in range(1 + row.num_drafts if row.output_position >= 0 else 0):
+            known = tokens[: row.start + row.first_sampled + 1 + i]
+            result.tokens.append(next_token(known, position=row.output_position + i))
             if plan.num_top is not None:
-                result.logprob = logprob(tokens, result.token, num_top=plan.num_top)
+                result.logprobs.append(logprob(known, result.tokens[-1], num_top=plan.num_top))
         return result
 
     def _see(self, row: Row, space: str, *, first: int, stop: int | None = None) -> list[int]:
@@ -257,8 +272,9 @@ def _nonsense(row: Row, plan: StepPlan) -> RowResult:
     """What a row says that has seen garbage."""
     if row.output_position < 0:
         return RowResult()
-    told = None if plan.num_top is None else logprob([], VOCAB, num_top=plan.num_top)
-    return RowResult(VOCAB, told)
+    count = 1 + row.num_drafts
+    told = [] if plan.num_top is None else [logprob([], VOCAB, num_top=plan.num_top)] * count
+    return RowResult([VOCAB] * count, told)
 
 
 def _number(tokens: Sequence[int]) -> int:

@@ -158,7 +158,10 @@ def results_of(plan: StepPlan) -> list[RowResult]:
         scores = [entry for at in range(row.num_targets) if (entry := line_of(plan, i, at)[1]) is not None]
         result = RowResult(scores=scores)
         if row.output_position >= 0:
-            result.token, result.logprob = line_of(plan, i, row.num_tokens - 1)
+            for at in range(row.first_sampled, row.num_tokens):
+                token, entry = line_of(plan, i, at)
+                result.tokens.append(token)
+                result.logprobs += [] if entry is None else [entry]
         results.append(result)
     return results
 
@@ -168,7 +171,7 @@ def test_answers_of_any_number_of_ranks_join_to_the_same_results(plan: StepPlan,
     answers = [answer_of(plan, cp_rank=rank, cp_size=cp) for rank in range(cp)]
     counts = [emitted_count(plan, cp_rank=rank, cp_size=cp) for rank in range(cp)]
     assert counts == [len(answer) for answer in answers]
-    assert sum(counts) == sum(row.num_targets + (row.output_position >= 0) for row in plan.rows)
+    assert sum(counts) == sum(row.num_targets + (row.output_position >= 0) * (1 + row.num_drafts) for row in plan.rows)
     assert read_answers(plan, answers) == results_of(plan)
 
 
@@ -184,4 +187,4 @@ def test_log_probabilities_keep_their_bits() -> None:
     exact = [-1e-300, float("-inf"), -0.1]
     bits = np.array(exact).view(np.int64).tolist()
     (result,) = read_answers(plan, [np.array([[9, bits[0], 3, 4, bits[1], bits[2]]], np.int64)])
-    assert result.logprob == TokenLogprob(9, exact[0], ((3, exact[1]), (4, exact[2])))
+    assert result.logprobs == [TokenLogprob(9, exact[0], ((3, exact[1]), (4, exact[2])))]

@@ -177,7 +177,7 @@ def test_a_running_sequence_never_holds_more_than_it_is_guaranteed(page_size: in
             assert len({*holding.windows["window"].held, *kept.get("window", ())}) <= 2 * window_pages(
                 window, page_size
             )
-            assert len({holding.state, holding.next_state, *kept.get("state", ())} - {-1}) <= 2
+            assert len({holding.state, *holding.next_states, *kept.get("state", ())} - {-1}) <= 2
             cache.advance(holding, tokens, stop, is_kept=True, is_point=bool(random.random() < 0.1), now=1)
             start = stop
         cache.end(holding)

@@ -16,6 +16,7 @@ from raycache.cache.keys import Identity
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.engine.batch import MAX_SCORED_TOKENS
+from raycache.engine.drafts import Drafts
 from raycache.engine.engine import Engine
 from raycache.engine.plan import StepPlan
 from raycache.engine.scheduler import Scheduler
@@ -29,6 +30,7 @@ from raycache.types import (
     SamplingParams,
     TokenLogprob,
 )
+from tests.oracle.drafters import KnownTexts
 from tests.oracle.twin import EOS, VOCAB, TwinExecutor, continuation, logprob, prompt_scores
 
 in_every_flow = pytest.mark.parametrize(("stages", "plans_ahead"), [(1, False), (1, True), (3, False)])
@@ -51,8 +53,12 @@ def make_engine(
     has_state: bool = False,
     points: int = 8,
     interval: int = 0,
+    drafts: Drafts | None = None,
 ) -> tuple[Engine, TwinExecutor]:
-    sizes = make_sizes(num_pages, page_size, max_running, window=window, has_state=has_state, points=points)
+    drafts = drafts or Drafts()
+    sizes = make_sizes(
+        num_pages, page_size, max_running, window=window, has_state=has_state, points=points, drafts=drafts.most
+    )
     executor = TwinExecutor(sizes, depth=2 if plans_ahead else stages)
     info = EngineInfo(
         model="twin",
@@ -71,13 +77,21 @@ def make_engine(
         micro_batches=stages,
         eos_token_ids=(EOS,),
         restore_interval=interval,
+        drafts=drafts,
     )
     identity = Identity("twin", page_size)
     return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=5.0), executor
 
 
 def make_sizes(
-    num_pages: int, page_size: int, max_running: int = 8, *, window: int = 0, has_state: bool = False, points: int = 8
+    num_pages: int,
+    page_size: int,
+    max_running: int = 8,
+    *,
+    window: int = 0,
+    has_state: bool = False,
+    points: int = 8,
+    drafts: int = 0,
 ) -> SpaceSizes:
     """Pools with room for `points` restore points beside what running requests need."""
     pages = window_pages(window, page_size)
@@ -85,7 +99,7 @@ def make_sizes(
         num_pages=num_pages,
         page_size=page_size,
         windows={"window": (window, (2 * max_running + points) * pages)} if window else {},
-        states={"state": 2 * max_running + points} if has_state else {},
+        states={"state": (2 + drafts) * max_running + points} if has_state else {},
     )
 
 
@@ -151,6 +165,7 @@ class Service(RuleBasedStateMachine):
         has_state=st.booleans(),
         points=st.integers(0, 5),
         interval=st.sampled_from([0, 3, 8]),
+        most_drafts=st.sampled_from([0, 0, 1, 3, 7]),
     )
     def start(
         self,
@@ -164,8 +179,18 @@ class Service(RuleBasedStateMachine):
         has_state: bool,
         points: int,
         interval: int,
+        most_drafts: int,
     ) -> None:
-        self.sizes = make_sizes(num_pages, page_size, max_running, window=window, has_state=has_state, points=points)
+        self.sizes = make_sizes(
+            num_pages,
+            page_size,
+            max_running,
+            window=window,
+            has_state=has_state,
+            points=points,
+            drafts=most_drafts,
+        )
+        self.drafter = KnownTexts([], vocab=VOCAB)
         self.engine, self.executor = make_engine(
             num_pages=num_pages,
             page_size=page_size,
@@ -180,6 +205,7 @@ class Service(RuleBasedStateMachine):
             has_state=has_state,
             points=points,
             interval=interval,
+            drafts=Drafts(self.drafter if most_drafts else None, most=most_drafts, is_adaptive=most_drafts == 3),
         )
         self.requests: dict[str, Expected] = {}
         self.ended: list[Expected] = []
@@ -297,6 +323,7 @@ class Service(RuleBasedStateMachine):
             assert self.engine.stats().waiting >= error.limit
             return
         tokens, reason = continuation(prompt, sampling, max_len=self.engine.info.max_model_len)
+        self.drafter.texts.append([*prompt, *tokens])
         self.requests[request_id] = Expected(request, tokens, reason)
 
     def _take(self, outputs: Sequence[RequestOutput]) -> None:

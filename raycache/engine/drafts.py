@@ -1,0 +1,165 @@
+"""Guesses at the next tokens of a sequence, which the model checks all in one row.
+
+    row          last token   draft 1   draft 2   draft 3
+    sampled      A            B         C         D            one behind each
+    right if                  = A       = B       = C          so draft 1 right and 2 wrong gives A and B
+
+A guess is right if it is what is sampled there anyway. So the output is that without drafts, token by token: greedy
+and with temperature, for every seed, with penalties.
+
+How many are guessed is a matter of pay: of how often they are right, and of what a token more costs a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from raycache.types import PackedTokens
+
+_WEIGHT = 0.1  # of the newest guess in what is known of a request
+_SHARED_WEIGHT = 0.01  # and of all requests
+_FIRST_SHARE = 0.7  # assumed to be right before anything is known
+_TRY_EVERY = 16  # tokens, where it does not pay
+_FORGET = 0.98  # of what a step told about costs, with each that follows
+_LONGEST_MATCH, _SHORTEST_MATCH = 4, 2  # tokens
+
+
+class Drafter(Protocol):
+    """Guesses how sequences go on."""
+
+    def guess(self, tokens: PackedTokens | bytearray, most: int) -> PackedTokens:
+        """Up to `most` next tokens, packed; none if it has no idea."""
+        ...
+
+
+class PromptLookup:
+    """Whatever followed when the sequence's last few tokens stood in it before: no model, good at quoting."""
+
+    def guess(self, tokens: PackedTokens | bytearray, most: int) -> PackedTokens:
+        """See Drafter."""
+        for length in range(_LONGEST_MATCH, _SHORTEST_MATCH - 1, -1):
+            last = bytes(tokens[-4 * length :])
+            end = len(tokens) - 4
+            # Numbers of four bytes: what is found between two of them is nothing.
+            while (place := tokens.rfind(last, 0, end)) % 4 and place > 0:
+                end = place + len(last) - 1
+            if place >= 0 and len(last) == 4 * length:
+                follows = bytes(tokens[place + len(last) :][: 4 * most])
+                # At the end it goes on with itself, as what repeats does.
+                return (follows * -(-4 * most // len(follows)))[: 4 * most]
+        return b""
+
+
+@dataclass(slots=True)
+class Luck:
+    """How often guesses are right, as a moving average.
+
+    Attributes:
+        share: of the guesses that were right, of those that had only right ones before them.
+        num_idle: tokens since the last guess.
+    """
+
+    share: float = _FIRST_SHARE
+    num_idle: int = 0
+
+    def note(self, num_right: int, num_drafts: int, *, weight: float = _WEIGHT) -> None:
+        """Take in what became of a row's guesses."""
+        for _ in range(num_right):
+            self.share += weight * (1 - self.share)
+        if num_right < num_drafts:
+            self.share -= weight * self.share
+
+
+class StepCosts:
+    """What steps take, as a line over their tokens, fixed + per_token * tokens, by forgetful least squares."""
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def note(self, seconds: float, num_tokens: int) -> None:
+        """Take in a step of rows in decode."""
+        for name, value in (("_n", 1.0), ("_x", num_tokens), ("_y", seconds)):
+            setattr(self, name, _FORGET * getattr(self, name) + value)
+        self._xx = _FORGET * self._xx + num_tokens * num_tokens
+        self._xy = _FORGET * self._xy + num_tokens * seconds
+
+    def share_of_token(self, num_rows: int) -> float:
+        """What a token more costs in a step of so many rows of one token, over what the step costs per row."""
+        spread = self._n * self._xx - self._x * self._x
+        if spread <= 1e-9 * self._n * self._xx or self._y <= 0:
+            return 0.0  # all steps were alike: nothing is known of it, so it is tried
+        slope = (self._n * self._xy - self._x * self._y) / spread
+        fixed = (self._y - slope * self._x) / self._n
+        step_s = max(fixed, 0.0) + slope * num_rows
+        return min(max(slope * num_rows / step_s, 0.0), 1.0) if slope > 0 and step_s > 0 else 0.0
+
+
+@dataclass
+class Drafts:
+    """Guesses for all requests.
+
+    Attributes:
+        drafter: who guesses; None for no guesses.
+        most: guesses of a row.
+        is_adaptive: whether fewer are made where they do not pay.
+        costs: of steps.
+        num_made, num_right: guesses.
+        made_at, right_at: the same by position behind the last known token, from 1.
+    """
+
+    drafter: Drafter | None = None
+    most: int = 0
+    is_adaptive: bool = True
+    costs: StepCosts = field(default_factory=StepCosts)
+    made_at: Counter[int] = field(default_factory=Counter)
+    right_at: Counter[int] = field(default_factory=Counter)
+    _luck: Luck = field(default_factory=Luck)
+
+    @property
+    def num_made(self) -> int:
+        """Guesses that were checked."""
+        return self.made_at.total()
+
+    @property
+    def num_right(self) -> int:
+        """Those of them that were right."""
+        return self.right_at.total()
+
+    def new_luck(self) -> Luck:
+        """Of a request of which nothing is known yet."""
+        return Luck(self._luck.share)
+
+    def guess(self, tokens: bytearray, luck: Luck, *, most: int, num_rows: int) -> PackedTokens:
+        """Guess how a sequence in decode goes on.
+
+        Args:
+            tokens: of the sequence, packed.
+            luck: of the request.
+            most: guesses that there is room for.
+            num_rows: of the step.
+        """
+        if self.drafter is None:
+            return b""
+        count = min(most, self._worth(luck, num_rows) if self.is_adaptive else self.most)
+        found = self.drafter.guess(tokens, count) if count > 0 else b""
+        luck.num_idle = 0 if found else luck.num_idle + 1
+        return found
+
+    def note(self, luck: Luck, num_right: int, num_drafts: int) -> None:
+        """Take in what became of a row's guesses."""
+        luck.note(num_right, num_drafts)
+        self._luck.note(num_right, num_drafts, weight=_SHARED_WEIGHT)
+        self.made_at.update(range(1, num_drafts + 1))
+        self.right_at.update(range(1, num_right + 1))
+
+    def _worth(self, luck: Luck, num_rows: int) -> int:
+        """Guesses that pay: the last of them is right more often than what it adds to the step's time."""
+        cost = self.costs.share_of_token(num_rows)
+        if luck.share <= cost or luck.share <= 0:
+            return 1 if luck.num_idle >= _TRY_EVERY else 0
+        if cost <= 0 or luck.share >= 1:
+            return self.most
+        return min(self.most, int(math.log(cost) / math.log(luck.share)))

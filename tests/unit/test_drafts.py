@@ -1,0 +1,210 @@
+"""Drafted tokens: guesses, how many pay, and that outputs stay what they are without."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raycache.engine.drafts import Drafts, Luck, PromptLookup, StepCosts
+from raycache.llm import LLM
+from raycache.types import SamplingParams
+from tests.oracle.drafters import KnownTexts
+from tests.oracle.families import FAMILIES, make_family
+from tests.oracle.golden import golden
+from tests.oracle.tiny_tokenizers import byte_level
+
+NUM_TOKENS = 40
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, np.int32).tobytes()
+
+
+def unpacked(tokens: bytes) -> list[int]:
+    return np.frombuffer(tokens, np.int32).tolist()
+
+
+# --- guesses ----------------------------------------------------------------------------------------------------------
+
+
+def slow_lookup(tokens: list[int], most: int) -> list[int]:
+    """What followed the last time that the longest of the last 4, 3 or 2 tokens stood there, over and over."""
+    for length in (4, 3, 2):
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if length < len(tokens) and tokens[start : start + length] == tokens[-length:]:
+                return [*itertools.islice(itertools.cycle(tokens[start + length :]), most)]
+    return []
+
+
+@given(st.lists(st.sampled_from([0, 1, 2, 256, 65536, 257]), max_size=40), st.integers(1, 6))
+def test_a_prompt_is_looked_up_as_its_slow_twin_does(tokens: list[int], most: int) -> None:
+    assert unpacked(PromptLookup().guess(packed(tokens), most)) == slow_lookup(tokens, most)
+
+
+def test_bytes_that_lie_across_two_tokens_are_no_match() -> None:
+    tokens = [0x01000000, 0x02000000, 0x00000002, 7, 1, 2]  # in bytes 1 0 0 0 2 0 0 0, too
+    assert unpacked(PromptLookup().guess(packed(tokens), 3)) == []
+
+
+# --- how many ---------------------------------------------------------------------------------------------------------
+
+
+def count(drafts: Drafts, luck: Luck, *, num_rows: int = 1, most: int = 100) -> int:
+    return len(drafts.guess(bytearray(packed([1, 2] * 60)), luck, most=most, num_rows=num_rows)) // 4
+
+
+def with_costs(*, fixed: float, per_token: float) -> Drafts:
+    drafts = Drafts(PromptLookup(), most=8)
+    for num_tokens in (1, 2, 3, 5, 8) * 4:
+        drafts.costs.note(fixed + per_token * num_tokens, num_tokens)
+    return drafts
+
+
+def test_nothing_is_guessed_without_a_drafter() -> None:
+    assert count(Drafts(), Luck()) == 0
+
+
+def test_costs_are_a_line() -> None:
+    drafts = with_costs(fixed=3.0, per_token=1.0)
+    assert drafts.costs.share_of_token(1) == pytest.approx(1 / 4)
+    assert drafts.costs.share_of_token(9) == pytest.approx(9 / 12)
+
+
+@pytest.mark.parametrize("seconds", [[], [0.1], [0.1, 0.1, 0.1]])
+def test_costs_that_are_not_known_are_none(seconds: list[float]) -> None:
+    costs = StepCosts()
+    for each in seconds:
+        costs.note(each, 4)
+    assert costs.share_of_token(1) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("share", "per_token", "num_rows", "wanted"),
+    [
+        (0.9, 0.0, 1, 8),  # a token more costs nothing
+        (0.5, 1 / 9, 1, 3),  # 0.5 ** 3 > 0.1 > 0.5 ** 4
+        (0.51, 1.0, 1, 1),  # half a step each
+        (0.4, 1.0, 1, 0),
+        (0.9, 1.0, 64, 0),  # a batch that is bound by its tokens
+        (1.0, 1.0, 64, 8),
+    ],
+)
+def test_as_many_are_guessed_as_pay(share: float, per_token: float, num_rows: int, wanted: int) -> None:
+    drafts = with_costs(fixed=1.0, per_token=per_token)
+    assert count(drafts, Luck(share), num_rows=num_rows) == wanted
+    assert count(drafts, Luck(share), num_rows=num_rows, most=2) == min(wanted, 2)
+
+
+def test_where_it_does_not_pay_it_is_tried_now_and_then() -> None:
+    drafts, luck = with_costs(fixed=0.0, per_token=1.0), Luck(0.1)
+    assert [count(drafts, luck) for _ in range(34)] == [*([0] * 16), 1, *([0] * 16), 1]
+
+
+def test_luck_follows_what_is_accepted_and_new_requests_begin_with_that_of_all() -> None:
+    drafts = Drafts(PromptLookup(), most=4)
+    luck = drafts.new_luck()
+    for _ in range(200):
+        drafts.note(luck, 0, 4)
+    assert luck.share < 0.01 and drafts.new_luck().share < 0.2
+    for _ in range(200):
+        drafts.note(luck, 3, 4)
+    assert luck.share == pytest.approx(0.75, abs=0.1)
+    assert (drafts.num_made, drafts.num_right) == (1600, 600)
+    assert drafts.made_at[4] == 400 and drafts.right_at == {1: 200, 2: 200, 3: 200}
+
+
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+
+PROMPTS = [np.random.default_rng(length).integers(3, 200, length).tolist() for length in (37, 70, 5)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def complete(llm: LLM, sampling: SamplingParams) -> list[list[int]]:
+    found = [list(completion.token_ids) for completion in llm.generate(PROMPTS, sampling)]
+    llm.check()
+    return found
+
+
+def drafting(model: Path, texts: list[list[int]], **settings: object) -> tuple[LLM, Drafts]:
+    """With guesses that are mostly what `texts` say."""
+    llm = LLM(str(model), page_size=16, num_pages=64, draft="ngram", draft_tokens=5, adaptive_drafts=False, **settings)
+    drafts = llm.engine._scheduler.drafts
+    drafts.drafter = KnownTexts(texts, vocab=200)
+    return llm, drafts
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Made when they are asked for."""
+
+    class Made(dict[str, Path]):
+        def __missing__(self, name: str) -> Path:
+            self[name] = byte_level(make_family(tmp_path_factory.mktemp(name), name))
+            return self[name]
+
+    return Made()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_outputs_are_what_transformers_finds_likeliest(models: dict[str, Path], family: str) -> None:
+    plain = LLM(str(models[family]), page_size=16, num_pages=64)
+    texts = [prompt + output for prompt, output in zip(PROMPTS, complete(plain, GREEDY), strict=True)]
+    plain.close()
+    for prompt, text, logits in zip(PROMPTS, texts, golden(models[family], texts).logits, strict=True):
+        assert text[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+    llm, drafts = drafting(models[family], texts)
+    for _ in range(2):  # cold, and from what was left in the cache with drafts
+        assert [p + o for p, o in zip(PROMPTS, complete(llm, GREEDY), strict=True)] == texts
+    assert 0 < drafts.num_right < drafts.num_made
+    assert llm.stats().cached_tokens > 0
+    llm.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "nemotron_h", "gemma3", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"temperature": 0.9, "seed": 3},
+        {"temperature": 0.7, "seed": 5, "top_p": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+        {"temperature": 0.0, "frequency_penalty": 1.0},
+    ],
+    ids=["sampled", "sampled with penalties", "greedy with penalties"],
+)
+def test_samples_are_the_same_for_a_seed(models: dict[str, Path], family: str, wishes: dict[str, float]) -> None:
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **wishes)  # type: ignore[arg-type]
+    plain = LLM(str(models[family]), page_size=16, num_pages=64)
+    expected = complete(plain, sampling)
+    plain.close()
+    llm, drafts = drafting(models[family], [p + o for p, o in zip(PROMPTS, expected, strict=True)])
+    assert complete(llm, sampling) == expected
+    assert 0 < drafts.num_right < drafts.num_made
+    llm.close()
+
+
+def test_log_probabilities_and_stops_are_those_of_single_steps(models: dict[str, Path]) -> None:
+    plain = LLM(str(models["qwen3"]), page_size=16, num_pages=64)
+    texts = [prompt + output for prompt, output in zip(PROMPTS, complete(plain, GREEDY), strict=True)]
+    stop = texts[0][len(PROMPTS[0]) + 7]
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2, stop_token_ids=(stop,))
+    expected = plain.generate(PROMPTS, sampling)
+    plain.close()
+    llm, drafts = drafting(models["qwen3"], texts)
+    found = llm.generate(PROMPTS, sampling)
+    llm.check()
+    llm.close()
+    assert drafts.num_right > 0
+    for one, other in zip(expected, found, strict=True):
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+        assert one.logprobs is not None and other.logprobs is not None
+        pairs = zip(one.logprobs, other.logprobs, strict=True)
+        for entry, again in pairs:
+            assert entry.token_id == again.token_id and entry.logprob == pytest.approx(again.logprob, abs=1e-4)
+            assert [i for i, _ in entry.top] == [i for i, _ in again.top]
