@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -208,3 +210,44 @@ def test_log_probabilities_and_stops_are_those_of_single_steps(models: dict[str,
         for entry, again in pairs:
             assert entry.token_id == again.token_id and entry.logprob == pytest.approx(again.logprob, abs=1e-4)
             assert [i for i, _ in entry.top] == [i for i, _ in again.top]
+
+
+def chi_square_p(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Chance of a sum of squares at least that large, if `counts` are drawn from what was expected."""
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(statistic / 2)))
+
+
+def likeliest(model: Path, texts: list[list[int]], count: int) -> list[list[tuple[int, float]]]:
+    """The likeliest next tokens of each text, and their chances among each other."""
+    found = []
+    for logits in golden(model, texts).logits:
+        ids = np.argsort(logits[-1])[-count:]
+        chances = np.exp(logits[-1][ids] - logits[-1][ids].max())
+        found.append(list(zip(ids.tolist(), (chances / chances.sum()).tolist(), strict=True)))
+    return found
+
+
+def test_sampled_tokens_are_distributed_as_the_model_says(models: dict[str, Path]) -> None:
+    """Three tokens in a row, each among the three likeliest: the second is guessed. Twenty times with other seeds."""
+    model, prompt, width, num_draws, num_rounds = models["qwen3"], PROMPTS[2], 3, 300, 20
+    paths: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        nexts = likeliest(model, [[*prompt, *path] for path in paths], width)
+        pairs = zip(paths.items(), nexts, strict=True)
+        paths = {(*path, token): chance * share for (path, chance), found in pairs for token, share in found}
+    guesses = {path[:2] for path in list(paths)[:: 2 * width]}
+    llm, drafts = drafting(model, [[*prompt, *guess] for guess in guesses])
+    p_values = []
+    for number in range(num_rounds):
+        samplings = [
+            SamplingParams(temperature=1.0, top_k=width, max_tokens=3, ignore_eos=True, seed=num_draws * number + i)
+            for i in range(num_draws)
+        ]
+        found = Counter(tuple(each.token_ids) for each in llm.generate([prompt] * num_draws, samplings))
+        assert found.keys() <= paths.keys()
+        counts, expected = np.array([found[path] for path in paths]), num_draws * np.array(list(paths.values()))
+        p_values.append(chi_square_p(counts, expected))
+    llm.close()
+    assert 0.1 * drafts.num_made < drafts.num_right < drafts.num_made
+    assert min(p_values) > 0.001 and 0.3 < np.mean(p_values) < 0.7, p_values
