@@ -16,10 +16,10 @@ from rich.live import Live
 from rich.text import Text
 
 from launch import status
-from launch.service import Service, running
+from launch.orders import only_service
+from launch.service import Service
 from launch.status import Report
 from launch.top_view import Figures, Look, view
-from raycache.errors import ConfigError
 
 _QUIT = ("q", "Q", "\x03", "\x04")
 
@@ -37,7 +37,7 @@ def run(endpoint: str | None, *, interval_s: float, timeout_s: float, is_once: b
     Raises:
         ConfigError: there is none or more than one on this machine.
     """
-    service = None if endpoint else _only_one()
+    service = None if endpoint else only_service()
     top = _Top(endpoint or (service.endpoint if service else ""), service=service, timeout_s=timeout_s)
     console = Console()
     if is_once or not console.is_terminal:
@@ -78,16 +78,6 @@ class _Top:
         earlier: dict[str, Any] = dict(before) if len(self._looks) > 1 else {}
         look = Look(now, before=earlier, seconds=now_s - before_s)
         return view(look, endpoint=self._endpoint, error=self.error)
-
-
-def _only_one() -> Service:
-    services = running()
-    if len(services) == 1:
-        return services[0]
-    if not services:
-        raise ConfigError("no service runs on this machine; name one with --endpoint http://HOST:PORT")
-    known = ", ".join(service.endpoint for service in services)
-    raise ConfigError(f"{len(services)} services run on this machine; name one with --endpoint: {known}")
 
 
 @contextlib.contextmanager

@@ -149,14 +149,14 @@ _REQUESTS = (
         "drafted_tokens",
         Kind.COUNTER,
         "Guesses at next tokens that were checked, by their place behind the last known token.",
-        _by(lambda s: s.drafted),
+        _by(lambda s: s.drafted, known=["1"]),
         ("position",),
     ),
     Metric(
         "accepted_draft_tokens",
         Kind.COUNTER,
         "Guesses that turned out to be right, by their place.",
-        _by(lambda s: s.accepted),
+        _by(lambda s: s.accepted, known=["1"]),
         ("position",),
     ),
     Metric(

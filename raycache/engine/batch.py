@@ -19,7 +19,8 @@ class Batch:
     Attributes:
         budget: tokens that may still be added.
         max_rows: most rows.
-        scored_budget: scored tokens that may still be added.
+        scored_budget: scored tokens that may still be added; drafts count, each has logits.
+        draft_budget: drafts that may still be added.
         requests: of the rows, in order.
         loads: numbers of the moves from the host that its rows wait for.
         num_loaded: tokens that those bring.
@@ -29,6 +30,7 @@ class Batch:
     budget: int
     max_rows: int
     scored_budget: int = MAX_SCORED_TOKENS
+    draft_budget: int = 0
     rows: list[Row] = field(default_factory=list)
     admits: list[Admit] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
@@ -47,4 +49,5 @@ class Batch:
         self.rows.append(row)
         self.requests.append(request)
         self.budget -= row.num_tokens
-        self.scored_budget -= row.num_targets
+        self.scored_budget -= row.num_targets + row.num_drafts
+        self.draft_budget -= row.num_drafts

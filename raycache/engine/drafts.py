@@ -23,8 +23,11 @@ _WEIGHT = 0.1  # of the newest guess in what is known of a request
 _SHARED_WEIGHT = 0.01  # and of all requests
 _FIRST_SHARE = 0.7  # assumed to be right before anything is known
 _TRY_EVERY = 16  # tokens, where it does not pay
+_LONGEST_PAUSE = 4  # tokens, where there was no idea
 _FORGET = 0.98  # of what a step told about costs, with each that follows
+_LEAST_SPREAD = 1e-3  # of step sizes, for a line through them
 _LONGEST_MATCH, _SHORTEST_MATCH = 4, 2  # tokens
+_REACH = 32768  # tokens that are looked through
 
 
 class Drafter(Protocol):
@@ -42,9 +45,9 @@ class PromptLookup:
         """See Drafter."""
         for length in range(_LONGEST_MATCH, _SHORTEST_MATCH - 1, -1):
             last = bytes(tokens[-4 * length :])
-            end = len(tokens) - 4
+            begin, end = max(0, len(tokens) - 4 * _REACH), len(tokens) - 4
             # Numbers of four bytes: what is found between two of them is nothing.
-            while (place := tokens.rfind(last, 0, end)) % 4 and place > 0:
+            while (place := tokens.rfind(last, begin, end)) % 4 and place > 0:
                 end = place + len(last) - 1
             if place >= 0 and len(last) == 4 * length:
                 follows = bytes(tokens[place + len(last) :][: 4 * most])
@@ -59,11 +62,13 @@ class Luck:
 
     Attributes:
         share: of the guesses that were right, of those that had only right ones before them.
-        num_idle: tokens since the last guess.
+        num_idle: tokens since the last guess, or since one was asked for in vain.
+        num_vain: times in a row that there was no idea.
     """
 
     share: float = _FIRST_SHARE
     num_idle: int = 0
+    num_vain: int = 0
 
     def note(self, num_right: int, num_drafts: int, *, weight: float = _WEIGHT) -> None:
         """Take in what became of a row's guesses."""
@@ -81,16 +86,18 @@ class StepCosts:
 
     def note(self, seconds: float, num_tokens: int) -> None:
         """Take in a step of rows in decode."""
-        for name, value in (("_n", 1.0), ("_x", num_tokens), ("_y", seconds)):
-            setattr(self, name, _FORGET * getattr(self, name) + value)
+        self._n = _FORGET * self._n + 1
+        self._x = _FORGET * self._x + num_tokens
+        self._y = _FORGET * self._y + seconds
         self._xx = _FORGET * self._xx + num_tokens * num_tokens
         self._xy = _FORGET * self._xy + num_tokens * seconds
 
-    def share_of_token(self, num_rows: int) -> float:
-        """What a token more costs in a step of so many rows of one token, over what the step costs per row."""
+    def share_of_token(self, num_rows: int) -> float | None:
+        """What a token more costs in a step of so many rows of one token, over what the step costs per row; None if
+        steps were too much alike to tell."""
         spread = self._n * self._xx - self._x * self._x
-        if spread <= 1e-9 * self._n * self._xx or self._y <= 0:
-            return 0.0  # all steps were alike: nothing is known of it, so it is tried
+        if spread <= _LEAST_SPREAD * self._n * self._xx or self._y <= 0:
+            return None
         slope = (self._n * self._xy - self._x * self._y) / spread
         fixed = (self._y - slope * self._x) / self._n
         step_s = max(fixed, 0.0) + slope * num_rows
@@ -117,6 +124,7 @@ class Drafts:
     made_at: Counter[int] = field(default_factory=Counter)
     right_at: Counter[int] = field(default_factory=Counter)
     _luck: Luck = field(default_factory=Luck)
+    _num_tried: int = 0
 
     @property
     def num_made(self) -> int:
@@ -141,12 +149,24 @@ class Drafts:
             most: guesses that there is room for.
             num_rows: of the step.
         """
-        if self.drafter is None:
+        count = min(most, self.wanted(luck, num_rows=num_rows))
+        if self.drafter is None or count <= 0:
+            luck.num_idle += 1
             return b""
-        count = min(most, self._worth(luck, num_rows) if self.is_adaptive else self.most)
-        found = self.drafter.guess(tokens, count) if count > 0 else b""
-        luck.num_idle = 0 if found else luck.num_idle + 1
+        found = self.drafter.guess(tokens, count)
+        luck.num_idle, luck.num_vain = 0, 0 if found else luck.num_vain + 1
         return found
+
+    def wanted(self, luck: Luck, *, num_rows: int) -> int:
+        """Most guesses at a request's next tokens.
+
+        Args:
+            luck: of the request.
+            num_rows: of the step.
+        """
+        if self.drafter is None or luck.num_idle < min(luck.num_vain, _LONGEST_PAUSE):
+            return 0
+        return self._worth(luck, num_rows) if self.is_adaptive else self.most
 
     def note(self, luck: Luck, num_right: int, num_drafts: int) -> None:
         """Take in what became of a row's guesses."""
@@ -158,6 +178,9 @@ class Drafts:
     def _worth(self, luck: Luck, num_rows: int) -> int:
         """Guesses that pay: the last of them is right more often than what it adds to the step's time."""
         cost = self.costs.share_of_token(num_rows)
+        if cost is None:  # steps of all sizes tell what they take
+            self._num_tried += 1
+            return 1 + self._num_tried % self.most
         if luck.share <= cost or luck.share <= 0:
             return 1 if luck.num_idle >= _TRY_EVERY else 0
         if cost <= 0 or luck.share >= 1:

@@ -198,12 +198,13 @@ class Engine:
         if batch.loads:
             costs.load.note(acks.load_s - self._load_s, batch.num_loaded)
             self._load_s = acks.load_s
-        elif self._scheduler.plans_ahead:
+        elif batch.rows:
             # One that was sent while another ran began when that one ended.
             num_tokens, took_s = sum(row.num_tokens for row in batch.rows), now_s - max(batch.start_s, self._collect_s)
-            costs.compute.note(took_s, num_tokens)
             if all(row.first_sampled == 0 for row in batch.rows):
                 self._scheduler.drafts.costs.note(took_s, num_tokens)
+            elif self._scheduler.plans_ahead:
+                costs.compute.note(took_s, num_tokens)
         self._collect_s = now_s
 
     def restart(self, executor: Executor) -> None:

@@ -65,6 +65,7 @@ class Request:
         prefetch: of its prefix from storage, if it was looked for there.
         cached_by_tier, miss: where cached_len came from, and why it is not more.
         luck: of its drafts.
+        num_drafts: in its last row.
         num_drafted, num_accepted: drafts that were checked, and those of them that were right.
         uncounted: packed drafts that were accepted, and that the ranks' penalties do not know of.
         prompt_scores: log-probabilities of the prompt's tokens found so far, if wanted; from the second token on.
@@ -99,6 +100,7 @@ class Request:
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     miss: Miss = Miss.NONE
     luck: Luck = field(default_factory=Luck)
+    num_drafts: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     uncounted: bytes = b""
@@ -199,7 +201,7 @@ class Request:
         """
         start, is_fed = self.next_start, self.is_fed
         is_sampled = start + count >= self.num_tokens
-        self.num_planned = start + count
+        self.num_planned, self.num_drafts = start + count, len(drafts) // 4
         targets = b""
         if self.is_scored:
             targets = self.packed(start + 1, min(start + 1 + count, self.prompt_len))
@@ -214,7 +216,7 @@ class Request:
             read_state=room.read_state,
             write_state=room.write_state,
             is_fed=is_fed,
-            num_drafts=len(drafts) // 4,
+            num_drafts=self.num_drafts,
             draft_states=room.draft_states,
             accepted=accepted if self.sampling.has_penalties else b"",
         )

@@ -343,7 +343,8 @@ class Scheduler:
             self._cache.has_points
             or request.holding.load is not None
             or (request.is_fed and (request.sampling.has_penalties or not request.sampling.is_greedy))
-            or (self.drafts.drafter is not None and request.num_next == 1)
+            or request.num_drafts > 0
+            or (request.is_fed and self.drafts.wanted(request.luck, num_rows=len(self._running)) > 0)
             or self._is_more_loadable(request)
         )
 
@@ -351,6 +352,7 @@ class Scheduler:
         """Decode rows, then chunks."""
         ready = [r for r in self._running if r.wants_row and (self.plans_ahead or not r.is_in_flight)]
         ready.sort(key=lambda request: request.num_next > 1)
+        batch.draft_budget = max(0, batch.budget - len(ready)) // 2  # the rest is for those that wait
         is_short = False
         for request in ready:
             if batch.is_full:
@@ -386,11 +388,15 @@ class Scheduler:
     def _draft(self, request: Request, batch: Batch) -> tuple[PackedTokens, Room | None]:
         """Guesses at what follows the last token of a request in decode, with room for both that others do not need."""
         assert request.holding is not None, "running requests hold something of the cache"
-        if self.drafts.drafter is None or request.num_next > 1 or request.is_in_flight or request.is_scored:
+        is_decode = request.num_next == 1 and request.num_output > 0
+        if self.drafts.drafter is None or not is_decode:
+            return b"", None
+        if request.is_in_flight:
+            request.luck.num_idle += 1
             return b"", None
         start = request.next_start
-        most = min(batch.budget, request.max_len - start - 1) - 1
-        if self._cache.has_points:
+        most = min(batch.draft_budget, batch.scored_budget, request.max_len - start - 2)
+        if self._cache.has_points and self._cache.is_kept:
             most = min(most, self.page_size - start % self.page_size - 1)  # or the restore point there would be missed
         found = self.drafts.guess(request.tokens, request.luck, most=most, num_rows=len(self._running))
         num_drafts = len(found) // 4

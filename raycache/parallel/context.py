@@ -152,10 +152,7 @@ def build_group(
         RankLostError: the handle is of another epoch, or the others did not come in time or cannot be reached.
         ConfigError: two members compute on one GPU (nccl only).
     """
-    if handle.epoch != epoch:
-        raise RankLostError(
-            member, handle.name, -1, f"handle of epoch {handle.epoch} refused, this gang is epoch {epoch}"
-        )
+    _check_epoch(handle, member=member, epoch=epoch)
     if member not in handle.members:
         raise ConfigError(f"rank {member} is no member of group {handle.name}: {handle.members}")
     if len(handle.members) == 1:
@@ -173,6 +170,12 @@ def build_group(
         raise RankLostError(member, handle.name, -1, f"group did not form within {handle.timeout_s:.0f} s") from cause
     connect(made, device, handle=handle, me=member, peers=peers)
     return TorchGroup(made, rank=index, size=size)
+
+
+def _check_epoch(handle: GroupHandle, *, member: int, epoch: int) -> None:
+    if handle.epoch != epoch:
+        cause = f"handle of epoch {handle.epoch} refused, this gang is epoch {epoch}"
+        raise RankLostError(member, handle.name, -1, cause)
 
 
 def _gloo(store: PrefixStore, index: int, size: int, timeout: timedelta, host: str) -> ProcessGroupGloo:
@@ -297,6 +300,8 @@ class ParallelContext:
             RankLostError: another epoch, or a member that did not come in time.
         """
         mine = [handle for handle in handles.values() if rank in handle.members and handle.kind != "boards"]
+        for handle in mine:
+            _check_epoch(handle, member=rank, epoch=epoch)
         meeting = come_to(mine[0], member=rank)
         groups = {
             handle.kind: build_group(handle, member=rank, epoch=epoch, host=host, device=device, meeting=meeting)

@@ -22,6 +22,7 @@ from raycache.engine.engine import Engine
 from raycache.engine.scheduler import Scheduler
 from raycache.memory.component import FULL, window_pages
 from raycache.types import EngineInfo, GenerateRequest, RequestOutput, SamplingParams
+from tests.oracle.drafters import KnownTexts
 from tests.oracle.twin import EOS, VOCAB, TwinExecutor, continuation
 from tests.oracle.twin_host import Trouble, TwinHost, TwinMover
 from tests.oracle.twin_storage import StorageTrouble, TwinLanes, TwinStorage
@@ -36,6 +37,7 @@ class Setup:
         device_points, host_points: restore points that there is room for, beside what running requests need.
         stages: of the pipeline.
         plans_ahead: whether a step is planned while the one before runs; with one stage.
+        most_drafts: guesses per row.
         has_storage: whether there is a storage tier.
         most_objects: that it takes.
         trouble, storage_trouble: what goes wrong.
@@ -56,6 +58,7 @@ class Setup:
     max_queue: int = 1000
     max_model_len: int = 10_000
     interval: int = 0
+    most_drafts: int = 0
     policy: WritePolicy = WritePolicy.THROUGH
     eviction: Eviction = Eviction.LRU
     has_storage: bool = False
@@ -75,7 +78,7 @@ class Setup:
             num_pages=self.host_pages if is_host else self.device_pages,
             page_size=self.page_size,
             windows={"window": (self.window, points * pages)} if self.window else {},
-            states={"state": points} if self.has_state else {},
+            states={"state": points + self.most_drafts * self.max_running * (not is_host)} if self.has_state else {},
         )
 
     @property
@@ -91,12 +94,14 @@ class Tiered:
     Attributes:
         engine, host, cache, storage_tier: as they are now.
         memory, storage: what survives them.
+        drafter: of the guesses, if there are any.
         num_bad_loads: slots that did not hold what the decider thought, in gangs before this one.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._random = Random(setup.seed)
+        self.drafter = KnownTexts([], vocab=VOCAB)
         self.memory = TwinHost()
         sizes = setup.sizes(is_host=True)
         windows = {space: window for space, (window, _) in sizes.windows.items()}
@@ -125,9 +130,10 @@ class Tiered:
     def ask(self, prompt: Sequence[int], *, max_tokens: int = 1, salt: str = "", name: str = "r") -> RequestOutput:
         """Run one request to its end, and all moves that it causes; its first increment, the tokens checked."""
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        tokens, _ = continuation(prompt, sampling, max_len=self.engine.info.max_model_len)
+        self.drafter.texts.append([*prompt, *tokens])
         self.engine.add(GenerateRequest(name, prompt, sampling, cache_salt=salt))
         outputs = self.settle()
-        tokens, _ = continuation(prompt, sampling, max_len=self.engine.info.max_model_len)
         assert [token for output in outputs for token in output.token_ids] == tokens
         return outputs[0]
 
@@ -231,7 +237,7 @@ class Tiered:
                 micro_batches=setup.stages,
                 eos_token_ids=(EOS,),
                 restore_interval=setup.interval,
-                drafts=Drafts(),
+                drafts=Drafts(self.drafter if setup.most_drafts else None, most=setup.most_drafts, is_adaptive=False),
             ),
             identity=Identity("twin", setup.page_size),
             timeout_s=5.0,

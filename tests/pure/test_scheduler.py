@@ -804,3 +804,32 @@ def test_ten_thousand_waiting_requests_are_taken_in_quickly() -> None:
 
 def add_plain(engine: Engine, name: str) -> None:
     engine.add(GenerateRequest(name, [1, 2, 3], GREEDY))
+
+
+@in_every_flow
+def test_drafts_leave_their_share_of_a_step_to_others(stages: int, plans_ahead: bool) -> None:
+    drafter = KnownTexts([], vocab=VOCAB)
+    drafts = Drafts(drafter, most=7, is_adaptive=False)
+    engine, executor = make_engine(
+        max_step_tokens=16, num_pages=300, stages=stages, plans_ahead=plans_ahead, drafts=drafts
+    )
+    wanted = {f"r{i}": add(engine, f"r{i}", prompt_of(i, 9), 60) for i in range(8)}
+    drafter.texts += [prompt_of(i, 9) + wanted[f"r{i}"] for i in range(8)]
+    got: dict[str, int] = {}
+    for _ in range(40 * stages):
+        for output in engine.step():
+            got[output.request_id] = got.get(output.request_id, 0) + len(output.token_ids)
+    assert min(got.get(name, 0) for name in wanted) > 20, got
+    assert drafts.num_right > 0
+    run(engine)
+    assert max(row.num_tokens for plan in executor.plans for row in plan.rows if row.num_drafts) > 1
+    assert engine.stats().prompt_tokens == 8 * 9
+
+
+def test_costs_of_steps_are_learned_with_stages_too() -> None:
+    drafter = KnownTexts([], vocab=VOCAB)
+    drafts = Drafts(drafter, most=4)
+    engine, _ = make_engine(stages=2, drafts=drafts)
+    drafter.texts.append(prompt_of(0, 9) + add(engine, "r", prompt_of(0, 9), 60))
+    run(engine)
+    assert drafts.costs.share_of_token(1) is not None

@@ -78,6 +78,7 @@ def setup_of(cell: Cell, random: Random) -> Setup:
         max_running=random.randint(1, 5),
         max_model_len=48,
         interval=random.choice([0, 0, 8]),
+        most_drafts=random.choice([0, 0, 2, 5]),
         policy=policy,
         eviction=eviction,
         waiting=waiting,
@@ -166,6 +167,8 @@ class Story:
         request = replace(request, cache_priority=self.random.randint(-1, 2))
         tokens, _ = continuation(prompt, sampling, max_len=self.tiers.engine.info.max_model_len)
         self.wanted[name] = Wanted(request, tokens)
+        self.tiers.drafter.texts.append([*prompt, *tokens])
+        del self.tiers.drafter.texts[:-50]
         self.tiers.engine.add(request)
 
     def step(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycache.engine.drafts import Drafts, Luck, PromptLookup, StepCosts
+from raycache.engine.drafts import Drafts, Luck, PromptLookup
 from raycache.llm import LLM
 from raycache.types import SamplingParams
 from tests.oracle.drafters import KnownTexts
@@ -79,11 +79,12 @@ def test_costs_are_a_line() -> None:
 
 
 @pytest.mark.parametrize("seconds", [[], [0.1], [0.1, 0.1, 0.1]])
-def test_costs_that_are_not_known_are_none(seconds: list[float]) -> None:
-    costs = StepCosts()
+def test_steps_of_one_size_say_nothing_about_costs_and_are_varied(seconds: list[float]) -> None:
+    drafts = Drafts(PromptLookup(), most=3)
     for each in seconds:
-        costs.note(each, 4)
-    assert costs.share_of_token(1) == 0.0
+        drafts.costs.note(each, 4)
+    assert drafts.costs.share_of_token(1) is None
+    assert [count(drafts, Luck()) for _ in range(4)] == [2, 3, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,21 @@ def test_as_many_are_guessed_as_pay(share: float, per_token: float, num_rows: in
 def test_where_it_does_not_pay_it_is_tried_now_and_then() -> None:
     drafts, luck = with_costs(fixed=0.0, per_token=1.0), Luck(0.1)
     assert [count(drafts, luck) for _ in range(34)] == [*([0] * 16), 1, *([0] * 16), 1]
+
+
+def test_who_had_no_idea_is_asked_less_often() -> None:
+    class Clueless:
+        asked = 0
+
+        def guess(self, tokens: bytes | bytearray, most: int) -> bytes:
+            self.asked += 1
+            return b""
+
+    drafter, luck = Clueless(), Luck()
+    drafts = Drafts(drafter, most=4, is_adaptive=False)
+    for _ in range(100):
+        assert count(drafts, luck) == 0
+    assert 20 <= drafter.asked <= 25
 
 
 def test_luck_follows_what_is_accepted_and_new_requests_begin_with_that_of_all() -> None:

@@ -92,6 +92,14 @@ def test_a_handle_of_another_epoch_is_refused_at_once(store: Store, epoch: int) 
     assert time.monotonic() - start < 1
 
 
+def test_a_gang_of_another_epoch_is_not_even_looked_for() -> None:
+    handles = group_handles(Split(tp=2), backend="gloo", store=(HOST, 1), epoch=3, timeout_s=20)  # nobody is there
+    start = time.monotonic()
+    with pytest.raises(RankLostError, match="epoch 3 refused, this gang is epoch 4"):
+        ParallelContext.join(Split(tp=2), rank=0, host=HOST, device=CPU, handles=handles, epoch=4)
+    assert time.monotonic() - start < 1
+
+
 def test_who_is_no_member_is_refused(store: Store) -> None:
     with pytest.raises(ConfigError, match="rank 5 is no member"):
         build_group(world_handle(store, (0, 1)), member=5, epoch=1, host=HOST, device=CPU)
