@@ -75,4 +75,6 @@ def sampled_slots(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
 
 def _num_sampled(row: Row, positions: NDArray[np.int64]) -> int:
     """How many of a rank's emitted positions of a row are sampled from."""
-    return int((positions >= row.first_sampled).sum()) if row.output_position >= 0 else 0
+    if row.output_position < 0:
+        return 0
+    return int((positions >= row.first_sampled).sum()) if row.num_tokens > 1 else 1

@@ -259,6 +259,12 @@ class RowResult:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     scores: list[TokenLogprob] = field(default_factory=list)
 
+    def add(self, token: int, logprob: TokenLogprob | None) -> None:
+        """A sampled token, behind those before it."""
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+
 
 def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[RowResult]:
     """Join the answers of the cp ranks to one result per row.
@@ -269,7 +275,7 @@ def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[R
     """
     results = [RowResult() for _ in plan.rows]
     scores: list[dict[int, TokenLogprob]] = [{} for _ in plan.rows]
-    sampled: list[dict[int, tuple[int, TokenLogprob | None]]] = [{} for _ in plan.rows]
+    behind_drafts: dict[int, list[tuple[int, int, TokenLogprob | None]]] = {}  # position, token, log-probability
     for answer, places in zip(answers, emissions(plan, cp_size=len(answers)), strict=True):
         lines = iter(answer)
         for i, positions in places:
@@ -280,16 +286,16 @@ def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[R
                 if position < row.num_targets:
                     assert entry is not None, "scored rows make the plan want log-probabilities"
                     scores[i][position] = entry
+                elif row.num_drafts:
+                    behind_drafts.setdefault(i, []).append((position, int(line[0]), entry))
                 else:
-                    sampled[i][position] = int(line[0]), entry
-    for result, found, chosen in zip(results, scores, sampled, strict=True):
+                    results[i].add(int(line[0]), entry)
+    for result, found in zip(results, scores, strict=True):
         if found:
             result.scores = [found[position] for position in sorted(found)]
-        for position in sorted(chosen):
-            token, logprob = chosen[position]
-            result.tokens.append(token)
-            if logprob is not None:
-                result.logprobs.append(logprob)
+    for i, sampled in behind_drafts.items():
+        for _, token, entry in sorted(sampled, key=lambda each: each[0]):
+            results[i].add(token, entry)
     return results
 
 

@@ -108,12 +108,13 @@ def test_a_heartbeat_is_an_empty_plan_with_an_empty_answer(is_last: bool) -> Non
 
 @st.composite
 def batches(draw: st.DrawFn) -> StepPlan:
-    """Plans as the scheduler makes them: scored positions end before the sampled one."""
+    """Plans as the scheduler makes them: scored positions end before the sampled one, drafts are behind it."""
     made = []
     for slot in range(draw(st.integers(0, 6))):
         count = draw(st.just(1) | st.integers(1, 40))
         is_sampled = draw(st.booleans())
         num_targets = draw(st.sampled_from([0, count - is_sampled]))
+        num_drafts = draw(st.integers(0, min(count - 1, 7))) if is_sampled and not num_targets else 0
         made.append(
             Row(
                 slot=slot,
@@ -121,6 +122,7 @@ def batches(draw: st.DrawFn) -> StepPlan:
                 tokens=packed(range(count)),
                 output_position=draw(st.integers(0, 9)) if is_sampled else -1,
                 targets=packed(range(1000, 1000 + num_targets)),
+                num_drafts=num_drafts,
             )
         )
     wants_logprobs = any(row.num_targets for row in made) or draw(st.booleans())
