@@ -1,7 +1,8 @@
 """Whether it is faster to move a prefix than to compute it, from what both took lately.
 
-A slower tier is never used because it is there. As long as one side was not measured, moving is assumed to be worth it;
-a tier that was found too slow is tried again now and then.
+A slower tier is never used because it is there. As long as one side was not measured a few times, moving is assumed to
+be worth it: a single measurement on a busy machine says little. A tier that was found too slow is tried again now and
+then.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 _WEIGHT = 0.2  # of the newest measurement
 _LEAST_TOKENS = 32  # shorter steps and moves say more about overheads
 _RETRY_EVERY = 32
+ENOUGH = 3
+"""Measurements after which a pace is known."""
 
 
 @dataclass(slots=True)
@@ -18,12 +21,19 @@ class Pace:
     """Seconds per token of one activity, as a moving average; 0 before the first measurement."""
 
     s_per_token: float = 0.0
+    num_measured: int = 0
+
+    @property
+    def known(self) -> float:
+        """Seconds per token, 0 before there were `ENOUGH` measurements."""
+        return self.s_per_token if self.num_measured >= ENOUGH else 0.0
 
     def note(self, seconds: float, num_tokens: int) -> None:
         """Take in a measurement."""
         if num_tokens < _LEAST_TOKENS or seconds <= 0:
             return
         new = seconds / num_tokens
+        self.num_measured += 1
         self.s_per_token = new if self.s_per_token == 0 else (1 - _WEIGHT) * self.s_per_token + _WEIGHT * new
 
 
@@ -36,7 +46,7 @@ class Costs:
 
     def is_load_worth(self, num_tokens: int) -> bool:
         """Whether loading so many tokens from the host beats computing them."""
-        return self._is_worth(self.load.s_per_token * num_tokens, num_tokens)
+        return self._is_worth(self.load.known * num_tokens, num_tokens)
 
     def is_wait_worth(self, num_tokens: int, *, waited_s: float) -> bool:
         """Whether fetching so many tokens from storage, and loading them, beats computing them.
@@ -45,9 +55,9 @@ class Costs:
             num_tokens: that are still missing.
             waited_s: what the request has waited for them already.
         """
-        left_s = (self.fetch.s_per_token + self.load.s_per_token) * num_tokens
+        left_s = (self.fetch.known + self.load.known) * num_tokens
         # One that was taken for faster than it is ends as well: whoever waits for it gives up in time.
-        return self._is_worth(max(left_s, waited_s if self.compute.s_per_token else 0.0), num_tokens)
+        return self._is_worth(max(left_s, waited_s if self.compute.known else 0.0), num_tokens)
 
     def figures(self) -> dict[str, float]:
         """For people and metrics."""
@@ -58,7 +68,7 @@ class Costs:
         }
 
     def _is_worth(self, move_s: float, num_tokens: int) -> bool:
-        if self.compute.s_per_token == 0 or move_s <= self.compute.s_per_token * num_tokens:
+        if self.compute.known == 0 or move_s <= self.compute.known * num_tokens:
             return True
         self._num_refused += 1
         return self._num_refused % _RETRY_EVERY == 0

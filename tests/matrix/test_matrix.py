@@ -66,12 +66,7 @@ def bench() -> Iterator[Workbench]:
 
 @pytest.mark.parametrize(
     ("split", "family"),
-    [
-        # One process has all splits of a family, because the later ones read what the first have stored.
-        pytest.param(split, family, id=f"{family}-{label(split)}", marks=pytest.mark.xdist_group(family))
-        for split in CHOSEN
-        for family in FAMILIES
-    ],
+    [pytest.param(split, family, id=f"{family}-{label(split)}") for split in CHOSEN for family in FAMILIES],
 )
 def test_logits_and_reuse_are_right(bench: Workbench, split: Split, family: str) -> None:
     cells = run_row(bench, family, split, CHOSEN[split])
@@ -79,7 +74,7 @@ def test_logits_and_reuse_are_right(bench: Workbench, split: Split, family: str)
     assert not wrong
 
 
-@pytest.mark.parametrize("family", [pytest.param(family, marks=pytest.mark.xdist_group(family)) for family in BACK])
+@pytest.mark.parametrize("family", BACK)
 def test_one_rank_reads_what_many_have_stored(bench: Workbench, family: str) -> None:
     cells = run_row(bench, family, Split(), ["other_splits"])
     assert not cells["other_splits"].problems

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from raycache.cache.costs import ENOUGH
 from raycache.cache.host_moves import WritePolicy
 from raycache.memory.component import FULL
 from raycache.types import Miss
@@ -97,8 +98,9 @@ def slower_than_computing(at: Setting) -> Iterator[Trial]:
     with open_home(at) as home:
         trial = home.trial()
         trial.ask("base")
-        trial.forget_device()
-        trial.hit("base", tiers={"host": ALL})  # how long it takes is known now
+        for _ in range(ENOUGH):
+            trial.forget_device()
+            trial.hit("base", tiers={"host": ALL})  # how long it takes is known then
         trial.forget_device()
         trial.set_pace(compute_s=1e-9)
         trial.hit("base", tiers={}, miss=Miss.SLOWER)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from raycache.cache.costs import Pace
+from raycache.cache.costs import ENOUGH, Pace
 from raycache.cache.holding import Holding, Use
 from raycache.cache.sequences import SequenceCache
 from raycache.config import Config
@@ -308,7 +308,7 @@ class Trial:
         Args:
             compute_s: seconds per token; 0 for so long that moving is always worth it.
         """
-        self.engine._scheduler.costs.compute = FixedPace(compute_s)
+        self.engine._scheduler.costs.compute = FixedPace(compute_s, num_measured=ENOUGH)
 
     def expect(self, is_so: bool, problem: str) -> None:
         """Note a problem, unless it is so."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from raycache.cache.costs import ENOUGH
 from raycache.cache.host_moves import WritePolicy
 from raycache.cache.storage.base import Fetch
 from raycache.cache.storage.orders import OrderKind, StorageAnswer, StorageOrder
@@ -167,15 +168,19 @@ def test_a_host_that_computing_beats_is_not_used() -> None:
     tiers = tiers_of()
     tiers.ask(PROMPT)
     tiers.forget("device")
-    tiers.cache.costs.compute.note(1.0, 1000)
-    tiers.cache.costs.load.note(2.0, 1000)
+    costs = tiers.cache.costs
+    for _ in range(ENOUGH):
+        assert costs.is_load_worth(1000), "nothing is known yet"
+        costs.compute.note(1.0, 1000)
+        costs.load.note(2.0, 1000)
     assert told(tiers.ask(PROMPT)) == ({}, Miss.SLOWER, "")
 
 
 def test_a_storage_that_computing_beats_is_not_waited_for() -> None:
     tiers = stored()
-    tiers.cache.costs.compute.note(1e-6, 1000)
-    tiers.cache.costs.fetch.note(2.0, 1000)
+    for _ in range(ENOUGH):
+        tiers.cache.costs.compute.note(1e-6, 1000)
+        tiers.cache.costs.fetch.note(2.0, 1000)
     tiers.storage.trouble = StorageTrouble(most_ticks=40)
     assert told(tiers.ask(PROMPT)) == ({}, Miss.SLOWER, "")
 
