@@ -14,10 +14,11 @@ from launch.fit import device_type, plan_memory
 from launch.table import human_bytes
 from raycache.attention.choose import device_obstacle
 from raycache.config import Config
-from raycache.engine.memory_plan import cache_format, context_len, resolve_dtype
+from raycache.engine.memory_plan import cache_format, context_len, resolve_dtype, served_model
 from raycache.errors import ConfigError
 from raycache.models.base import ModelConfig, check_split, check_weights, components, head_counts, read_config
 from raycache.models.checkpoint import Checkpoint
+from raycache.models.drafting import check_draft
 from raycache.parallel.sharding import Split, layer_range
 from raycache.server.chat import ChatTemplate
 from raycache.server.tokenizer import Tokenizer
@@ -28,14 +29,14 @@ def examine_model(config: Config) -> Iterator[Finding]:
     devices = list(_devices(config))
     yield from devices
     try:
-        model = read_config(Path(config.model))
+        model = served_model(config)
     except ConfigError as refusal:
         model = None
         yield Finding("model", Verdict.REFUSED, str(refusal))
     if not Path(config.model).is_dir():
         return
     has_devices = all(one.verdict is not Verdict.REFUSED for one in devices)
-    found = [*_files(config), *(_splits(config, model, has_devices=has_devices) if model else [])]
+    found = [*_files(config, model), *(_splits(config, model, has_devices=has_devices) if model else [])]
     yield from found
     if model and has_devices and all(one.verdict is not Verdict.REFUSED for one in found):
         yield from _memory(config, model)
@@ -48,9 +49,11 @@ def _devices(config: Config) -> Iterator[Finding]:
         yield Finding("device", Verdict.OK, "cpu")
 
 
-def _files(config: Config) -> Iterator[Finding]:
+def _files(config: Config, model: ModelConfig | None) -> Iterator[Finding]:
     folder = Path(config.model)
     yield attempt("weights", lambda: _weights(folder))
+    if model is not None and model.draft is not None:
+        yield attempt("draft", lambda: _draft(model, folder))
     try:
         tokenizer = Tokenizer(folder)
         ChatTemplate.load(tokenizer, path=config.chat_template)
@@ -62,6 +65,12 @@ def _files(config: Config) -> Iterator[Finding]:
         yield Finding(
             "chat template", Verdict.WARNING, "none; chat completions are refused without --chat-template FILE"
         )
+
+
+def _draft(model: ModelConfig, folder: Path) -> str:
+    assert model.draft is not None, "there is one"
+    check_draft(model, folder)
+    return f"{model.draft.model.name}: {model.draft.model.num_layers} layers of {model.draft.model.model_type}"
 
 
 def _weights(folder: Path) -> str:

@@ -173,9 +173,9 @@ class Config:
     draft: str = _setting(
         "none",
         "guesses at next tokens, which the model checks several of in one step; the output stays the same. ngram: what "
-        "followed when the last tokens stood in prompt or output before, good at quoting and editing",
+        "followed when the last tokens stood in prompt or output before, good at quoting and editing; mtp: a layer of "
+        "the model's own checkpoint; else the directory of a smaller model with its vocabulary, or of an EAGLE head",
         group="scheduler",
-        choices=("none", "ngram"),
     )
     draft_tokens: int = _setting(4, "most guesses per request and step", group="scheduler")
     adaptive_drafts: bool = _setting(
@@ -300,6 +300,11 @@ class Config:
     def most_drafts(self) -> int:
         """Guesses per request and step; 0 for none."""
         return 0 if self.draft == "none" else self.draft_tokens
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether guesses are a model's, on the ranks."""
+        return self.draft not in ("none", "ngram") and self.draft_tokens > 0
 
     def plans_ahead(self, *, device_type: str) -> bool:
         """Whether the decider plans a step while the one before runs.

@@ -225,12 +225,16 @@ class SequenceCache:
             load.parts = {}
         self.drop_load(holding)
 
-    def make_room(self, holding: Holding, start: int, stop: int, *, num_drafts: int = 0) -> Room | None:
+    def make_room(
+        self, holding: Holding, start: int, stop: int, *, num_drafts: int = 0, num_guesses: int = 0
+    ) -> Room | None:
         """Room for the tokens [start, stop) of a sequence; None, with nothing taken, if there is too little.
 
         What others could reuse is evicted for it. The last `num_drafts` tokens may turn out to be wrong; the sequence
-        goes on behind any of them then.
+        goes on behind any of them then. A draft model guesses on `num_guesses` places more.
         """
+        next_len = stop - num_drafts
+        stop += num_guesses
         missing = -(-stop // self.page_size) - len(holding.pages)
         if missing <= 0 and not self._shared:
             return _NO_ROOM_NEEDED  # nearly every decode step of a dense model
@@ -238,7 +242,7 @@ class SequenceCache:
         skipped = {}
         for space, window in self._windows.items():
             held = holding.windows[space]
-            first = max(held.end, self._first_page(stop - num_drafts, window))
+            first = max(held.end, self._first_page(next_len, window))
             skipped[space] = first - held.end
             needed[space] = max(0, -(-stop // self.page_size) - first)
         if self._state_space:
@@ -246,7 +250,7 @@ class SequenceCache:
             needed[self._state_space] = num_drafts + is_kept
         if not all(self._make_free(space, count) for space, count in needed.items()):
             return None
-        holding.next_len = stop - num_drafts
+        holding.next_len = next_len
         return self._take(holding, needed, skipped, num_drafts=num_drafts)
 
     def advance(
@@ -276,7 +280,7 @@ class SequenceCache:
         if holding.checkpoint is not None and holding.checkpoint[0] < holding.handle.length:
             self._replace_checkpoint(holding, None)  # the prefix ends elsewhere now: nobody could use it
         if self.has_points and num_computed == holding.handle.length:
-            self._replace_checkpoint(holding, (num_computed, self._parts(holding)))
+            self._replace_checkpoint(holding, (num_computed, self._parts(holding, num_computed)))
             if is_point:
                 self._keep_checkpoint(holding)
         self._save_new(holding, tokens, now=now)
@@ -578,9 +582,12 @@ class SequenceCache:
             adopted = self._tree.extend(holding.handle, tokens, pages, now=now)
             holding.own.difference_update(pages[adopted].tolist())
 
-    def _parts(self, holding: Holding) -> dict[str, Sequence[int]]:
+    def _parts(self, holding: Holding, num_computed: int) -> dict[str, Sequence[int]]:
         """What the next token needs beside the pages of the sequence, with a holder added."""
-        parts: dict[str, Sequence[int]] = {space: tuple(window.ids) for space, window in holding.windows.items()}
+        end = num_computed // self.page_size  # behind it are places for guesses
+        parts: dict[str, Sequence[int]] = {
+            space: tuple(window.ids)[: end - window.first] for space, window in holding.windows.items()
+        }
         if self._state_space:
             parts[self._state_space] = (holding.state,)
         for space, ids in parts.items():

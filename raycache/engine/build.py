@@ -23,12 +23,13 @@ from raycache.engine.engine import Engine, Executor
 from raycache.engine.host_link import HostLink
 from raycache.engine.host_plan import envelope_layout, host_facts, model_components, part_widths
 from raycache.engine.host_service import open_arena
-from raycache.engine.memory_plan import cache_format, context_len, pool_sizes, resolve_dtype, step_tokens
+from raycache.engine.memory_plan import cache_format, context_len, pool_sizes, resolve_dtype, served_model, step_tokens
 from raycache.engine.scheduler import Scheduler
 from raycache.errors import ConfigError
 from raycache.memory.component import FULL, CacheFormat, Reuse
-from raycache.models.base import ModelConfig, check_split, check_weights, components, read_config
+from raycache.models.base import ModelConfig, check_split, check_weights, components
 from raycache.models.checkpoint import Checkpoint, weights_fingerprint
+from raycache.models.drafting import check_draft
 from raycache.parallel.sharding import Split
 from raycache.types import EngineInfo
 
@@ -44,12 +45,13 @@ def check_model(config: Config) -> ModelConfig:
     """
     if not config.model:
         raise ConfigError("no model given; name the directory of a Hugging Face model")
-    model = read_config(Path(config.model))
+    model = served_model(config)
     check_split(model, Split(tp=config.tp, pp=config.pp, cp=config.cp))
     context_len(config, model)
     _check_kv_dtype(config, model)
     if not config.dummy_weights:
         check_weights(model, Checkpoint(Path(config.model)))
+        check_draft(model, Path(config.model))
     return model
 
 
@@ -120,6 +122,8 @@ def build_engine(
         drafts=_drafts(config, model=info.model, has_states=device_type == "cuda" and bool(sizes.states)),
     )
     weights = weights_fingerprint(Path(config.model))
+    if model.draft is not None:  # its rows lie beside the model's
+        weights += f" {model.draft.kind.value} {weights_fingerprint(model.draft.directory)}"
     if config.dummy_weights:  # what they leave behind must not pass for that of a checkpoint in the same directory
         weights = f"drawn on {device_type} {weights}"
     identity = Identity(weights, config.page_size)
@@ -131,8 +135,12 @@ def _drafts(config: Config, *, model: str, has_states: bool) -> Drafts:
     if config.most_drafts and has_states:
         _log.warning("draft=%s has no effect for %s: no kernel keeps its states behind each guess", config.draft, model)
         return Drafts()
-    drafter = PromptLookup() if config.most_drafts else None
-    return Drafts(drafter, most=config.most_drafts, is_adaptive=config.adaptive_drafts)
+    return Drafts(
+        PromptLookup() if config.draft == "ngram" else None,
+        most=config.most_drafts,
+        are_told=config.has_draft_model,
+        is_adaptive=config.adaptive_drafts,
+    )
 
 
 def _sequence_cache(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raycache.engine.plan import StepPlan, answer_width, emissions
+from raycache.engine.plan import StepPlan, answer_lens, answer_width
 from raycache.errors import RankLostError
 from raycache.parallel.collectives import Group
 from raycache.parallel.sharding import Coords, Split
@@ -85,7 +85,7 @@ def send_answer(plan: StepPlan, answer: NDArray[np.int64], control: Group) -> No
 
     Args:
         plan: that was executed; its number goes first, so that even an empty answer tells that the step is done.
-        answer: [emitted_count, answer_width].
+        answer: [answer_len, answer_width].
     """
     control.send(torch.from_numpy(np.concatenate([[plan.step], answer.reshape(-1)])), to=_DECIDER)
 
@@ -98,8 +98,7 @@ def receive_answers(plan: StepPlan, control: Group, *, split: Split) -> list[NDA
     """
     answers = []
     width = answer_width(plan)
-    for rank, places in zip(answering_ranks(split), emissions(plan, cp_size=split.cp), strict=True):
-        count = sum(len(positions) for _, positions in places)
+    for rank, count in zip(answering_ranks(split), answer_lens(plan, cp_size=split.cp), strict=True):
         answer = control.recv(torch.empty(1 + count * width, dtype=torch.int64), source=rank + 1).numpy()
         if answer[0] != plan.step:
             raise RankLostError(rank, str(split.coords(rank)), plan.step, f"it answers step {answer[0]}")

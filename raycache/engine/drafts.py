@@ -17,6 +17,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from raycache.types import PackedTokens
 
 _WEIGHT = 0.1  # of the newest guess in what is known of a request
@@ -79,29 +81,33 @@ class Luck:
 
 
 class StepCosts:
-    """What steps take, as a line over their tokens, fixed + per_token * tokens, by forgetful least squares."""
+    """What steps take, fixed + per_token * tokens + per_pass * passes of a draft model, by forgetful least squares."""
 
     def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._moments = np.zeros((4, 4))  # of (1, tokens, passes, seconds)
 
-    def note(self, seconds: float, num_tokens: int) -> None:
+    def note(self, seconds: float, num_tokens: int, num_passes: int = 0) -> None:
         """Take in a step of rows in decode."""
-        self._n = _FORGET * self._n + 1
-        self._x = _FORGET * self._x + num_tokens
-        self._y = _FORGET * self._y + seconds
-        self._xx = _FORGET * self._xx + num_tokens * num_tokens
-        self._xy = _FORGET * self._xy + num_tokens * seconds
+        values = np.array([1.0, num_tokens, num_passes, seconds])
+        self._moments = _FORGET * self._moments + np.outer(values, values)
 
     def share_of_token(self, num_rows: int) -> float | None:
-        """What a token more costs in a step of so many rows of one token, over what the step costs per row; None if
+        """What a guess more for each row costs a step of so many rows of one token, over what the step costs; None if
         steps were too much alike to tell."""
-        spread = self._n * self._xx - self._x * self._x
-        if spread <= _LEAST_SPREAD * self._n * self._xx or self._y <= 0:
+        moments = self._moments
+        if moments[0, 3] <= 0:
             return None
-        slope = (self._n * self._xy - self._x * self._y) / spread
-        fixed = (self._y - slope * self._x) / self._n
-        step_s = max(fixed, 0.0) + slope * num_rows
-        return min(max(slope * num_rows / step_s, 0.0), 1.0) if slope > 0 and step_s > 0 else 0.0
+        means = moments[0] / moments[0, 0]
+        spread = moments / moments[0, 0] - np.outer(means, means)
+        if spread[1, 1] <= _LEAST_SPREAD * (spread[1, 1] + means[1] ** 2):
+            return None
+        # In units of a guess more for each row: so many tokens, and one pass. Where they went together only the sum of
+        # their costs is known, and that is what is wanted: the smallest pair will do.
+        unit = np.array([1 / num_rows, 1.0])
+        together = np.linalg.pinv(spread[1:3, 1:3] * np.outer(unit, unit), rcond=1e-6, hermitian=True)
+        of_tokens, of_pass = together @ (spread[1:3, 3] * unit)
+        step_s = means[3] - of_tokens * (means[1] / num_rows - 1) - of_pass * means[2]
+        return float(min(max((of_tokens + of_pass) / max(step_s, of_tokens, 1e-9), 0.0), 1.0))
 
 
 @dataclass
@@ -109,8 +115,9 @@ class Drafts:
     """Guesses for all requests.
 
     Attributes:
-        drafter: who guesses; None for no guesses.
-        most: guesses of a row.
+        drafter: who guesses; None for no guesses, or where the ranks' draft model does.
+        most: guesses of a row; 0 for none.
+        are_told: whether guesses come with the answers of the ranks.
         is_adaptive: whether fewer are made where they do not pay.
         costs: of steps.
         num_made, num_right: guesses.
@@ -119,6 +126,7 @@ class Drafts:
 
     drafter: Drafter | None = None
     most: int = 0
+    are_told: bool = False
     is_adaptive: bool = True
     costs: StepCosts = field(default_factory=StepCosts)
     made_at: Counter[int] = field(default_factory=Counter)
@@ -157,6 +165,18 @@ class Drafts:
         luck.num_idle, luck.num_vain = 0, 0 if found else luck.num_vain + 1
         return found
 
+    def ask(self, luck: Luck, *, most: int, num_rows: int) -> int:
+        """How many guesses the ranks should make at what follows a request's next row.
+
+        Args:
+            luck: of the request.
+            most: that there is room for.
+            num_rows: of the step.
+        """
+        count = max(0, min(most, self.wanted(luck, num_rows=num_rows)))
+        luck.num_idle = 0 if count else luck.num_idle + 1
+        return count
+
     def wanted(self, luck: Luck, *, num_rows: int) -> int:
         """Most guesses at a request's next tokens.
 
@@ -164,7 +184,7 @@ class Drafts:
             luck: of the request.
             num_rows: of the step.
         """
-        if self.drafter is None or luck.num_idle < min(luck.num_vain, _LONGEST_PAUSE):
+        if (self.drafter is None and not self.are_told) or luck.num_idle < min(luck.num_vain, _LONGEST_PAUSE):
             return 0
         return self._worth(luck, num_rows) if self.is_adaptive else self.most
 

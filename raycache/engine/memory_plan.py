@@ -17,6 +17,7 @@ from raycache.errors import ConfigError
 from raycache.memory.component import FULL, CacheFormat, Component, Reuse, window_pages
 from raycache.memory.device import unit_bytes
 from raycache.models.base import ModelConfig, components, read_config
+from raycache.models.drafting import read_models
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Coords, Split
 
@@ -41,6 +42,16 @@ def resolve_dtype(config: Config, *, device_type: str) -> torch.dtype:
             f"dtype {name!r} of {config.model} is not supported; use --dtype with one of {', '.join(_DTYPES)}"
         )
     return _DTYPES[name]
+
+
+def served_model(config: Config) -> ModelConfig:
+    """The model to serve, with the one that guesses for it.
+
+    Raises:
+        CheckpointError: a directory is none, or holds what is not supported.
+        ConfigError: the one cannot guess for the other.
+    """
+    return read_models(Path(config.model), config.draft)
 
 
 def usable_cpus() -> int:
@@ -183,10 +194,16 @@ def pool_bytes(config: Config, model: ModelConfig, *, num_pages: int, fmt: Cache
     """Bytes of a rank's whole pool with so many pages of the sequence."""
     sizes = pool_sizes(config, model, num_pages=num_pages, fmt=fmt)
     return sum(
-        sizes[part.space]
+        (sizes[part.space] + num_spare_states(config, model, part))
         * unit_bytes(part, num_layers=model.num_layers, page_size=config.page_size, split=ctx.split, at=ctx.coords)
         for part in components(model, fmt)
     )
+
+
+def num_spare_states(config: Config, model: ModelConfig, part: Component) -> int:
+    """Slots of states that a draft passes through while it guesses: one per running request."""
+    is_draft_state = part.reuse is Reuse.STATE_HERE and part.layers[0] >= model.num_layers
+    return config.max_running if is_draft_state else 0
 
 
 def context_len(config: Config, model: ModelConfig) -> int:

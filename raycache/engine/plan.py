@@ -11,6 +11,7 @@ changed:
               slot 0: position 901, 1 token                         decode
               slot 5: position 77, fed                              decode, before its token is known here
               slot 6: position 40, 1 token and 3 drafts             decode, up to 4 tokens may come of it
+                      3 guesses                                     wanted at what follows those
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ class Row:
         draft_states: slots for the states after each guess; `write_state` then is for those after the last token that
             is none. Empty when the model has none.
         accepted: packed guesses of the row before that turned out to be right, where penalties count them.
+        num_guesses: tokens to guess behind the last one that is sampled and right, by the ranks' draft model. There is
+            room for as many, wherever that is.
+        next_token: what follows the last new token, where that is known; -1 where it is sampled. For draft models.
     """
 
     slot: int
@@ -96,6 +100,8 @@ class Row:
     num_drafts: int = 0
     draft_states: Sequence[int] = ()
     accepted: PackedTokens = b""
+    num_guesses: int = 0
+    next_token: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +162,8 @@ class StepPlan:
                 r.num_drafts,
                 list(r.draft_states),
                 bytes(r.accepted),
+                r.num_guesses,
+                r.next_token,
             ]
             for r in self.rows
         ]
@@ -228,9 +236,17 @@ def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, NDArray[n
     return found
 
 
-def emitted_count(plan: StepPlan, *, cp_rank: int, cp_size: int) -> int:
-    """Length of the answer of a cp rank, in positions."""
-    return sum(len(positions) for _, positions in emissions(plan, cp_size=cp_size)[cp_rank])
+def guessing(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
+    """Per cp rank the rows whose next tokens it guesses, those with the most guesses first."""
+    rows = sorted((i for i, row in enumerate(plan.rows) if row.num_guesses), key=lambda i: -plan.rows[i].num_guesses)
+    return [rows[rank::cp_size] for rank in range(cp_size)]
+
+
+def answer_lens(plan: StepPlan, *, cp_size: int) -> list[int]:
+    """Lines of the answer of each cp rank: one per emitted position, then one per guess."""
+    emitted_counts = [sum(len(positions) for _, positions in places) for places in emissions(plan, cp_size=cp_size)]
+    guess_counts = [sum(plan.rows[i].num_guesses for i in rows) for rows in guessing(plan, cp_size=cp_size)]
+    return [sum(counts) for counts in zip(emitted_counts, guess_counts, strict=True)]
 
 
 def _positions(row: Row, cp_rank: int, cp_size: int, *, turn: int) -> NDArray[np.int64]:
@@ -241,7 +257,7 @@ def _positions(row: Row, cp_rank: int, cp_size: int, *, turn: int) -> NDArray[np
 
 
 def answer_width(plan: StepPlan) -> int:
-    """int64 numbers per emitted position: token, then log-probability, top ids and top log-probabilities if wanted."""
+    """int64 numbers per line: token, then log-probability, top ids and top log-probabilities if wanted."""
     return 1 if plan.num_top is None else 2 + 2 * plan.num_top
 
 
@@ -253,11 +269,13 @@ class RowResult:
         tokens: sampled ones, each behind a draft more; empty if none was wanted.
         logprobs: theirs, if log-probabilities were wanted.
         scores: of the targets, in their order.
+        guesses: at what follows the last of the tokens that are right.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     scores: list[TokenLogprob] = field(default_factory=list)
+    guesses: list[int] = field(default_factory=list)
 
     def add(self, token: int, logprob: TokenLogprob | None) -> None:
         """A sampled token, behind those before it."""
@@ -271,12 +289,14 @@ def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[R
 
     Args:
         plan: that was executed.
-        answers: per cp rank, [emitted_count, answer_width].
+        answers: per cp rank, [answer_len, answer_width].
     """
     results = [RowResult() for _ in plan.rows]
     scores: list[dict[int, TokenLogprob]] = [{} for _ in plan.rows]
     behind_drafts: dict[int, list[tuple[int, int, TokenLogprob | None]]] = {}  # position, token, log-probability
-    for answer, places in zip(answers, emissions(plan, cp_size=len(answers)), strict=True):
+    cp_size = len(answers)
+    by_rank = zip(answers, emissions(plan, cp_size=cp_size), guessing(plan, cp_size=cp_size), strict=True)
+    for answer, places, guessed in by_rank:
         lines = iter(answer)
         for i, positions in places:
             row = plan.rows[i]
@@ -290,6 +310,8 @@ def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[R
                     behind_drafts.setdefault(i, []).append((position, int(line[0]), entry))
                 else:
                     results[i].add(int(line[0]), entry)
+        for i in guessed:
+            results[i].guesses = [int(next(lines)[0]) for _ in range(plan.rows[i].num_guesses)]
     for result, found in zip(results, scores, strict=True):
         if found:
             result.scores = [found[position] for position in sorted(found)]

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.base import AttentionBackend
 from raycache.engine.answer import PendingAnswer
 from raycache.engine.graphs import DecodeGraphs
+from raycache.engine.guesser import Guesser
+from raycache.engine.inputs import PageTables as RowTables
 from raycache.engine.inputs import StepInputs, build_inputs
 from raycache.engine.last_tokens import LastTokens
 from raycache.engine.page_tables import PageTables
@@ -85,6 +88,7 @@ class Rank:
         mover: between the pool and the host, None without a host tier.
         last: what slots sampled, where plans may have rows that are fed.
         graphs: recorded decode steps, None where there are none.
+        guesser: a draft model, on the last stage of a gang that has one.
     """
 
     ctx: ParallelContext
@@ -96,6 +100,7 @@ class Rank:
     mover: Mover | None = None
     last: LastTokens | None = None
     graphs: DecodeGraphs | None = None
+    guesser: Guesser | None = None
     _slots: dict[int, Slot] = field(default_factory=dict)
     _tables: dict[str, PageTables] = field(init=False)
     _unsent: Callable[[], None] = lambda: None
@@ -108,17 +113,17 @@ class Rank:
         """Run one step.
 
         Returns:
-            The answer, [emitted_count, answer_width]; empty on ranks that are not of the last stage.
+            The answer, [answer_len, answer_width]; empty on ranks that are not of the last stage.
         """
         return self.start(plan).answer()
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> PendingAnswer:
         """Give the device one step to do; on the CPU it is done on return."""
-        logits = self.forward(plan)
-        if logits is None:
+        done = self._run(plan)
+        if done.logits is None:
             return PendingAnswer(torch.empty((0, answer_width(plan)), dtype=torch.int64))
-        return PendingAnswer(self._answer(plan, logits))
+        return PendingAnswer(self._answer(plan, done))
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor | None:
@@ -127,6 +132,10 @@ class Rank:
         Returns:
             Logits [N, vocab] in float32 of the positions that this cp rank emits; None before the last stage.
         """
+        return self._run(plan).logits
+
+    def _run(self, plan: StepPlan) -> _Done:
+        """Move pages, take in what the plan changes, and run the model."""
         self._move(plan)
         for admit in plan.admits:
             self._slots[admit.slot] = _new_slot(admit)
@@ -137,25 +146,31 @@ class Rank:
                 self._tables[space].append(row.slot, ids)
             self._slots[row.slot].count(row)
         if not plan.rows:
-            return None
+            return _Done()
         # Plans of kernels are copied from memory that the next one overwrites. A plan of an eager step is made when the
         # first layer of its kind comes, so only the end of such a step is safe.
         self._planned.synchronize()
         if self.graphs is not None and self.graphs.can_run(plan):
             self.graphs.prepare(plan, self._tables)
             self._planned = after_compute(self.ctx.device)
-            return self.graphs.replay()
-        logits = self._run_layers(plan)
+            return _Done(self.graphs.replay())
+        done = self._run_layers(plan)
         self._planned = after_compute(self.ctx.device)
-        return logits
+        return done
 
-    def _run_layers(self, plan: StepPlan) -> Tensor | None:
-        tables = {row.slot: {space: table.of(row.slot) for space, table in self._tables.items()} for row in plan.rows}
+    def _run_layers(self, plan: StepPlan) -> _Done:
+        tables = self._tables_of(plan)
         inputs = build_inputs(plan, tables, page_size=self.pool.page_size, windows=self.pool.windows, ctx=self.ctx)
         if self.last is not None:
             self.last.fill(plan, inputs)
-        hidden = self._run_stage(inputs)
-        return self.model.logits(hidden[inputs.logits]) if self.ctx.is_last_stage else None
+        hidden, recorded = self._run_stage(inputs)
+        if not self.ctx.is_last_stage:
+            return _Done()
+        found = torch.cat(recorded, dim=-1) if recorded else hidden
+        return _Done(self.model.logits(hidden[inputs.logits]), inputs, found)
+
+    def _tables_of(self, plan: StepPlan) -> dict[int, RowTables]:
+        return {row.slot: {space: table.of(row.slot) for space, table in self._tables.items()} for row in plan.rows}
 
     def _move(self, plan: StepPlan) -> None:
         """Start the plan's page moves. Views wait for the loads of their layer."""
@@ -169,33 +184,54 @@ class Rank:
         for moves in plan.loads:
             self.mover.load(moves)
 
-    def _run_stage(self, inputs: StepInputs) -> Tensor:
-        run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions)
+    def _run_stage(self, inputs: StepInputs) -> tuple[Tensor, list[Tensor]]:
+        """The hidden states behind this stage's layers, and those that a draft takes of this and earlier stages."""
+        records = () if self.config.draft is None else self.config.draft.recorded
+        run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records)
         if self.ctx.is_first_stage:
             hidden = self.model.embed(inputs.ids)
         else:
-            hidden = torch.empty((len(inputs.ids), self.config.hidden_size), dtype=self.dtype, device=self.ctx.device)
+            size, first = self.config.hidden_size, self.ctx.layers(self.config.num_layers).start
+            width = (1 + sum(layer < first for layer in records)) * size
+            together = torch.empty((len(inputs.ids), width), dtype=self.dtype, device=self.ctx.device)
             if len(inputs.ids):
-                self.ctx.pp.recv(hidden, source=self.ctx.pp.rank - 1)
+                self.ctx.pp.recv(together, source=self.ctx.pp.rank - 1)
+            hidden, *run.recorded = (part.contiguous() for part in together.split(size, dim=1))
         hidden = self.model.forward(hidden, run)
         if not self.ctx.is_last_stage and len(inputs.ids):
             # One send stays in flight, so that this stage takes the next micro-batch while the next stage is still
             # busy.
             self._unsent()
-            self._unsent = self.ctx.pp.isend(hidden, to=self.ctx.pp.rank + 1)
-        return hidden
+            together = torch.cat([hidden, *run.recorded], dim=1) if run.recorded else hidden
+            self._unsent = self.ctx.pp.isend(together, to=self.ctx.pp.rank + 1)
+        return hidden, run.recorded
 
-    def _answer(self, plan: StepPlan, logits: Tensor) -> Tensor:
-        """What is sampled and scored, int64 [emitted_count, answer_width]."""
+    def _answer(self, plan: StepPlan, done: _Done) -> Tensor:
+        """What is sampled, scored and guessed, int64 [answer_len, answer_width]."""
+        logits = done.logits
+        assert logits is not None, "the last stage answers"
         if plan.loads:
             # A load that failed leaves whatever was there. The decider throws such rows away; sampling must bear them.
             logits = logits.nan_to_num()
         tokens = self._tokens(plan, logits)
+        guesses = self._guess(plan, done, tokens)
         if plan.num_top is None:
-            return tokens[:, None]
+            return torch.cat([tokens, guesses])[:, None]
         chosen_logprob, top_ids, top = logprobs(logits, tokens, num_top=plan.num_top)
         bits = [values.double().view(torch.int64) for values in (chosen_logprob[:, None], top)]
-        return torch.cat([tokens[:, None], bits[0], top_ids, bits[1]], dim=1)
+        lines = torch.cat([tokens[:, None], bits[0], top_ids, bits[1]], dim=1)
+        return torch.cat([lines, F.pad(guesses[:, None], (0, lines.shape[1] - 1))])
+
+    def _guess(self, plan: StepPlan, done: _Done, tokens: Tensor) -> Tensor:
+        """Let the draft follow, and guess what is wanted."""
+        if self.guesser is None or done.inputs is None or done.hidden is None:
+            return tokens[:0]
+        return self.guesser.guess(plan, done.inputs, done.hidden, tokens, tables=self._tables_of(plan), wish=self._wish)
+
+    def _wish(self, row: Row, behind: int) -> SampleRow:
+        slot = self._slots[row.slot]
+        # Penalties for the newest tokens are left out: a guess may be wrong.
+        return SampleRow(slot.sampling, seed=slot.seed, position=row.output_position + behind, token_counts=slot.counts)
 
     def _tokens(self, plan: StepPlan, logits: Tensor) -> Tensor:
         """Per emitted position the token that is sampled there, or the target that is scored: int64 [emitted_count]."""
@@ -236,6 +272,21 @@ class Rank:
                     )
                 )
         return targets, sampled, rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What the layers of a step left; nothing of a step without rows, or before the last stage.
+
+    Attributes:
+        logits: [N, vocab].
+        inputs: of the step.
+        hidden: [T_local, C], or what the draft takes of the target.
+    """
+
+    logits: Tensor | None = None
+    inputs: StepInputs | None = None
+    hidden: Tensor | None = None
 
 
 def _new_slot(admit: Admit) -> Slot:

@@ -67,6 +67,8 @@ class Request:
         luck: of its drafts.
         num_drafts: in its last row.
         num_drafted, num_accepted: drafts that were checked, and those of them that were right.
+        guesses: packed, of the ranks' draft model at what follows its tokens.
+        num_guesses: wanted with its last row.
         uncounted: packed drafts that were accepted, and that the ranks' penalties do not know of.
         prompt_scores: log-probabilities of the prompt's tokens found so far, if wanted; from the second token on.
     """
@@ -104,6 +106,8 @@ class Request:
     num_drafted: int = 0
     num_accepted: int = 0
     uncounted: bytes = b""
+    guesses: PackedTokens = b""
+    num_guesses: int = 0
 
     @classmethod
     def create(cls, request: GenerateRequest, *, seed: int, arrival: int, now_s: float, max_model_len: int) -> Request:
@@ -191,17 +195,18 @@ class Request:
         wanted = (sampling.logprobs, sampling.prompt_logprobs if self.is_scored else None)
         return [top for top in wanted if top is not None]
 
-    def next_row(self, count: int, room: Room, drafts: PackedTokens = b"") -> Row:
+    def next_row(self, count: int, room: Room, drafts: PackedTokens = b"", *, num_guesses: int = 0) -> Row:
         """Its next tokens for a plan.
 
         Args:
             count: of tokens, at most `num_next`.
             room: for them, and for the drafts.
             drafts: packed guesses at what follows them.
+            num_guesses: wanted at what follows those.
         """
         start, is_fed = self.next_start, self.is_fed
         is_sampled = start + count >= self.num_tokens
-        self.num_planned, self.num_drafts = start + count, len(drafts) // 4
+        self.num_planned, self.num_drafts, self.num_guesses = start + count, len(drafts) // 4, num_guesses
         targets = b""
         if self.is_scored:
             targets = self.packed(start + 1, min(start + 1 + count, self.prompt_len))
@@ -219,11 +224,16 @@ class Request:
             num_drafts=self.num_drafts,
             draft_states=room.draft_states,
             accepted=accepted if self.sampling.has_penalties else b"",
+            num_guesses=num_guesses,
+            next_token=-1 if is_sampled else self._token(start + count),
         )
 
     def packed(self, start: int, stop: int) -> bytes:
         """Tokens [start, stop), packed."""
         return bytes(self.tokens[4 * start : 4 * stop])
+
+    def _token(self, position: int) -> int:
+        return int.from_bytes(self.tokens[4 * position : 4 * position + 4], "little")
 
     def append(self, token: int) -> None:
         """Add a generated token."""

@@ -24,18 +24,29 @@ from raycache.config import Config
 from raycache.engine.answer import PendingAnswer
 from raycache.engine.control import answering_ranks, receive_plan, send_answer
 from raycache.engine.graphs import DecodeGraphs, batch_sizes
+from raycache.engine.guesser import Guesser
 from raycache.engine.host_service import open_arena
 from raycache.engine.last_tokens import LastTokens
-from raycache.engine.memory_plan import cache_format, pages_that_fit, pool_sizes, resolve_dtype
+from raycache.engine.memory_plan import (
+    cache_format,
+    num_spare_states,
+    pages_that_fit,
+    pool_sizes,
+    resolve_dtype,
+    served_model,
+)
 from raycache.engine.memory_use import MemoryUse, refusing_out_of_memory
 from raycache.engine.peak import measure_peak
 from raycache.engine.plan import StepPlan
 from raycache.engine.rank import Rank
 from raycache.errors import RankLostError
+from raycache.memory.component import Reuse
 from raycache.memory.device import DevicePool, unit_bytes
 from raycache.memory.mover import LaneName, Mover
-from raycache.models.base import Model, ModelConfig, components, load_model, read_config
+from raycache.models.base import Model, ModelConfig, components, load_model
 from raycache.models.checkpoint import Checkpoint, WeightSource
+from raycache.models.drafting import load_draft
+from raycache.models.drafts import DraftModel
 from raycache.models.dummy import DummyWeights
 from raycache.parallel.board import AckBoard, Lane
 from raycache.parallel.context import GroupHandle, ParallelContext
@@ -88,6 +99,7 @@ class RankRunner:
         self._board = board
         self._sender: BoardSender | None = None
         self._model: Model | None = None
+        self._draft: DraftModel | None = None
         self._rank: Rank | None = None
         self._step = 0
         self._is_answering = False
@@ -130,13 +142,20 @@ class RankRunner:
             CheckpointError: the model's directory is damaged.
             ConfigError: not even one sequence fits.
         """
-        config = read_config(Path(self._config.model))
+        config = served_model(self._config)
         self._note("groups")
         self._backend = choose_backend(self._config, config, self._device, self._dtype)
         with refusing_out_of_memory(self._device, doing="loading weights"):
             self._model = load_model(
-                config, self._weights(), self._ctx, dtype=self._dtype, on_progress=self._on_progress
+                config,
+                self._weights(Path(self._config.model)),
+                self._ctx,
+                dtype=self._dtype,
+                on_progress=self._on_progress,
             )
+            if config.draft is not None and self._ctx.is_last_stage:
+                source = self._weights(config.draft.directory)
+                self._draft = load_draft(config, source, self._ctx, self._dtype, target=self._model)
         self._note("weights")
         if self._use is not None:
             num_graphs = len(batch_sizes(self._config.max_running, cp=self._ctx.cp.size)) if self._has_graphs else 0
@@ -160,10 +179,10 @@ class RankRunner:
         if self._use is not None:
             self._use.note(purpose)
 
-    def _weights(self) -> WeightSource:
+    def _weights(self, directory: Path) -> WeightSource:
         if self._config.dummy_weights:
             return DummyWeights(self._device, self._dtype)
-        return Checkpoint(Path(self._config.model))
+        return Checkpoint(directory)
 
     def build(self, num_pages: int, arena: Path | None = None) -> Rank:
         """Make the pool and the executor.
@@ -172,7 +191,7 @@ class RankRunner:
             num_pages: the same on all ranks.
             arena: file of this node's host tier, or None.
         """
-        config = read_config(Path(self._config.model))
+        config = served_model(self._config)
         self._rank = rank = self._new_rank(config, num_pages=num_pages)
         self._note("pages")
         if arena is not None:
@@ -205,17 +224,30 @@ class RankRunner:
         assert self._model is not None, "load comes first"
         fmt = cache_format(self._config, dtype=self._dtype)
         sizes = pool_sizes(self._config, config, num_pages=max(num_pages, 1), fmt=fmt)
+        parts = components(config, fmt)
+        drafts = [part for part in parts if part.layers[0] >= config.num_layers]
         pool = DevicePool(
-            components(config, fmt),
+            parts,
             num_layers=config.num_layers,
             sizes=sizes if num_pages else dict.fromkeys(sizes, 1),
             page_size=self._config.page_size,
             ctx=self._ctx,
             has_scratch=self._has_graphs,
+            num_spare_states=max((num_spare_states(self._config, config, part) for part in drafts), default=0),
         )
-        return Rank(
+        rank = Rank(
             ctx=self._ctx, config=config, model=self._model, pool=pool, backend=self._backend, dtype=self._dtype
         )
+        if self._draft is not None:
+            rank.guesser = Guesser(
+                self._draft,
+                pool=pool,
+                windows={part.space: part.window for part in drafts if part.reuse is not Reuse.STATE_HERE},
+                backend=self._backend,
+                ctx=self._ctx,
+                has_states=any(part.reuse is Reuse.STATE_HERE for part in drafts),
+            )
+        return rank
 
     def _new_graphs(self, rank: Rank) -> DecodeGraphs | None:
         graphs = DecodeGraphs(rank.model, pool=rank.pool, backend=rank.backend, ctx=self._ctx, last=rank.last)

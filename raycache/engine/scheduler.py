@@ -248,6 +248,7 @@ class Scheduler:
             if not self._take_load(request, is_whole=is_whole, bad_load=acks.bad_load):
                 continue
             tokens, reason = self._taken(request, row, result)
+            request.guesses = np.array(result.guesses, np.int32).tobytes()
             request.num_computed = end + max(len(tokens) - 1, 0)
             if result.scores:
                 request.prompt_scores += [
@@ -344,6 +345,7 @@ class Scheduler:
             or request.holding.load is not None
             or (request.is_fed and (request.sampling.has_penalties or not request.sampling.is_greedy))
             or request.num_drafts > 0
+            or request.num_guesses > 0
             or (request.is_fed and self.drafts.wanted(request.luck, num_rows=len(self._running)) > 0)
             or self._is_more_loadable(request)
         )
@@ -373,37 +375,49 @@ class Scheduler:
         before = request.num_computed
         self._load_more(request)
         count = self._chunk_len(request, batch)
-        drafts, room = self._draft(request, batch)
+        drafts, num_guesses, room = self._draft(request, count, batch)
         if room is None:
             room = self._reserve(request, count, batch)
         if room is not None:
             self._plan_load(request, batch)
             count_more(request, request.num_computed - before, page_size=self.page_size)
-            batch.add(request, request.next_row(count, room, drafts))
+            batch.add(request, request.next_row(count, room, drafts, num_guesses=num_guesses))
         elif request.holding is not None and request.holding.load is not None:
             self._cache.drop_load(request.holding)
             request.num_computed = before
         return room is not None
 
-    def _draft(self, request: Request, batch: Batch) -> tuple[PackedTokens, Room | None]:
-        """Guesses at what follows the last token of a request in decode, with room for both that others do not need."""
+    def _draft(self, request: Request, count: int, batch: Batch) -> tuple[PackedTokens, int, Room | None]:
+        """Drafts for a request's next row, how many guesses at what follows them are wanted of the ranks, and room for
+        all that others do not need; without room, there are none."""
         assert request.holding is not None, "running requests hold something of the cache"
+        start = request.next_start
+        drafts, num_guesses = self._known_drafts(request, batch), 0
+        num_drafts = len(drafts) // 4
+        stop = start + count + num_drafts
+        if self.drafts.are_told and request.num_next == count:
+            most = min(request.max_len - stop, batch.draft_budget)
+            num_guesses = self.drafts.ask(request.luck, most=most, num_rows=len(self._running))
+        if not num_drafts and not num_guesses:
+            return b"", 0, None
+        room = self._cache.make_room(request.holding, start, stop, num_drafts=num_drafts, num_guesses=num_guesses)
+        return (b"", 0, None) if room is None else (drafts, num_guesses, room)
+
+    def _known_drafts(self, request: Request, batch: Batch) -> PackedTokens:
+        """Guesses at what follows the last token of a request in decode."""
         is_decode = request.num_next == 1 and request.num_output > 0
-        if self.drafts.drafter is None or not is_decode:
-            return b"", None
+        if self.drafts.most == 0 or not is_decode:
+            return b""
         if request.is_in_flight:
             request.luck.num_idle += 1
-            return b"", None
+            return b""
         start = request.next_start
         most = min(batch.draft_budget, batch.scored_budget, request.max_len - start - 2)
         if self._cache.has_points and self._cache.is_kept:
             most = min(most, self.page_size - start % self.page_size - 1)  # or the restore point there would be missed
-        found = self.drafts.guess(request.tokens, request.luck, most=most, num_rows=len(self._running))
-        num_drafts = len(found) // 4
-        if not num_drafts:
-            return b"", None
-        room = self._cache.make_room(request.holding, start, start + 1 + num_drafts, num_drafts=num_drafts)
-        return (b"", None) if room is None else (found, room)
+        if self.drafts.are_told:
+            return request.guesses[: 4 * max(most, 0)]
+        return self.drafts.guess(request.tokens, request.luck, most=most, num_rows=len(self._running))
 
     def _is_more_loadable(self, request: Request) -> bool:
         prefetch, start = request.prefetch, request.next_start
@@ -458,7 +472,7 @@ class Scheduler:
         self._release(request)
         if request.is_scored:
             request.prompt_scores.clear()
-        request.num_computed = 0
+        request.num_computed, request.guesses = 0, b""
         self._waiting.push(request)
 
     # --- admission ----------------------------------------------------------------------------------------------------
@@ -582,7 +596,9 @@ class Scheduler:
             self._cuts.ask(other, [request])
         tables = holding.tables()
         count = self._chunk_len(request, batch)
-        room = self._reserve(request, count, batch)
+        drafts, num_guesses, room = self._draft(request, count, batch)
+        if room is None:
+            room = self._reserve(request, count, batch)
         if room is None:
             request.num_admissions -= 1
             if request.phase is Phase.RUNNING:
@@ -601,7 +617,7 @@ class Scheduler:
                 output=request.packed(request.prompt_len, request.num_tokens) if has_penalties else b"",
             )
         )
-        batch.add(request, request.next_row(count, room))
+        batch.add(request, request.next_row(count, room, drafts, num_guesses=num_guesses))
         return True
 
     def _pages_being_computed(self) -> set[tuple[object, bytes]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from raycache.layers.rope import Rotary, Rotation
 
 if TYPE_CHECKING:
     from raycache.attention.base import AttentionStep, Selection
-    from raycache.memory.device import DevicePool
+    from raycache.memory.device import DevicePool, DraftLayers
 
 
 class ForwardPass:
@@ -22,10 +22,16 @@ class ForwardPass:
         step: attention.
         pool: views of the layers' rows.
         positions: int64 [T_local], of this rank's new tokens in their sequences.
+        records: layers whose inputs are kept, for a draft model.
+        recorded: those inputs, [T_local, C] each.
         selections: layer -> what its indexer chose in this pass, for the layers that share it.
     """
 
-    def __init__(self, step: AttentionStep, pool: DevicePool, positions: Tensor) -> None:
+    def __init__(
+        self, step: AttentionStep, pool: DevicePool | DraftLayers, positions: Tensor, records: Collection[int] = ()
+    ) -> None:
+        self.records = records
+        self.recorded: list[Tensor] = []
         self.step = step
         self.pool = pool
         self.positions = positions

@@ -101,12 +101,17 @@ class Component:
 
     @property
     def space(self) -> str:
-        """Whose ids name its rows: those of the sequence's pages, or its own."""
-        return FULL if self.reuse is Reuse.EVERY_PAGE else self.name
+        """Whose ids name its rows: those of the sequence's pages, of its states, or its own."""
+        return _SHARED_SPACES.get(self.reuse, self.name)
 
 
 FULL = "full"
 """The page ids of the sequence, which all EVERY_PAGE components share."""
+
+STATE = "state"
+"""The slots of recurrent states, which all STATE_HERE components share: a model's own and its draft's."""
+
+_SHARED_SPACES = {Reuse.EVERY_PAGE: FULL, Reuse.STATE_HERE: STATE}
 
 
 def window_pages(window: int, page_size: int) -> int:
@@ -174,4 +179,4 @@ def recurrent(
         RowField(f"conv_{name}", (count, dim, conv_kernel - 1), fmt.dtype, head_axis=0) for name, count, dim in conv
     )
     state = RowField("state", (heads, key_dim, value_dim), fmt.state_dtype, head_axis=0)
-    return Component("state", tuple(layers), (*inputs, state), Reuse.STATE_HERE)
+    return Component(STATE, tuple(layers), (*inputs, state), Reuse.STATE_HERE)

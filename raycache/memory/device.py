@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from raycache.errors import ConfigError
-from raycache.memory.component import FULL, ITEMSIZE, Component, Reuse, RowField
+from raycache.memory.component import FULL, ITEMSIZE, STATE, Component, Reuse, RowField
 from raycache.memory.views import IndexView, KVView, LatentView, StateView, View, view_type
 from raycache.parallel.context import ParallelContext
-from raycache.parallel.sharding import Coords, Split, layer_range, shared_head_range, state_part
+from raycache.parallel.sharding import Coords, Split, held_layers, shared_head_range, state_part
 
 
 def local_shape(component: Component, field: RowField, split: Split, at: Coords) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ def local_shape(component: Component, field: RowField, split: Split, at: Coords)
 
 def unit_bytes(component: Component, *, num_layers: int, page_size: int, split: Split, at: Coords) -> int:
     """Bytes of one page, or of one state slot, of a component on one rank."""
-    mine = layer_range(num_layers, at.pp, split.pp)
+    mine = held_layers(num_layers, at.pp, split.pp)
     rows = 1 if component.reuse is Reuse.STATE_HERE else page_size // split.cp
     row = sum(math.prod(local_shape(component, field, split, at)) * ITEMSIZE[field.dtype] for field in component.fields)
     return row * rows * sum(layer in mine for layer in component.layers)
@@ -47,15 +47,17 @@ class DevicePool:
 
     Args:
         components: of the model.
-        num_layers: of the whole model.
+        num_layers: of the whole model, without its draft.
         sizes: component space -> pages or slots, the same on every rank.
         page_size: tokens per page.
         ctx: whose part to hold.
         has_scratch: one unit more of everything, behind the last: what padded rows of a recorded batch read and write.
+        num_spare_states: slots more behind those, of states of the draft: what guesses pass through.
     Attributes:
         sizes, page_size: as given.
         windows: component space of pages -> tokens that a query sees; 0 for all before it.
         device: that the rows are on.
+        first_spare_state: slot of the first of those.
         gate: called with a layer before any of its views is handed out; returns when what is on its way there has
             arrived (mover.py). At first nothing is.
     Raises:
@@ -71,12 +73,14 @@ class DevicePool:
         page_size: int,
         ctx: ParallelContext,
         has_scratch: bool = False,
+        num_spare_states: int = 0,
     ) -> None:
-        mine = layer_range(num_layers, ctx.pp.rank, ctx.pp.size)
+        mine = held_layers(num_layers, ctx.pp.rank, ctx.pp.size)
         self.sizes, self.page_size = dict(sizes), page_size
         self.windows = {FULL: 0} | {c.space: c.window for c in components if c.reuse is not Reuse.STATE_HERE}
         self.device = ctx.device
-        self._num_scratch = int(has_scratch)
+        self._num_layers, self._num_scratch, self._num_spare = num_layers, int(has_scratch), num_spare_states
+        self.first_spare_state = self.sizes.get(STATE, 0) + self._num_scratch
         self.gate: Callable[[int], None] = _nothing_on_its_way
         self._rows: dict[str, dict[str, Tensor]] = {}
         self._views: dict[tuple[type[View], int], View] = {}
@@ -128,9 +132,15 @@ class DevicePool:
         assert isinstance(view, StateView)
         return view
 
+    def behind(self) -> DraftLayers:
+        """The layers behind the model's own, numbered from 0."""
+        return DraftLayers(self, self._num_layers)
+
     def _allocate(self, component: Component, num_layers: int, ctx: ParallelContext) -> dict[str, Tensor]:
         """Rows by field. Not cleared: none is read before it is written, untouched memory is free."""
         lead = [num_layers, self.sizes[component.space] + self._num_scratch]
+        if component.reuse is Reuse.STATE_HERE and component.layers[0] >= self._num_layers:
+            lead[1] += self._num_spare
         if component.reuse is not Reuse.STATE_HERE:
             lead.append(self.page_size // ctx.cp.size)
         try:
@@ -147,6 +157,34 @@ class DevicePool:
                 f"no memory on {ctx.device} of rank {ctx.rank} for {lead[1]} pages or slots of cache "
                 f"{component.name!r}; use a smaller --kv-memory, --num-pages, --max-running or --restore-points"
             ) from cause
+
+
+class DraftLayers:
+    """Layers of a pool from some layer on, as whose layers begin at 0 sees them.
+
+    Args:
+        pool: of all layers.
+        first: of those layers.
+    """
+
+    def __init__(self, pool: DevicePool, first: int) -> None:
+        self._pool, self._first = pool, first
+
+    def kv(self, layer: int) -> KVView:
+        """See DevicePool."""
+        return self._pool.kv(self._first + layer)
+
+    def latent(self, layer: int) -> LatentView:
+        """See DevicePool."""
+        return self._pool.latent(self._first + layer)
+
+    def index(self, layer: int) -> IndexView:
+        """See DevicePool."""
+        return self._pool.index(self._first + layer)
+
+    def state(self, layer: int) -> StateView:
+        """See DevicePool."""
+        return self._pool.state(self._first + layer)
 
 
 def _nothing_on_its_way(layer: int) -> None:

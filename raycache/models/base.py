@@ -22,7 +22,7 @@ from raycache.models.weights import ShardedWeights
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import HeadCount, Split, layer_range
 
-__all__ = ["Family", "Model", "ModelConfig", "check_split", "components", "load_model", "read_config"]
+__all__ = ["Family", "Model", "ModelConfig", "check_split", "components", "family_of", "load_model", "read_config"]
 
 
 class Model(Protocol):
@@ -87,18 +87,23 @@ def read_config(model_dir: Path) -> ModelConfig:
 
 
 def components(config: ModelConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-    """The kinds of state that a token of this model leaves behind.
+    """The kinds of state that a token of this model leaves behind, and of its draft.
 
     Args:
         config: the model.
         fmt: of the rows.
     """
-    return _family(config.model_type, config.name).components(config, fmt)
+    own = family_of(config).components(config, fmt)
+    if config.draft is None:
+        return own
+    drafts = components(config.draft.model, fmt)
+    shifted = [replace(part, layers=tuple(config.num_layers + layer for layer in part.layers)) for part in drafts]
+    return (*own, *(replace(part, name=f"draft_{part.name}") for part in shifted))
 
 
 def head_counts(config: ModelConfig) -> tuple[HeadCount, ...]:
     """What of a model is split over tp, and over tp x cp."""
-    return _family(config.model_type, config.name).head_counts(config)
+    return family_of(config).head_counts(config)
 
 
 def check_split(config: ModelConfig, split: Split) -> None:
@@ -128,6 +133,8 @@ def check_split(config: ModelConfig, split: Split) -> None:
             f"pp={split.pp} begins a stage at layer {bound[0]} of {config.name}, which uses what the layer before it "
             f"found; use one of {served}"
         )
+    if config.draft is not None:
+        check_split(config.draft.model, replace(split, pp=1))  # all of it is on the last stage
 
 
 def load_model(
@@ -147,7 +154,7 @@ def load_model(
     """
     check_split(config, ctx.split)
     weights = ShardedWeights(source, ctx, dtype)
-    return _family(config.model_type, config.name).load(config, weights, ctx, on_progress=on_progress)
+    return family_of(config).load(config, weights, ctx, on_progress=on_progress)
 
 
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -159,7 +166,7 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> None:
     wanted = CheckedNames(checkpoint)
     ctx = ParallelContext.single(torch.device("meta"))
     weights = ShardedWeights(wanted, ctx, torch.float32)
-    _family(config.model_type, config.name).load(config, weights, ctx, on_progress=lambda done, total: None)
+    family_of(config).load(config, weights, ctx, on_progress=lambda done, total: None)
     ignored = [re.compile(pattern) for pattern in (*_ALWAYS_IGNORED, *config.ignored_tensors)]
     if config.tie_word_embeddings:
         ignored.append(re.compile(r"^lm_head\.weight$"))
@@ -224,6 +231,11 @@ def _family(model_type: str, model: object) -> Family:
         raise CheckpointError(f"model_type {model_type!r} of {model} is not supported; known are {known}")
     family: Family = getattr(importlib.import_module(f"raycache.models.{model_type}"), _FAMILIES[model_type])()
     return family
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family of a model."""
+    return _family(config.model_type, config.name)
 
 
 def _obstacle(counts: Sequence[HeadCount], split: Split) -> str:

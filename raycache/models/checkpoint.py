@@ -31,8 +31,8 @@ INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LFS_POINTER = b"version https://git-lfs"
-_FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Number formats that are read, and their bytes."""
+_READ = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8}
+"""Number formats that are read, and their bytes. Quantised weights are of others; token ids may be I64."""
 
 
 class WeightSource(Protocol):
@@ -114,7 +114,7 @@ class Checkpoint:
                 f"tensor {name} in {stored.file} has shape {list(stored.shape)}, config.json wants {list(shape)}; "
                 f"config.json and weights are not of the same model"
             )
-        if stored.dtype not in _FLOATS:
+        if stored.dtype not in _READ:
             raise CheckpointError(
                 f"tensor {name} in {stored.file} is {stored.dtype}; quantised weights are not supported, "
                 f"use a checkpoint in BF16, F16 or F32"
@@ -233,8 +233,8 @@ def _check_places(tensors: dict[str, Stored], places: dict[str, tuple[int, ...]]
             raise ValueError(f"shape and data_offsets of {name} must be positive integers or zero")
         if start != end or stop < start:
             raise ValueError(f"data_offsets of {name} are {start} and {stop}, the tensor before it ends at {end}")
-        size = math.prod(stored.shape) * _FLOATS.get(stored.dtype, 0)
-        if stored.dtype in _FLOATS and stop - start != size:
+        size = math.prod(stored.shape) * _READ.get(stored.dtype, 0)
+        if stored.dtype in _READ and stop - start != size:
             raise ValueError(f"{name} has {stop - start} bytes, its shape says {size}")
         end = stop
     return end
@@ -257,6 +257,14 @@ def _why_no_weights(model_dir: Path) -> str:
 
 
 _SAMPLE_BYTES = 4096
+
+
+def has_tensor(directory: Path, name: str) -> bool:
+    """Whether a model directory has a tensor of this name; False if it has no weights at all."""
+    try:
+        return name in Checkpoint(directory)._tensors
+    except CheckpointError:
+        return False
 
 
 def weights_fingerprint(directory: Path) -> str:

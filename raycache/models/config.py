@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,7 +49,8 @@ class ModelConfig:
         eos_token_ids: end one, without repeats; those of generation_config.json come first.
         bound_layers: layers that use what the layer before them found, and so belong to the same stage.
         ignored_tensors: regular expressions of tensor names that a checkpoint may have and that are not used.
-        num_drafts: layers for speculative drafts that a checkpoint may have after its others; they are not used.
+        num_drafts: layers for speculative drafts that a checkpoint may have after its others.
+        draft: what guesses this model's next tokens, if that is a model.
     """
 
     name: str
@@ -65,6 +67,35 @@ class ModelConfig:
     bound_layers: tuple[int, ...] = field(default=(), kw_only=True)
     ignored_tensors: tuple[str, ...] = field(default=(), kw_only=True)
     num_drafts: int = field(default=0, kw_only=True)
+    draft: DraftConfig | None = field(default=None, kw_only=True)
+
+
+class DraftKind(Enum):
+    """What a model that guesses for another takes."""
+
+    MODEL = "model"
+    """The same tokens: a model like any other."""
+    LAYER = "layer"
+    """What the other found after each token, and the next token: a layer of the same checkpoint."""
+    HEAD = "head"
+    """The same, or what the other's inner layers found: a head that was trained for it later."""
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """A model that guesses what another says next.
+
+    Attributes:
+        kind: what it takes.
+        model: its layers; their caches lie behind those of the other model.
+        directory: of its weights.
+        recorded: layers of the other whose inputs it takes; none where it takes what the last one found.
+    """
+
+    kind: DraftKind
+    model: ModelConfig
+    directory: Path
+    recorded: tuple[int, ...] = ()
 
 
 class ConfigFile:

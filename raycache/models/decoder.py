@@ -5,6 +5,7 @@ Families (one file per model_type) say what their layers are made of; reading an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -89,6 +90,9 @@ class Decoder:
         norm, head: on the last stage.
         embedding_scale: of the embedded tokens.
         logit_scale: of the logits.
+        first_layer: number of the first layer in the whole model.
+    Attributes:
+        embedding, head: as given.
     """
 
     def __init__(
@@ -100,18 +104,32 @@ class Decoder:
         head: VocabHead | None,
         embedding_scale: float = 1.0,
         logit_scale: float = 1.0,
+        first_layer: int = 0,
     ) -> None:
+        begins = itertools.accumulate(map(len, layers), initial=0)
+        self._layer_at = dict(zip(begins, range(first_layer, first_layer + len(layers)), strict=False))
         self._parts = tuple(part for parts in layers for part in parts)
-        self._embedding = embedding
+        self.embedding = embedding
         self._norm = norm
-        self._head = head
+        self.head = head
         self._embedding_scale = embedding_scale
         self._logit_scale = logit_scale
 
+    def sharing(self, layers: Sequence[Sequence[Mixer]], *, embedding: VocabEmbedding, norm: Norm) -> Decoder:
+        """Other layers, with this one's head and scales."""
+        return Decoder(
+            layers,
+            embedding=embedding,
+            norm=norm,
+            head=self.head,
+            embedding_scale=self._embedding_scale,
+            logit_scale=self._logit_scale,
+        )
+
     def embed(self, ids: Tensor) -> Tensor:
         """[T] -> [T, C]; first stage only."""
-        assert self._embedding is not None, "token ids enter at the first stage"
-        hidden = self._embedding(ids)
+        assert self.embedding is not None, "token ids enter at the first stage"
+        hidden = self.embedding(ids)
         if self._embedding_scale == 1.0:
             return hidden
         # Rounded to its type, for checkpoints were trained with that; a number, for a tensor would be copied each time.
@@ -120,7 +138,10 @@ class Decoder:
     def forward(self, hidden: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C] through this stage's layers."""
         delta: Tensor | None = None
-        for part in self._parts:
+        for place, part in enumerate(self._parts):
+            if run.records and self._layer_at.get(place) in run.records:
+                hidden, delta = _sum(hidden, delta), None
+                run.recorded.append(hidden.clone())
             if isinstance(part, Residual):
                 hidden, delta = part.defer(hidden, delta, run)
             else:
@@ -129,8 +150,17 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, C] -> [N, V], at least float32; last stage only."""
-        assert self._norm is not None and self._head is not None, "logits leave at the last stage"
-        logits = self._head(self._norm(hidden))
+        return self.score(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[N, C] through the last norm; last stage only."""
+        assert self._norm is not None, "logits leave at the last stage"
+        return self._norm(hidden)
+
+    def score(self, normed: Tensor) -> Tensor:
+        """The logits of what `normed` gave."""
+        assert self.head is not None, "logits leave at the last stage"
+        logits = self.head(normed)
         return logits if self._logit_scale == 1.0 else logits * self._logit_scale
 
 
@@ -222,4 +252,5 @@ def load_decoder(
         head=head,
         embedding_scale=embedding_scale,
         logit_scale=logit_scale,
+        first_layer=stage.start,
     )

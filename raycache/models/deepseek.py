@@ -4,7 +4,7 @@ with a shared one, after some first layers with an MLP ("DeepSeek-V3", arXiv 241
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raycache.errors import CheckpointError
@@ -14,6 +14,7 @@ from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat, Component, index_keys, latent
 from raycache.models.config import ConfigFile, ModelConfig, read_common, read_given_layer_types, read_rope
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
+from raycache.models.drafts import PredictionLayer
 from raycache.models.feed_forward import (
     ExpertConfig,
     load_feed_forward,
@@ -28,6 +29,7 @@ from raycache.models.latent_attention import (
     load_selector,
     read_latent,
 )
+from raycache.models.prediction import PredictionNames, load_prediction
 from raycache.models.weights import ShardedWeights
 from raycache.parallel.sharding import HeadCount
 
@@ -132,6 +134,37 @@ def load_deepseek(
         return pre_norm_layer(at, attention, _load_mlp(layer, f"{at}.mlp", config, weights, ctx), config, weights)
 
     return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress)
+
+
+def prediction_layer(config: DeepseekConfig) -> DeepseekConfig:
+    """The layer behind a model's own that says what follows the next token, as a model of one layer."""
+    return replace(
+        config,
+        name=f"the prediction layer of {config.name}",
+        num_layers=1,
+        indexer=None if config.indexer is None else replace(config.indexer, sources=(0,)),
+        mlp_layers=(),
+        bound_layers=(),
+    )
+
+
+def load_prediction_layer(
+    config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
+) -> PredictionLayer:
+    """Read this rank's share of it.
+
+    Args:
+        config: of the target.
+        weights: where to read.
+        ctx: whose share.
+        target: the model that it belongs to.
+    """
+    only, at = prediction_layer(config), f"model.layers.{config.num_layers}"
+    rotaries = _rotaries(only, ctx)
+    attention = _load_attention(0, f"{at}.self_attn", only, weights, ctx, rotaries=rotaries)
+    parts = pre_norm_layer(at, attention, _load_mlp(0, f"{at}.mlp", only, weights, ctx), only, weights)
+    names = PredictionNames(f"{at}.shared_head.norm", f"{at}.enorm", f"{at}.hnorm", f"{at}.eh_proj")
+    return load_prediction(parts, names, config, weights, ctx, target)
 
 
 def _rotaries(config: DeepseekConfig, ctx: ParallelContext) -> tuple[Rotary, Rotary]:

@@ -12,8 +12,11 @@ from raycache.models.deepseek import (
     deepseek_components,
     deepseek_head_counts,
     load_deepseek,
+    load_prediction_layer,
+    prediction_layer,
     read_deepseek,
 )
+from raycache.models.drafts import PredictionLayer
 from raycache.models.weights import ShardedWeights
 from raycache.parallel.sharding import HeadCount
 
@@ -36,6 +39,14 @@ class DeepseekV3:
 
     def head_counts(self, config: DeepseekConfig) -> tuple[HeadCount, ...]:
         return deepseek_head_counts(config)
+
+    def prediction_layer(self, config: DeepseekConfig) -> DeepseekConfig:
+        return prediction_layer(config)
+
+    def load_prediction_layer(
+        self, config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
+    ) -> PredictionLayer:
+        return load_prediction_layer(config, weights, ctx, target)
 
     def load(
         self, config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress

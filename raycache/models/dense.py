@@ -163,8 +163,10 @@ def load_attention(
     ctx: ParallelContext,
     *,
     rotary: Rotary | None,
+    inputs: int = 0,
 ) -> SelfAttention:
-    """Read the grouped-query attention whose tensors begin with `at`; without `rotary`, it has no positions."""
+    """Read the grouped-query attention whose tensors begin with `at`; without `rotary`, it has no positions. It takes
+    `inputs` features, by default those of the hidden size."""
     dim, num_heads, num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
     heads = even_range(num_heads, ctx.tp.rank, ctx.tp.size)
     kv_heads = shared_head_range(num_kv_heads, ctx.tp.rank, ctx.tp.size)
@@ -175,7 +177,7 @@ def load_attention(
     )
     return SelfAttention(
         layer,
-        weights.column(parts, inputs=config.hidden_size, has_bias=config.attention_bias),
+        weights.column(parts, inputs=inputs or config.hidden_size, has_bias=config.attention_bias),
         weights.row(
             f"{at}.o_proj",
             outputs=config.hidden_size,

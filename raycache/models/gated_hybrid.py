@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,9 @@ from raycache.models.delta_net import (
     read_delta_net,
 )
 from raycache.models.dense import require_heads
+from raycache.models.drafts import PredictionLayer
 from raycache.models.layer_kinds import LayerKinds, read_layer_kinds
+from raycache.models.prediction import PredictionNames, load_prediction
 from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range, shared_head_range
 
@@ -36,7 +38,7 @@ ROTARY_SHARE = 0.25
 """Share of a head's features that are turned."""
 
 DRAFT_TENSORS = r"^mtp\."
-"""Layers that draft several tokens ahead; not used."""
+"""Layers that draft several tokens ahead; used with draft=mtp only."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def read_gated_hybrid(file: ConfigFile, *, at: str = "model", ignored_tensors: S
         "rope": read_rope(file, partial=ROTARY_SHARE),
         "net": read_delta_net(file),
         "at": at,
+        "num_drafts": file.count("mtp_num_hidden_layers", file.count("num_nextn_predict_layers", 1)),
         "ignored_tensors": (DRAFT_TENSORS, *ignored_tensors),
     }
 
@@ -153,6 +156,37 @@ def load_gated_hybrid(
     names = Names(embedding=f"{config.at}.embed_tokens.weight", norm=f"{config.at}.norm.weight")
     return load_decoder(
         config, weights, ctx, load_layer=load_layer, on_progress=on_progress, make_norm=CenteredNorm, names=names
+    )
+
+
+def gated_prediction_layer(config: GatedHybridConfig) -> Any:
+    """The layer behind a model's own that says what follows the next token, as a model of one layer: with attention."""
+    name = f"the prediction layer of {config.name}"
+    return replace(config, name=name, num_layers=1, kinds=LayerKinds(linear=(), full=(0,)))
+
+
+def load_gated_prediction_layer(
+    config: GatedHybridConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    target: Decoder,
+    *,
+    load_feed_forward: Callable[[int, str], Mixer],
+) -> PredictionLayer:
+    """Read this rank's share of it; for the arguments see `load_gated_hybrid`, and `target` is that model."""
+    at = "mtp.layers.0"
+    rotary = Rotary(config.rope, config.rotary_dim, ctx.device)
+    attention = load_gated_attention(0, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
+    block = load_feed_forward(config.num_layers, f"{at}.mlp")
+    return load_prediction(
+        pre_norm_layer(at, attention, block, config, weights, make_norm=CenteredNorm),
+        PredictionNames("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc"),
+        config,
+        weights,
+        ctx,
+        target,
+        make_norm=CenteredNorm,
+        embedding=f"{config.at}.embed_tokens.weight",
     )
 
 

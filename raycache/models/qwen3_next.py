@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raycache.layers.experts import MixtureOfExperts
 from raycache.layers.forward_pass import Mixer
@@ -11,6 +12,7 @@ from raycache.memory.component import CacheFormat, Component
 from raycache.models.config import ConfigFile
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.delta_net import packed_per_key_head
+from raycache.models.drafts import PredictionLayer
 from raycache.models.feed_forward import (
     ExpertConfig,
     load_feed_forward,
@@ -23,7 +25,9 @@ from raycache.models.gated_hybrid import (
     GatedHybridConfig,
     gated_hybrid_components,
     gated_hybrid_head_counts,
+    gated_prediction_layer,
     load_gated_hybrid,
+    load_gated_prediction_layer,
     read_gated_hybrid,
 )
 from raycache.models.weights import ShardedWeights
@@ -70,22 +74,37 @@ class Qwen3Next:
     def head_counts(self, config: Qwen3NextConfig) -> tuple[HeadCount, ...]:
         return gated_hybrid_head_counts(config)
 
+    def prediction_layer(self, config: Qwen3NextConfig) -> Any:
+        return gated_prediction_layer(config)
+
+    def load_prediction_layer(
+        self, config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
+    ) -> PredictionLayer:
+        blocks = _blocks(config, weights, ctx)
+        return load_gated_prediction_layer(config, weights, ctx, target, load_feed_forward=blocks)
+
     def load(
         self, config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
     ) -> Decoder:
-        def load_block(layer: int, at: str) -> Mixer:
-            if layer in config.dense_layers:
-                return load_feed_forward(at, weights, ctx, size=config.hidden_size, inner=config.intermediate_size)
-            return _load_experts(at, config, weights, ctx)
-
         return load_gated_hybrid(
             config,
             weights,
             ctx,
             packing=packed_per_key_head,
-            load_feed_forward=load_block,
+            load_feed_forward=_blocks(config, weights, ctx),
             on_progress=on_progress,
         )
+
+
+def _blocks(config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext) -> Callable[[int, str], Mixer]:
+    """Reads the feed-forward part of a layer: (layer, what its tensors begin with) -> it."""
+
+    def load_block(layer: int, at: str) -> Mixer:
+        if layer in config.dense_layers:
+            return load_feed_forward(at, weights, ctx, size=config.hidden_size, inner=config.intermediate_size)
+        return _load_experts(at, config, weights, ctx)
+
+    return load_block
 
 
 def _load_experts(at: str, config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:

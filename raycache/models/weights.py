@@ -67,6 +67,10 @@ class ShardedWeights:
         stored = self._source.read(name, shape=shape)
         return self._empty(*shape, dtype=dtype).copy_(stored)
 
+    def integers(self, name: str, count: int) -> Tensor:
+        """A list of `count` numbers that every rank has, int64."""
+        return self._source.read(name, shape=(count,)).to(self._ctx.device, torch.int64)
+
     def cut(
         self, name: str, shape: Sequence[int], *, axis: int, taken: range, dtype: torch.dtype | None = None
     ) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from queue import Empty, Queue
 from threading import Thread
@@ -29,7 +29,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do no
 from raycache.errors import ConfigError, RankLostError
 from raycache.parallel.collectives import Group, TorchGroup
 from raycache.parallel.devices import Peer, gpu_id, introduce
-from raycache.parallel.sharding import Coords, Split
+from raycache.parallel.sharding import Coords, Split, layer_range
 
 DECIDER = -1
 """Member id of the decider in the control group; ranks have their world rank."""
@@ -268,6 +268,10 @@ class ParallelContext:
         """Position in the gang."""
         return self.split.coords(self.rank)
 
+    def layers(self, num_layers: int) -> range:
+        """Those of this rank's stage, of a model with so many."""
+        return layer_range(num_layers, self.pp.rank, self.pp.size)
+
     @property
     def is_first_stage(self) -> bool:
         """Whether token ids enter here."""
@@ -277,6 +281,12 @@ class ParallelContext:
     def is_last_stage(self) -> bool:
         """Whether logits leave here."""
         return self.pp.rank == self.pp.size - 1
+
+    @property
+    def without_stages(self) -> ParallelContext:
+        """This rank in a gang of its stage alone: for a whole model that the ranks of one stage hold."""
+        split = replace(self.split, pp=1)
+        return replace(self, split=split, rank=split.rank(replace(self.coords, pp=0)), pp=Group())
 
     @classmethod
     def single(cls, device: torch.device) -> ParallelContext:

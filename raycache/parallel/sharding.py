@@ -10,6 +10,7 @@ page of S=8 tokens, cp=2:   [ 0 1 2 3 | 4 5 6 7 ]     cp rank 0 holds tokens 0..
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,6 +97,12 @@ def even_range(count: int, part: int, parts: int) -> range:
 def layer_range(num_layers: int, pp_rank: int, pp_size: int) -> range:
     """Layers of a pipeline stage."""
     return even_range(num_layers, pp_rank, pp_size)
+
+
+def held_layers(num_layers: int, pp_rank: int, pp_size: int) -> range:
+    """Layers whose cache a stage holds: its own and, on the last one, whatever comes behind the model's: a draft's."""
+    own = layer_range(num_layers, pp_rank, pp_size)
+    return range(own.start, sys.maxsize) if pp_rank == pp_size - 1 else own
 
 
 def shared_head_range(num_heads: int, part: int, parts: int) -> range:

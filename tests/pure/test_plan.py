@@ -15,9 +15,9 @@ from raycache.engine.plan import (
     Row,
     RowResult,
     StepPlan,
+    answer_lens,
     answer_width,
     emitted,
-    emitted_count,
     local_positions,
     read_answers,
 )
@@ -99,7 +99,7 @@ def test_a_heartbeat_is_an_empty_plan_with_an_empty_answer(is_last: bool) -> Non
     beat = StepPlan.unpack(StepPlan(7, is_last=is_last).pack())
     assert (beat.step, list(beat.rows), list(beat.admits), beat.is_last) == (7, [], [], is_last)
     for cp in (1, 2, 4):
-        assert [emitted_count(beat, cp_rank=rank, cp_size=cp) for rank in range(cp)] == [0] * cp
+        assert answer_lens(beat, cp_size=cp) == [0] * cp
         assert read_answers(beat, [np.empty((0, answer_width(beat)), np.int64)] * cp) == []
 
 
@@ -171,7 +171,7 @@ def results_of(plan: StepPlan) -> list[RowResult]:
 @given(batches(), st.sampled_from([1, 2, 3, 4, 8]))
 def test_answers_of_any_number_of_ranks_join_to_the_same_results(plan: StepPlan, cp: int) -> None:
     answers = [answer_of(plan, cp_rank=rank, cp_size=cp) for rank in range(cp)]
-    counts = [emitted_count(plan, cp_rank=rank, cp_size=cp) for rank in range(cp)]
+    counts = answer_lens(plan, cp_size=cp)
     assert counts == [len(answer) for answer in answers]
     assert sum(counts) == sum(row.num_targets + (row.output_position >= 0) * (1 + row.num_drafts) for row in plan.rows)
     assert read_answers(plan, answers) == results_of(plan)

@@ -16,7 +16,7 @@ from raycache.engine.batch import MAX_SCORED_TOKENS
 from raycache.engine.memory_plan import cache_format, pages_that_fit, pool_bytes, pool_sizes
 from raycache.engine.memory_use import MemoryUse, refusing_out_of_memory
 from raycache.engine.peak import Largest
-from raycache.engine.plan import answer_width, emitted_count
+from raycache.engine.plan import answer_lens, answer_width
 from raycache.engine.rank import Rank
 from raycache.errors import ConfigError
 from raycache.memory.device import DevicePool
@@ -162,7 +162,7 @@ def test_the_largest_steps_run_with_a_pool_of_one_page(tmp_path: Path, family: s
         found = []
         for plan in (largest.prefill(), largest.decode()):
             answer = rank.execute(plan)
-            assert answer.shape == (emitted_count(plan, cp_rank=ctx.cp.rank, cp_size=split.cp), answer_width(plan))
+            assert answer.shape == (answer_lens(plan, cp_size=split.cp)[ctx.cp.rank], answer_width(plan))
             found.append((len(plan.rows), len(answer)))
         return found
 

@@ -1,0 +1,229 @@
+"""Guesses of a draft model, on the ranks of the last stage: one pass over what the target computed, then one per guess.
+
+    row       s  d1 d2 d3        the last token and three guesses; behind them were sampled  d1 d2 x y
+    known     s  d1 d2 x         two guesses were right, x is the token behind them
+    follow    s  d1 d2 d3        the draft takes the same row, so that its cache is as long as the target's
+    guess     x -> g1 -> g2      each pass takes one token of each sequence, at the places behind the last right one
+
+A draft that takes features has them and the next token in each row: it follows with d1 d2 x, and has g1 already.
+The next row of the target is x g1 g2, and is followed wherever guesses were written before.
+
+What is written for tokens that turn out to be wrong nobody reads: the next row begins before them. A recurrent draft
+keeps a state behind each guess of a row, as the target does; while it guesses, its states lie in a spare slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raycache.attention.base import AttentionBackend
+from raycache.engine.inputs import PageTables, StepInputs, build_inputs
+from raycache.engine.plan import UNKNOWN, Row, StepPlan, emissions, guessing, local_positions
+from raycache.engine.sampler import SampleRow, sample
+from raycache.layers.forward_pass import ForwardPass
+from raycache.memory.device import DevicePool
+from raycache.models.drafts import DraftModel
+from raycache.parallel.context import ParallelContext
+
+Wish = Callable[[Row, int], SampleRow]
+"""How a row's slot samples the token so many places behind the first that the row samples."""
+
+# Shapes in this file: T_local new tokens of this rank, M its emitted positions, G rows that want guesses of all cp
+# ranks, G_local of this one, C hidden size, F features that the draft takes.
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the guesses at a sequence begin.
+
+    Attributes:
+        row: of the plan.
+        num_right: its drafts that were right.
+        token: what is known behind them.
+        state: slot of the draft's states before that token, -1 for none.
+        spare: slot of its states from there on.
+    """
+
+    row: Row
+    num_right: int
+    token: int
+    state: int
+    spare: int
+
+    @property
+    def position(self) -> int:
+        """Of the token."""
+        return self.row.start + self.row.first_sampled + 1 + self.num_right
+
+
+@dataclass(frozen=True)
+class Guesser:
+    """The draft of one rank.
+
+    Attributes:
+        model: this rank's share of it.
+        pool: of the target and the draft.
+        windows: of the draft's component spaces, see `build_inputs`.
+        backend: attention.
+        ctx: of the rank.
+        has_states: whether the draft is recurrent.
+    """
+
+    model: DraftModel
+    pool: DevicePool
+    windows: Mapping[str, int]
+    backend: AttentionBackend
+    ctx: ParallelContext
+    has_states: bool
+
+    def guess(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        hidden: Tensor,
+        tokens: Tensor,
+        *,
+        tables: Mapping[int, PageTables],
+        wish: Wish,
+    ) -> Tensor:
+        """Follow a step, and guess what its rows want. Collective over tp and cp.
+
+        Args:
+            plan: of the step.
+            inputs: of the rank.
+            hidden: what the draft takes of the target, [T_local, C] or as many as it records together.
+            tokens: int64 [M], behind the emitted positions.
+            tables: slot -> its pages.
+            wish: of the rows.
+        Returns:
+            int64, of this cp rank's rows in the order of `guessing`, all guesses of one behind each other.
+        """
+        found = self._follow(plan, inputs, hidden, tokens)
+        in_turn = guessing(plan, cp_size=self.ctx.cp.size)
+        if not in_turn[0]:
+            return tokens[:0]
+        rows = [of_rank[turn] for turn in range(len(in_turn[0])) for of_rank in in_turn if turn < len(of_rank)]
+        places = self._places(plan, rows, tokens)
+        mine = places[self.ctx.cp.rank :: self.ctx.cp.size]
+        guesses: list[Tensor] = []  # one per pass; sequences that want fewer come last
+        if self.model.takes_features:
+            features = self._behind(plan, rows, places, found[inputs.logits])
+            guesses.append(self._choose(features, mine, 0, wish))
+            ids = guesses[-1]
+        else:
+            features, ids = None, self.ctx.on_device(np.array([place.token for place in mine], np.int64))
+        for turn in range(len(guesses), places[0].row.num_guesses):
+            left = [place for place in places if place.row.num_guesses > turn]
+            mine = left[self.ctx.cp.rank :: self.ctx.cp.size]
+            features = self._pass(
+                left, turn, ids[: len(mine)], None if features is None else features[: len(mine)], tables
+            )
+            guesses.append(ids := self._choose(features, mine, turn, wish))
+            features = features if self.model.takes_features else None
+        counts = [place.row.num_guesses for place in places[self.ctx.cp.rank :: self.ctx.cp.size]]
+        return torch.cat([tokens[:0], *(guesses[turn][i : i + 1] for i, n in enumerate(counts) for turn in range(n))])
+
+    def _follow(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Take all tokens of a step; what was found, [T_local, F]."""
+        ids, features = inputs.ids, None
+        if self.model.takes_features:
+            ids, features = self._next_ids(plan, inputs, tokens), self.model.features(hidden)
+        run = ForwardPass(self.backend.plan(inputs), self.pool.behind(), inputs.positions)
+        return self.model.forward(ids, features, run)
+
+    def _next_ids(self, plan: StepPlan, inputs: StepInputs, tokens: Tensor) -> Tensor:
+        """The token behind each of this rank's: int64 [T_local]."""
+        found = [np.empty(0, np.int64)]
+        locals_ = local_positions(plan, cp_rank=self.ctx.cp.rank, cp_size=self.ctx.cp.size)
+        for row, mine in zip(plan.rows, locals_, strict=True):
+            # What is sampled, or scored, is filled in below.
+            found.append(np.append(np.frombuffer(row.tokens, np.int32)[1:], max(row.next_token, 0))[mine])
+        ids = self.ctx.on_device(np.concatenate(found).astype(np.int64))
+        ids[inputs.logits] = tokens
+        return ids
+
+    def _places(self, plan: StepPlan, rows: Sequence[int], tokens: Tensor) -> list[_Place]:
+        """Compare what was sampled with what was guessed before."""
+        sampled = self._sampled(plan, tokens)
+        places = []
+        for i in rows:
+            row = plan.rows[i]
+            drafts = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist()
+            behind = [sampled[i, row.first_sampled + k] for k in range(row.num_drafts + 1)]
+            num_right = next((k for k, draft in enumerate(drafts) if behind[k] != draft), len(drafts))
+            state, spare = -1, -1
+            if self.has_states:
+                state = (row.write_state, *row.draft_states)[num_right]
+                spare = self.pool.first_spare_state + row.slot
+            places.append(_Place(row, num_right, behind[num_right], state, spare))
+        return places
+
+    def _sampled(self, plan: StepPlan, tokens: Tensor) -> dict[tuple[int, int], int]:
+        """(row, position in it) -> the token behind it, of all cp ranks. Collective over cp."""
+        emitted = emissions(plan, cp_size=self.ctx.cp.size)
+        counts = [sum(len(positions) for _, positions in of_rank) for of_rank in emitted]
+        parts = tokens[None]
+        if self.ctx.cp.size > 1:
+            padded = tokens.new_zeros(max(counts))
+            padded[: len(tokens)] = tokens
+            parts = self.ctx.cp.all_gather(padded)
+        found: dict[tuple[int, int], int] = {}
+        for of_rank, values in zip(emitted, parts.tolist(), strict=True):
+            lines = iter(values)
+            for i, positions in of_rank:
+                found |= {(i, position): next(lines) for position in positions.tolist()}
+        return found
+
+    def _behind(self, plan: StepPlan, rows: Sequence[int], places: Sequence[_Place], emitted: Tensor) -> Tensor:
+        """What was found at the last right token of each row: [G_local, F] of [M, F]. Collective over cp."""
+        mine = emissions(plan, cp_size=self.ctx.cp.size)[self.ctx.cp.rank]
+        index = [(i, position) for i, positions in mine for position in positions.tolist()]
+        line_of = {key: line for line, key in enumerate(index)}
+        wanted = [line_of.get((i, p.row.first_sampled + p.num_right), -1) for i, p in zip(rows, places, strict=True)]
+        if self.ctx.cp.size == 1:
+            return emitted[self.ctx.on_device(np.array(wanted, np.int64))]
+        here = [k for k, line in enumerate(wanted) if line >= 0]
+        every = emitted.new_zeros(len(rows), emitted.shape[1])
+        if here:
+            lines = self.ctx.on_device(np.array([wanted[k] for k in here], np.int64))
+            every[self.ctx.on_device(np.array(here, np.int64))] = emitted[lines]
+        return self.ctx.cp.all_reduce(every)[self.ctx.cp.rank :: self.ctx.cp.size]
+
+    def _pass(
+        self,
+        places: Sequence[_Place],
+        turn: int,
+        ids: Tensor,
+        features: Tensor | None,
+        tables: Mapping[int, PageTables],
+    ) -> Tensor:
+        """Take one token more of each sequence: what was found, [G_local, F]."""
+        offset = turn - self.model.takes_features
+        is_first = offset == 0
+        rows = [
+            Row(
+                place.row.slot,
+                place.position + offset,
+                UNKNOWN,
+                output_position=0,
+                read_state=place.state if is_first else place.spare,
+                write_state=place.spare,
+            )
+            for place in places
+        ]
+        inputs = build_inputs(
+            StepPlan(0, rows), tables, page_size=self.pool.page_size, windows=self.windows, ctx=self.ctx
+        )
+        inputs = replace(inputs, ids=ids)
+        run = ForwardPass(self.backend.plan(inputs), self.pool.behind(), inputs.positions)
+        return self.model.forward(ids, features, run)
+
+    def _choose(self, found: Tensor, places: Sequence[_Place], turn: int, wish: Wish) -> Tensor:
+        """The token that the request's own sampler draws of the draft's logits: the same one, where both agree."""
+        logits = self.model.logits(found).nan_to_num()  # of a load that failed, too; the decider throws that away
+        return sample(logits, [wish(place.row, place.num_right + 1 + turn) for place in places])

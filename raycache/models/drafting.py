@@ -1,0 +1,117 @@
+"""Which model guesses for another, as `--draft` says, and the reading of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+
+from raycache.errors import ConfigError
+from raycache.models.base import Model, ModelConfig, check_weights, family_of, load_model, read_config
+from raycache.models.checkpoint import CheckedNames, Checkpoint, WeightSource, has_tensor
+from raycache.models.config import DraftConfig, DraftKind
+from raycache.models.decoder import Decoder
+from raycache.models.drafts import DraftModel, PredictionLayer, SmallModel
+from raycache.models.eagle import EagleConfig, is_eagle, load_eagle, read_eagle
+from raycache.models.weights import ShardedWeights
+from raycache.parallel.context import ParallelContext
+
+
+@runtime_checkable
+class PredictingFamily(Protocol):
+    """A family whose checkpoints have layers that say what follows the next token."""
+
+    def prediction_layer(self, config: Any) -> ModelConfig:
+        """The first of them as a model of one layer."""
+        ...
+
+    def load_prediction_layer(
+        self, config: Any, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
+    ) -> PredictionLayer:
+        """Read one rank's share of it; `target` is the model that it belongs to."""
+        ...
+
+
+def read_models(model_dir: Path, draft: str) -> ModelConfig:
+    """Read what a model directory says about its model, and about the one that guesses for it.
+
+    Args:
+        model_dir: of the model.
+        draft: "mtp" for a layer of the same checkpoint, the directory of a smaller model or of an EAGLE head, or a word
+            for no model.
+    Raises:
+        CheckpointError: a directory is none, or holds what is not supported.
+        ConfigError: the one cannot guess for the other.
+    """
+    model = read_config(model_dir)
+    if draft in ("none", "ngram"):
+        return model
+    if draft == "mtp":
+        family = family_of(model)
+        if not isinstance(family, PredictingFamily):
+            raise ConfigError(
+                f"draft=mtp is not supported for model_type {model.model_type}; use draft=ngram or a smaller model"
+            )
+        if not model.num_drafts:
+            raise ConfigError(f"draft=mtp: {model.name} has no prediction layers; use draft=ngram or a smaller model")
+        return replace(model, draft=DraftConfig(DraftKind.LAYER, family.prediction_layer(model), model_dir))
+    directory = Path(draft)
+    if not directory.is_dir():
+        raise ConfigError(
+            f"draft={draft!r} is no directory; use none, ngram, mtp, or the directory of a model or an EAGLE head"
+        )
+    if is_eagle(directory):
+        head = read_eagle(directory, model, has_bias=has_tensor(directory, "fc.bias"))
+        return replace(model, draft=DraftConfig(DraftKind.HEAD, head, directory, head.recorded))
+    small = read_config(directory)
+    return replace(model, draft=DraftConfig(DraftKind.MODEL, small, directory))
+
+
+def load_draft(
+    config: ModelConfig, source: WeightSource, ctx: ParallelContext, dtype: torch.dtype, *, target: Model
+) -> DraftModel:
+    """Read one rank's share of the model that guesses for another, on the last stage.
+
+    Args:
+        config: of the other, with a draft.
+        source: of the draft's weights.
+        ctx: whose share.
+        dtype: of weights and activations.
+        target: this rank's share of the other.
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+    """
+    assert config.draft is not None, "there is a draft to read"
+    alone, model = ctx.without_stages, config.draft.model
+    if config.draft.kind is DraftKind.MODEL:
+        loaded = load_model(model, source, alone, dtype, on_progress=lambda done, total: None)
+        return SmallModel(loaded, vocab_size=model.vocab_size, target_vocab_size=config.vocab_size)
+    weights = ShardedWeights(source, alone, dtype)
+    if isinstance(model, EagleConfig):
+        return load_eagle(config, model, weights, alone, cast(Decoder, target))
+    family = cast(PredictingFamily, family_of(config))
+    return family.load_prediction_layer(config, weights, alone, cast(Decoder, target))
+
+
+def check_draft(config: ModelConfig, model_dir: Path) -> None:
+    """Compare names and shapes of the draft's checkpoint with what it wants; reads and allocates nothing.
+
+    Args:
+        config: of the target.
+        model_dir: its directory.
+    Raises:
+        CheckpointError: a tensor is missing, has another shape or type, or is not one of the model's.
+    """
+    draft = config.draft
+    if draft is None:
+        return
+    checkpoint = Checkpoint(draft.directory)
+    if draft.kind is DraftKind.MODEL:
+        check_weights(draft.model, checkpoint)
+        return
+    names, ctx = CheckedNames(checkpoint), ParallelContext.single(torch.device("meta"))
+    own = names if draft.kind is DraftKind.LAYER else CheckedNames(Checkpoint(model_dir))
+    target = load_model(replace(config, draft=None), own, ctx, torch.float32, on_progress=lambda done, total: None)
+    load_draft(config, names, ctx, torch.float32, target=target)
