@@ -2,13 +2,15 @@
 
 A decode step launches some ten small kernels per layer; given one by one, they take longer to give than to run. A
 graph gives them all at once. What a recorded step reads and writes lies at fixed places: its inputs (decode_batch.py),
-the plan of its attention (StaticStep), the pool, and the logits, which the next replay overwrites.
+the plan of its attention (StaticStep), the pool, and what comes out, which the next replay overwrites.
+
+A row with drafts runs as one row per token: each is written before it is attended to, and sees no further than itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +22,7 @@ from raycache.engine.last_tokens import LastTokens
 from raycache.engine.page_tables import PageTables
 from raycache.engine.plan import Row, StepPlan
 from raycache.layers.forward_pass import ForwardPass
-from raycache.memory.device import DevicePool
-from raycache.models.base import Model
+from raycache.memory.device import DevicePool, DraftLayers
 from raycache.parallel.context import ParallelContext
 
 WARM_UPS = 2
@@ -30,10 +31,27 @@ WARM_UPS = 2
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-def batch_sizes(max_running: int, *, cp: int) -> list[int]:
-    """Sizes to record: a larger batch runs step by step. All are multiples of cp, so that ranks are alike."""
-    sizes = {-(-min(size, max_running) // cp) * cp for size in _SIZES}
+Layers = Callable[[Tensor, Tensor | None, ForwardPass], tuple[Tensor, ...]]
+"""What is recorded: [L] token ids, and [L, F] features of a target for a draft that takes them, -> what comes out."""
+
+
+def batch_sizes(most: int, *, cp: int) -> list[int]:
+    """Sizes to record, up to `most` rows: a larger batch runs step by step. All are multiples of cp, so that ranks are
+    alike."""
+    sizes = {-(-min(size, most) // cp) * cp for size in _SIZES}
     return sorted(sizes)
+
+
+def in_single_rows(plan: StepPlan) -> StepPlan:
+    """The same tokens, a row for each."""
+    if all(row.num_tokens == 1 for row in plan.rows):
+        return plan
+    rows = [
+        replace(row, start=row.start + i, tokens=bytes(row.tokens[4 * i : 4 * i + 4]), num_drafts=0)
+        for row in plan.rows
+        for i in range(row.num_tokens)
+    ]
+    return replace(plan, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -44,38 +62,47 @@ class _Recorded:
         batch: its inputs.
         step: its attention.
         graph: to replay.
-        logits: [L, vocab] float32, where the graph leaves them.
+        found: [L, ...] each, where the graph leaves what came out.
+        features: [L, F], where it takes them from, or None.
     """
 
     batch: DecodeBatch
     step: StaticStep
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
+    found: tuple[Tensor, ...]
+    features: Tensor | None
 
 
 class DecodeGraphs:
-    """Recorded decode steps of one rank that has the whole depth of the model.
+    """Recorded decode steps of one rank that has the whole depth of the model, or of its draft.
 
     Args:
-        model: of the rank.
+        layers: of the model.
         pool: with scratch units.
+        views: of those layers.
         backend: that can capture.
         ctx: of the rank.
         last: for rows that are fed, or None.
+        features: an empty tensor [0, F] of those that the layers take, or None.
+        records: see `ForwardPass`.
     Attributes:
         num_bytes: of device memory that the graphs keep, once recorded.
     """
 
     def __init__(
         self,
-        model: Model,
+        layers: Layers,
         *,
         pool: DevicePool,
+        views: DevicePool | DraftLayers,
         backend: AttentionBackend,
         ctx: ParallelContext,
-        last: LastTokens | None,
+        last: LastTokens | None = None,
+        features: Tensor | None = None,
+        records: Sequence[int] = (),
     ) -> None:
-        self._model, self._pool, self._backend, self._ctx, self._last = model, pool, backend, ctx, last
+        self._layers, self._pool, self._views, self._backend, self._ctx = layers, pool, views, backend, ctx
+        self._last, self._features, self._records = last, features, records
         self._has_states = any(space not in pool.windows for space in pool.sizes)
         self._recorded: dict[int, _Recorded] = {}
         self._next: _Recorded | None = None
@@ -93,51 +120,64 @@ class DecodeGraphs:
         self.num_bytes = before - after
 
     def can_run(self, plan: StepPlan) -> bool:
-        """Whether a plan is a batch that was recorded."""
-        if plan.loads or not self._recorded or len(plan.rows) > max(self._recorded):
+        """Whether a plan, in single rows, is a batch that was recorded."""
+        if plan.loads or sum(row.num_tokens for row in plan.rows) > max(self._recorded, default=0):
             return False
         return all(self._is_plain(row) for row in plan.rows)
 
     def prepare(self, plan: StepPlan, tables: Mapping[str, PageTables]) -> None:
-        """Copy what the next replay reads."""
+        """Copy what the next replay reads; of single rows."""
         self._next = self._recorded[min(size for size in self._recorded if size >= len(plan.rows))]
         self._next.batch.fill(plan, tables)
         self._next.step.replan(self._next.batch.inputs)
 
-    def replay(self) -> Tensor:
+    def replay(self, *, ids: Tensor | None = None, features: Tensor | None = None) -> tuple[Tensor, ...]:
         """Run what was prepared.
 
+        Args:
+            ids: int64 [rows of this cp rank], if they are not those of the plan.
+            features: [rows of this cp rank, F], if the layers take some.
         Returns:
-            Logits [rows of this cp rank, vocab]; the next replay overwrites them.
+            What came out, [rows of this cp rank, ...] each; the next replay overwrites it.
         """
         assert self._next is not None, "prepare comes first"
+        count = self._next.batch.num_local
+        if ids is not None:
+            self._next.batch.inputs.ids[:count].copy_(ids)
+        if features is not None and self._next.features is not None:
+            self._next.features[:count].copy_(features)
         self._next.graph.replay()
-        return self._next.logits[: self._next.batch.num_local]
+        return tuple(part[:count] for part in self._next.found)
 
     def _is_plain(self, row: Row) -> bool:
-        has_state = row.read_state >= 0 or not self._has_states
-        return len(row.tokens) == 4 and row.output_position >= 0 and not row.targets and has_state
+        if row.first_sampled or row.output_position < 0 or row.targets:
+            return False
+        # How several tokens lie on cp ranks, and states behind each of them, are not those of single rows.
+        is_single = row.num_tokens == 1
+        return (is_single or self._ctx.cp.size == 1) if not self._has_states else is_single and row.read_state >= 0
 
     def _record(self, size: int, memory: Any) -> _Recorded:
         batch = DecodeBatch(size, self._pool, self._ctx)
+        features = None
+        if self._features is not None:
+            features = self._features.new_zeros(len(batch.inputs.ids), self._features.shape[1])
         step = self._backend.plan_static(batch.inputs)
         step.replan(batch.inputs)
         stream = torch.cuda.Stream(self._ctx.device)
         stream.wait_stream(torch.cuda.current_stream(self._ctx.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                self._run(batch, step)
+                self._run(batch, step, features)
         torch.cuda.current_stream(self._ctx.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory):
-            logits = self._run(batch, step)
-        return _Recorded(batch, step, graph, logits)
+            found = self._run(batch, step, features)
+        return _Recorded(batch, step, graph, found, features)
 
-    def _run(self, batch: DecodeBatch, step: StaticStep) -> Tensor:
+    def _run(self, batch: DecodeBatch, step: StaticStep, features: Tensor | None) -> tuple[Tensor, ...]:
         ids = batch.inputs.ids
         if self._last is not None:
             # A token that the host does not know yet is -1.
             ids = torch.where(ids < 0, self._last.tokens[batch.slots], ids)
-        run = ForwardPass(step, self._pool, batch.inputs.positions)
-        hidden = self._model.forward(self._model.embed(ids), run)
-        return self._model.logits(hidden)
+        run = ForwardPass(step, self._views, batch.inputs.positions, self._records)
+        return self._layers(ids, features, run)

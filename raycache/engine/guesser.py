@@ -15,18 +15,21 @@ keeps a state behind each guess of a row, as the target does; while it guesses, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raycache.attention.base import AttentionBackend
-from raycache.engine.inputs import PageTables, StepInputs, build_inputs
+from raycache.engine.graphs import DecodeGraphs, in_single_rows
+from raycache.engine.inputs import StepInputs, step_inputs
+from raycache.engine.page_tables import PageTables
 from raycache.engine.plan import UNKNOWN, Row, StepPlan, emissions, guessing, local_positions
 from raycache.engine.sampler import SampleRow, sample
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.device import DevicePool
+from raycache.memory.streams import after_compute
 from raycache.models.drafts import DraftModel
 from raycache.parallel.context import ParallelContext
 
@@ -34,7 +37,7 @@ Wish = Callable[[Row, int], SampleRow]
 """How a row's slot samples the token so many places behind the first that the row samples."""
 
 # Shapes in this file: T_local new tokens of this rank, M its emitted positions, G rows that want guesses of all cp
-# ranks, G_local of this one, C hidden size, F features that the draft takes.
+# ranks, G_local of this one, C hidden size of the target, F features of the draft.
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,25 @@ class _Place:
 
 
 @dataclass(frozen=True)
+class Followed:
+    """A step of the target.
+
+    Attributes:
+        plan: of it.
+        tokens: int64 [M], behind the emitted positions.
+        found: what the draft takes of the target, [T_local, C] of each layer that it takes.
+        inputs: of the rank; None if the step was recorded, and then its tokens stand row after row.
+        tables: of the slots, by component space.
+    """
+
+    plan: StepPlan
+    tokens: Tensor
+    found: Tensor
+    inputs: StepInputs | None
+    tables: Mapping[str, PageTables]
+
+
+@dataclass(frozen=True)
 class Guesser:
     """The draft of one rank.
 
@@ -71,7 +93,9 @@ class Guesser:
         windows: of the draft's component spaces, see `build_inputs`.
         backend: attention.
         ctx: of the rank.
+        dtype: of activations.
         has_states: whether the draft is recurrent.
+        graphs: recorded passes, or None.
     """
 
     model: DraftModel
@@ -79,72 +103,80 @@ class Guesser:
     windows: Mapping[str, int]
     backend: AttentionBackend
     ctx: ParallelContext
+    dtype: torch.dtype
     has_states: bool
+    graphs: DecodeGraphs | None = None
 
-    def guess(
-        self,
-        plan: StepPlan,
-        inputs: StepInputs,
-        hidden: Tensor,
-        tokens: Tensor,
-        *,
-        tables: Mapping[int, PageTables],
-        wish: Wish,
-    ) -> Tensor:
+    def guess(self, step: Followed, wish: Wish) -> Tensor:
         """Follow a step, and guess what its rows want. Collective over tp and cp.
 
         Args:
-            plan: of the step.
-            inputs: of the rank.
-            hidden: what the draft takes of the target, [T_local, C] or as many as it records together.
-            tokens: int64 [M], behind the emitted positions.
-            tables: slot -> its pages.
-            wish: of the rows.
+            step: of the target.
+            wish: of its rows.
         Returns:
             int64, of this cp rank's rows in the order of `guessing`, all guesses of one behind each other.
         """
-        found = self._follow(plan, inputs, hidden, tokens)
-        in_turn = guessing(plan, cp_size=self.ctx.cp.size)
+        emitted = self._follow(step)
+        plan, cp = step.plan, self.ctx.cp
+        in_turn = guessing(plan, cp_size=cp.size)
         if not in_turn[0]:
-            return tokens[:0]
+            return step.tokens[:0]
         rows = [of_rank[turn] for turn in range(len(in_turn[0])) for of_rank in in_turn if turn < len(of_rank)]
-        places = self._places(plan, rows, tokens)
-        mine = places[self.ctx.cp.rank :: self.ctx.cp.size]
+        places = self._places(plan, rows, step.tokens)
+        mine = places[cp.rank :: cp.size]
         guesses: list[Tensor] = []  # one per pass; sequences that want fewer come last
-        if self.model.takes_features:
-            features = self._behind(plan, rows, places, found[inputs.logits])
-            guesses.append(self._choose(features, mine, 0, wish))
-            ids = guesses[-1]
+        if self.model.num_features:
+            found = self._behind(plan, rows, places, emitted)
+            ids = self._choose(found, mine, 0, wish)
+            guesses.append(ids)
         else:
-            features, ids = None, self.ctx.on_device(np.array([place.token for place in mine], np.int64))
+            found, ids = emitted, self.ctx.on_device(np.array([place.token for place in mine], np.int64))
         for turn in range(len(guesses), places[0].row.num_guesses):
             left = [place for place in places if place.row.num_guesses > turn]
-            mine = left[self.ctx.cp.rank :: self.ctx.cp.size]
-            features = self._pass(
-                left, turn, ids[: len(mine)], None if features is None else features[: len(mine)], tables
-            )
-            guesses.append(ids := self._choose(features, mine, turn, wish))
-            features = features if self.model.takes_features else None
-        counts = [place.row.num_guesses for place in places[self.ctx.cp.rank :: self.ctx.cp.size]]
-        return torch.cat([tokens[:0], *(guesses[turn][i : i + 1] for i, n in enumerate(counts) for turn in range(n))])
+            count = len(left[cp.rank :: cp.size])
+            features = found[:count] if self.model.num_features else None
+            found = self._pass(self._next_plan(left, turn), ids[:count], features, step.tables)
+            ids = self._choose(found, mine[:count], turn, wish)
+            guesses.append(ids)
+        order = [(turn, i) for i, place in enumerate(mine) for turn in range(place.row.num_guesses)]
+        return torch.cat([step.tokens[:0], *(guesses[turn][i : i + 1] for turn, i in order)])
 
-    def _follow(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Take all tokens of a step; what was found, [T_local, F]."""
-        ids, features = inputs.ids, None
-        if self.model.takes_features:
-            ids, features = self._next_ids(plan, inputs, tokens), self.model.features(hidden)
-        run = ForwardPass(self.backend.plan(inputs), self.pool.behind(), inputs.positions)
-        return self.model.forward(ids, features, run)
+    def new_graphs(self) -> DecodeGraphs:
+        """For passes of one token per row, to be recorded."""
+        return DecodeGraphs(
+            self.layers,
+            pool=self.pool,
+            views=self.pool.behind(),
+            backend=self.backend,
+            ctx=self.ctx,
+            features=torch.empty((0, self.model.num_features), dtype=self.dtype, device=self.ctx.device),
+        )
 
-    def _next_ids(self, plan: StepPlan, inputs: StepInputs, tokens: Tensor) -> Tensor:
+    def layers(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, ...]:
+        """See `graphs.Layers`."""
+        return (self.model.forward(ids, features, run),)
+
+    def _follow(self, step: Followed) -> Tensor:
+        """Take all tokens of a step; what was found at the emitted ones, [M, F]."""
+        features = self.model.features(step.found) if self.model.num_features else None
+        if step.inputs is None and self.graphs is not None and self.graphs.can_run(step.plan):
+            ids = step.tokens if self.model.num_features else None
+            return self._replay(in_single_rows(step.plan), ids, features, step.tables)
+        inputs = step.inputs
+        if inputs is None:
+            inputs = step_inputs(step.plan, step.tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
+        ids = self._next_ids(step, inputs) if self.model.num_features else inputs.ids
+        return self._run(ids, features, inputs)[inputs.logits]
+
+    def _next_ids(self, step: Followed, inputs: StepInputs) -> Tensor:
         """The token behind each of this rank's: int64 [T_local]."""
         found = [np.empty(0, np.int64)]
-        locals_ = local_positions(plan, cp_rank=self.ctx.cp.rank, cp_size=self.ctx.cp.size)
-        for row, mine in zip(plan.rows, locals_, strict=True):
+        locals_ = local_positions(step.plan, cp_rank=self.ctx.cp.rank, cp_size=self.ctx.cp.size)
+        for row, mine in zip(step.plan.rows, locals_, strict=True):
             # What is sampled, or scored, is filled in below.
             found.append(np.append(np.frombuffer(row.tokens, np.int32)[1:], max(row.next_token, 0))[mine])
         ids = self.ctx.on_device(np.concatenate(found).astype(np.int64))
-        ids[inputs.logits] = tokens
+        ids[inputs.logits] = step.tokens
         return ids
 
     def _places(self, plan: StepPlan, rows: Sequence[int], tokens: Tensor) -> list[_Place]:
@@ -194,34 +226,44 @@ class Guesser:
             every[self.ctx.on_device(np.array(here, np.int64))] = emitted[lines]
         return self.ctx.cp.all_reduce(every)[self.ctx.cp.rank :: self.ctx.cp.size]
 
-    def _pass(
-        self,
-        places: Sequence[_Place],
-        turn: int,
-        ids: Tensor,
-        features: Tensor | None,
-        tables: Mapping[int, PageTables],
-    ) -> Tensor:
-        """Take one token more of each sequence: what was found, [G_local, F]."""
-        offset = turn - self.model.takes_features
-        is_first = offset == 0
-        rows = [
-            Row(
-                place.row.slot,
-                place.position + offset,
-                UNKNOWN,
-                output_position=0,
-                read_state=place.state if is_first else place.spare,
-                write_state=place.spare,
-            )
-            for place in places
-        ]
-        inputs = build_inputs(
-            StepPlan(0, rows), tables, page_size=self.pool.page_size, windows=self.windows, ctx=self.ctx
+    def _next_plan(self, places: Sequence[_Place], turn: int) -> StepPlan:
+        """One token more of each sequence."""
+        offset = turn - bool(self.model.num_features)  # a row with features stands one place before its token
+        states = [(place.spare if offset else place.state, place.spare) for place in places]
+        return StepPlan(
+            0,
+            [
+                Row(
+                    place.row.slot,
+                    place.position + offset,
+                    UNKNOWN,
+                    output_position=0,
+                    read_state=read,
+                    write_state=write,
+                )
+                for place, (read, write) in zip(places, states, strict=True)
+            ],
         )
-        inputs = replace(inputs, ids=ids)
+
+    def _pass(self, plan: StepPlan, ids: Tensor, features: Tensor | None, tables: Mapping[str, PageTables]) -> Tensor:
+        """Run a plan of one token per row: what was found, [G_local, F]."""
+        if self.graphs is not None and self.graphs.can_run(plan):
+            return self._replay(plan, ids, features, tables)
+        inputs = step_inputs(plan, tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
+        return self._run(ids, features, inputs)
+
+    def _run(self, ids: Tensor, features: Tensor | None, inputs: StepInputs) -> Tensor:
         run = ForwardPass(self.backend.plan(inputs), self.pool.behind(), inputs.positions)
         return self.model.forward(ids, features, run)
+
+    def _replay(
+        self, plan: StepPlan, ids: Tensor | None, features: Tensor | None, tables: Mapping[str, PageTables]
+    ) -> Tensor:
+        assert self.graphs is not None, "there are recorded passes"
+        after_compute(self.ctx.device).synchronize()  # what is prepared is copied from memory that is overwritten here
+        self.graphs.prepare(plan, tables)
+        (found,) = self.graphs.replay(ids=ids, features=features)
+        return found
 
     def _choose(self, found: Tensor, places: Sequence[_Place], turn: int, wish: Wish) -> Tensor:
         """The token that the request's own sampler draws of the draft's logits: the same one, where both agree."""

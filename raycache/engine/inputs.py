@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.engine.exchange import Exchange
+from raycache.engine.page_tables import PageTables as Tables
 from raycache.engine.plan import StepPlan, emitted, local_positions
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import owned_prefix_len, owned_slots
@@ -149,6 +150,19 @@ class StepInputs:
     write_states: Tensor
     logits: Tensor
     is_decode: bool
+
+
+def step_inputs(
+    plan: StepPlan,
+    tables: Mapping[str, Tables],
+    windows: Mapping[str, int],
+    *,
+    page_size: int,
+    ctx: ParallelContext,
+) -> StepInputs:
+    """As `build_inputs`, with tables of all slots by component space; only those of `windows` are laid out."""
+    of_slots = {row.slot: {space: tables[space].of(row.slot) for space in windows} for row in plan.rows}
+    return build_inputs(plan, of_slots, page_size=page_size, windows=windows, ctx=ctx)
 
 
 def build_inputs(

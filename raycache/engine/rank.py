@@ -17,10 +17,9 @@ from torch import Tensor
 
 from raycache.attention.base import AttentionBackend
 from raycache.engine.answer import PendingAnswer
-from raycache.engine.graphs import DecodeGraphs
-from raycache.engine.guesser import Guesser
-from raycache.engine.inputs import PageTables as RowTables
-from raycache.engine.inputs import StepInputs, build_inputs
+from raycache.engine.graphs import DecodeGraphs, in_single_rows
+from raycache.engine.guesser import Followed, Guesser
+from raycache.engine.inputs import StepInputs, step_inputs
 from raycache.engine.last_tokens import LastTokens
 from raycache.engine.page_tables import PageTables
 from raycache.engine.plan import Admit, Row, StepPlan, answer_width, emissions
@@ -151,26 +150,27 @@ class Rank:
         # first layer of its kind comes, so only the end of such a step is safe.
         self._planned.synchronize()
         if self.graphs is not None and self.graphs.can_run(plan):
-            self.graphs.prepare(plan, self._tables)
+            self.graphs.prepare(in_single_rows(plan), self._tables)
             self._planned = after_compute(self.ctx.device)
-            return _Done(self.graphs.replay())
+            logits, found = self.graphs.replay()
+            return _Done(logits, found)
         done = self._run_layers(plan)
         self._planned = after_compute(self.ctx.device)
         return done
 
     def _run_layers(self, plan: StepPlan) -> _Done:
-        tables = self._tables_of(plan)
-        inputs = build_inputs(plan, tables, page_size=self.pool.page_size, windows=self.pool.windows, ctx=self.ctx)
+        inputs = step_inputs(plan, self._tables, self.pool.windows, page_size=self.pool.page_size, ctx=self.ctx)
         if self.last is not None:
             self.last.fill(plan, inputs)
-        hidden, recorded = self._run_stage(inputs)
+        hidden, run = self._run_stage(inputs)
         if not self.ctx.is_last_stage:
             return _Done()
-        found = torch.cat(recorded, dim=-1) if recorded else hidden
-        return _Done(self.model.logits(hidden[inputs.logits]), inputs, found)
+        return _Done(self.model.logits(hidden[inputs.logits]), _for_draft(hidden, run), inputs)
 
-    def _tables_of(self, plan: StepPlan) -> dict[int, RowTables]:
-        return {row.slot: {space: table.of(row.slot) for space, table in self._tables.items()} for row in plan.rows}
+    def layers(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
+        """All of a model that has one stage: logits [T, vocab], and what a draft takes. See `graphs.Layers`."""
+        hidden = self.model.forward(self.model.embed(ids), run)
+        return self.model.logits(hidden), _for_draft(hidden, run)
 
     def _move(self, plan: StepPlan) -> None:
         """Start the plan's page moves. Views wait for the loads of their layer."""
@@ -184,8 +184,8 @@ class Rank:
         for moves in plan.loads:
             self.mover.load(moves)
 
-    def _run_stage(self, inputs: StepInputs) -> tuple[Tensor, list[Tensor]]:
-        """The hidden states behind this stage's layers, and those that a draft takes of this and earlier stages."""
+    def _run_stage(self, inputs: StepInputs) -> tuple[Tensor, ForwardPass]:
+        """The hidden states behind this stage's layers, and the pass, which has those of earlier ones for a draft."""
         records = () if self.config.draft is None else self.config.draft.recorded
         run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records)
         if self.ctx.is_first_stage:
@@ -204,7 +204,7 @@ class Rank:
             self._unsent()
             together = torch.cat([hidden, *run.recorded], dim=1) if run.recorded else hidden
             self._unsent = self.ctx.pp.isend(together, to=self.ctx.pp.rank + 1)
-        return hidden, run.recorded
+        return hidden, run
 
     def _answer(self, plan: StepPlan, done: _Done) -> Tensor:
         """What is sampled, scored and guessed, int64 [answer_len, answer_width]."""
@@ -224,9 +224,10 @@ class Rank:
 
     def _guess(self, plan: StepPlan, done: _Done, tokens: Tensor) -> Tensor:
         """Let the draft follow, and guess what is wanted."""
-        if self.guesser is None or done.inputs is None or done.hidden is None:
+        if self.guesser is None or done.found is None:
             return tokens[:0]
-        return self.guesser.guess(plan, done.inputs, done.hidden, tokens, tables=self._tables_of(plan), wish=self._wish)
+        step = Followed(plan, tokens, done.found, done.inputs, self._tables)
+        return self.guesser.guess(step, self._wish)
 
     def _wish(self, row: Row, behind: int) -> SampleRow:
         slot = self._slots[row.slot]
@@ -280,13 +281,17 @@ class _Done:
 
     Attributes:
         logits: [N, vocab].
-        inputs: of the step.
-        hidden: [T_local, C], or what the draft takes of the target.
+        found: what a draft takes of them, [T_local, C] of each layer that it takes.
+        inputs: of the step; None if it was recorded.
     """
 
     logits: Tensor | None = None
+    found: Tensor | None = None
     inputs: StepInputs | None = None
-    hidden: Tensor | None = None
+
+
+def _for_draft(hidden: Tensor, run: ForwardPass) -> Tensor:
+    return torch.cat(run.recorded, dim=-1) if run.recorded else hidden
 
 
 def _new_slot(admit: Admit) -> Slot:

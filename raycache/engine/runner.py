@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -158,7 +158,7 @@ class RankRunner:
                 self._draft = load_draft(config, source, self._ctx, self._dtype, target=self._model)
         self._note("weights")
         if self._use is not None:
-            num_graphs = len(batch_sizes(self._config.max_running, cp=self._ctx.cp.size)) if self._has_graphs else 0
+            num_graphs = sum(map(len, self._graph_sizes)) if self._has_graphs else 0
             measure_peak(self._config, self._new_rank(config, num_pages=0), use=self._use, num_graphs=num_graphs)
             if self._config.has_host_tier:
                 self._use.keep("staging", self._staging_bytes(config))
@@ -201,7 +201,7 @@ class RankRunner:
             rank.last = LastTokens(self._config.max_running, self._ctx)
         self._note("staging")
         if self._has_graphs:
-            rank.graphs = self._new_graphs(rank)
+            self._record(rank)
         if self._use is not None:
             self._use.note("graphs")
             for purpose in ("graphs", "staging"):
@@ -245,26 +245,49 @@ class RankRunner:
                 windows={part.space: part.window for part in drafts if part.reuse is not Reuse.STATE_HERE},
                 backend=self._backend,
                 ctx=self._ctx,
+                dtype=self._dtype,
                 has_states=any(part.reuse is Reuse.STATE_HERE for part in drafts),
             )
         return rank
 
-    def _new_graphs(self, rank: Rank) -> DecodeGraphs | None:
-        graphs = DecodeGraphs(rank.model, pool=rank.pool, backend=rank.backend, ctx=self._ctx, last=rank.last)
+    @property
+    def _graph_sizes(self) -> tuple[list[int], list[int]]:
+        """Batches to record of the model and of its draft, which follows the same tokens."""
+        cp, most = self._ctx.cp.size, self._config.max_running
+        sizes = batch_sizes(most * (1 + self._config.most_drafts) if cp == 1 else most, cp=cp)
+        return sizes, sizes if self._draft is not None else []
+
+    def _record(self, rank: Rank) -> None:
+        """Record decode steps as CUDA graphs, if the model's layers can be."""
+        records = () if rank.config.draft is None else rank.config.draft.recorded
+        graphs = DecodeGraphs(
+            rank.layers,
+            pool=rank.pool,
+            views=rank.pool,
+            backend=rank.backend,
+            ctx=self._ctx,
+            last=rank.last,
+            records=records,
+        )
         start_s = time.monotonic()
-        sizes = batch_sizes(self._config.max_running, cp=self._ctx.cp.size)
+        sizes, draft_sizes = self._graph_sizes
         try:
             graphs.record(sizes)
+            rank.graphs, num_bytes = graphs, graphs.num_bytes
+            if rank.guesser is not None:
+                draft_graphs = rank.guesser.new_graphs()
+                draft_graphs.record(draft_sizes)
+                rank.guesser = replace(rank.guesser, graphs=draft_graphs)
+                num_bytes += draft_graphs.num_bytes
         except NotRecordableError as cause:
             _log.warning("decode steps are not recorded as CUDA graphs, and take longer: %s", cause)
-            return None
+            return
         _log.info(
             "recorded decode steps of %s rows as CUDA graphs in %.1f s, %.0f MiB",
             "/".join(map(str, sizes)),
             time.monotonic() - start_s,
-            graphs.num_bytes / 2**20,
+            num_bytes / 2**20,
         )
-        return graphs
 
     def _new_mover(self, pool: DevicePool, path: Path) -> Mover:
         arena, board, rank = open_arena(path), self._board, self._seat.rank

@@ -29,10 +29,10 @@ class DraftModel(Protocol):
     """Guesses on the ranks of the last stage. Run under torch.inference_mode.
 
     Attributes:
-        takes_features: whether a row is what was found behind a token and the next token, and not a token alone.
+        num_features: F. A row is what was found behind a token, and the next token; where it is 0, a token alone.
     """
 
-    takes_features: bool
+    num_features: int
 
     def features(self, hidden: Tensor) -> Tensor:
         """What the target's last layer left, [T, C], or what is recorded -> [T, F]; only for one that takes them."""
@@ -56,7 +56,7 @@ class SmallModel:
         target_vocab_size: V.
     """
 
-    takes_features = False
+    num_features = 0
 
     def __init__(self, model: Model, *, vocab_size: int, target_vocab_size: int) -> None:
         self._model = model
@@ -85,11 +85,10 @@ class PredictionLayer:
         target: whose last norm its features have passed.
     """
 
-    takes_features = True
-
     def __init__(
         self, body: Decoder, *, embed_norm: Norm, hidden_norm: Norm, join: ColumnLinear, target: Decoder
     ) -> None:
+        self.num_features = join.weight.shape[0]
         self._body = body
         self._embed_norm, self._hidden_norm, self._join = embed_norm, hidden_norm, join
         self._target = target

@@ -226,8 +226,6 @@ class Eagle3Head:
         vocab_size: V.
     """
 
-    takes_features = True
-
     def __init__(
         self,
         join: ColumnLinear,
@@ -241,6 +239,7 @@ class Eagle3Head:
         known: Tensor | None,
         vocab_size: int,
     ) -> None:
+        self.num_features = join.weight.shape[0]
         self._join, self._attention, self._embedding = join, attention, embedding
         self._embed_norm, self._hidden_norm, between = norms
         self._block = Residual(between, block)
