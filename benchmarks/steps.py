@@ -122,6 +122,10 @@ class Clock:
                 raise RuntimeError(f"a step of a batch of {batch} gave {got} tokens; is the cache too small for it?")
         return found
 
+    def step(self) -> int:
+        """Take a step of a batch that decodes; how many tokens it gave."""
+        return self._step(set())
+
     def trace(self, steps: int) -> Trace:
         """Look at what the GPU does in steps of a batch that decodes.
 

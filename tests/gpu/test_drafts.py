@@ -1,0 +1,80 @@
+"""Drafts of models on CUDA devices: right outputs, right guesses, recorded passes, several GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from raycache import LLM, SamplingParams
+from tests.oracle.families import make_family
+from tests.oracle.half import make_half
+from tests.oracle.tiny_tokenizers import byte_level
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SPLITS: list[dict[str, int]] = [{}, {"tp": 2}, {"cp": 2}, {"pp": 2}]
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    return [np.random.default_rng(length).integers(3, vocab, length).tolist() for length in (37, 70, 5, 130)]
+
+
+def complete(llm: LLM, asked: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
+    found = [list(one.token_ids) for one in llm.generate(asked, sampling)]
+    llm.check()
+    return found
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize(("family", "draft"), [("llama", "llama"), ("deepseek_v32", "gemma3"), ("gemma3", "gemma3")])
+def test_outputs_in_float32_are_those_of_the_cpu(
+    tmp_path: Path, family: str, draft: str, split: dict[str, int]
+) -> None:
+    if sum(split.values()) > torch.cuda.device_count():
+        pytest.skip("needs 2 GPUs")
+    model = byte_level(make_family(tmp_path / family, family))
+    other = model if family == draft else byte_level(make_family(tmp_path / draft, draft))
+    asked = prompts(515)
+    with LLM(str(model), device="cpu", page_size=16, num_pages=64) as llm:
+        wanted = complete(llm, asked)
+    settings: dict[str, Any] = {"draft": str(other), "draft_tokens": 3, "adaptive_drafts": False, **split}
+    with LLM(str(model), device="cuda", dtype="float32", page_size=16, num_pages=64, **settings) as llm:
+        for _ in range(2):
+            assert complete(llm, asked) == wanted
+        stats = llm.stats()
+        assert sum(stats.drafted.values()) > 0 and stats.cached_tokens > 0
+        if family == draft:
+            assert stats.accepted == stats.drafted
+
+
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["recorded", "eager"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gemma3"])
+def test_a_model_guesses_what_it_says_itself_in_bfloat16(tmp_path: Path, family: str, has_graphs: bool) -> None:
+    model = byte_level(make_half(tmp_path / family, family))
+    settings: dict[str, Any] = {"draft": str(model), "draft_tokens": 3, "adaptive_drafts": False}
+    settings |= {"max_running": 8, "max_model_len": 512, "cuda_graphs": has_graphs}
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    asked = prompts(oracle.config.vocab_size)
+    with LLM(str(model), device="cuda", dtype="bfloat16", page_size=16, num_pages=64, **settings) as llm:
+        outputs = complete(llm, asked)
+        stats = llm.stats()
+    # Its own passes are of other sizes than the rows that check them, and sum in another order.
+    assert sum(stats.accepted.values()) > 0.85 * sum(stats.drafted.values()) > 0
+    for prompt, output in zip(asked, outputs, strict=True):
+        with torch.no_grad():
+            logits = oracle(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        behind = logits.amax(-1) - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        assert float((behind / logits.std(-1)).median()) == 0.0 and float((behind / logits.std(-1)).max()) < 0.5
+
+
+def test_recurrent_models_have_no_drafts_there(tmp_path: Path) -> None:
+    model = byte_level(make_family(tmp_path / "model", "nemotron_h"))
+    with LLM(str(model), device="cuda", dtype="float32", page_size=16, num_pages=64, draft="ngram") as llm:
+        assert len(complete(llm, prompts(515))) == 4
+        assert llm.stats().drafted == {}
