@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.figures import write_json
 from raycache.llm import LLM
@@ -50,7 +51,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--draft-tokens", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--fixed", action="store_true", help="always guess so many, whether it pays or not")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", type=Path)
     options = parser.parse_args()
 
     drafts = {"draft": "ngram", "draft_tokens": options.draft_tokens, "adaptive_drafts": not options.fixed}
@@ -86,7 +87,7 @@ def main() -> int:
     for llm in llms.values():
         llm.close()
     if options.json:
-        write_json(options.json, {"options": vars(options), "tasks": figures})
+        write_json(options.json, {"options": {**vars(options), "json": str(options.json)}, "tasks": figures})
     return 0 if all(row["is_same"] for row in figures) else 1
 
 

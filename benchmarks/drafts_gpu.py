@@ -68,12 +68,12 @@ def main() -> int:
     parser.add_argument("--noise", type=float, default=0.004, help="default: %(default)s")
     parser.add_argument("--adaptive", action="store_true", help="guess only as many as pay")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of both engines")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", type=Path)
     options = parser.parse_args()
     options.batches = [int(batch) for batch in options.batches.split(",")]
 
     AgreeingWeights.noise = options.noise
-    runner.DummyWeights = AgreeingWeights  # type: ignore[attr-defined, misc]
+    runner.DummyWeights = AgreeingWeights  # type: ignore[attr-defined]
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     with tempfile.TemporaryDirectory() as folder:
         shape = ModelShape.make(_SHAPE, Path(folder), layers=0, is_tiny=options.tiny, dtype=getattr(torch, dtype))
@@ -83,7 +83,7 @@ def main() -> int:
         for llm in llms.values():
             llm.close()
     if options.json:
-        write_json(options.json, {"options": vars(options), "batches": figures})
+        write_json(options.json, {"options": {**vars(options), "json": str(options.json)}, "batches": figures})
     return 0
 
 

@@ -109,13 +109,18 @@ class DecodeGraphs:
         self.num_bytes = 0
 
     @torch.inference_mode()
-    def record(self, sizes: Sequence[int]) -> None:
-        """Record batches of these sizes; collective over tp and cp."""
+    def record(self, sizes: Sequence[int], *, behind: DecodeGraphs | None = None) -> None:
+        """Record batches of these sizes; collective over tp and cp.
+
+        Args:
+            sizes: of the batches.
+            behind: what has the same rows and is always replayed before, so that its inputs serve both.
+        """
         before, _ = torch.cuda.mem_get_info(self._ctx.device)
         memory = torch.cuda.graph_pool_handle()
         # The largest first: the others fit into its memory.
         for size in sorted(sizes, reverse=True):
-            self._recorded[size] = self._record(size, memory)
+            self._recorded[size] = self._record(size, memory, behind)
         after, _ = torch.cuda.mem_get_info(self._ctx.device)
         self.num_bytes = before - after
 
@@ -130,6 +135,11 @@ class DecodeGraphs:
         self._next = self._recorded[min(size for size in self._recorded if size >= len(plan.rows))]
         self._next.batch.fill(plan, tables)
         self._next.step.replan(self._next.batch.inputs)
+
+    def prepare_behind(self, other: DecodeGraphs) -> None:
+        """Replay for the rows of the other next, which was prepared."""
+        assert other._next is not None, "the other comes first"
+        self._next = next(mine for mine in self._recorded.values() if mine.batch is other._next.batch)
 
     def replay(self, *, ids: Tensor | None = None, features: Tensor | None = None) -> tuple[Tensor, ...]:
         """Run what was prepared.
@@ -156,12 +166,15 @@ class DecodeGraphs:
         is_single = row.num_tokens == 1
         return (is_single or self._ctx.cp.size == 1) if not self._has_states else is_single and row.read_state >= 0
 
-    def _record(self, size: int, memory: Any) -> _Recorded:
-        batch = DecodeBatch(size, self._pool, self._ctx)
+    def _record(self, size: int, memory: Any, behind: DecodeGraphs | None) -> _Recorded:
+        if behind is None:
+            batch = DecodeBatch(size, self._pool, self._ctx)
+            step = self._backend.plan_static(batch.inputs)
+        else:
+            batch, step = behind._recorded[size].batch, behind._recorded[size].step
         features = None
         if self._features is not None:
             features = self._features.new_zeros(len(batch.inputs.ids), self._features.shape[1])
-        step = self._backend.plan_static(batch.inputs)
         step.replan(batch.inputs)
         stream = torch.cuda.Stream(self._ctx.device)
         stream.wait_stream(torch.cuda.current_stream(self._ctx.device))
@@ -177,7 +190,7 @@ class DecodeGraphs:
     def _run(self, batch: DecodeBatch, step: StaticStep, features: Tensor | None) -> tuple[Tensor, ...]:
         ids = batch.inputs.ids
         if self._last is not None:
-            # A token that the host does not know yet is -1.
-            ids = torch.where(ids < 0, self._last.tokens[batch.slots], ids)
+            # A token that the host does not know yet is -1. What is replayed behind this reads it here, too.
+            ids.copy_(torch.where(ids < 0, self._last.tokens[batch.slots], ids))
         run = ForwardPass(step, self._views, batch.inputs.positions, self._records)
         return self._layers(ids, features, run)

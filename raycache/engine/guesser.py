@@ -15,21 +15,23 @@ keeps a state behind each guess of a row, as the target does; while it guesses, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.base import AttentionBackend
-from raycache.engine.graphs import DecodeGraphs, in_single_rows
+from raycache.engine.answer import PendingAnswer
+from raycache.engine.graphs import DecodeGraphs
 from raycache.engine.inputs import StepInputs, step_inputs
 from raycache.engine.page_tables import PageTables
 from raycache.engine.plan import UNKNOWN, Row, StepPlan, emissions, guessing, local_positions
 from raycache.engine.sampler import SampleRow, sample
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.device import DevicePool
-from raycache.memory.streams import after_compute
+from raycache.memory.streams import Event, Passed, after_compute
 from raycache.models.drafts import DraftModel
 from raycache.parallel.context import ParallelContext
 
@@ -72,7 +74,8 @@ class Followed:
         plan: of it.
         tokens: int64 [M], behind the emitted positions.
         found: what the draft takes of the target, [T_local, C] of each layer that it takes.
-        inputs: of the rank; None if the step was recorded, and then its tokens stand row after row.
+        inputs: of the rank; None if it was a recorded step.
+        recorded: what was replayed, or None.
         tables: of the slots, by component space.
     """
 
@@ -80,10 +83,11 @@ class Followed:
     tokens: Tensor
     found: Tensor
     inputs: StepInputs | None
+    recorded: DecodeGraphs | None
     tables: Mapping[str, PageTables]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Guesser:
     """The draft of one rank.
 
@@ -96,6 +100,7 @@ class Guesser:
         dtype: of activations.
         has_states: whether the draft is recurrent.
         graphs: recorded passes, or None.
+        following: the same of whole steps, recorded after those of the target; or None.
     """
 
     model: DraftModel
@@ -106,6 +111,8 @@ class Guesser:
     dtype: torch.dtype
     has_states: bool
     graphs: DecodeGraphs | None = None
+    following: DecodeGraphs | None = None
+    _planned: Event = field(default_factory=Passed)
 
     def guess(self, step: Followed, wish: Wish) -> Tensor:
         """Follow a step, and guess what its rows want. Collective over tp and cp.
@@ -116,13 +123,15 @@ class Guesser:
         Returns:
             int64, of this cp rank's rows in the order of `guessing`, all guesses of one behind each other.
         """
-        emitted = self._follow(step)
         plan, cp = step.plan, self.ctx.cp
         in_turn = guessing(plan, cp_size=cp.size)
         if not in_turn[0]:
+            self._follow(step)
             return step.tokens[:0]
+        sampled = self._gather(plan, step.tokens)  # on its way while the draft follows
+        emitted = self._follow(step)
         rows = [of_rank[turn] for turn in range(len(in_turn[0])) for of_rank in in_turn if turn < len(of_rank)]
-        places = self._places(plan, rows, step.tokens)
+        places = self._places(plan, rows, _by_place(plan, sampled.answer()))
         mine = places[cp.rank :: cp.size]
         guesses: list[Tensor] = []  # one per pass; sequences that want fewer come last
         if self.model.num_features:
@@ -141,15 +150,22 @@ class Guesser:
         order = [(turn, i) for i, place in enumerate(mine) for turn in range(place.row.num_guesses)]
         return torch.cat([step.tokens[:0], *(guesses[turn][i : i + 1] for turn, i in order)])
 
-    def new_graphs(self) -> DecodeGraphs:
-        """For passes of one token per row, to be recorded."""
+    def record(self, sizes: Sequence[int], *, target: DecodeGraphs, target_sizes: Sequence[int]) -> int:
+        """Record passes of so many rows, and what follows the recorded steps of the target; bytes that they take."""
+        self.graphs, self.following = self._new_graphs(), self._new_graphs()
+        self.graphs.record(sizes)
+        self.following.record(target_sizes, behind=target)
+        return self.graphs.num_bytes + self.following.num_bytes
+
+    def _new_graphs(self) -> DecodeGraphs:
+        features = torch.empty((0, self.model.num_features), dtype=self.dtype, device=self.ctx.device)
         return DecodeGraphs(
             self.layers,
             pool=self.pool,
             views=self.pool.behind(),
             backend=self.backend,
             ctx=self.ctx,
-            features=torch.empty((0, self.model.num_features), dtype=self.dtype, device=self.ctx.device),
+            features=features if self.model.num_features else None,
         )
 
     def layers(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, ...]:
@@ -159,9 +175,10 @@ class Guesser:
     def _follow(self, step: Followed) -> Tensor:
         """Take all tokens of a step; what was found at the emitted ones, [M, F]."""
         features = self.model.features(step.found) if self.model.num_features else None
-        if step.inputs is None and self.graphs is not None and self.graphs.can_run(step.plan):
-            ids = step.tokens if self.model.num_features else None
-            return self._replay(in_single_rows(step.plan), ids, features, step.tables)
+        if step.recorded is not None and self.following is not None:
+            self.following.prepare_behind(step.recorded)
+            (found,) = self.following.replay(ids=step.tokens if self.model.num_features else None, features=features)
+            return found
         inputs = step.inputs
         if inputs is None:
             inputs = step_inputs(step.plan, step.tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
@@ -179,9 +196,8 @@ class Guesser:
         ids[inputs.logits] = step.tokens
         return ids
 
-    def _places(self, plan: StepPlan, rows: Sequence[int], tokens: Tensor) -> list[_Place]:
+    def _places(self, plan: StepPlan, rows: Sequence[int], sampled: Mapping[tuple[int, int], int]) -> list[_Place]:
         """Compare what was sampled with what was guessed before."""
-        sampled = self._sampled(plan, tokens)
         places = []
         for i in rows:
             row = plan.rows[i]
@@ -195,21 +211,14 @@ class Guesser:
             places.append(_Place(row, num_right, behind[num_right], state, spare))
         return places
 
-    def _sampled(self, plan: StepPlan, tokens: Tensor) -> dict[tuple[int, int], int]:
-        """(row, position in it) -> the token behind it, of all cp ranks. Collective over cp."""
-        emitted = emissions(plan, cp_size=self.ctx.cp.size)
-        counts = [sum(len(positions) for _, positions in of_rank) for of_rank in emitted]
-        parts = tokens[None]
-        if self.ctx.cp.size > 1:
-            padded = tokens.new_zeros(max(counts))
-            padded[: len(tokens)] = tokens
-            parts = self.ctx.cp.all_gather(padded)
-        found: dict[tuple[int, int], int] = {}
-        for of_rank, values in zip(emitted, parts.tolist(), strict=True):
-            lines = iter(values)
-            for i, positions in of_rank:
-                found |= {(i, position): next(lines) for position in positions.tolist()}
-        return found
+    def _gather(self, plan: StepPlan, tokens: Tensor) -> PendingAnswer:
+        """The tokens behind the emitted positions of each cp rank, padded: [cp, longest M]. Collective over cp."""
+        if self.ctx.cp.size == 1:
+            return PendingAnswer(tokens[None])
+        counts = [sum(len(found) for _, found in of_rank) for of_rank in emissions(plan, cp_size=self.ctx.cp.size)]
+        padded = tokens.new_zeros(max(counts))
+        padded[: len(tokens)] = tokens
+        return PendingAnswer(self.ctx.cp.all_gather(padded))
 
     def _behind(self, plan: StepPlan, rows: Sequence[int], places: Sequence[_Place], emitted: Tensor) -> Tensor:
         """What was found at the last right token of each row: [G_local, F] of [M, F]. Collective over cp."""
@@ -260,8 +269,9 @@ class Guesser:
         self, plan: StepPlan, ids: Tensor | None, features: Tensor | None, tables: Mapping[str, PageTables]
     ) -> Tensor:
         assert self.graphs is not None, "there are recorded passes"
-        after_compute(self.ctx.device).synchronize()  # what is prepared is copied from memory that is overwritten here
+        self._planned.synchronize()  # what is prepared is copied from memory that is overwritten here
         self.graphs.prepare(plan, tables)
+        self._planned = after_compute(self.ctx.device)
         (found,) = self.graphs.replay(ids=ids, features=features)
         return found
 
@@ -269,3 +279,12 @@ class Guesser:
         """The token that the request's own sampler draws of the draft's logits: the same one, where both agree."""
         logits = self.model.logits(found).nan_to_num()  # of a load that failed, too; the decider throws that away
         return sample(logits, [wish(place.row, place.num_right + 1 + turn) for place in places])
+
+
+def _by_place(plan: StepPlan, tokens: NDArray[np.int64]) -> dict[tuple[int, int], int]:
+    """(row, position in it) -> the token behind it, of all cp ranks: [cp, longest M]."""
+    found: dict[tuple[int, int], int] = {}
+    for of_rank, values in zip(emissions(plan, cp_size=len(tokens)), tokens.tolist(), strict=True):
+        keys = [(i, position) for i, positions in of_rank for position in positions.tolist()]
+        found.update(zip(keys, values, strict=False))
+    return found

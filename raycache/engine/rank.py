@@ -153,7 +153,7 @@ class Rank:
             self.graphs.prepare(in_single_rows(plan), self._tables)
             self._planned = after_compute(self.ctx.device)
             logits, found = self.graphs.replay()
-            return _Done(logits, found)
+            return _Done(logits, found, recorded=self.graphs)
         done = self._run_layers(plan)
         self._planned = after_compute(self.ctx.device)
         return done
@@ -226,8 +226,11 @@ class Rank:
         """Let the draft follow, and guess what is wanted."""
         if self.guesser is None or done.found is None:
             return tokens[:0]
-        step = Followed(plan, tokens, done.found, done.inputs, self._tables)
-        return self.guesser.guess(step, self._wish)
+        step = Followed(plan, tokens, done.found, done.inputs, done.recorded, self._tables)
+        guesses = self.guesser.guess(step, self._wish)
+        if done.recorded is None or len(guesses):
+            self._planned = after_compute(self.ctx.device)
+        return guesses
 
     def _wish(self, row: Row, behind: int) -> SampleRow:
         slot = self._slots[row.slot]
@@ -283,11 +286,13 @@ class _Done:
         logits: [N, vocab].
         found: what a draft takes of them, [T_local, C] of each layer that it takes.
         inputs: of the step; None if it was recorded.
+        recorded: what was replayed, if it was.
     """
 
     logits: Tensor | None = None
     found: Tensor | None = None
     inputs: StepInputs | None = None
+    recorded: DecodeGraphs | None = None
 
 
 def _for_draft(hidden: Tensor, run: ForwardPass) -> Tensor:

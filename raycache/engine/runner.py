@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -158,7 +158,8 @@ class RankRunner:
                 self._draft = load_draft(config, source, self._ctx, self._dtype, target=self._model)
         self._note("weights")
         if self._use is not None:
-            num_graphs = sum(map(len, self._graph_sizes)) if self._has_graphs else 0
+            sizes, draft_sizes = self._graph_sizes
+            num_graphs = len(sizes) + bool(draft_sizes) * len(sizes) + len(draft_sizes) if self._has_graphs else 0
             measure_peak(self._config, self._new_rank(config, num_pages=0), use=self._use, num_graphs=num_graphs)
             if self._config.has_host_tier:
                 self._use.keep("staging", self._staging_bytes(config))
@@ -252,10 +253,10 @@ class RankRunner:
 
     @property
     def _graph_sizes(self) -> tuple[list[int], list[int]]:
-        """Batches to record of the model and of its draft, which follows the same tokens."""
+        """Batches to record: of steps, a row for each token; and of passes of a draft, a row for each request."""
         cp, most = self._ctx.cp.size, self._config.max_running
-        sizes = batch_sizes(most * (1 + self._config.most_drafts) if cp == 1 else most, cp=cp)
-        return sizes, sizes if self._draft is not None else []
+        tokens = most * (1 + self._config.most_drafts) if cp == 1 else most
+        return batch_sizes(tokens, cp=cp), batch_sizes(most, cp=cp) if self._draft is not None else []
 
     def _record(self, rank: Rank) -> None:
         """Record decode steps as CUDA graphs, if the model's layers can be."""
@@ -275,10 +276,7 @@ class RankRunner:
             graphs.record(sizes)
             rank.graphs, num_bytes = graphs, graphs.num_bytes
             if rank.guesser is not None:
-                draft_graphs = rank.guesser.new_graphs()
-                draft_graphs.record(draft_sizes)
-                rank.guesser = replace(rank.guesser, graphs=draft_graphs)
-                num_bytes += draft_graphs.num_bytes
+                num_bytes += rank.guesser.record(draft_sizes, target=graphs, target_sizes=sizes)
         except NotRecordableError as cause:
             _log.warning("decode steps are not recorded as CUDA graphs, and take longer: %s", cause)
             return
