@@ -1,7 +1,7 @@
 """Recurrent layers of one step on CUDA; what attention/states.py does row by row, in few launches.
 
     convolution                 all rows in one launch, in float32
-    scan of short rows          all of them in one launch, token after token, in float32
+    scan of short rows          all of them in one launch, token after token, in float32; those with drafts among them
     scan of longer rows         all of them in one call of chunk-parallel kernels, in half precision with float32 sums
 
 For what has no kernel the readable version steps in, which is told once. A decode batch whose rows all have a state
@@ -42,8 +42,8 @@ class KernelRecurrence:
 
     def __init__(self, layout: StepLayout) -> None:
         rows = layout.inputs.rows
-        short = [row for row in rows if len(row.tokens) <= SHORT]
-        self._long_rows = [row for row in rows if len(row.tokens) > SHORT]
+        short = [row for row in rows if _is_short(row)]
+        self._long_rows = [row for row in rows if not _is_short(row)]
         self._layout = layout
         self._rows = _slots(rows, layout)
         self._block_tokens = 1 if layout.inputs.is_decode else BLOCK_TOKENS
@@ -53,22 +53,17 @@ class KernelRecurrence:
         if short and self._long_rows:
             self._short, self._long = _slots(short, layout), _slots(self._long_rows, layout)
         self._has_short = bool(short)
-        self._has_drafts = any(row.draft_states for row in rows)
         self._delta: DeltaRows | None = None
         self._readable: Recurrence | None = None
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See AttentionStep.convolve."""
-        if self._has_drafts:
-            return self._read("drafted tokens").convolve(view, name, x, weight, bias)
         if x.dtype == torch.float64:
             return self._read("float64").convolve(view, name, x, weight, bias)
         return convolve(view.conv[name], self._rows, self._blocks, x, weight, bias, block_tokens=self._block_tokens)
 
     def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
         """See AttentionStep.scan."""
-        if self._has_drafts:
-            return self._read("drafted tokens").scan(view, q, k, v, g, beta)
         if view.state.dtype == torch.float64:
             return self._read("float64").scan(view, q, k, v, g, beta)
         half = _half(q, k, v)
@@ -104,15 +99,23 @@ class KernelRecurrence:
         return self._readable
 
 
+def _is_short(row: RowInputs) -> bool:
+    """Whether it is taken token by token: with drafts the state behind each is kept."""
+    return len(row.tokens) <= SHORT or len(row.draft_states) > 0
+
+
 def _slots(rows: Sequence[RowInputs], layout: StepLayout) -> Slots:
     spans = _pairs([(row.tokens.start, len(row.tokens)) for row in rows], layout)
     inputs = layout.inputs
+    kept = layout.on_device([1 + len(row.draft_states) for row in rows])
     if inputs.is_decode and all(row.read_state >= 0 for row in rows):
         # Of a static step these change between replays. Its spans do not: token i is that of row i.
-        return Slots(spans, inputs.read_states, inputs.write_states)
-    return Slots(
-        spans, layout.on_device([row.read_state for row in rows]), layout.on_device([row.write_state for row in rows])
-    )
+        return Slots(spans, inputs.read_states, inputs.write_states, kept)
+    writes = [-1] * inputs.num_tokens
+    for row in rows:
+        after = (row.write_state, *row.draft_states)
+        writes[row.tokens.stop - len(after) : row.tokens.stop] = after
+    return Slots(spans, layout.on_device([row.read_state for row in rows]), layout.on_device(writes), kept)
 
 
 def _pairs(pairs: Sequence[tuple[int, int]], layout: StepLayout) -> Tensor:

@@ -115,7 +115,7 @@ def _scan_plain(
     column = tl.program_id(0) * BV + tl.arange(0, BV)
     is_feature, is_column = (feature < DK)[None, :], (column < DV)[None, :]
     start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
-    read, write = tl.load(reads + row), tl.load(writes + row)
+    read, write = tl.load(reads + row), tl.load(writes + start + count - 1)
     is_earlier = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
 
     place = (head * DK + feature)[:, None] * DV + column[None, :]

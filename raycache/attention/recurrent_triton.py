@@ -36,12 +36,14 @@ class Slots:
     Attributes:
         spans: [N, 2], first token and number of tokens.
         reads: [N], slots of the states before; negative where there is none, which counts as zeros.
-        writes: [N], slots of the states after.
+        writes: [T], slots of the states after each token of the step, as far as they are kept.
+        kept: [N], of how many tokens of the row, the last ones: of one, or of all where all but the first are drafts.
     """
 
     spans: Tensor
     reads: Tensor
     writes: Tensor
+    kept: Tensor
 
 
 def step(
@@ -67,6 +69,7 @@ def step(
         rows.spans,
         rows.reads,
         rows.writes,
+        rows.kept,
         q,
         k,
         v,
@@ -113,6 +116,7 @@ def convolve(
         rows.spans,
         rows.reads,
         rows.writes,
+        rows.kept,
         blocks,
         x,
         weight,
@@ -138,13 +142,14 @@ def side_by_side(x: Tensor) -> Tensor:
 
 # Tables are parts of larger tensors in a static step, aligned or not: that must not make a kernel of its own each time.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize_on_alignment=["spans", "reads", "writes"]
+    do_not_specialize_on_alignment=["spans", "reads", "writes", "kept"]
 )
 def _step(
     states: tl.tensor,
     spans: tl.tensor,
     reads: tl.tensor,
     writes: tl.tensor,
+    kept: tl.tensor,
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -178,7 +183,7 @@ def _step(
     is_feature, is_column = feature < DK, column < DV
     is_state = is_feature[:, None] & is_column[None, :]
     start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
-    read, write = tl.load(reads + row), tl.load(writes + row)
+    read, first_kept = tl.load(reads + row), start + count - tl.load(kept + row)
 
     place = (head * DK + feature)[:, None] * DV + column[None, :]
     state = tl.load(states + read * slot + place, mask=is_state & (read >= 0), other=0.0)
@@ -198,17 +203,19 @@ def _step(
         state += key * written[None, :]
         result = tl.sum(state * query.to(tl.float32)[:, None], axis=0)
         tl.store(out + (token * num_heads + head) * DV + column, result.to(out.dtype.element_ty), mask=is_column)
-    tl.store(states + write * slot + place, state, mask=is_state)
+        if token >= first_kept:
+            tl.store(states + tl.load(writes + token) * slot + place, state, mask=is_state)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize_on_alignment=["spans", "reads", "writes", "blocks"]
+    do_not_specialize_on_alignment=["spans", "reads", "writes", "kept", "blocks"]
 )
 def _convolve(
     states: tl.tensor,
     spans: tl.tensor,
     reads: tl.tensor,
     writes: tl.tensor,
+    kept: tl.tensor,
     blocks: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
@@ -228,14 +235,13 @@ def _convolve(
     """`source` is where an input lies in the row; negative ones are in the state, whose column is source + TAPS - 1."""
     row, first = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
-    read, write = tl.load(reads + row), tl.load(writes + row)
+    read, first_kept = tl.load(reads + row), start + count - tl.load(kept + row)
     channel = tl.program_id(1) * BF + tl.arange(0, BF)
     is_channel = channel < num_channels
     inputs = x + start * x_token + channel
     if HAS_GAPS:
         inputs += (channel // D) * (x_head - D)
     old = states + read * slot + channel * (TAPS - 1) + (TAPS - 1)
-    new = states + write * slot + channel * (TAPS - 1)
 
     place = first + tl.arange(0, BT)
     is_output = (place < count)[:, None] & is_channel[None, :]
@@ -257,12 +263,16 @@ def _convolve(
     tl.store(to, total.to(out.dtype.element_ty), mask=is_output)
 
     if first == 0:
-        # Both slots may be one: all of the old state is read before any of the new one is written. The columns below
-        # are each read and written by the same thread, and none is read after it was written.
+        # The first token may write where the row reads: all of the old state is read before any of the new ones is
+        # written, and that token's last. The columns below are each read and written by the same thread, and none is
+        # read after it was written.
         tl.debug_barrier()
-        for column in tl.static_range(TAPS - 1):
-            end = count - (TAPS - 1) + column  # where the input lies that becomes this column
-            is_new = is_channel & (end >= 0)
-            late = tl.load(inputs + end * x_token, mask=is_new, other=0.0)
-            early = tl.load(old + end, mask=is_channel & (end < 0) & (read >= 0), other=0.0)
-            tl.store(new + column, tl.where(is_new, late, early.to(late.dtype)), mask=is_channel)
+        for back in range(0, start + count - first_kept):
+            last = count - 1 - back
+            new = states + tl.load(writes + start + last) * slot + channel * (TAPS - 1)
+            for column in tl.static_range(TAPS - 1):
+                end = last + 1 - (TAPS - 1) + column  # where the input lies that becomes this column
+                is_new = is_channel & (end >= 0)
+                late = tl.load(inputs + end * x_token, mask=is_new, other=0.0)
+                early = tl.load(old + end, mask=is_channel & (end < 0) & (read >= 0), other=0.0)
+                tl.store(new + column, tl.where(is_new, late, early.to(late.dtype)), mask=is_channel)

@@ -119,7 +119,12 @@ def build_engine(
         micro_batches=config.pp,
         eos_token_ids=model.eos_token_ids,
         restore_interval=config.restore_interval,
-        drafts=_drafts(config, model=info.model, has_states=device_type == "cuda" and bool(sizes.states)),
+        drafts=Drafts(
+            PromptLookup() if config.draft == "ngram" else None,
+            most=config.most_drafts,
+            are_told=config.has_draft_model,
+            is_adaptive=config.adaptive_drafts,
+        ),
     )
     weights = weights_fingerprint(Path(config.model))
     if model.draft is not None:  # its rows lie beside the model's
@@ -128,19 +133,6 @@ def build_engine(
         weights = f"drawn on {device_type} {weights}"
     identity = Identity(weights, config.page_size)
     return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=config.rank_timeout_s)
-
-
-def _drafts(config: Config, *, model: str, has_states: bool) -> Drafts:
-    """Guesses as they are set; none where only readable code keeps the states behind each, on CUDA."""
-    if config.most_drafts and has_states:
-        _log.warning("draft=%s has no effect for %s: no kernel keeps its states behind each guess", config.draft, model)
-        return Drafts()
-    return Drafts(
-        PromptLookup() if config.draft == "ngram" else None,
-        most=config.most_drafts,
-        are_told=config.has_draft_model,
-        is_adaptive=config.adaptive_drafts,
-    )
 
 
 def _sequence_cache(

@@ -73,8 +73,15 @@ def test_a_model_guesses_what_it_says_itself_in_bfloat16(tmp_path: Path, family:
         assert float((behind / logits.std(-1)).median()) == 0.0 and float((behind / logits.std(-1)).max()) < 0.5
 
 
-def test_recurrent_models_have_no_drafts_there(tmp_path: Path) -> None:
-    model = byte_level(make_family(tmp_path / "model", "nemotron_h"))
-    with LLM(str(model), device="cuda", dtype="float32", page_size=16, num_pages=64, draft="ngram") as llm:
-        assert len(complete(llm, prompts(515))) == 4
-        assert llm.stats().drafted == {}
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "bailing_hybrid"])
+def test_recurrent_models_keep_a_state_behind_each_guess(tmp_path: Path, family: str) -> None:
+    model = byte_level(make_family(tmp_path / "model", family))
+    asked = prompts(515)
+    with LLM(str(model), device="cpu", page_size=16, num_pages=64) as llm:
+        wanted = complete(llm, asked)
+    settings: dict[str, Any] = {"draft": str(model), "draft_tokens": 3, "adaptive_drafts": False}
+    with LLM(str(model), device="cuda", dtype="float32", page_size=16, num_pages=64, **settings) as llm:
+        for _ in range(2):
+            assert complete(llm, asked) == wanted
+        stats = llm.stats()
+        assert stats.accepted == stats.drafted and stats.drafted[3] > 0

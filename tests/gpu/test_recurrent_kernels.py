@@ -212,6 +212,49 @@ def test_convolution(rows: Sequence[tuple[int, int]], dtype: torch.dtype, has_bi
     check_convolution(seat, x, weight, bias if has_bias else None)
 
 
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [5, 0])
+@each_kind
+def test_a_state_is_kept_behind_each_draft(kind: Kind, start: int) -> None:
+    from raycache.attention.recurrent_kernels import KernelRecurrence
+
+    rows = [(start, 4), (9, 1), (30, 3), *[(0, 1)] * 6]
+    seat = seat_of(kind, rows, HALF)
+    used = {slot for pair in seat.batch.states for slot in pair}
+    free = [slot for slot in range(seat.batch.num_states) if slot not in used]
+    drafted = list(seat.inputs.rows)
+    for i in (0, 2):
+        row, num_drafts = drafted[i], len(drafted[i].tokens) - 1
+        # The first token may write where the row reads.
+        write = row.read_state if i == 2 else row.write_state
+        drafted[i] = replace(row, write_state=write, draft_states=tuple(free.pop() for _ in range(num_drafts)))
+    layout = StepLayout(replace(seat.inputs, rows=tuple(drafted)))
+    view = seat.pool.state(1)
+    states, inputs = view.state.clone(), view.conv["x"].clone()
+    tokens = draw(kind, sum(count for _, count in rows), dtype=HALF)
+    x = torch.randn(len(tokens.q), *conv_shape(kind)).to(HALF).to(DEVICE)
+    weight = torch.randn(*conv_shape(kind), TAPS).to(DEVICE)
+    plan = KernelRecurrence(layout)
+    with torch.inference_mode():
+        out = plan.scan(view, *tokens.take(slice(None), lambda field: field))
+        y = plan.convolve(view, "x", x, weight, None)
+    for row in drafted:
+        kept = (row.write_state, *row.draft_states)
+        for count, slot in enumerate(kept, len(row.tokens) - len(kept) + 1):
+            places = slice(row.tokens.start, row.tokens.start + count)
+            before = states[row.read_state] if row.read_state >= 0 else torch.zeros_like(states[0])
+            right, state = scan(*tokens.take(places, Tensor.double), before.double())
+            assert distance(out[places], right) <= torch.finfo(HALF).eps + EXACT
+            assert distance(view.state[slot], state) <= EXACT
+            old = inputs[row.read_state] if row.read_state >= 0 else torch.zeros_like(inputs[0])
+            taps = weight.double().flatten(0, 1)
+            right, after = causal_conv(x[places].double().flatten(1), old.double().flatten(0, 1), taps, None)
+            assert distance(y[places].flatten(1), right) <= torch.finfo(HALF).eps
+            assert torch.equal(view.conv["x"][slot].double().flatten(0, 1), after)
+
+
 # --- CUDA graphs ------------------------------------------------------------------------------------------------------
 
 
