@@ -257,8 +257,8 @@ def _convolve(
         for tap in tl.static_range(TAPS - 1):
             source = (place + tap - (TAPS - 1))[:, None]
             factor = tl.load(weight + channel * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-            kept = tl.load(old[None, :] + source, mask=is_output & (source < 0) & (read >= 0), other=0.0)
-            total += kept.to(tl.float32) * factor
+            stored = tl.load(old[None, :] + source, mask=is_output & (source < 0) & (read >= 0), other=0.0)
+            total += stored.to(tl.float32) * factor
     to = out + (start + place)[:, None] * num_channels + channel[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=is_output)
 

@@ -43,11 +43,11 @@ def batch_sizes(most: int, *, cp: int) -> list[int]:
 
 
 def in_single_rows(plan: StepPlan) -> StepPlan:
-    """The same tokens, a row for each."""
+    """The same tokens, a row for each; of a model without recurrent states."""
     if all(row.num_tokens == 1 for row in plan.rows):
         return plan
     rows = [
-        replace(row, start=row.start + i, tokens=bytes(row.tokens[4 * i : 4 * i + 4]), num_drafts=0)
+        Row(row.slot, row.start + i, row.tokens[4 * i : 4 * i + 4], output_position=row.output_position)
         for row in plan.rows
         for i in range(row.num_tokens)
     ]

@@ -11,7 +11,7 @@ import torch
 from raycache.errors import ConfigError
 from raycache.models.base import Model, ModelConfig, check_weights, family_of, load_model, read_config
 from raycache.models.checkpoint import CheckedNames, Checkpoint, WeightSource, has_tensor
-from raycache.models.config import DraftConfig, DraftKind
+from raycache.models.config import ConfigFile, DraftConfig, DraftKind
 from raycache.models.decoder import Decoder
 from raycache.models.drafts import DraftModel, PredictionLayer, SmallModel
 from raycache.models.eagle import EagleConfig, is_eagle, load_eagle, read_eagle
@@ -66,7 +66,29 @@ def read_models(model_dir: Path, draft: str) -> ModelConfig:
         head = read_eagle(directory, model, has_bias=has_tensor(directory, "fc.bias"))
         return replace(model, draft=DraftConfig(DraftKind.HEAD, head, directory, head.recorded))
     small = read_config(directory)
+    _require_same_tokens(model_dir, directory)
     return replace(model, draft=DraftConfig(DraftKind.MODEL, small, directory))
+
+
+def _require_same_tokens(model_dir: Path, draft_dir: Path) -> None:
+    """Refuse a draft in whose vocabulary the same tokens have other numbers, as far as the directories say."""
+    one, other = _token_ids(model_dir), _token_ids(draft_dir)
+    shared = one.keys() & other.keys()
+    moved = [token for token in shared if one[token] != other[token]]
+    if one and other and (moved or not shared):
+        example = f"; token {moved[0]!r} is {one[moved[0]]} here and {other[moved[0]]} there" if moved else ""
+        raise ConfigError(
+            f"draft={draft_dir} has another vocabulary than {model_dir}{example}; use a model of the same tokenizer"
+        )
+
+
+def _token_ids(directory: Path) -> dict[str, int]:
+    """Token -> id as tokenizer.json has them; empty if there is none, or of a kind that is not listed there."""
+    path = directory / "tokenizer.json"
+    vocab = ConfigFile.read(path).section("model").raw("vocab") if path.is_file() else None
+    if isinstance(vocab, list):  # of pieces with their scores
+        return {str(piece[0]): i for i, piece in enumerate(vocab) if isinstance(piece, list) and piece}
+    return vocab if isinstance(vocab, dict) else {}
 
 
 def load_draft(
