@@ -24,6 +24,7 @@ from raycache.memory.component import FULL
 from raycache.memory.device import unit_bytes
 from raycache.models.base import ModelConfig, components
 from raycache.models.checkpoint import Checkpoint
+from raycache.models.config import DraftKind
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
@@ -85,6 +86,7 @@ def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -
     dtype = resolve_dtype(config, device_type=where)
     stored = resolve_dtype(dataclasses.replace(config, dtype=model.dtype), device_type=where)
     weights = checkpoint.num_bytes * dtype.itemsize // stored.itemsize // (config.tp * config.pp)
+    weights += _draft_bytes(config, model, dtype=dtype) // config.tp  # all of it on the last stage
     sharing = config.world_size if where == "cpu" else 1
     free = _free_bytes(where) // sharing
     contexts = _contexts(config, where=where)
@@ -107,6 +109,15 @@ def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -
         )
     slots = {space: (sizes[space], size) for space, size in units.items() if space != FULL}
     return MemoryPlan(weights, units[FULL], cache_bytes(fullest, pages), slots, pages, config.page_size, free)
+
+
+def _draft_bytes(config: Config, model: ModelConfig, *, dtype: torch.dtype) -> int:
+    """Of a draft that has files of its own."""
+    draft = model.draft
+    if draft is None or draft.kind is DraftKind.LAYER:
+        return 0
+    stored = resolve_dtype(dataclasses.replace(config, dtype=draft.model.dtype), device_type=device_type(config))
+    return Checkpoint(draft.directory).num_bytes * dtype.itemsize // stored.itemsize
 
 
 def _contexts(config: Config, *, where: str) -> list[ParallelContext]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,6 +14,7 @@ from launch.table import human_bytes
 _MOST_RANKS = 8
 """More of them are shown by node."""
 _BAR = 12
+_MOST_PLACES = 3
 _MOST_MISSES = 3
 _NAME = 8
 _LANES = {
@@ -103,7 +104,18 @@ def _load(look: Look) -> Table:
         f"output {rates['output_tokens']}",
         f"cached {_hit_rate(look)}",
     )
+    drafted, accepted = look.figures.get("drafted", {}), look.figures.get("accepted", {})
+    if drafted:
+        rows = look["output_tokens"] - sum(accepted.values())
+        per_step = f"{look['output_tokens'] / rows:.2f} per step" if rows > 0 else ""
+        grid.add_row("drafts", per_step, *_by_place(drafted, accepted))
     return grid
+
+
+def _by_place(drafted: Mapping[str, int], accepted: Mapping[str, int]) -> Iterator[str]:
+    """How many guesses were right, by their place behind the last known token; the first few places."""
+    for place in sorted(drafted, key=int)[:_MOST_PLACES]:
+        yield f"{_percent(accepted.get(place, 0), drafted[place])} right at {place}"
 
 
 def _hit_rate(look: Look) -> str:

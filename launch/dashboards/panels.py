@@ -60,6 +60,29 @@ _LATENCY = (
     _latency("Whole request", "request_duration_seconds", "From arrival to the last token."),
     _latency("Time in the queue", "queue_time_seconds", "From arrival at the engine until it begins to run."),
 )
+_DRAFTS = (
+    Panel(
+        "Tokens per step of a request",
+        "short",
+        (
+            (
+                f"{rate('output_tokens', 'replica')} / "
+                f"({rate('output_tokens', 'replica')} - {rate('accepted_draft_tokens', 'replica')} > 0)",
+                "replica {{replica}}",
+            ),
+        ),
+        "1 without drafts; each right guess gives one more.",
+    ),
+    Panel(
+        "Guesses per second",
+        "short",
+        (
+            (rate("drafted_tokens", "position"), "made at {{position}}"),
+            (rate("accepted_draft_tokens", "position"), "right at {{position}}"),
+        ),
+        "By their place behind the last known token.",
+    ),
+)
 _HITS = (
     Panel(
         "Share of prompt tokens from the cache",
@@ -168,6 +191,7 @@ _GANG = (
 ROWS: dict[str, tuple[Panel, ...]] = {
     "Load": _LOAD,
     "Latency": _LATENCY,
+    "Drafted tokens": _DRAFTS,
     "Cache hits": _HITS,
     "Pages": _PAGES,
     "Tiers": _TIERS,
