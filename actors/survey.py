@@ -28,14 +28,14 @@ class Survey:
         link: by which ranks there are reached.
         memory_bytes: that are available.
         shared_bytes: free in /dev/shm, where a host tier lies; 0 without it.
-        has_model: whether the model's directory is there.
+        missing: directories of models that are not there.
         versions: of raycache and python.
     """
 
     link: Link
     memory_bytes: int
     shared_bytes: int
-    has_model: bool
+    missing: tuple[str, ...]
     versions: tuple[str, str]
 
 
@@ -75,7 +75,7 @@ def _look_around(config: Config) -> Survey:
         link=link(config.interface, node_address=ray.util.get_node_ip_address()),
         memory_bytes=psutil.virtual_memory().available,
         shared_bytes=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
-        has_model=(Path(config.model) / "config.json").is_file(),
+        missing=tuple(path for path in config.directories if not (Path(path) / "config.json").is_file()),
         versions=(__version__, platform.python_version()),
     )
 

@@ -49,12 +49,13 @@ def main() -> int:
     parser.add_argument("model", help="directory")
     parser.add_argument("--streams", type=int, default=1, help="at a time (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--draft", default="ngram", help="who guesses, as in raycache launch (default: %(default)s)")
     parser.add_argument("--draft-tokens", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--fixed", action="store_true", help="always guess so many, whether it pays or not")
     parser.add_argument("--json", metavar="FILE", type=Path)
     options = parser.parse_args()
 
-    drafts = {"draft": "ngram", "draft_tokens": options.draft_tokens, "adaptive_drafts": not options.fixed}
+    drafts = {"draft": options.draft, "draft_tokens": options.draft_tokens, "adaptive_drafts": not options.fixed}
     llms = {"off": LLM(options.model, prefix_cache=False), "on": LLM(options.model, prefix_cache=False, **drafts)}
     figures = []
     print(f"{'task':<8} {'off tok/s':>10} {'on tok/s':>10} {'on/off':>7} {'each round':>24}  {'right, by place'}")

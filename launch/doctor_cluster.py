@@ -116,8 +116,7 @@ def _node(node: Node, said: Survey | str, *, ranks: str, config: Config) -> Find
         has += f" ({said.link.interface})" if said.link.interface else ""
         has += f", {human_bytes(said.shared_bytes)} free for a host tier" if config.has_host_tier else ""
         hints += _other_versions(said)
-        if not said.has_model:
-            refusals.append(f"{config.model} is not there; every node needs the model at the same path")
+        refusals += [f"{path} is not there; every node needs it at the same path" for path in said.missing]
     verdict = Verdict.WARNING if hints or refusals else Verdict.OK
     text = "; ".join([has, *([f"ranks {ranks}"] if ranks else []), *hints, *refusals])
     return Finding(f"node {node.address}", Verdict.REFUSED if ranks and refusals else verdict, text)

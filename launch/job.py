@@ -57,11 +57,13 @@ def run(values: Mapping[str, Any]) -> int:
     config = Config.from_mapping(values)
     if name := environment.ray_address_variable():
         raise ConfigError(f"{name} is set, and Ray's job client would follow it and not --address; unset it")
-    if not os.path.isabs(config.model):
-        raise ConfigError(
-            f"model={config.model} is relative; for a launch on a remote cluster give the absolute path that the "
-            "model has on its nodes"
-        )
+    for path in config.directories:
+        if not os.path.isabs(path):
+            name = "model" if path == config.model else "draft"
+            raise ConfigError(
+                f"{name}={path} is relative; for a launch on a remote cluster give the absolute path that it has on "
+                "the nodes there"
+            )
     from actors.job import Job  # imports Ray
 
     with _signals_interrupt():

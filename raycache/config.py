@@ -306,6 +306,11 @@ class Config:
         """Whether guesses are a model's, on the ranks."""
         return self.draft not in ("none", "ngram") and self.draft_tokens > 0
 
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Of the model, and of a draft with files of its own: what every node needs."""
+        return (self.model, self.draft) if self.has_draft_model and self.draft != "mtp" else (self.model,)
+
     def plans_ahead(self, *, device_type: str) -> bool:
         """Whether the decider plans a step while the one before runs.
 

@@ -20,10 +20,12 @@ class Batch:
         budget: tokens that may still be added.
         max_rows: most rows.
         scored_budget: scored tokens that may still be added; drafts count, each has logits.
-        draft_budget: drafts that may still be added.
+        draft_budget, guess_budget: drafts that may still be added, and guesses that may be asked for: the drafts of the
+            next step.
         requests: of the rows, in order.
         loads: numbers of the moves from the host that its rows wait for.
         num_loaded: tokens that those bring.
+        is_catching_up: whether a draft model takes what it has missed, so that its pace says little.
         start_s: when it was sent.
     """
 
@@ -31,11 +33,13 @@ class Batch:
     max_rows: int
     scored_budget: int = MAX_SCORED_TOKENS
     draft_budget: int = 0
+    guess_budget: int = 0
     rows: list[Row] = field(default_factory=list)
     admits: list[Admit] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     num_loaded: int = 0
+    is_catching_up: bool = False
     start_s: float = 0.0
     plan: StepPlan = field(default_factory=lambda: StepPlan(0))
 
@@ -51,3 +55,4 @@ class Batch:
         self.budget -= row.num_tokens
         self.scored_budget -= row.num_targets + row.num_drafts
         self.draft_budget -= row.num_drafts
+        self.guess_budget -= row.num_guesses

@@ -12,7 +12,6 @@ How many are guessed is a matter of pay: of how often they are right, and of wha
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,12 +21,15 @@ import numpy as np
 from raycache.types import PackedTokens
 
 _WEIGHT = 0.1  # of the newest guess in what is known of a request
-_SHARED_WEIGHT = 0.01  # and of all requests
+_SHARED_WEIGHT = 0.03  # and of all requests
 _FIRST_SHARE = 0.7  # assumed to be right before anything is known
 _TRY_EVERY = 16  # tokens, where it does not pay
 _LONGEST_PAUSE = 4  # tokens, where there was no idea
 _FORGET = 0.98  # of what a step told about costs, with each that follows
-_LEAST_SPREAD = 1e-3  # of step sizes, for a line through them
+_LEAST_STEPS = 4  # that say something about costs
+_TRIAL_STEPS = 4  # with one number of guesses for all
+_TRIAL_EVERY = 64  # steps, so that costs stay known
+_HOPELESS = 0.1  # share of right guesses below which costs do not matter
 _LONGEST_MATCH, _SHORTEST_MATCH = 4, 2  # tokens
 _REACH = 32768  # tokens that are looked through
 
@@ -81,33 +83,53 @@ class Luck:
 
 
 class StepCosts:
-    """What steps take, fixed + per_token * tokens + per_pass * passes of a draft model, by forgetful least squares."""
+    """What steps of rows in decode take: a line over their rows without drafts; with drafts, a plane over their tokens
+    and the passes of a draft model. Apart, for what a second token costs may be more than all that follow it."""
 
     def __init__(self) -> None:
-        self._moments = np.zeros((4, 4))  # of (1, tokens, passes, seconds)
+        self._plain, self._drafted = _Fit(1), _Fit(2)
 
-    def note(self, seconds: float, num_tokens: int, num_passes: int = 0) -> None:
-        """Take in a step of rows in decode."""
-        values = np.array([1.0, num_tokens, num_passes, seconds])
+    def note(self, seconds: float, num_tokens: int, *, num_rows: int, num_passes: int = 0) -> None:
+        """Take in a step."""
+        if num_tokens > num_rows or num_passes:
+            self._drafted.note(seconds, num_tokens, num_passes)
+        else:
+            self._plain.note(seconds, num_rows)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether there were enough steps of either kind."""
+        return min(self._plain.weight, self._drafted.weight) >= _LEAST_STEPS
+
+    def seconds(self, num_rows: int, num_guesses: int, *, num_passes: int = 0) -> float:
+        """Of a step in which so many rows have so many guesses each."""
+        if num_guesses:
+            return self._drafted.at(num_rows * (1 + num_guesses), num_passes)
+        return self._plain.at(num_rows)
+
+
+class _Fit:
+    """Forgetful least squares: what n numbers add, none of them less than nothing."""
+
+    def __init__(self, count: int) -> None:
+        self._moments = np.zeros((count + 2, count + 2))  # of (1, the numbers, the seconds)
+
+    @property
+    def weight(self) -> float:
+        """Steps, those long ago hardly counted."""
+        return float(self._moments[0, 0])
+
+    def note(self, seconds: float, *numbers: float) -> None:
+        values = np.array([1.0, *numbers, seconds])
         self._moments = _FORGET * self._moments + np.outer(values, values)
 
-    def share_of_token(self, num_rows: int) -> float | None:
-        """What a guess more for each row costs a step of so many rows of one token, over what the step costs; None if
-        steps were too much alike to tell."""
-        moments = self._moments
-        if moments[0, 3] <= 0:
-            return None
-        means = moments[0] / moments[0, 0]
-        spread = moments / moments[0, 0] - np.outer(means, means)
-        if spread[1, 1] <= _LEAST_SPREAD * (spread[1, 1] + means[1] ** 2):
-            return None
-        # In units of a guess more for each row: so many tokens, and one pass. Where they went together only the sum of
-        # their costs is known, and that is what is wanted: the smallest pair will do.
-        unit = np.array([1 / num_rows, 1.0])
-        together = np.linalg.pinv(spread[1:3, 1:3] * np.outer(unit, unit), rcond=1e-6, hermitian=True)
-        of_tokens, of_pass = together @ (spread[1:3, 3] * unit)
-        step_s = means[3] - of_tokens * (means[1] / num_rows - 1) - of_pass * means[2]
-        return float(min(max((of_tokens + of_pass) / max(step_s, of_tokens, 1e-9), 0.0), 1.0))
+    def at(self, *numbers: float) -> float:
+        means = self._moments[0] / self.weight
+        spread = self._moments / self.weight - np.outer(means, means)
+        # Where two numbers went together it is not known whose the seconds are: half of each will do.
+        slopes = np.linalg.pinv(spread[1:-1, 1:-1], rcond=1e-6, hermitian=True) @ spread[1:-1, -1]
+        found = means[-1] + float((np.array(numbers) - means[1:-1]) @ np.maximum(slopes, 0))
+        return max(float(found), 1e-9)
 
 
 @dataclass
@@ -132,7 +154,9 @@ class Drafts:
     made_at: Counter[int] = field(default_factory=Counter)
     right_at: Counter[int] = field(default_factory=Counter)
     _luck: Luck = field(default_factory=Luck)
-    _num_tried: int = 0
+    _step: int = 0
+    _trial: int | None = None
+    _seconds: list[float] = field(default_factory=list)
 
     @property
     def num_made(self) -> int:
@@ -148,16 +172,28 @@ class Drafts:
         """Of a request of which nothing is known yet."""
         return Luck(self._luck.share)
 
-    def guess(self, tokens: bytearray, luck: Luck, *, most: int, num_rows: int) -> PackedTokens:
+    def begin_step(self, num_rows: int) -> None:
+        """A step of so many requests is planned. Now and then all of them get the same number of guesses, from none to
+        the most, for some steps on end: the costs of each are seen then."""
+        if not (self.most and self.is_adaptive and num_rows):
+            return
+        self._step += 1
+        turn, place = divmod(self._step, _TRIAL_EVERY) if self.costs.are_known else divmod(self._step, _TRIAL_STEPS)
+        self._trial = turn % (self.most + 1) if place < _TRIAL_STEPS else None
+        self._seconds = []
+        if self.costs.are_known:
+            counts = range(self.most + 1)
+            self._seconds = [self.costs.seconds(num_rows, n, num_passes=n if self.are_told else 0) for n in counts]
+
+    def guess(self, tokens: bytearray, luck: Luck, *, most: int) -> PackedTokens:
         """Guess how a sequence in decode goes on.
 
         Args:
             tokens: of the sequence, packed.
             luck: of the request.
             most: guesses that there is room for.
-            num_rows: of the step.
         """
-        count = min(most, self.wanted(luck, num_rows=num_rows))
+        count = min(most, self.wanted(luck))
         if self.drafter is None or count <= 0:
             luck.num_idle += 1
             return b""
@@ -165,28 +201,22 @@ class Drafts:
         luck.num_idle, luck.num_vain = 0, 0 if found else luck.num_vain + 1
         return found
 
-    def ask(self, luck: Luck, *, most: int, num_rows: int) -> int:
+    def ask(self, luck: Luck, *, most: int) -> int:
         """How many guesses the ranks should make at what follows a request's next row.
 
         Args:
             luck: of the request.
             most: that there is room for.
-            num_rows: of the step.
         """
-        count = max(0, min(most, self.wanted(luck, num_rows=num_rows)))
+        count = max(0, min(most, self.wanted(luck)))
         luck.num_idle = 0 if count else luck.num_idle + 1
         return count
 
-    def wanted(self, luck: Luck, *, num_rows: int) -> int:
-        """Most guesses at a request's next tokens.
-
-        Args:
-            luck: of the request.
-            num_rows: of the step.
-        """
-        if (self.drafter is None and not self.are_told) or luck.num_idle < min(luck.num_vain, _LONGEST_PAUSE):
+    def wanted(self, luck: Luck) -> int:
+        """Most guesses at a request's next tokens."""
+        if not self.most or luck.num_idle < min(luck.num_vain, _LONGEST_PAUSE):
             return 0
-        return self._worth(luck, num_rows) if self.is_adaptive else self.most
+        return self._worth(luck) if self.is_adaptive else self.most
 
     def note(self, luck: Luck, num_right: int, num_drafts: int) -> None:
         """Take in what became of a row's guesses."""
@@ -195,14 +225,17 @@ class Drafts:
         self.made_at.update(range(1, num_drafts + 1))
         self.right_at.update(range(1, num_right + 1))
 
-    def _worth(self, luck: Luck, num_rows: int) -> int:
-        """Guesses that pay: the last of them is right more often than what it adds to the step's time."""
-        cost = self.costs.share_of_token(num_rows)
-        if cost is None:  # steps of all sizes tell what they take
-            self._num_tried += 1
-            return 1 + self._num_tried % self.most
-        if luck.share <= cost or luck.share <= 0:
-            return 1 if luck.num_idle >= _TRY_EVERY else 0
-        if cost <= 0 or luck.share >= 1:
-            return self.most
-        return min(self.most, int(math.log(cost) / math.log(luck.share)))
+    def _worth(self, luck: Luck) -> int:
+        """Guesses with which a row is expected to give the most tokens per second."""
+        rarely = 1 if luck.num_idle >= _TRY_EVERY else 0
+        if not self._seconds:
+            return self._trial or 0 if luck.share > _HOPELESS else rarely
+        best = max(range(self.most + 1), key=lambda count: _expected(luck.share, count) / self._seconds[count])
+        if not best:
+            return rarely
+        return best if self._trial is None else self._trial
+
+
+def _expected(share: float, num_guesses: int) -> float:
+    """Tokens of a row, each of whose guesses is right so often behind right ones."""
+    return sum(share**place for place in range(num_guesses + 1))

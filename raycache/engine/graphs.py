@@ -85,6 +85,7 @@ class DecodeGraphs:
         last: for rows that are fed, or None.
         features: an empty tensor [0, F] of those that the layers take, or None.
         records: see `ForwardPass`.
+        has_states: whether the layers are recurrent.
     Attributes:
         num_bytes: of device memory that the graphs keep, once recorded.
     """
@@ -100,10 +101,11 @@ class DecodeGraphs:
         last: LastTokens | None = None,
         features: Tensor | None = None,
         records: Sequence[int] = (),
+        has_states: bool,
     ) -> None:
         self._layers, self._pool, self._views, self._backend, self._ctx = layers, pool, views, backend, ctx
         self._last, self._features, self._records = last, features, records
-        self._has_states = any(space not in pool.windows for space in pool.sizes)
+        self._has_states = has_states
         self._recorded: dict[int, _Recorded] = {}
         self._next: _Recorded | None = None
         self.num_bytes = 0

@@ -8,6 +8,9 @@
 A draft that takes features has them and the next token in each row: it follows with d1 d2 x, and has g1 already.
 The next row of the target is x g1 g2, and is followed wherever guesses were written before.
 
+While nobody wants its guesses, a draft that takes tokens alone may lag behind, up to the end of a page: then it takes
+all that it has missed at once, before others can go on from that page.
+
 What is written for tokens that turn out to be wrong nobody reads: the next row begins before them. A recurrent draft
 keeps a state behind each guess of a row, as the target does; while it guesses, its states lie in a spare slot.
 """
@@ -34,6 +37,7 @@ from raycache.memory.device import DevicePool
 from raycache.memory.streams import Event, Passed, after_compute
 from raycache.models.drafts import DraftModel
 from raycache.parallel.context import ParallelContext
+from raycache.types import PackedTokens
 
 Wish = Callable[[Row, int], SampleRow]
 """How a row's slot samples the token so many places behind the first that the row samples."""
@@ -99,8 +103,11 @@ class Guesser:
         ctx: of the rank.
         dtype: of activations.
         has_states: whether the draft is recurrent.
+        may_lag: whether it may take decoded tokens later: all of its state is in the pages of the sequence, and no
+            row is fed.
         graphs: recorded passes, or None.
         following: the same of whole steps, recorded after those of the target; or None.
+        planned: behind what is copied of the plans of its passes, and of the step before them.
     """
 
     model: DraftModel
@@ -110,9 +117,15 @@ class Guesser:
     ctx: ParallelContext
     dtype: torch.dtype
     has_states: bool
+    may_lag: bool
     graphs: DecodeGraphs | None = None
     following: DecodeGraphs | None = None
-    _planned: Event = field(default_factory=Passed)
+    planned: Event = field(default_factory=Passed)
+    _missed: dict[int, PackedTokens] = field(default_factory=dict)
+
+    def forget(self, slot: int) -> None:
+        """A slot has another owner."""
+        self._missed.pop(slot, None)
 
     def guess(self, step: Followed, wish: Wish) -> Tensor:
         """Follow a step, and guess what its rows want. Collective over tp and cp.
@@ -152,10 +165,11 @@ class Guesser:
 
     def record(self, sizes: Sequence[int], *, target: DecodeGraphs, target_sizes: Sequence[int]) -> int:
         """Record passes of so many rows, and what follows the recorded steps of the target; bytes that they take."""
-        self.graphs, self.following = self._new_graphs(), self._new_graphs()
-        self.graphs.record(sizes)
-        self.following.record(target_sizes, behind=target)
-        return self.graphs.num_bytes + self.following.num_bytes
+        passes, following = self._new_graphs(), self._new_graphs()
+        passes.record(sizes)
+        following.record(target_sizes, behind=target)
+        self.graphs, self.following = passes, following
+        return passes.num_bytes + following.num_bytes
 
     def _new_graphs(self) -> DecodeGraphs:
         features = torch.empty((0, self.model.num_features), dtype=self.dtype, device=self.ctx.device)
@@ -166,6 +180,7 @@ class Guesser:
             backend=self.backend,
             ctx=self.ctx,
             features=features if self.model.num_features else None,
+            has_states=self.has_states,
         )
 
     def layers(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, ...]:
@@ -174,16 +189,33 @@ class Guesser:
 
     def _follow(self, step: Followed) -> Tensor:
         """Take all tokens of a step; what was found at the emitted ones, [M, F]."""
+        if self.may_lag and (plan := self._without_lag(step.plan)) is not step.plan:
+            if plan.rows:
+                late = step_inputs(plan, step.tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
+                self._run(late.ids, None, late)
+            return step.found  # nobody looks at what a draft without features found
         features = self.model.features(step.found) if self.model.num_features else None
         if step.recorded is not None and self.following is not None:
             self.following.prepare_behind(step.recorded)
             (found,) = self.following.replay(ids=step.tokens if self.model.num_features else None, features=features)
             return found
-        inputs = step.inputs
-        if inputs is None:
-            inputs = step_inputs(step.plan, step.tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
-        ids = self._next_ids(step, inputs) if self.model.num_features else inputs.ids
-        return self._run(ids, features, inputs)[inputs.logits]
+        assert step.inputs is not None, "what follows a recorded step is recorded with it"
+        ids = self._next_ids(step, step.inputs) if self.model.num_features else step.inputs.ids
+        return self._run(ids, features, step.inputs)[step.inputs.logits]
+
+    def _without_lag(self, plan: StepPlan) -> StepPlan:
+        """The rows that the draft has to follow now, each with what it has missed; the same plan if that is all."""
+        rows = []
+        for row in plan.rows:
+            missed = self._missed.pop(row.slot, b"")
+            is_page_end = (row.start + row.num_tokens) % self.pool.page_size == 0
+            if row.num_tokens == 1 and not row.num_guesses and not is_page_end:
+                self._missed[row.slot] = missed + row.tokens
+            else:
+                start = row.start - len(missed) // 4
+                rows.append(Row(row.slot, start, missed + row.tokens) if missed else row)
+        is_same = len(rows) == len(plan.rows) and all(one is other for one, other in zip(rows, plan.rows, strict=True))
+        return plan if is_same else StepPlan(0, rows)
 
     def _next_ids(self, step: Followed, inputs: StepInputs) -> Tensor:
         """The token behind each of this rank's: int64 [T_local]."""
@@ -262,16 +294,19 @@ class Guesser:
         return self._run(ids, features, inputs)
 
     def _run(self, ids: Tensor, features: Tensor | None, inputs: StepInputs) -> Tensor:
+        self.planned.synchronize()  # plans are copied from memory that the next one overwrites
         run = ForwardPass(self.backend.plan(inputs), self.pool.behind(), inputs.positions)
-        return self.model.forward(ids, features, run)
+        found = self.model.forward(ids, features, run)
+        self.planned = after_compute(self.ctx.device)
+        return found
 
     def _replay(
         self, plan: StepPlan, ids: Tensor | None, features: Tensor | None, tables: Mapping[str, PageTables]
     ) -> Tensor:
         assert self.graphs is not None, "there are recorded passes"
-        self._planned.synchronize()  # what is prepared is copied from memory that is overwritten here
+        self.planned.synchronize()
         self.graphs.prepare(plan, tables)
-        self._planned = after_compute(self.ctx.device)
+        self.planned = after_compute(self.ctx.device)
         (found,) = self.graphs.replay(ids=ids, features=features)
         return found
 

@@ -51,7 +51,7 @@ def served_model(config: Config) -> ModelConfig:
         CheckpointError: a directory is none, or holds what is not supported.
         ConfigError: the one cannot guess for the other.
     """
-    return read_models(Path(config.model), config.draft)
+    return read_models(Path(config.model), config.draft if config.has_draft_model else "none")
 
 
 def usable_cpus() -> int:

@@ -138,6 +138,8 @@ class Rank:
         self._move(plan)
         for admit in plan.admits:
             self._slots[admit.slot] = _new_slot(admit)
+            if self.guesser is not None:
+                self.guesser.forget(admit.slot)
             for space, tables in self._tables.items():
                 tables.begin(admit.slot, admit.pages.get(space, ()))
         for row in plan.rows:
@@ -226,10 +228,10 @@ class Rank:
         """Let the draft follow, and guess what is wanted."""
         if self.guesser is None or done.found is None:
             return tokens[:0]
+        self.guesser.planned = self._planned
         step = Followed(plan, tokens, done.found, done.inputs, done.recorded, self._tables)
         guesses = self.guesser.guess(step, self._wish)
-        if done.recorded is None or len(guesses):
-            self._planned = after_compute(self.ctx.device)
+        self._planned = self.guesser.planned
         return guesses
 
     def _wish(self, row: Row, behind: int) -> SampleRow:

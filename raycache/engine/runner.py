@@ -40,7 +40,7 @@ from raycache.engine.peak import measure_peak
 from raycache.engine.plan import StepPlan
 from raycache.engine.rank import Rank
 from raycache.errors import RankLostError
-from raycache.memory.component import Reuse
+from raycache.memory.component import STATE, Reuse
 from raycache.memory.device import DevicePool, unit_bytes
 from raycache.memory.mover import LaneName, Mover
 from raycache.models.base import Model, ModelConfig, components, load_model
@@ -154,8 +154,14 @@ class RankRunner:
                 on_progress=self._on_progress,
             )
             if config.draft is not None and self._ctx.is_last_stage:
-                source = self._weights(config.draft.directory)
-                self._draft = load_draft(config, source, self._ctx, self._dtype, target=self._model)
+                self._draft = load_draft(
+                    config,
+                    self._weights(config.draft.directory),
+                    self._ctx,
+                    self._dtype,
+                    target=self._model,
+                    target_source=self._weights(Path(self._config.model)),
+                )
         self._note("weights")
         if self._use is not None:
             sizes, draft_sizes = self._graph_sizes
@@ -248,6 +254,9 @@ class RankRunner:
                 ctx=self._ctx,
                 dtype=self._dtype,
                 has_states=any(part.reuse is Reuse.STATE_HERE for part in drafts),
+                may_lag=not self._draft.num_features
+                and all(part.reuse is Reuse.EVERY_PAGE for part in drafts)
+                and not self._config.plans_ahead(device_type=self._device.type),
             )
         return rank
 
@@ -269,14 +278,16 @@ class RankRunner:
             ctx=self._ctx,
             last=rank.last,
             records=records,
+            has_states=STATE in rank.pool.sizes,  # the draft's, too: it follows
         )
         start_s = time.monotonic()
         sizes, draft_sizes = self._graph_sizes
         try:
             graphs.record(sizes)
-            rank.graphs, num_bytes = graphs, graphs.num_bytes
+            num_bytes = graphs.num_bytes
             if rank.guesser is not None:
                 num_bytes += rank.guesser.record(draft_sizes, target=graphs, target_sizes=sizes)
+            rank.graphs = graphs
         except NotRecordableError as cause:
             _log.warning("decode steps are not recorded as CUDA graphs, and take longer: %s", cause)
             return

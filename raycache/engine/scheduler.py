@@ -176,6 +176,7 @@ class Scheduler:
             return None
         batch = Batch(budget=self._max_step_tokens, max_rows=self._rows_per_plan())
         self._running.sort(key=lambda request: request.order)
+        self.drafts.begin_step(len(self._running))
         if not self._make_way(batch):
             return None
         self._continue_running(batch)
@@ -346,7 +347,7 @@ class Scheduler:
             or (request.is_fed and (request.sampling.has_penalties or not request.sampling.is_greedy))
             or request.num_drafts > 0
             or request.num_guesses > 0
-            or (request.is_fed and self.drafts.wanted(request.luck, num_rows=len(self._running)) > 0)
+            or (request.is_fed and self.drafts.wanted(request.luck) > 0)
             or self._is_more_loadable(request)
         )
 
@@ -355,6 +356,7 @@ class Scheduler:
         ready = [r for r in self._running if r.wants_row and (self.plans_ahead or not r.is_in_flight)]
         ready.sort(key=lambda request: request.num_next > 1)
         batch.draft_budget = max(0, batch.budget - len(ready)) // 2  # the rest is for those that wait
+        batch.guess_budget = batch.draft_budget
         is_short = False
         for request in ready:
             if batch.is_full:
@@ -396,10 +398,12 @@ class Scheduler:
         num_drafts = len(drafts) // 4
         stop = start + count + num_drafts
         if self.drafts.are_told and request.num_next == count:
-            most = min(request.max_len - stop, batch.draft_budget)
-            num_guesses = self.drafts.ask(request.luck, most=most, num_rows=len(self._running))
+            useful = max(self._most_drafts(request, start + count + right) for right in range(num_drafts + 1))
+            most = min(request.max_len - stop, batch.guess_budget, useful)
+            num_guesses = self.drafts.ask(request.luck, most=most)
         if not num_drafts and not num_guesses:
             return b"", 0, None
+        batch.is_catching_up |= num_guesses > 0 and request.num_guesses == 0
         room = self._cache.make_room(request.holding, start, stop, num_drafts=num_drafts, num_guesses=num_guesses)
         return (b"", 0, None) if room is None else (drafts, num_guesses, room)
 
@@ -408,16 +412,20 @@ class Scheduler:
         is_decode = request.num_next == 1 and request.num_output > 0
         if self.drafts.most == 0 or not is_decode:
             return b""
+        most = min(batch.draft_budget, batch.scored_budget, self._most_drafts(request, request.next_start))
+        if self.drafts.are_told:
+            return b"" if request.is_in_flight else request.guesses[: 4 * max(most, 0)]
         if request.is_in_flight:
             request.luck.num_idle += 1
             return b""
-        start = request.next_start
-        most = min(batch.draft_budget, batch.scored_budget, request.max_len - start - 2)
+        return self.drafts.guess(request.tokens, request.luck, most=most)
+
+    def _most_drafts(self, request: Request, start: int) -> int:
+        """Drafts that a row in decode can have which begins there."""
+        most = request.max_len - start - 2
         if self._cache.has_points and self._cache.is_kept:
             most = min(most, self.page_size - start % self.page_size - 1)  # or the restore point there would be missed
-        if self.drafts.are_told:
-            return request.guesses[: 4 * max(most, 0)]
-        return self.drafts.guess(request.tokens, request.luck, most=most, num_rows=len(self._running))
+        return most
 
     def _is_more_loadable(self, request: Request) -> bool:
         prefetch, start = request.prefetch, request.next_start

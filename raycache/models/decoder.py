@@ -91,8 +91,9 @@ class Decoder:
         embedding_scale: of the embedded tokens.
         logit_scale: of the logits.
         first_layer: number of the first layer in the whole model.
+        embedding_name: of the embedding's tensor, which other stages may need as well.
     Attributes:
-        embedding, head: as given.
+        embedding, head, embedding_name: as given.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Decoder:
         embedding_scale: float = 1.0,
         logit_scale: float = 1.0,
         first_layer: int = 0,
+        embedding_name: str = "",
     ) -> None:
         begins = itertools.accumulate(map(len, layers), initial=0)
         self._layer_at = dict(zip(begins, range(first_layer, first_layer + len(layers)), strict=False))
@@ -112,6 +114,7 @@ class Decoder:
         self.embedding = embedding
         self._norm = norm
         self.head = head
+        self.embedding_name = embedding_name
         self._embedding_scale = embedding_scale
         self._logit_scale = logit_scale
 
@@ -253,4 +256,5 @@ def load_decoder(
         embedding_scale=embedding_scale,
         logit_scale=logit_scale,
         first_layer=stage.start,
+        embedding_name=names.embedding,
     )

@@ -66,7 +66,6 @@ def read_models(model_dir: Path, draft: str) -> ModelConfig:
         head = read_eagle(directory, model, has_bias=has_tensor(directory, "fc.bias"))
         return replace(model, draft=DraftConfig(DraftKind.HEAD, head, directory, head.recorded))
     small = read_config(directory)
-    _require_same_tokens(model_dir, directory)
     return replace(model, draft=DraftConfig(DraftKind.MODEL, small, directory))
 
 
@@ -92,7 +91,13 @@ def _token_ids(directory: Path) -> dict[str, int]:
 
 
 def load_draft(
-    config: ModelConfig, source: WeightSource, ctx: ParallelContext, dtype: torch.dtype, *, target: Model
+    config: ModelConfig,
+    source: WeightSource,
+    ctx: ParallelContext,
+    dtype: torch.dtype,
+    *,
+    target: Model,
+    target_source: WeightSource,
 ) -> DraftModel:
     """Read one rank's share of the model that guesses for another, on the last stage.
 
@@ -102,6 +107,7 @@ def load_draft(
         ctx: whose share.
         dtype: of weights and activations.
         target: this rank's share of the other.
+        target_source: of the other's weights.
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
@@ -112,19 +118,21 @@ def load_draft(
         return SmallModel(loaded, vocab_size=model.vocab_size, target_vocab_size=config.vocab_size)
     weights = ShardedWeights(source, alone, dtype)
     if isinstance(model, EagleConfig):
-        return load_eagle(config, model, weights, alone, cast(Decoder, target))
+        own = ShardedWeights(target_source, alone, dtype)
+        return load_eagle(config, model, weights, alone, cast(Decoder, target), target_weights=own)
     family = cast(PredictingFamily, family_of(config))
     return family.load_prediction_layer(config, weights, alone, cast(Decoder, target))
 
 
 def check_draft(config: ModelConfig, model_dir: Path) -> None:
-    """Compare names and shapes of the draft's checkpoint with what it wants; reads and allocates nothing.
+    """Compare names and shapes of a draft's checkpoint with what it wants, and its vocabulary with the target's.
 
     Args:
         config: of the target.
         model_dir: its directory.
     Raises:
         CheckpointError: a tensor is missing, has another shape or type, or is not one of the model's.
+        ConfigError: the vocabularies differ.
     """
     draft = config.draft
     if draft is None:
@@ -132,8 +140,9 @@ def check_draft(config: ModelConfig, model_dir: Path) -> None:
     checkpoint = Checkpoint(draft.directory)
     if draft.kind is DraftKind.MODEL:
         check_weights(draft.model, checkpoint)
+        _require_same_tokens(model_dir, draft.directory)
         return
     names, ctx = CheckedNames(checkpoint), ParallelContext.single(torch.device("meta"))
     own = names if draft.kind is DraftKind.LAYER else CheckedNames(Checkpoint(model_dir))
     target = load_model(replace(config, draft=None), own, ctx, torch.float32, on_progress=lambda done, total: None)
-    load_draft(config, names, ctx, torch.float32, target=target)
+    load_draft(config, names, ctx, torch.float32, target=target, target_source=own)

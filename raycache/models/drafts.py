@@ -43,7 +43,7 @@ class DraftModel(Protocol):
         ...
 
     def logits(self, found: Tensor) -> Tensor:
-        """[N, F] -> [N, at most V]."""
+        """[N, F] -> [N, V]; tokens that it does not know are never likely."""
         ...
 
 
@@ -60,7 +60,7 @@ class SmallModel:
 
     def __init__(self, model: Model, *, vocab_size: int, target_vocab_size: int) -> None:
         self._model = model
-        self._last_id, self._num_ids = vocab_size - 1, target_vocab_size
+        self._last_id, self._target_size = vocab_size - 1, target_vocab_size
 
     def features(self, hidden: Tensor) -> Tensor:
         """See DraftModel; never asked for."""
@@ -72,7 +72,22 @@ class SmallModel:
 
     def logits(self, found: Tensor) -> Tensor:
         """See DraftModel."""
-        return self._model.logits(found)[:, : self._num_ids]
+        return widened(self._model.logits(found)[:, : self._target_size], self._target_size)
+
+
+def widened(scores: Tensor, size: int, *, known: Tensor | None = None) -> Tensor:
+    """Logits [N, D] of some tokens, as [N, size] of all.
+
+    Args:
+        scores: of those tokens.
+        size: of the vocabulary.
+        known: int64 [D], those tokens; by default the first D.
+    """
+    if scores.shape[1] == size and known is None:
+        return scores
+    every = scores.new_full((len(scores), size), torch.finfo(scores.dtype).min)
+    places = torch.arange(scores.shape[1], device=scores.device) if known is None else known
+    return every.index_copy_(1, places, scores)
 
 
 class PredictionLayer:

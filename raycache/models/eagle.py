@@ -24,7 +24,7 @@ from raycache.layers.rope import Rotary
 from raycache.models.config import ConfigFile, ModelConfig
 from raycache.models.decoder import Decoder, Residual
 from raycache.models.dense import DenseConfig, load_attention, read_dense_config
-from raycache.models.drafts import DraftModel, PredictionLayer
+from raycache.models.drafts import DraftModel, PredictionLayer, widened
 from raycache.models.feed_forward import load_feed_forward
 from raycache.models.prediction import target_embedding
 from raycache.models.weights import Columns, ShardedWeights
@@ -125,7 +125,13 @@ def _recorded(file: ConfigFile, target: ModelConfig) -> tuple[int, ...]:
 
 
 def load_eagle(
-    config: ModelConfig, head: EagleConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
+    config: ModelConfig,
+    head: EagleConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    target: Decoder,
+    *,
+    target_weights: ShardedWeights,
 ) -> DraftModel:
     """Read this rank's share of a head.
 
@@ -135,12 +141,13 @@ def load_eagle(
         weights: of the head; its embedding is read only where the target's does not fit.
         ctx: whose share.
         target: the model that it guesses for.
+        target_weights: of that, for its embedding on a stage that has none.
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
     size = head.hidden_size
     if head.target_size == size:
-        embedding = target_embedding("embed_tokens.weight", config, weights, ctx, target)
+        embedding = target_embedding(config, target_weights, ctx, target)
     else:
         table = weights.vocab("embed_tokens.weight", vocab_size=head.vocab_size, features=size)
         embedding = VocabEmbedding(table, ctx.tp)
@@ -256,9 +263,5 @@ class Eagle3Head:
         return self._block(features + self._attention(both, run), run)
 
     def logits(self, found: Tensor) -> Tensor:
-        """[N, C] -> [N, V]; tokens that the head does not know are never likely."""
-        scores = self._head(self._norm(found))
-        if self._known is None:
-            return scores
-        every = scores.new_full((len(scores), self._vocab_size), torch.finfo(scores.dtype).min)
-        return every.index_copy_(1, self._known, scores)
+        """See DraftModel."""
+        return widened(self._head(self._norm(found)), self._vocab_size, known=self._known)

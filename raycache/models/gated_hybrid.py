@@ -186,7 +186,6 @@ def load_gated_prediction_layer(
         ctx,
         target,
         make_norm=CenteredNorm,
-        embedding=f"{config.at}.embed_tokens.weight",
     )
 
 

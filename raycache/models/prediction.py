@@ -10,7 +10,7 @@ from raycache.layers.embedding import VocabEmbedding
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.norm import RMSNorm
 from raycache.models.config import ModelConfig
-from raycache.models.decoder import Decoder, Names, Norm
+from raycache.models.decoder import Decoder, Norm
 from raycache.models.drafts import PredictionLayer
 from raycache.models.weights import Columns, ShardedWeights
 
@@ -39,7 +39,6 @@ def load_prediction(
     target: Decoder,
     *,
     make_norm: Callable[[Tensor, float], Norm] = RMSNorm,
-    embedding: str = Names().embedding,
 ) -> PredictionLayer:
     """Read what is around a prediction layer's attention and feed-forward part.
 
@@ -51,14 +50,13 @@ def load_prediction(
         ctx: whose share.
         target: whose embedding and head it uses; copies of them in the layer are the same.
         make_norm: of a norm's weight and rms_norm_eps.
-        embedding: name of the target's embedding.
     """
     size = config.hidden_size
     norm, embed_norm, hidden_norm = (
         make_norm(weights.whole(f"{name}.weight", size), config.rms_norm_eps)
         for name in (names.norm, names.embed_norm, names.hidden_norm)
     )
-    table = target_embedding(embedding, config, weights, ctx, target)
+    table = target_embedding(config, weights, ctx, target)
     return PredictionLayer(
         target.sharing([parts], embedding=table, norm=norm),
         embed_norm=embed_norm,
@@ -69,11 +67,12 @@ def load_prediction(
 
 
 def target_embedding(
-    name: str, config: ModelConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
+    config: ModelConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
 ) -> VocabEmbedding:
-    """The target's embedding, which a last stage may not have."""
+    """The target's embedding, which a last stage may not have; `weights` are the target's."""
     if target.embedding is not None:
         return target.embedding
     if config.tie_word_embeddings and target.head is not None:
         return VocabEmbedding(target.head.weight, ctx.tp)
+    name = target.embedding_name
     return VocabEmbedding(weights.vocab(name, vocab_size=config.vocab_size, features=config.hidden_size), ctx.tp)

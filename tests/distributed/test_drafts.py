@@ -10,6 +10,7 @@ from raycache.llm import LLM
 from tests.oracle.families import make_family
 from tests.oracle.golden import golden
 from tests.oracle.tiny_tokenizers import byte_level
+from tests.unit import test_draft_models as by_models
 from tests.unit.test_drafts import GREEDY, PROMPTS, complete, drafting
 
 
@@ -32,3 +33,39 @@ def test_outputs_of_any_split_are_what_transformers_finds_likeliest(
         assert [p + o for p, o in zip(PROMPTS, complete(llm, GREEDY), strict=True)] == texts
     assert 0 < drafts.num_right < drafts.num_made
     llm.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "split"),
+    [
+        pytest.param(by_models.predicting("deepseek_v32"), {"cp": 4}, id="mtp of deepseek_v32, cp=4"),
+        # Windows of the target and states of the draft: both are split over all four ranks, each in its own way.
+        pytest.param(
+            by_models.other("gemma3", "nemotron_h", share=0.4), {"tp": 2, "cp": 2}, id="gemma3 by nemotron_h, tp=2 cp=2"
+        ),
+        # The head takes what enters layers 2, 4 and 5 of 8; layer 2 is on the first stage, the head on the last.
+        pytest.param(
+            by_models.eagle3("llama", has_embedding=True), {"pp": 2, "cp": 2}, id="eagle3 of llama, pp=2 cp=2"
+        ),
+        pytest.param(by_models.other("nemotron_h", "llama", share=0.35), {"cp": 2}, id="nemotron_h by llama, cp=2"),
+    ],
+)
+def test_guesses_of_any_split_are_those_of_a_slow_twin(
+    tmp_path: Path, make: by_models.Make, split: dict[str, int]
+) -> None:
+    pair = make(tmp_path)
+    with pair.open(rank_timeout_s=60, **split) as llm:
+        rows = by_models.watch(llm)
+        texts = by_models.complete(llm, PROMPTS)
+        for prompt, text, logits in zip(PROMPTS, texts, golden(pair.target, texts).logits, strict=True):
+            assert text[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        by_models.check_rows(pair, rows, texts)
+        made, right = by_models.counts(rows, texts)
+        stats = llm.stats()
+        assert (stats.drafted, stats.accepted) == (made, right)
+        assert 0.2 < right.total() / made.total() < 0.9
+
+        cold = dict(rows)
+        rows.clear()
+        assert by_models.complete(llm, PROMPTS) == texts
+        assert llm.stats().cached_tokens > 0 and rows == cold

@@ -4,6 +4,7 @@
     python -m tests.matrix --controls      damage to the cache must be noticed
     python -m tests.matrix --storages DIR --scenarios other_splits
                                            twice: the second time every split reads what every other one has stored
+    python -m tests.matrix.drafting        every family with every kind of draft, by cp ranks
 
     sequences.py   prompts that share prefixes, their greedy answers and float64 logits
     ranks.py       a rank in a process: executes plans, answers with the logits of every position
@@ -19,6 +20,7 @@
     blind.py       the same behind or without the check of a load
     table.py       cells and how they are printed
     matrix.py      runs them; command.py is the command
+    draft_cells.py guesses and outputs of pairs of a target and a draft; drafting.py is the command
 
 Models are tiny; what they compute is compared at every position, and page balances are checked after every step.
 """

@@ -34,8 +34,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from tests.oracle.families import FAMILIES, make_family
 from tests.oracle.golden import InFloat64
 
-_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
-"""What a layer adds to the residual stream comes through these."""
+_OUTPUTS = ("o_proj", "out_proj", "down_proj", "attention.dense", "output_linear", "w2")
+"""What a layer adds to the residual stream comes through these, whatever a family calls them."""
 
 _SHARPER, _LOUDER = 3.0, 2.0
 """Gains of queries and of what attention adds in a layer that guesses, so that each of its rows counts."""
@@ -135,23 +135,36 @@ def make_target(
             return head if "lm_head" in tensor_name else embedding / _embedding_scale(config)
         if name == "gemma3" and "layers" in tensor_name and "post_" in tensor_name:
             return share * (1 + tensor) - 1  # norms behind its attention and MLP, as 1 + weight
-        return share * tensor if tensor_name.endswith(_OUTPUTS) else tensor
+        return share * tensor if tensor_name.removesuffix(".weight").endswith(_OUTPUTS) else tensor
 
     tensors = load_file(model_dir / "model.safetensors")
     _write(model_dir, {key: change(key, tensor) for key, tensor in tensors.items()}, config)
     return model_dir
 
 
-def make_smaller(model_dir: Path, target_dir: Path, *, num_layers: int, noise: float, seed: int = 0) -> Path:
-    """The first layers of a model whose lists are not per layer, and noise: a share of each matrix's own deviation."""
+def make_smaller(
+    model_dir: Path, target_dir: Path, *, noise: float, num_layers: int | None = None, seed: int = 0
+) -> Path:
+    """A model's weights and noise, a share of each matrix's own deviation.
+
+    Args:
+        model_dir: made if needed.
+        target_dir: of the model.
+        noise: that share.
+        num_layers: the first ones of a model whose lists are not per layer; None for all of any model.
+        seed: of the noise.
+    """
     generator = torch.Generator().manual_seed(seed)
 
-    def disturb(tensor: Tensor) -> Tensor:
-        return tensor if tensor.dim() == 1 else tensor + noise * tensor.std() * _normal(tensor.shape, generator)
+    def disturb(tensor_name: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 1 or not tensor_name.endswith((".weight", "_proj")):  # such as decays, which are constants
+            return tensor
+        return tensor + noise * tensor.std() * _normal(tensor.shape, generator)
 
     tensors = load_file(target_dir / "model.safetensors")
-    kept = {name: disturb(tensor) for name, tensor in tensors.items() if _layer(name) < num_layers}
-    _write(model_dir, kept, {**_config(target_dir), "num_hidden_layers": num_layers})
+    fewer = {} if num_layers is None else {"num_hidden_layers": num_layers}
+    kept = [name for name in tensors if num_layers is None or _layer(name) < num_layers]
+    _write(model_dir, {name: disturb(name, tensors[name]) for name in kept}, {**_config(target_dir), **fewer})
     return model_dir
 
 
@@ -281,7 +294,8 @@ def make_eagle3(
 def _head_config(target_dir: Path, **settings: Any) -> dict[str, Any]:
     """Of a head with shapes and positions of its own."""
     target = _config(target_dir)
-    sizes = {key: target[key] for key in ("hidden_size", "vocab_size", "max_position_embeddings")}
+    sizes = {key: target[key] for key in ("hidden_size", "vocab_size")}
+    sizes["max_position_embeddings"] = target.get("max_position_embeddings", 4096)  # some know no end
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     own = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 80}
     rope = {"rope_type": "default", "rope_theta": 50000.0}
@@ -313,7 +327,9 @@ def _find(model_dir: Path, part: str) -> Tensor:
 
 def _embedding_scale(config: Mapping[str, Any]) -> float:
     """By which a model multiplies what it looks up."""
-    return float(config["hidden_size"] ** 0.5) if config["model_type"] == "gemma3_text" else 1.0
+    if config["model_type"] == "gemma3_text":
+        return float(config["hidden_size"] ** 0.5)
+    return float(config.get("embedding_multiplier", 1.0))
 
 
 def _join(width: int, noise: float, generator: torch.Generator) -> Tensor:
@@ -395,11 +411,16 @@ class Head(nn.Module):
         with InFloat64():
             features = self.features(tokens[:-1])
             for _ in range(count):
-                embedded = self.target.get_input_embeddings()(torch.tensor(nexts))
-                found = self.run(embedded, features)[-1:]
+                found = self.run(self.embedded(nexts), features)[-1:]
                 nexts.append(self.token(found[0]))
                 features = torch.cat([features, found])
         return nexts[len(tokens) - 1 :]
+
+    def embedded(self, tokens: Sequence[int]) -> Tensor:
+        """[T] -> [T, C]: as they enter the target's first layer. Some models scale what their embedding gives."""
+        scale: float = self.target.config.to_dict().get("embedding_multiplier", 1.0)
+        rows: Tensor = self.target.get_input_embeddings()(torch.tensor(tokens))
+        return scale * rows
 
     def features(self, tokens: Sequence[int]) -> Tensor:
         """[T] -> [T, C]: behind each token, after the target's last norm."""

@@ -832,4 +832,4 @@ def test_costs_of_steps_are_learned_with_stages_too() -> None:
     engine, _ = make_engine(stages=2, drafts=drafts)
     drafter.texts.append(prompt_of(0, 9) + add(engine, "r", prompt_of(0, 9), 60))
     run(engine)
-    assert drafts.costs.share_of_token(1) is not None
+    assert drafts.costs.are_known

@@ -28,6 +28,7 @@ from tests.oracle.draft_models import (
 from tests.oracle.families import make_family
 from tests.oracle.golden import golden
 from tests.oracle.tiny_tokenizers import byte_level
+from tests.unit.test_drafts import chi_square_p, likeliest
 
 PAGE_SIZE, NUM_DRAFTS, NUM_TOKENS = 16, 3, 40
 PROMPTS = [np.random.default_rng(length).integers(3, 200, length).tolist() for length in (37, 70, 5)]
@@ -305,6 +306,30 @@ def test_samples_are_the_same_for_a_seed(pairs: dict[str, Pair], name: str) -> N
         assert complete(llm, PROMPTS, SAMPLED) == texts
         stats = llm.stats()
         assert 0 < sum(stats.accepted.values()) < sum(stats.drafted.values())
+
+
+def test_sampled_tokens_are_distributed_as_the_target_says(pairs: dict[str, Pair]) -> None:
+    """Four tokens in a row, each one of two: the second and third are guessed. Twenty times with other seeds."""
+    pair, prompt, width, num_draws, num_rounds = pairs["small"], PROMPTS[1][24:29], 2, 200, 20
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(4):
+        nexts = likeliest(pair.target, [[*prompt, *path] for path in chances], width)
+        both = zip(chances.items(), nexts, strict=True)
+        chances = {(*path, token): chance * share for (path, chance), found in both for token, share in found}
+    p_values = []
+    with pair.open() as llm:
+        for number in range(num_rounds):
+            samplings = [
+                SamplingParams(temperature=1.0, top_k=width, max_tokens=4, ignore_eos=True, seed=num_draws * number + i)
+                for i in range(num_draws)
+            ]
+            found = Counter(tuple(each.token_ids) for each in llm.generate([prompt] * num_draws, samplings))
+            assert found.keys() <= chances.keys()
+            observed, expected = np.array([found[path] for path in chances]), num_draws * np.array([*chances.values()])
+            p_values.append(chi_square_p(observed, expected))
+        stats = llm.stats()
+    assert all(0.1 < stats.accepted[place] / stats.drafted[place] < 0.9 for place in (1, 2))
+    assert min(p_values) > 0.001 and 0.3 < np.mean(p_values) < 0.7, p_values
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "nemotron_h", "qwen3_next", "deepseek_v32"])

@@ -58,13 +58,28 @@ def test_bytes_that_lie_across_two_tokens_are_no_match() -> None:
 
 
 def count(drafts: Drafts, luck: Luck, *, num_rows: int = 1, most: int = 100) -> int:
-    return len(drafts.guess(bytearray(packed([1, 2] * 60)), luck, most=most, num_rows=num_rows)) // 4
+    drafts.begin_step(num_rows)
+    return len(drafts.guess(bytearray(packed([1, 2] * 60)), luck, most=most)) // 4
 
 
-def with_costs(*, fixed: float, per_token: float) -> Drafts:
-    drafts = Drafts(PromptLookup(), most=8)
-    for num_tokens in (1, 2, 3, 5, 8) * 4:
-        drafts.costs.note(fixed + per_token * num_tokens, num_tokens)
+def wanted_in(drafts: Drafts, luck: Luck, steps: int, *, num_rows: int = 1) -> list[int]:
+    """Guesses wanted in so many steps."""
+    found = []
+    for _ in range(steps):
+        drafts.begin_step(num_rows)
+        found.append(drafts.wanted(luck))
+    return found
+
+
+def with_costs(*, fixed: float, per_token: float, jump: float = 0.0, per_pass: float = 0.0) -> Drafts:
+    """Costs of steps, `jump` of which comes with the first guess."""
+    drafts = Drafts(PromptLookup(), most=8, are_told=per_pass > 0)
+    for num_rows, num_guesses in itertools.product((1, 2, 9), (0, 0, 0, 1, 2, 5, 8)):
+        num_passes = num_guesses if per_pass else 0
+        for passes in {num_passes, num_passes // 2}:
+            num_tokens = num_rows * (1 + num_guesses)
+            seconds = fixed + per_token * num_tokens + jump * (num_guesses > 0) + per_pass * passes
+            drafts.costs.note(seconds, num_tokens, num_rows=num_rows, num_passes=passes)
     return drafts
 
 
@@ -72,36 +87,59 @@ def test_nothing_is_guessed_without_a_drafter() -> None:
     assert count(Drafts(), Luck()) == 0
 
 
-def test_costs_are_a_line() -> None:
-    drafts = with_costs(fixed=3.0, per_token=1.0)
-    assert drafts.costs.share_of_token(1) == pytest.approx(1 / 4)
-    assert drafts.costs.share_of_token(9) == pytest.approx(9 / 12)
+def test_costs_of_steps_without_guesses_and_with_them_are_told_apart() -> None:
+    costs = with_costs(fixed=3.0, per_token=1.0, jump=2.0, per_pass=0.5).costs
+    assert costs.seconds(1, 0) == pytest.approx(4) and costs.seconds(5, 0) == pytest.approx(8)
+    assert costs.seconds(1, 3, num_passes=3) == pytest.approx(3 + 4 + 2 + 1.5)
+    assert costs.seconds(4, 1, num_passes=1) == pytest.approx(3 + 8 + 2 + 0.5)
 
 
-@pytest.mark.parametrize("seconds", [[], [0.1], [0.1, 0.1, 0.1]])
-def test_steps_of_one_size_say_nothing_about_costs_and_are_varied(seconds: list[float]) -> None:
-    drafts = Drafts(PromptLookup(), most=3)
-    for each in seconds:
-        drafts.costs.note(each, 4)
-    assert drafts.costs.share_of_token(1) is None
-    assert [count(drafts, Luck()) for _ in range(4)] == [2, 3, 1, 2]
+def test_costs_that_came_together_are_known_together() -> None:
+    drafts = Drafts(PromptLookup(), most=4, are_told=True)
+    for num_guesses in (0, 1, 2, 3, 4) * 8:
+        seconds = 1 + 0.3 * num_guesses
+        drafts.costs.note(seconds, 1 + num_guesses, num_rows=1, num_passes=num_guesses)
+    assert drafts.costs.seconds(1, 3, num_passes=3) == pytest.approx(1.9)
+
+
+def test_until_costs_are_known_all_numbers_are_tried_for_some_steps_each() -> None:
+    assert wanted_in(Drafts(PromptLookup(), most=2), Luck(), 16)[3:15] == [1] * 4 + [2] * 4 + [0] * 4
+    assert not any(wanted_in(Drafts(PromptLookup(), most=2), Luck(0.01), 40)), "a hopeless one needs no costs"
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 4, 8])
+def test_costs_become_known_with_any_number_of_requests(num_requests: int) -> None:
+    drafts, last = Drafts(most=4, are_told=True), 0
+    for _ in range(30):
+        drafts.begin_step(num_requests)
+        (asked,) = {drafts.ask(Luck(), most=8) for _ in range(num_requests)}
+        num_tokens = num_requests * (1 + last)
+        drafts.costs.note(1 + 0.01 * num_tokens + 0.1 * asked, num_tokens, num_rows=num_requests, num_passes=asked)
+        last = asked
+    assert drafts.costs.are_known
 
 
 @pytest.mark.parametrize(
-    ("share", "per_token", "num_rows", "wanted"),
+    ("share", "costs", "num_rows", "wanted"),
     [
-        (0.9, 0.0, 1, 8),  # a token more costs nothing
-        (0.5, 1 / 9, 1, 3),  # 0.5 ** 3 > 0.1 > 0.5 ** 4
-        (0.51, 1.0, 1, 1),  # half a step each
-        (0.4, 1.0, 1, 0),
-        (0.9, 1.0, 64, 0),  # a batch that is bound by its tokens
-        (1.0, 1.0, 64, 8),
+        (0.9, {"fixed": 1.0, "per_token": 0.0}, 1, 8),  # a token more costs nothing
+        (0.5, {"fixed": 1.0, "per_token": 1 / 9}, 1, 2),  # 1.75 / (12 / 9) is the best
+        (0.4, {"fixed": 1.0, "per_token": 1.0}, 1, 0),
+        (0.9, {"fixed": 1.0, "per_token": 1.0}, 64, 0),  # a batch that is bound by its tokens
+        (0.9, {"fixed": 1.0, "per_token": 0.05, "jump": 1.0}, 1, 8),  # the first guess costs, the others are cheap
+        (0.5, {"fixed": 1.0, "per_token": 0.05, "jump": 1.0}, 1, 0),
+        (0.9, {"fixed": 1.0, "per_token": 0.05, "per_pass": 0.3}, 1, 5),
+        (0.9, {"fixed": 1.0, "per_token": 0.05, "per_pass": 1.0}, 1, 0),
     ],
 )
-def test_as_many_are_guessed_as_pay(share: float, per_token: float, num_rows: int, wanted: int) -> None:
-    drafts = with_costs(fixed=1.0, per_token=per_token)
-    assert count(drafts, Luck(share), num_rows=num_rows) == wanted
-    assert count(drafts, Luck(share), num_rows=num_rows, most=2) == min(wanted, 2)
+def test_as_many_are_guessed_as_pay(share: float, costs: dict[str, float], num_rows: int, wanted: int) -> None:
+    drafts = with_costs(**costs)
+    assert wanted_in(drafts, Luck(share), 8, num_rows=num_rows)[-1] == wanted
+
+
+def test_now_and_then_another_number_is_guessed_so_that_costs_stay_known() -> None:
+    found = wanted_in(with_costs(fixed=1.0, per_token=0.0), Luck(0.9), 64 * 9)
+    assert set(found) == set(range(9)) and found.count(8) == 64 * 9 - 4 * 8
 
 
 def test_where_it_does_not_pay_it_is_tried_now_and_then() -> None:
