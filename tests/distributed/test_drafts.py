@@ -45,7 +45,7 @@ def test_outputs_of_any_split_are_what_transformers_finds_likeliest(
         ),
         # The head takes what enters layers 2, 4 and 5 of 8; layer 2 is on the first stage, the head on the last.
         pytest.param(
-            by_models.eagle3("llama", has_embedding=True), {"pp": 2, "cp": 2}, id="eagle3 of llama, pp=2 cp=2"
+            by_models.eagle3("llama", has_embedding=False), {"pp": 2, "cp": 2}, id="eagle3 of llama, pp=2 cp=2"
         ),
         pytest.param(by_models.other("nemotron_h", "llama", share=0.35), {"cp": 2}, id="nemotron_h by llama, cp=2"),
     ],

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from raycache.engine.drafts import Luck
 from raycache.llm import LLM
 from raycache.types import CacheAction, CacheOrder, SamplingParams
 from tests.oracle.draft_models import (
@@ -340,3 +342,47 @@ def test_a_model_that_guesses_for_itself_is_always_right(tmp_path: Path, family:
             complete(llm, PROMPTS, sampling)
             stats = llm.stats()
             assert stats.accepted == stats.drafted and stats.drafted[NUM_DRAFTS] > 10
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logit_bias": {514: 3.0}},
+        {"temperature": 0.8, "repetition_penalty": 1.3},
+    ],
+    ids=["greedy", "bias", "penalty"],
+)
+def test_a_draft_with_fewer_tokens_bears_wishes_about_the_others(tmp_path: Path, wishes: dict[str, Any]) -> None:
+    """Models of one tokenizer are padded to different sizes."""
+    target = byte_level(make_target(tmp_path / "target", "llama"))
+    draft = byte_level(make_target(tmp_path / "draft", "llama", vocab_size=499))
+    prompts = [[*PROMPTS[0], 514, 7], PROMPTS[1]]
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, seed=5, **wishes)
+    with open_llm(target) as plain:
+        texts = complete(plain, prompts, sampling)
+    with open_llm(target, draft=str(draft)) as llm:
+        assert complete(llm, prompts, sampling) == texts
+        assert llm.stats().drafted
+
+
+def test_a_draft_that_nobody_asks_for_long_catches_up(pairs: dict[str, Pair]) -> None:
+    pair = pairs["small"]
+    with pair.open() as llm:
+        rows, drafts = watch(llm), llm.engine._scheduler.drafts
+        random, ask = np.random.default_rng(0), drafts.ask
+        guesser = llm._runner._rank.guesser  # type: ignore[union-attr]
+        assert guesser is not None and guesser.may_lag
+
+        def now_and_then(luck: Luck, *, most: int) -> int:
+            return ask(luck, most=most) if random.random() < 0.15 else 0
+
+        drafts.ask = now_and_then  # type: ignore[method-assign]
+        longest = 0
+        for _ in range(2):  # the second time from the pages that the first has left
+            texts = complete(llm, PROMPTS)
+            longest = max([longest, *(len(missed) // 4 for missed in guesser._missed.values())])
+            check_guesses(pair, rows)
+        assert 5 < len(rows) < 60 and longest > 2 and llm.stats().cached_tokens > 0
+        for prompt, text, logits in zip(PROMPTS, texts, golden(pair.target, texts).logits, strict=True):
+            assert text[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
