@@ -40,7 +40,7 @@ from raycache.engine.control import answering_ranks, receive_plan, send_answer
 from raycache.engine.drafts import Drafts
 from raycache.engine.engine import Engine
 from raycache.engine.executors import GangExecutor
-from raycache.engine.plan import RowResult, StepPlan, answer_width, emitted_count, read_answers
+from raycache.engine.plan import RowResult, StepPlan, answer_lens, answer_width, read_answers
 from raycache.engine.processes import Invitation, RankProcess, invite
 from raycache.engine.scheduler import Scheduler
 from raycache.parallel.board import AckBoard, Acks, Lane
@@ -224,7 +224,7 @@ class NullAnswers:
             len(row.tokens).to_bytes(4, "little") for row in plan.rows
         )
         if shape not in self._by_shape:
-            count = emitted_count(plan, cp_rank=self._cp_rank, cp_size=self._cp_size)
+            count = answer_lens(plan, cp_size=self._cp_size)[self._cp_rank]
             self._by_shape[shape] = np.zeros((count, answer_width(plan)), np.int64)
         return self._by_shape[shape]
 

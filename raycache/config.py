@@ -179,7 +179,7 @@ class Config:
     )
     draft_tokens: int = _setting(4, "most guesses per request and step", group="scheduler")
     adaptive_drafts: bool = _setting(
-        True, "guess less where guesses are wrong too often for what checking them costs", group="scheduler"
+        True, "guess less where guesses are wrong too often for what making and checking them costs", group="scheduler"
     )
     overlap: str = _setting(
         "auto",

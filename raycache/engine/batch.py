@@ -48,6 +48,11 @@ class Batch:
         """Whether no row fits any more."""
         return self.budget <= 0 or len(self.rows) >= self.max_rows
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether all rows are of requests in decode."""
+        return all(row.first_sampled == 0 for row in self.rows)
+
     def add(self, request: Request, row: Row) -> None:
         """Append a row."""
         self.rows.append(row)

@@ -124,6 +124,7 @@ def build_engine(
             most=config.most_drafts,
             are_told=config.has_draft_model,
             is_adaptive=config.adaptive_drafts,
+            stages=config.pp,
         ),
     )
     weights = weights_fingerprint(Path(config.model))

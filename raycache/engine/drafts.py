@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raycache.types import PackedTokens
 
@@ -99,37 +100,43 @@ class StepCosts:
     @property
     def are_known(self) -> bool:
         """Whether there were enough steps of either kind."""
-        return min(self._plain.weight, self._drafted.weight) >= _LEAST_STEPS
+        return min(self._plain.num_steps, self._drafted.num_steps) >= _LEAST_STEPS
 
     def seconds(self, num_rows: int, num_guesses: int, *, num_passes: int = 0) -> float:
-        """Of a step in which so many rows have so many guesses each."""
+        """Of a step in which so many rows have so many guesses each, once costs are known."""
         if num_guesses:
             return self._drafted.at(num_rows * (1 + num_guesses), num_passes)
         return self._plain.at(num_rows)
 
 
 class _Fit:
-    """Forgetful least squares: what n numbers add, none of them less than nothing."""
+    """Forgetful least squares: what n numbers add, none of them less than nothing.
+
+    Args:
+        count: n.
+    Attributes:
+        num_steps: that were noted.
+    """
 
     def __init__(self, count: int) -> None:
+        self.num_steps = 0
         self._moments = np.zeros((count + 2, count + 2))  # of (1, the numbers, the seconds)
-
-    @property
-    def weight(self) -> float:
-        """Steps, those long ago hardly counted."""
-        return float(self._moments[0, 0])
+        self._slopes: NDArray[np.float64] | None = None
 
     def note(self, seconds: float, *numbers: float) -> None:
         values = np.array([1.0, *numbers, seconds])
         self._moments = _FORGET * self._moments + np.outer(values, values)
+        self.num_steps, self._slopes = self.num_steps + 1, None
 
     def at(self, *numbers: float) -> float:
-        means = self._moments[0] / self.weight
-        spread = self._moments / self.weight - np.outer(means, means)
-        # Where two numbers went together it is not known whose the seconds are: half of each will do.
-        slopes = np.linalg.pinv(spread[1:-1, 1:-1], rcond=1e-6, hermitian=True) @ spread[1:-1, -1]
-        found = means[-1] + float((np.array(numbers) - means[1:-1]) @ np.maximum(slopes, 0))
-        return max(float(found), 1e-9)
+        assert self.num_steps, "nothing is known"
+        means = self._moments[0] / self._moments[0, 0]
+        if self._slopes is None:
+            spread = self._moments / self._moments[0, 0] - np.outer(means, means)
+            # Where two numbers went together it is not known whose the seconds are: whose does not matter then.
+            slopes = np.linalg.pinv(spread[1:-1, 1:-1], rcond=1e-6, hermitian=True) @ spread[1:-1, -1]
+            self._slopes = np.maximum(slopes, 0)
+        return max(float(means[-1] + (np.array(numbers) - means[1:-1]) @ self._slopes), 1e-9)
 
 
 @dataclass
@@ -141,6 +148,7 @@ class Drafts:
         most: guesses of a row; 0 for none.
         are_told: whether guesses come with the answers of the ranks.
         is_adaptive: whether fewer are made where they do not pay.
+        stages: of the pipeline; so many plans are in flight.
         costs: of steps.
         num_made, num_right: guesses.
         made_at, right_at: the same by position behind the last known token, from 1.
@@ -150,11 +158,12 @@ class Drafts:
     most: int = 0
     are_told: bool = False
     is_adaptive: bool = True
+    stages: int = 1
     costs: StepCosts = field(default_factory=StepCosts)
     made_at: Counter[int] = field(default_factory=Counter)
     right_at: Counter[int] = field(default_factory=Counter)
     _luck: Luck = field(default_factory=Luck)
-    _step: int = 0
+    _num_steps: int = 0
     _trial: int | None = None
     _seconds: list[float] = field(default_factory=list)
 
@@ -173,17 +182,22 @@ class Drafts:
         return Luck(self._luck.share)
 
     def begin_step(self, num_rows: int) -> None:
-        """A step of so many requests is planned. Now and then all of them get the same number of guesses, from none to
-        the most, for some steps on end: the costs of each are seen then."""
+        """A plan of up to so many rows is made. Now and then all rows that want guesses get the same number of them for
+        some steps on end, while costs are unknown from none to the most in turns: so the costs of each are seen."""
         if not (self.most and self.is_adaptive and num_rows):
             return
-        self._step += 1
-        turn, place = divmod(self._step, _TRIAL_EVERY) if self.costs.are_known else divmod(self._step, _TRIAL_STEPS)
-        self._trial = turn % (self.most + 1) if place < _TRIAL_STEPS else None
+        length = _TRIAL_STEPS * self.stages
+        every = _TRIAL_EVERY * self.stages if self.costs.are_known else length
+        turn, place = divmod(self._num_steps, every)
+        self._trial = turn % (self.most + 1) if place < length else None
         self._seconds = []
         if self.costs.are_known:
             counts = range(self.most + 1)
             self._seconds = [self.costs.seconds(num_rows, n, num_passes=n if self.are_told else 0) for n in counts]
+
+    def end_step(self) -> None:
+        """A plan was made of rows in decode alone, whose pace will be known."""
+        self._num_steps += 1
 
     def guess(self, tokens: bytearray, luck: Luck, *, most: int) -> PackedTokens:
         """Guess how a sequence in decode goes on.
@@ -229,7 +243,7 @@ class Drafts:
         """Guesses with which a row is expected to give the most tokens per second."""
         rarely = 1 if luck.num_idle >= _TRY_EVERY else 0
         if not self._seconds:
-            return self._trial or 0 if luck.share > _HOPELESS else rarely
+            return (self._trial or 0) if luck.share > _HOPELESS else rarely
         best = max(range(self.most + 1), key=lambda count: _expected(luck.share, count) / self._seconds[count])
         if not best:
             return rarely

@@ -201,7 +201,7 @@ class Engine:
         elif batch.rows and not batch.is_catching_up:
             # One that was sent while another ran began when that one ended.
             num_tokens, took_s = sum(row.num_tokens for row in batch.rows), now_s - max(batch.start_s, self._collect_s)
-            if all(row.first_sampled == 0 for row in batch.rows):
+            if batch.is_decode:
                 num_passes = max(row.num_guesses for row in batch.rows)
                 self._scheduler.drafts.costs.note(took_s, num_tokens, num_rows=len(batch.rows), num_passes=num_passes)
             elif self._scheduler.plans_ahead:

@@ -103,8 +103,8 @@ class Guesser:
         ctx: of the rank.
         dtype: of activations.
         has_states: whether the draft is recurrent.
-        may_lag: whether it may take decoded tokens later: all of its state is in the pages of the sequence, and no
-            row is fed.
+        may_lag: whether it may take decoded tokens later, all of its state being in the pages of the sequence; not
+            where rows are fed, nor where the memory of a step is counted.
         graphs: recorded passes, or None.
         following: the same of whole steps, recorded after those of the target; or None.
         planned: behind what is copied of the plans of its passes, and of the step before them.
@@ -121,7 +121,7 @@ class Guesser:
     graphs: DecodeGraphs | None = None
     following: DecodeGraphs | None = None
     planned: Event = field(default_factory=Passed)
-    _missed: dict[int, PackedTokens] = field(default_factory=dict)
+    _missed: dict[int, tuple[int, PackedTokens]] = field(default_factory=dict)  # slot -> from where on, and what
 
     def forget(self, slot: int) -> None:
         """A slot has another owner."""
@@ -207,12 +207,13 @@ class Guesser:
         """The rows that the draft has to follow now, each with what it has missed; the same plan if that is all."""
         rows = []
         for row in plan.rows:
-            missed = self._missed.pop(row.slot, b"")
+            start, missed = self._missed.pop(row.slot, (row.start, b""))
+            if start + len(missed) // 4 != row.start:
+                start, missed = row.start, b""  # pages were loaded since: the draft's rows are there
             is_page_end = (row.start + row.num_tokens) % self.pool.page_size == 0
             if row.num_tokens == 1 and not row.num_guesses and not is_page_end:
-                self._missed[row.slot] = missed + row.tokens
+                self._missed[row.slot] = start, missed + row.tokens
             else:
-                start = row.start - len(missed) // 4
                 rows.append(Row(row.slot, start, missed + row.tokens) if missed else row)
         is_same = len(rows) == len(plan.rows) and all(one is other for one, other in zip(rows, plan.rows, strict=True))
         return plan if is_same else StepPlan(0, rows)
@@ -300,9 +301,7 @@ class Guesser:
         self.planned = after_compute(self.ctx.device)
         return found
 
-    def _replay(
-        self, plan: StepPlan, ids: Tensor | None, features: Tensor | None, tables: Mapping[str, PageTables]
-    ) -> Tensor:
+    def _replay(self, plan: StepPlan, ids: Tensor, features: Tensor | None, tables: Mapping[str, PageTables]) -> Tensor:
         assert self.graphs is not None, "there are recorded passes"
         self.planned.synchronize()
         self.graphs.prepare(plan, tables)

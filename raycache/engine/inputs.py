@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raycache.engine import page_tables
 from raycache.engine.exchange import Exchange
-from raycache.engine.page_tables import PageTables as Tables
 from raycache.engine.plan import StepPlan, emitted, local_positions
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import owned_prefix_len, owned_slots
@@ -154,7 +154,7 @@ class StepInputs:
 
 def step_inputs(
     plan: StepPlan,
-    tables: Mapping[str, Tables],
+    tables: Mapping[str, page_tables.PageTables],
     windows: Mapping[str, int],
     *,
     page_size: int,

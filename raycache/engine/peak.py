@@ -34,6 +34,7 @@ class Largest:
     Attributes:
         tokens: of a step.
         rows: of a step.
+        drafts: of a row.
         longest: tokens of a sequence.
         page_size: tokens of a page.
         vocab_size: token ids are below.
@@ -42,6 +43,7 @@ class Largest:
 
     tokens: int
     rows: int
+    drafts: int
     longest: int
     page_size: int
     vocab_size: int
@@ -56,6 +58,7 @@ class Largest:
         return cls(
             tokens=step_tokens(config, device_type=pool.device.type),
             rows=config.max_running,
+            drafts=config.most_drafts,
             longest=longest,
             page_size=config.page_size,
             vocab_size=model.vocab_size,
@@ -76,9 +79,10 @@ class Largest:
         return self._plan(rows)
 
     def decode(self) -> StepPlan:
-        """As many sequences as can run, one token each, sampled."""
-        last = np.zeros(1, np.int32).tobytes()
-        return self._plan([self._row(slot, self.longest - 1, last) for slot in range(min(self.rows, self.tokens))])
+        """As many sequences as can run, one token each, sampled; and as many more as they can have drafts, each of
+        which is a row of its own where steps are recorded."""
+        last, most = np.zeros(1, np.int32).tobytes(), self.rows * (1 + self.drafts)
+        return self._plan([self._row(slot, self.longest - 1, last) for slot in range(min(most, self.tokens))])
 
     def _row(self, slot: int, start: int, tokens: bytes, *, targets: bytes = b"") -> Row:
         read = 0 if start else -1
@@ -99,7 +103,8 @@ def measure_peak(config: Config, rank: Rank, *, use: MemoryUse, num_graphs: int)
         config: of the service.
         rank: on a GPU, with a pool of one page and one slot, to be thrown away.
         use: of the rank's GPU; "activations" and "graphs" are kept free.
-        num_graphs: decode steps that will be recorded. They share the memory of one decode step, which is not returned.
+        num_graphs: decode steps that will be recorded. They share the memory of one decode step, which is not returned;
+            those of a draft that of another.
     Raises:
         ConfigError: a largest step does not fit beside the weights.
     """
@@ -116,7 +121,8 @@ def measure_peak(config: Config, rank: Rank, *, use: MemoryUse, num_graphs: int)
     use.note("kernels")
     peaks = {kind: _peak(rank, plan) for kind, plan in plans.items()}
     use.keep("activations", max(peaks.values()))
-    use.keep("graphs", peaks["decode"] + num_graphs * _GRAPH_BYTES if num_graphs else 0)
+    shared = peaks["decode"] * (1 if rank.guesser is None else 2)
+    use.keep("graphs", shared + num_graphs * _GRAPH_BYTES if num_graphs else 0)
 
 
 def _peak(rank: Rank, plan: StepPlan) -> int:

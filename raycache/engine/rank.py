@@ -240,7 +240,7 @@ class Rank:
         return SampleRow(slot.sampling, seed=slot.seed, position=row.output_position + behind, token_counts=slot.counts)
 
     def _tokens(self, plan: StepPlan, logits: Tensor) -> Tensor:
-        """Per emitted position the token that is sampled there, or the target that is scored: int64 [emitted_count]."""
+        """Per emitted position the token that is sampled there, or the target that is scored: int64 [emitted]."""
         if all(not row.targets and self._slots[row.slot].is_plain for row in plan.rows):
             tokens = sampled_tokens = logits.argmax(-1)
         else:

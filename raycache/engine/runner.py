@@ -256,7 +256,8 @@ class RankRunner:
                 has_states=any(part.reuse is Reuse.STATE_HERE for part in drafts),
                 may_lag=not self._draft.num_features
                 and all(part.reuse is Reuse.EVERY_PAGE for part in drafts)
-                and not self._config.plans_ahead(device_type=self._device.type),
+                and self._device.type == "cpu"
+                and self._config.overlap != "on",
             )
         return rank
 

@@ -176,7 +176,7 @@ class Scheduler:
             return None
         batch = Batch(budget=self._max_step_tokens, max_rows=self._rows_per_plan())
         self._running.sort(key=lambda request: request.order)
-        self.drafts.begin_step(len(self._running))
+        self.drafts.begin_step(min(len(self._running), batch.max_rows))
         if not self._make_way(batch):
             return None
         self._continue_running(batch)
@@ -198,6 +198,8 @@ class Scheduler:
         )
         for request in batch.requests:
             request.num_in_flight += 1
+        if batch.is_decode:
+            self.drafts.end_step()
         return batch
 
     def heartbeat(self, *, is_last: bool = False) -> StepPlan:
@@ -403,9 +405,11 @@ class Scheduler:
             num_guesses = self.drafts.ask(request.luck, most=most)
         if not num_drafts and not num_guesses:
             return b"", 0, None
-        batch.is_catching_up |= num_guesses > 0 and request.num_guesses == 0
         room = self._cache.make_room(request.holding, start, stop, num_drafts=num_drafts, num_guesses=num_guesses)
-        return (b"", 0, None) if room is None else (drafts, num_guesses, room)
+        if room is None:
+            return b"", 0, None
+        batch.is_catching_up |= num_guesses > 0 and request.num_guesses == 0
+        return drafts, num_guesses, room
 
     def _known_drafts(self, request: Request, batch: Batch) -> PackedTokens:
         """Guesses at what follows the last token of a request in decode."""

@@ -262,7 +262,7 @@ _SAMPLE_BYTES = 4096
 def has_tensor(directory: Path, name: str) -> bool:
     """Whether a model directory has a tensor of this name; False if it has no weights at all."""
     try:
-        return name in Checkpoint(directory)._tensors
+        return name in Checkpoint(directory).names()
     except CheckpointError:
         return False
 

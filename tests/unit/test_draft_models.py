@@ -381,7 +381,7 @@ def test_a_draft_that_nobody_asks_for_long_catches_up(pairs: dict[str, Pair]) ->
         longest = 0
         for _ in range(2):  # the second time from the pages that the first has left
             texts = complete(llm, PROMPTS)
-            longest = max([longest, *(len(missed) // 4 for missed in guesser._missed.values())])
+            longest = max([longest, *(len(missed) // 4 for _, missed in guesser._missed.values())])
             check_guesses(pair, rows)
         assert 5 < len(rows) < 60 and longest > 2 and llm.stats().cached_tokens > 0
         for prompt, text, logits in zip(PROMPTS, texts, golden(pair.target, texts).logits, strict=True):

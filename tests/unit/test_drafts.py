@@ -59,6 +59,7 @@ def test_bytes_that_lie_across_two_tokens_are_no_match() -> None:
 
 def count(drafts: Drafts, luck: Luck, *, num_rows: int = 1, most: int = 100) -> int:
     drafts.begin_step(num_rows)
+    drafts.end_step()
     return len(drafts.guess(bytearray(packed([1, 2] * 60)), luck, most=most)) // 4
 
 
@@ -68,6 +69,7 @@ def wanted_in(drafts: Drafts, luck: Luck, steps: int, *, num_rows: int = 1) -> l
     for _ in range(steps):
         drafts.begin_step(num_rows)
         found.append(drafts.wanted(luck))
+        drafts.end_step()
     return found
 
 
@@ -103,19 +105,22 @@ def test_costs_that_came_together_are_known_together() -> None:
 
 
 def test_until_costs_are_known_all_numbers_are_tried_for_some_steps_each() -> None:
-    assert wanted_in(Drafts(PromptLookup(), most=2), Luck(), 16)[3:15] == [1] * 4 + [2] * 4 + [0] * 4
+    assert wanted_in(Drafts(PromptLookup(), most=2), Luck(), 16) == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4
     assert not any(wanted_in(Drafts(PromptLookup(), most=2), Luck(0.01), 40)), "a hopeless one needs no costs"
 
 
-@pytest.mark.parametrize("num_requests", [1, 2, 4, 8])
-def test_costs_become_known_with_any_number_of_requests(num_requests: int) -> None:
-    drafts, last = Drafts(most=4, are_told=True), 0
-    for _ in range(30):
+@pytest.mark.parametrize("num_requests", [1, 2, 8])
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_costs_become_known_with_any_number_of_requests_and_stages(num_requests: int, stages: int) -> None:
+    """Each stage has requests of its own in a plan."""
+    drafts, last = Drafts(most=4, are_told=True, stages=stages), [0] * stages
+    for step in range(24 * stages):
         drafts.begin_step(num_requests)
         (asked,) = {drafts.ask(Luck(), most=8) for _ in range(num_requests)}
-        num_tokens = num_requests * (1 + last)
+        drafts.end_step()
+        num_tokens = num_requests * (1 + last[step % stages])
         drafts.costs.note(1 + 0.01 * num_tokens + 0.1 * asked, num_tokens, num_rows=num_requests, num_passes=asked)
-        last = asked
+        last[step % stages] = asked
     assert drafts.costs.are_known
 
 

@@ -172,7 +172,7 @@ def test_the_largest_steps_run_with_a_pool_of_one_page(tmp_path: Path, family: s
 
 
 def test_a_step_that_is_longer_than_a_sequence_has_several() -> None:
-    largest = Largest(tokens=250, rows=2, longest=100, page_size=16, vocab_size=50, spaces=("full",))
+    largest = Largest(tokens=250, rows=2, drafts=0, longest=100, page_size=16, vocab_size=50, spaces=("full",))
     plan = largest.prefill()
     assert [(row.start, row.num_tokens, row.num_targets) for row in plan.rows] == [(0, 100, 99), (0, 100, 99)]
     assert np.frombuffer(plan.rows[0].tokens, np.int32).max() == 49
@@ -181,6 +181,6 @@ def test_a_step_that_is_longer_than_a_sequence_has_several() -> None:
 
 
 def test_no_more_tokens_are_scored_than_in_a_real_step() -> None:
-    plan = Largest(tokens=3000, rows=5, longest=2000, page_size=16, vocab_size=50, spaces=("full",)).prefill()
+    plan = Largest(tokens=3000, rows=5, drafts=0, longest=2000, page_size=16, vocab_size=50, spaces=("full",)).prefill()
     assert [row.num_tokens for row in plan.rows] == [2000, 1000]
     assert sum(row.num_targets for row in plan.rows) == MAX_SCORED_TOKENS + 5  # rows without room are scored one by one
