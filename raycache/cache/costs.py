@@ -12,6 +12,7 @@ from dataclasses import dataclass
 _WEIGHT = 0.2  # of the newest measurement
 _LEAST_TOKENS = 32  # shorter steps and moves say more about overheads
 _RETRY_EVERY = 32
+_PATIENCE_S = 0.1  # of who waits for a fetch: what is less may be the machine's doing, not the storage's
 ENOUGH = 3
 """Measurements after which a pace is known."""
 
@@ -57,7 +58,7 @@ class Costs:
         """
         left_s = (self.fetch.known + self.load.known) * num_tokens
         # One that was taken for faster than it is ends as well: whoever waits for it gives up in time.
-        return self._is_worth(max(left_s, waited_s if self.compute.known else 0.0), num_tokens)
+        return self._is_worth(max(left_s, waited_s if waited_s > _PATIENCE_S else 0.0), num_tokens)
 
     def figures(self) -> dict[str, float]:
         """For people and metrics."""

@@ -194,16 +194,15 @@ def pool_bytes(config: Config, model: ModelConfig, *, num_pages: int, fmt: Cache
     """Bytes of a rank's whole pool with so many pages of the sequence."""
     sizes = pool_sizes(config, model, num_pages=num_pages, fmt=fmt)
     return sum(
-        (sizes[part.space] + num_spare_states(config, model, part))
+        (sizes[part.space] + num_spare_states(config, part))
         * unit_bytes(part, num_layers=model.num_layers, page_size=config.page_size, split=ctx.split, at=ctx.coords)
         for part in components(model, fmt)
     )
 
 
-def num_spare_states(config: Config, model: ModelConfig, part: Component) -> int:
+def num_spare_states(config: Config, part: Component) -> int:
     """Slots of states that a draft passes through while it guesses: one per running request."""
-    is_draft_state = part.reuse is Reuse.STATE_HERE and part.layers[0] >= model.num_layers
-    return config.max_running if is_draft_state else 0
+    return config.max_running if part.is_draft and part.reuse is Reuse.STATE_HERE else 0
 
 
 def context_len(config: Config, model: ModelConfig) -> int:

@@ -232,7 +232,7 @@ class RankRunner:
         fmt = cache_format(self._config, dtype=self._dtype)
         sizes = pool_sizes(self._config, config, num_pages=max(num_pages, 1), fmt=fmt)
         parts = components(config, fmt)
-        drafts = [part for part in parts if part.layers[0] >= config.num_layers]
+        drafts = [part for part in parts if part.is_draft]
         pool = DevicePool(
             parts,
             num_layers=config.num_layers,
@@ -240,7 +240,7 @@ class RankRunner:
             page_size=self._config.page_size,
             ctx=self._ctx,
             has_scratch=self._has_graphs,
-            num_spare_states=max((num_spare_states(self._config, config, part) for part in drafts), default=0),
+            num_spare_states=max((num_spare_states(self._config, part) for part in drafts), default=0),
         )
         rank = Rank(
             ctx=self._ctx, config=config, model=self._model, pool=pool, backend=self._backend, dtype=self._dtype

@@ -36,13 +36,14 @@ from raycache.cache.sequences import SequenceCache
 from raycache.engine.admin import Answer, carry_out
 from raycache.engine.batch import Batch
 from raycache.engine.cuts import Cuts
+from raycache.engine.drafted_rows import DraftedRows
 from raycache.engine.drafts import Drafts
 from raycache.engine.hits import Hits, count_more, note_hit
 from raycache.engine.plan import Admit, Row, RowResult, StepPlan
 from raycache.engine.request import Phase, Request
 from raycache.engine.waiting import WaitingQueue
 from raycache.parallel.board import Acks
-from raycache.types import CacheOrder, EngineStats, FinishReason, PackedTokens, RequestOutput, TokenLogprob
+from raycache.types import CacheOrder, EngineStats, FinishReason, RequestOutput, TokenLogprob
 
 _MAX_LOSSES = 3
 """Gangs that a request may be in flight on when they are lost; fewer than an engine rebuilds one after another."""
@@ -84,10 +85,10 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
         self._micro_batches = micro_batches
-        self._eos = frozenset(eos_token_ids)
         self._storage = cache.storage
         self.costs = cache.costs
         self.drafts = drafts
+        self._drafted = DraftedRows(drafts, cache, eos_token_ids=eos_token_ids)
         self._hits = Hits()
         self._now_s = 0.0
         self._cuts = Cuts(cache, interval=restore_interval)
@@ -250,7 +251,7 @@ class Scheduler:
             assert end <= request.num_tokens, "a row of tokens that nobody knows"
             if not self._take_load(request, is_whole=is_whole, bad_load=acks.bad_load):
                 continue
-            tokens, reason = self._taken(request, row, result)
+            tokens, reason = self._drafted.take(request, row, result)
             request.guesses = np.array(result.guesses, np.int32).tobytes()
             request.num_computed = end + max(len(tokens) - 1, 0)
             if result.scores:
@@ -378,58 +379,24 @@ class Scheduler:
         """
         before = request.num_computed
         self._load_more(request)
-        count = self._chunk_len(request, batch)
-        drafts, num_guesses, room = self._draft(request, count, batch)
-        if room is None:
-            room = self._reserve(request, count, batch)
-        if room is not None:
+        row = self._next_row(request, batch)
+        if row is not None:
             self._plan_load(request, batch)
             count_more(request, request.num_computed - before, page_size=self.page_size)
-            batch.add(request, request.next_row(count, room, drafts, num_guesses=num_guesses))
+            batch.add(request, row)
         elif request.holding is not None and request.holding.load is not None:
             self._cache.drop_load(request.holding)
             request.num_computed = before
-        return room is not None
+        return row is not None
 
-    def _draft(self, request: Request, count: int, batch: Batch) -> tuple[PackedTokens, int, Room | None]:
-        """Drafts for a request's next row, how many guesses at what follows them are wanted of the ranks, and room for
-        all that others do not need; without room, there are none."""
-        assert request.holding is not None, "running requests hold something of the cache"
-        start = request.next_start
-        drafts, num_guesses = self._known_drafts(request, batch), 0
-        num_drafts = len(drafts) // 4
-        stop = start + count + num_drafts
-        if self.drafts.are_told and request.num_next == count:
-            useful = max(self._most_drafts(request, start + count + right) for right in range(num_drafts + 1))
-            most = min(request.max_len - stop, batch.guess_budget, useful)
-            num_guesses = self.drafts.ask(request.luck, most=most)
-        if not num_drafts and not num_guesses:
-            return b"", 0, None
-        room = self._cache.make_room(request.holding, start, stop, num_drafts=num_drafts, num_guesses=num_guesses)
-        if room is None:
-            return b"", 0, None
-        batch.is_catching_up |= num_guesses > 0 and request.num_guesses == 0
-        return drafts, num_guesses, room
-
-    def _known_drafts(self, request: Request, batch: Batch) -> PackedTokens:
-        """Guesses at what follows the last token of a request in decode."""
-        is_decode = request.num_next == 1 and request.num_output > 0
-        if self.drafts.most == 0 or not is_decode:
-            return b""
-        most = min(batch.draft_budget, batch.scored_budget, self._most_drafts(request, request.next_start))
-        if self.drafts.are_told:
-            return b"" if request.is_in_flight else request.guesses[: 4 * max(most, 0)]
-        if request.is_in_flight:
-            request.luck.num_idle += 1
-            return b""
-        return self.drafts.guess(request.tokens, request.luck, most=most)
-
-    def _most_drafts(self, request: Request, start: int) -> int:
-        """Drafts that a row in decode can have which begins there."""
-        most = request.max_len - start - 2
-        if self._cache.has_points and self._cache.is_kept:
-            most = min(most, self.page_size - start % self.page_size - 1)  # or the restore point there would be missed
-        return most
+    def _next_row(self, request: Request, batch: Batch) -> Row | None:
+        """Its next tokens, and what is guessed at those behind them; None without room."""
+        count = self._chunk_len(request, batch)
+        guessed = self._drafted.guess(request, count, batch)
+        if guessed is not None:
+            return request.next_row(count, guessed.room, guessed.drafts, num_guesses=guessed.num_guesses)
+        room = self._reserve(request, count, batch)
+        return None if room is None else request.next_row(count, room)
 
     def _is_more_loadable(self, request: Request) -> bool:
         prefetch, start = request.prefetch, request.next_start
@@ -607,11 +574,8 @@ class Scheduler:
         for other in self._waiting.peek(_MAX_SET_ASIDE):
             self._cuts.ask(other, [request])
         tables = holding.tables()
-        count = self._chunk_len(request, batch)
-        drafts, num_guesses, room = self._draft(request, count, batch)
-        if room is None:
-            room = self._reserve(request, count, batch)
-        if room is None:
+        row = self._next_row(request, batch)
+        if row is None:
             request.num_admissions -= 1
             if request.phase is Phase.RUNNING:
                 self._requeue(request)
@@ -629,7 +593,7 @@ class Scheduler:
                 output=request.packed(request.prompt_len, request.num_tokens) if has_penalties else b"",
             )
         )
-        batch.add(request, request.next_row(count, room, drafts, num_guesses=num_guesses))
+        batch.add(request, row)
         return True
 
     def _pages_being_computed(self) -> set[tuple[object, bytes]]:
@@ -660,32 +624,6 @@ class Scheduler:
             is_point=self._cuts.is_point(request),
             now=self._step,
         )
-
-    def _taken(self, request: Request, row: Row, result: RowResult) -> tuple[list[int], FinishReason | None]:
-        """What a row adds to its request: tokens up to the first that a draft differs from, or that ends the output."""
-        if not result.tokens or request.ending is not None:
-            return [], None
-        drafts = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist()
-        taken: list[int] = []
-        reason = None
-        for token, draft in zip(result.tokens, [*drafts, None], strict=True):
-            taken.append(token)
-            if token in request.sampling.stop_token_ids or (token in self._eos and not request.sampling.ignore_eos):
-                reason = FinishReason.STOP
-            elif request.num_tokens + len(taken) >= request.max_len:
-                reason = FinishReason.LENGTH
-            if reason is not None or token != draft:
-                break
-        if drafts:
-            num_right = len(taken) - 1
-            # Behind the end of the output nothing was checked.
-            self._note_drafts(request, num_right, len(drafts) if reason is None else num_right)
-        return taken, reason
-
-    def _note_drafts(self, request: Request, num_right: int, num_drafts: int) -> None:
-        self.drafts.note(request.luck, num_right, num_drafts)
-        request.num_drafted += num_drafts
-        request.num_accepted += num_right
 
     def _add_tokens(
         self, request: Request, tokens: list[int], logprobs: list[TokenLogprob], reason: FinishReason | None

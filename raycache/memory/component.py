@@ -80,6 +80,7 @@ class Component:
         fields: what one token, or one sequence, leaves in one of those layers.
         reuse: where a prefix can be continued.
         window: tokens that a query sees, itself included (LAST_WINDOW only).
+        is_draft: whether it is of the model that guesses for another; its layers follow the other's.
     Raises:
         ConfigError: no layer, no field, a row without bytes, or a window where none belongs.
     """
@@ -89,6 +90,7 @@ class Component:
     fields: tuple[RowField, ...]
     reuse: Reuse = Reuse.EVERY_PAGE
     window: int = 0
+    is_draft: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers or not self.fields:

@@ -139,7 +139,7 @@ class DevicePool:
     def _allocate(self, component: Component, num_layers: int, ctx: ParallelContext) -> dict[str, Tensor]:
         """Rows by field. Not cleared: none is read before it is written, untouched memory is free."""
         lead = [num_layers, self.sizes[component.space] + self._num_scratch]
-        if component.reuse is Reuse.STATE_HERE and component.layers[0] >= self._num_layers:
+        if component.reuse is Reuse.STATE_HERE and component.is_draft:
             lead[1] += self._num_spare
         if component.reuse is not Reuse.STATE_HERE:
             lead.append(self.page_size // ctx.cp.size)

@@ -97,8 +97,13 @@ def components(config: ModelConfig, fmt: CacheFormat) -> tuple[Component, ...]:
     if config.draft is None:
         return own
     drafts = components(config.draft.model, fmt)
-    shifted = [replace(part, layers=tuple(config.num_layers + layer for layer in part.layers)) for part in drafts]
-    return (*own, *(replace(part, name=f"draft_{part.name}") for part in shifted))
+    return (*own, *(_behind(config.num_layers, part) for part in drafts))
+
+
+def _behind(num_layers: int, part: Component) -> Component:
+    """A draft's component, behind so many layers of its target."""
+    layers = tuple(num_layers + layer for layer in part.layers)
+    return replace(part, name=f"draft_{part.name}", layers=layers, is_draft=True)
 
 
 def head_counts(config: ModelConfig) -> tuple[HeadCount, ...]:

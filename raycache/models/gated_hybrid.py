@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -101,92 +102,76 @@ def read_gated_hybrid(file: ConfigFile, *, at: str = "model", ignored_tensors: S
     }
 
 
-def gated_hybrid_components(config: GatedHybridConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-    """Keys and values of the layers with attention, states of the others."""
-    full, linear = config.kinds.full, config.kinds.linear
-    return (
-        *([kv("kv", full, heads=config.num_kv_heads, dim=config.head_dim, fmt=fmt)] if full else []),
-        *([delta_net_component(config.net, linear, fmt)] if linear else []),
-    )
+class GatedHybridFamily(ABC):
+    """What the families do alike; see models.base.Family, and models.drafting.PredictingFamily."""
 
+    @property
+    @abstractmethod
+    def packing(self) -> Packing:
+        """Of the gated delta nets' projections."""
 
-def gated_hybrid_head_counts(config: GatedHybridConfig) -> tuple[HeadCount, ...]:
-    """What tp and cp divide."""
-    return (
-        HeadCount("num_attention_heads", config.num_heads),
-        HeadCount("num_key_value_heads", config.num_kv_heads, is_shared=True),
-        *(delta_net_head_counts(config.net) if config.kinds.linear else ()),
-    )
+    @abstractmethod
+    def feed_forward(self, layer: int, at: str, config: Any, weights: ShardedWeights, ctx: ParallelContext) -> Mixer:
+        """Read the feed-forward part of a layer, whose tensors begin with `at`."""
 
+    def components(self, config: GatedHybridConfig, fmt: CacheFormat) -> tuple[Component, ...]:
+        full, linear = config.kinds.full, config.kinds.linear
+        return (
+            *([kv("kv", full, heads=config.num_kv_heads, dim=config.head_dim, fmt=fmt)] if full else []),
+            *([delta_net_component(config.net, linear, fmt)] if linear else []),
+        )
 
-def load_gated_hybrid(
-    config: GatedHybridConfig,
-    weights: ShardedWeights,
-    ctx: ParallelContext,
-    *,
-    packing: Packing,
-    load_feed_forward: Callable[[int, str], Mixer],
-    on_progress: Progress,
-) -> Decoder:
-    """Read this rank's share.
+    def head_counts(self, config: GatedHybridConfig) -> tuple[HeadCount, ...]:
+        return (
+            HeadCount("num_attention_heads", config.num_heads),
+            HeadCount("num_key_value_heads", config.num_kv_heads, is_shared=True),
+            *(delta_net_head_counts(config.net) if config.kinds.linear else ()),
+        )
 
-    Args:
-        config: of the whole model.
-        weights: where to read.
-        ctx: whose share.
-        packing: of the gated delta nets' projections.
-        load_feed_forward: (layer, what its tensors begin with) -> the feed-forward part.
-        on_progress: told after each layer.
-    """
-    rotary = Rotary(config.rope, config.rotary_dim, ctx.device)
-    size, eps = config.hidden_size, config.rms_norm_eps
+    def load(
+        self, config: GatedHybridConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
+    ) -> Decoder:
+        rotary = Rotary(config.rope, config.rotary_dim, ctx.device)
+        size, eps, packing = config.hidden_size, config.rms_norm_eps, self.packing
 
-    def load_layer(layer: int) -> Sequence[Mixer]:
-        at = f"{config.at}.layers.{layer}"
-        mixer: Mixer
-        if layer in config.kinds.linear:
-            mixer = load_delta_net(
-                layer, f"{at}.linear_attn", config.net, weights, ctx, size=size, eps=eps, packing=packing
-            )
-        else:
-            mixer = load_gated_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
-        block = load_feed_forward(layer, f"{at}.mlp")
-        return pre_norm_layer(at, mixer, block, config, weights, make_norm=CenteredNorm)
+        def load_layer(layer: int) -> Sequence[Mixer]:
+            at = f"{config.at}.layers.{layer}"
+            mixer: Mixer
+            if layer in config.kinds.linear:
+                mixer = load_delta_net(
+                    layer, f"{at}.linear_attn", config.net, weights, ctx, size=size, eps=eps, packing=packing
+                )
+            else:
+                mixer = load_gated_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
+            block = self.feed_forward(layer, f"{at}.mlp", config, weights, ctx)
+            return pre_norm_layer(at, mixer, block, config, weights, make_norm=CenteredNorm)
 
-    names = Names(embedding=f"{config.at}.embed_tokens.weight", norm=f"{config.at}.norm.weight")
-    return load_decoder(
-        config, weights, ctx, load_layer=load_layer, on_progress=on_progress, make_norm=CenteredNorm, names=names
-    )
+        names = Names(embedding=f"{config.at}.embed_tokens.weight", norm=f"{config.at}.norm.weight")
+        return load_decoder(
+            config, weights, ctx, load_layer=load_layer, on_progress=on_progress, make_norm=CenteredNorm, names=names
+        )
 
+    def prediction_layer(self, config: GatedHybridConfig) -> Any:
+        """It has attention."""
+        name = f"the prediction layer of {config.name}"
+        return replace(config, name=name, num_layers=1, kinds=LayerKinds(linear=(), full=(0,)))
 
-def gated_prediction_layer(config: GatedHybridConfig) -> Any:
-    """The layer behind a model's own that says what follows the next token, as a model of one layer: with attention."""
-    name = f"the prediction layer of {config.name}"
-    return replace(config, name=name, num_layers=1, kinds=LayerKinds(linear=(), full=(0,)))
-
-
-def load_gated_prediction_layer(
-    config: GatedHybridConfig,
-    weights: ShardedWeights,
-    ctx: ParallelContext,
-    target: Decoder,
-    *,
-    load_feed_forward: Callable[[int, str], Mixer],
-) -> PredictionLayer:
-    """Read this rank's share of it; for the arguments see `load_gated_hybrid`, and `target` is that model."""
-    at = "mtp.layers.0"
-    rotary = Rotary(config.rope, config.rotary_dim, ctx.device)
-    attention = load_gated_attention(0, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
-    block = load_feed_forward(config.num_layers, f"{at}.mlp")
-    return load_prediction(
-        pre_norm_layer(at, attention, block, config, weights, make_norm=CenteredNorm),
-        PredictionNames("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc"),
-        config,
-        weights,
-        ctx,
-        target,
-        make_norm=CenteredNorm,
-    )
+    def load_prediction_layer(
+        self, config: GatedHybridConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
+    ) -> PredictionLayer:
+        at = "mtp.layers.0"
+        rotary = Rotary(config.rope, config.rotary_dim, ctx.device)
+        attention = load_gated_attention(0, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
+        block = self.feed_forward(config.num_layers, f"{at}.mlp", config, weights, ctx)
+        return load_prediction(
+            pre_norm_layer(at, attention, block, config, weights, make_norm=CenteredNorm),
+            PredictionNames("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc"),
+            config,
+            weights,
+            ctx,
+            target,
+            make_norm=CenteredNorm,
+        )
 
 
 def load_gated_attention(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raycache.layers.experts import MixtureOfExperts
 from raycache.layers.forward_pass import Mixer
-from raycache.memory.component import CacheFormat, Component
 from raycache.models.config import ConfigFile
-from raycache.models.decoder import Decoder, Progress
-from raycache.models.delta_net import packed_per_key_head
-from raycache.models.drafts import PredictionLayer
+from raycache.models.delta_net import Packing, packed_per_key_head
 from raycache.models.feed_forward import (
     ExpertConfig,
     load_feed_forward,
@@ -21,17 +17,8 @@ from raycache.models.feed_forward import (
     read_dense_layers,
     read_softmax_experts,
 )
-from raycache.models.gated_hybrid import (
-    GatedHybridConfig,
-    gated_hybrid_components,
-    gated_hybrid_head_counts,
-    gated_prediction_layer,
-    load_gated_hybrid,
-    load_gated_prediction_layer,
-    read_gated_hybrid,
-)
+from raycache.models.gated_hybrid import GatedHybridConfig, GatedHybridFamily, read_gated_hybrid
 from raycache.models.weights import ShardedWeights
-from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext
@@ -52,7 +39,7 @@ class Qwen3NextConfig(GatedHybridConfig):
     intermediate_size: int
 
 
-class Qwen3Next:
+class Qwen3Next(GatedHybridFamily):
     """See models.base.Family."""
 
     model_type = "qwen3_next"
@@ -68,43 +55,16 @@ class Qwen3Next:
             intermediate_size=file.integer("intermediate_size") if dense else 0,
         )
 
-    def components(self, config: Qwen3NextConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return gated_hybrid_components(config, fmt)
+    @property
+    def packing(self) -> Packing:
+        return packed_per_key_head
 
-    def head_counts(self, config: Qwen3NextConfig) -> tuple[HeadCount, ...]:
-        return gated_hybrid_head_counts(config)
-
-    def prediction_layer(self, config: Qwen3NextConfig) -> Any:
-        return gated_prediction_layer(config)
-
-    def load_prediction_layer(
-        self, config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
-    ) -> PredictionLayer:
-        blocks = _blocks(config, weights, ctx)
-        return load_gated_prediction_layer(config, weights, ctx, target, load_feed_forward=blocks)
-
-    def load(
-        self, config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        return load_gated_hybrid(
-            config,
-            weights,
-            ctx,
-            packing=packed_per_key_head,
-            load_feed_forward=_blocks(config, weights, ctx),
-            on_progress=on_progress,
-        )
-
-
-def _blocks(config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext) -> Callable[[int, str], Mixer]:
-    """Reads the feed-forward part of a layer: (layer, what its tensors begin with) -> it."""
-
-    def load_block(layer: int, at: str) -> Mixer:
+    def feed_forward(
+        self, layer: int, at: str, config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext
+    ) -> Mixer:
         if layer in config.dense_layers:
             return load_feed_forward(at, weights, ctx, size=config.hidden_size, inner=config.intermediate_size)
         return _load_experts(at, config, weights, ctx)
-
-    return load_block
 
 
 def _load_experts(at: str, config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:

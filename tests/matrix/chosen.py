@@ -1,0 +1,86 @@
+"""The part of the matrix that is small enough for every change; `python -m tests.matrix` runs all of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from raycache.parallel.sharding import Split
+from tests.matrix.matrix import Workbench, run_row
+from tests.matrix.table import label
+
+# Every family meets every scenario, tp=2, pp=2, cp=2 and cp=4. A split reads what those before it have stored.
+CHOSEN = {
+    Split(): [
+        "cold",
+        "edges",
+        "evicted",
+        "batched",
+        "mixed",
+        "other_splits",
+        "restart",
+        "mixed_tiers",
+        "write_policies",
+        "slower_than_computing",
+        "slow_storage",
+        "foreign",
+        "host_full",
+        "disk_full",
+        "evicted_loading",
+        "storage_flip",
+        "truncated",
+    ],
+    Split(tp=2, pp=2, cp=2): [
+        "exact",
+        "branch",
+        "chunked",
+        "host_hit",
+        "other_splits",
+    ],
+    Split(cp=4): [
+        "partial",
+        "turns",
+        "interrupted",
+        "stored",
+        "storage_hit",
+        "all_tiers",
+        "other_splits",
+        "load_cut",
+        "object_missing",
+        "host_flip",
+    ],
+}
+
+RECURRENT = (
+    "bailing_hybrid",
+    "granitemoehybrid",
+    "kimi_linear",
+    "minimax",
+    "nemotron_h",
+    "qwen3_5",
+    "qwen3_next",
+)
+
+
+def rows(families: Sequence[str]) -> pytest.MarkDecorator:
+    """Parameters of a test of each of these families under each split, in the order in which they have to run."""
+    pairs = itertools.product(CHOSEN, families)
+    return pytest.mark.parametrize(
+        ("split", "family"), [pytest.param(split, family, id=f"{family}-{label(split)}") for split, family in pairs]
+    )
+
+
+def check_row(bench: Workbench, family: str, split: Split) -> None:
+    """Assert that every cell is right."""
+    cells = run_row(bench, family, split, CHOSEN[split])
+    wrong = {name: (str(cell), *cell.problems) for name, cell in cells.items() if cell.refusal or not cell.passes}
+    assert not wrong
+
+
+def check_back(bench: Workbench, family: str) -> None:
+    """Assert that one rank reads what all splits have stored before."""
+    cells = run_row(bench, family, Split(), ["other_splits"])
+    assert not cells["other_splits"].problems
+    assert len(bench.stored(family)) == len(CHOSEN)
