@@ -1,12 +1,15 @@
 """Chooses the next token of each sequence from its logits.
 
-    logits + logit_bias -> penalties -> / temperature -> top_k -> top_p -> min_p -> draw
+    logits + logit_bias -> penalties -> / temperature -> top_k -> top_p -> min_p -> race
 
-That is the order of Hugging Face transformers. Randomness is a function of (seed, position) and of nothing else, and no
-row looks at another, so a request gets the same tokens whatever else is in the batch and on whatever rank.
+That is the order of Hugging Face transformers. In the race each token that is left gets a random time, exponential
+with its probability as the rate; the first wins, so each wins as often as it is likely ("Gumbel-max"). Randomness is a
+function of (seed, position, token) and of nothing else, and no row looks at another: a request gets the same tokens
+whatever else is in the batch and on whatever rank, and two models that agree nearly about what is likely mostly draw
+the same token, as a draft and its target should.
 
-Sorting a vocabulary costs a hundred times more than finding its likeliest few tokens. So a draw is tried among those
-first; a row for which they do not decide it is tried with more, and sorted whole in the end.
+Sorting a vocabulary costs a hundred times more than finding its likeliest few tokens. So filters are tried among those
+first; a row for which they do not decide is tried with more, and sorted whole in the end.
 """
 
 # Shapes in this file: N rows, M rows that sample, V vocabulary, C candidates of a row, K alternatives to report.
@@ -27,6 +30,9 @@ from raycache.types import SamplingParams
 
 _NUM_CANDIDATES = (256, 8192)  # fixed, so that what is drawn cannot depend on the other rows
 _MIN_TEMPERATURE = 1e-6  # float32 still divides by it; below, the draw is greedy anyway
+_MOST_TIMES = {"cpu": 1 << 18, "cuda": 1 << 25}  # that are held at once: what a cache holds, or a bound on memory
+_STRIDE, _MIX_1, _MIX_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""Of SplitMix64 ("Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), as signed numbers."""
 
 
 class TokenCounts:
@@ -137,10 +143,28 @@ def logprobs(logits: Tensor, token_ids: Tensor, *, num_top: int) -> Logprobs:
     return Logprobs(token=scores.gather(-1, token_ids[:, None])[:, 0], top_ids=top_ids, top=top)
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on its arguments alone: the same on every machine, for any integers."""
-    digest = hashlib.blake2b(b"%d:%d" % (seed, position), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+def race_times(seeds: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
+    """Times of tokens in a race in which all are equally likely: exponential with rate 1, the same on every machine.
+
+    Args:
+        seeds: M times seed and position, any integers.
+        ids: [M or 1, C] int64, of the tokens.
+    Returns:
+        [M, C] float64.
+    """
+    keys = [hashlib.blake2b(b"%d:%d" % seed, digest_size=8).digest() for seed in seeds]
+    first = torch.from_numpy(np.frombuffer(b"".join(keys), "<i8").astype(np.int64)).to(ids.device)
+    # Each token takes its own number of the sequence that a row's key begins; products are modulo 2**64.
+    bits = ids * _STRIDE + first[:, None]
+    bits = (bits ^ _shifted(bits, 30)) * _MIX_1
+    bits = (bits ^ _shifted(bits, 27)) * _MIX_2
+    bits ^= _shifted(bits, 31)
+    return (_shifted(bits, 11).double() + 0.5).mul_(2.0**-53).log_().neg_()
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """Shifted to the right, with zeros from the left."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -181,13 +205,35 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     vocab = logits.shape[-1]
     scores = logits / filters.temperature
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    waiting = torch.arange(len(rows), device=logits.device)
+    is_filtered = [0 < row.sampling.top_k < vocab or row.sampling.top_p < 1 or row.sampling.min_p > 0 for row in rows]
+    free = [i for i, is_so in enumerate(is_filtered) if not is_so]
+    if free:
+        every = torch.arange(vocab, device=logits.device)[None]
+        where = torch.tensor(free, device=logits.device)
+        tokens[where] = _winners(scores[where], every, [rows[i] for i in free])
+    waiting = [i for i, is_so in enumerate(is_filtered) if is_so]
     for num_candidates in (*(count for count in _NUM_CANDIDATES if count < vocab), vocab):
-        tokens[waiting], is_certain = _pick(scores, filters, num_candidates=num_candidates)
-        if is_certain.all():
+        if not waiting:
             break
-        waiting, scores, filters = waiting[~is_certain], scores[~is_certain], filters.take(~is_certain)
+        where = torch.tensor(waiting, device=logits.device)
+        best, ids, num_kept, is_known = _kept(scores[where], filters.take(where), num_candidates=num_candidates)
+        best[torch.arange(num_candidates, device=logits.device) >= num_kept] = -torch.inf
+        won = _winners(best, ids, [rows[i] for i in waiting])
+        tokens[where] = ids.gather(-1, won[:, None])[:, 0]
+        waiting = [i for i, is_so in zip(waiting, is_known.tolist(), strict=True) if not is_so]
     return tokens
+
+
+def _winners(scores: Tensor, ids: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Who wins the race of each row: logits [M, C] of tokens [M or 1, C] -> places [M]."""
+    most = _MOST_TIMES.get(scores.device.type, _MOST_TIMES["cuda"])
+    count = max(1, most // scores.shape[1])
+    won = []
+    for begin in range(0, len(rows), count):
+        some = slice(begin, begin + count)
+        times = race_times([(row.seed, row.position) for row in rows[some]], ids if len(ids) == 1 else ids[some])
+        won.append(times.log_().neg_().add_(scores[some]).argmax(-1))
+    return torch.cat(won)
 
 
 class _Filters(NamedTuple):
@@ -197,7 +243,6 @@ class _Filters(NamedTuple):
     top_k: Tensor  # int64; 0 keeps all
     top_p: Tensor  # float64
     min_p: Tensor  # float64
-    uniform: Tensor  # float64
 
     @classmethod
     def of(cls, rows: Sequence[SampleRow], *, device: torch.device) -> _Filters:
@@ -211,15 +256,14 @@ class _Filters(NamedTuple):
             top_k=column([s.top_k for s in wanted], torch.int64),
             top_p=column([s.top_p for s in wanted]),
             min_p=column([s.min_p for s in wanted]),
-            uniform=column([uniform(row.seed, row.position) for row in rows]),
         )
 
     def take(self, index: Tensor) -> _Filters:
         return _Filters(*(column[index] for column in self))
 
 
-def _pick(scores: Tensor, filters: _Filters, *, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over the filtered distribution, most likely token first, equal ones by id.
+def _kept(scores: Tensor, filters: _Filters, *, num_candidates: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Which tokens filters keep, most likely first, equal ones by id.
 
     Every filter keeps a number of the first tokens in that order, so the kept ones are the fewest that any keeps.
 
@@ -227,7 +271,8 @@ def _pick(scores: Tensor, filters: _Filters, *, num_candidates: int) -> tuple[Te
         scores: [M, V], logits over temperature.
         num_candidates: C, how many of the most likely tokens to look at; V for all.
     Returns:
-        Token ids [M], and whether each is what looking at all tokens would have given.
+        Scores and ids of the candidates, [M, C] each; how many are kept, [M, 1]; whether that is what looking at all
+        tokens would have given, [M].
     """
     vocab = scores.shape[-1]
     best, ids = _largest(scores, num_candidates)
@@ -246,16 +291,8 @@ def _pick(scores: Tensor, filters: _Filters, *, num_candidates: int) -> tuple[Te
     by_top_p = torch.where(filters.top_p < 1, by_top_p, num_candidates)
     by_min_p = ((chance >= filters.min_p * chance[:, :1]) & (chance > 0)).sum(-1, keepdim=True)
     num_kept = torch.minimum(num_kept, torch.minimum(by_top_p, by_min_p)).clamp(min=1)
-    is_filtered = (filters.top_p < 1) | (filters.min_p > 0)
-    is_known &= ~is_filtered | (num_kept < num_candidates)
-    mass = torch.where(num_kept < num_candidates, upto.gather(-1, num_kept - 1), mass)
-
-    place = (upto <= filters.uniform * mass).sum(-1, keepdim=True)
-    # A token as likely as the last candidate may be preceded by an equal one that is none.
-    found = place.clamp(max=num_candidates - 1)
-    is_known &= (place < num_candidates) & (best.gather(-1, found) > best[:, -1:])
-    tokens = ids.gather(-1, torch.minimum(found, num_kept - 1))
-    return tokens[:, 0], is_known[:, 0]
+    is_known &= num_kept < num_candidates
+    return best, ids, num_kept, is_known[:, 0] | (num_candidates == vocab)
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

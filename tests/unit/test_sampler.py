@@ -1,3 +1,5 @@
+import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from raycache.engine.sampler import SampleRow, TokenCounts, logprobs, sample, uniform
+from raycache.engine.sampler import SampleRow, TokenCounts, logprobs, race_times, sample
 from raycache.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -50,13 +52,28 @@ def processors(sampling: SamplingParams) -> LogitsProcessorList:
     return chain
 
 
+def splitmix(state: int) -> int:
+    """The next number of SplitMix64, as its authors' C code has it."""
+    bits = (state + 0x9E3779B97F4A7C15) % 2**64
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
+    return bits ^ (bits >> 31)
+
+
+def slow_times(row: SampleRow, vocab: int) -> Tensor:
+    """Token i has number i of the sequence that the row begins, as a time: [vocab] float64."""
+    key = hashlib.blake2b(f"{row.seed}:{row.position}".encode(), digest_size=8).digest()
+    state = int.from_bytes(key, "little") - 0x9E3779B97F4A7C15
+    numbers = [splitmix((state + token * 0x9E3779B97F4A7C15) % 2**64) for token in range(vocab)]
+    return torch.tensor([-math.log(((number >> 11) + 0.5) / 2**53) for number in numbers], dtype=torch.float64)
+
+
 def drawn_by_transformers(logits: Tensor, rows: Sequence[SampleRow], *, tokens: Sequence[int] = (0,)) -> Tensor:
-    """Filter with transformers, then walk the whole CDF, most likely token first and equal ones by id."""
+    """Filter with transformers, then let all tokens race: a token's time over its probability, the least wins."""
     scores = processors(rows[0].sampling)(torch.tensor([list(tokens)] * len(rows)), logits.clone())
-    chances, ids = scores.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
-    numbers = torch.tensor([uniform(row.seed, row.position) for row in rows], dtype=torch.float64)
-    places = torch.searchsorted(chances.cumsum(-1), numbers[:, None], right=True)
-    return ids.gather(-1, places.clamp(max=logits.shape[-1] - 1))[:, 0]
+    chances = scores.double().softmax(-1)
+    times = race_times([(row.seed, row.position) for row in rows], torch.arange(logits.shape[-1])[None])
+    return (times / chances).argmin(-1)
 
 
 def chi_square_excess(tokens: Tensor, chances: Tensor) -> float:
@@ -125,12 +142,6 @@ def test_equal_logits_are_ordered_by_token_id(wanted: Mapping[str, Any]) -> None
     logits = random_logits(400, 1500).round()  # ten values or so
     equal = sample(logits, rows) == drawn_by_transformers(logits, rows)
     assert equal.sum() >= 399
-
-
-def test_a_flat_distribution_is_drawn_in_order_of_ids() -> None:
-    rows = rows_of(SamplingParams(), 200)
-    wanted = [int(uniform(row.seed, row.position) * 1000) for row in rows]
-    assert sample(torch.zeros(200, 1000), rows).tolist() == wanted
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
@@ -208,20 +219,44 @@ def test_tokens_are_as_frequent_as_they_are_likely(wanted: Mapping[str, Any], vo
     assert chi_square_excess(tokens, chances) < 5
 
 
-def test_numbers_are_even_over_positions_and_over_seeds() -> None:
-    flat = torch.full((64,), 1 / 64)
-    for numbers in ([uniform(7, i) for i in range(20_000)], [uniform(i, 7) for i in range(20_000)]):
-        assert all(0 <= number < 1 for number in numbers)
-        cells = torch.tensor([int(number * 64) for number in numbers])
-        assert chi_square_excess(cells, flat) < 5
-        pairs = cells[:-1] // 8 * 8 + cells[1:] // 8  # neighbours do not depend on each other
-        assert chi_square_excess(pairs, flat) < 5
+def test_times_are_those_of_a_slow_twin() -> None:
+    rows = [SampleRow(SamplingParams(), seed=seed, position=i) for i, seed in enumerate([0, 1, 2**63, -(2**70), 7])]
+    found = race_times([(row.seed, row.position) for row in rows], torch.arange(500)[None])
+    torch.testing.assert_close(found, torch.stack([slow_times(row, 500) for row in rows]), rtol=1e-14, atol=0)
+    some = torch.tensor([[3, 499, 0]] * len(rows))
+    assert torch.equal(race_times([(row.seed, row.position) for row in rows], some), found[:, some[0]])
 
 
-def test_numbers_stay_what_they_are_from_release_to_release() -> None:
-    assert uniform(0, 0) == 0.3859926107094097
-    assert uniform(-(2**70), 3) == 0.2921235363812068
-    assert uniform(1, 23) != uniform(12, 3)
+@pytest.mark.parametrize(
+    "seeds", [[(7, i) for i in range(2000)], [(i, 7) for i in range(2000)]], ids=["places", "seeds"]
+)
+def test_times_are_exponential_and_do_not_depend_on_each_other(seeds: list[tuple[int, int]]) -> None:
+    times = race_times(seeds, torch.arange(10)[None])
+    cells = (torch.exp(-times) * 8).long()  # even, if the times are exponential
+    assert cells.min() >= 0 and cells.max() < 8
+    assert chi_square_excess(cells.flatten(), torch.full((8,), 1 / 8)) < 5
+    for first, second in ((cells[:-1], cells[1:]), (cells[:, :-1], cells[:, 1:])):  # neighbours of either kind
+        assert chi_square_excess((first * 8 + second).flatten(), torch.full((64,), 1 / 64)) < 5
+
+
+def test_times_stay_what_they_are_from_release_to_release() -> None:
+    (found,) = race_times([(1, 23)], torch.tensor([[0, 1, 151_000]])).tolist()
+    assert found == pytest.approx([3.5096350372786964, 0.8348045305214322, 0.39748270254071755], rel=1e-14)
+
+
+@pytest.mark.parametrize("wanted", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("noise", [0.1, 0.5])
+def test_models_that_nearly_agree_mostly_draw_the_same(wanted: Mapping[str, Any], noise: float) -> None:
+    rows = rows_of(SamplingParams(**wanted), 3000, seed=3)
+    logits = random_logits(1, 700).expand(3000, -1)
+    other = logits + noise * random_logits(1, 700, scale=1.0, seed=9)
+    chances, others = (
+        processors(rows[0].sampling)(torch.zeros(1, 1, dtype=torch.int64), x[:1].clone()).softmax(-1)[0]
+        for x in (logits, other)
+    )
+    shared = float(torch.minimum(chances, others).sum())  # no two ways of drawing from both agree more often
+    equal = float((sample(logits, rows) == sample(other, rows)).double().mean())
+    assert shared / (2 - shared) - 0.03 < equal < shared + 0.03
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch() -> None:
