@@ -8,7 +8,7 @@ The target is the model, the draft a copy with noise in its weights; the text is
     apart       with random numbers of their own
     likeliest   the draft does not draw, and takes the likeliest token
 
-Ends with what a draw takes, over that of torch.multinomial, in turns.
+Ends with what a draw takes, over that of a softmax and torch.multinomial, in turns.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _intervals(chances: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pace(rows: int, vocab: int) -> float:
-    """Time of a draw over that of multinomial, median of some rounds."""
+    """Time of a draw over that of softmax and multinomial, median of some rounds."""
     logits = torch.randn(rows, vocab) * 2.5
 
     def ours(turn: int) -> None:

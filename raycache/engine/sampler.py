@@ -30,7 +30,7 @@ from raycache.types import SamplingParams
 
 _NUM_CANDIDATES = (256, 8192)  # fixed, so that what is drawn cannot depend on the other rows
 _MIN_TEMPERATURE = 1e-6  # float32 still divides by it; below, the draw is greedy anyway
-_MOST_TIMES = {"cpu": 1 << 18, "cuda": 1 << 25}  # that are held at once: what a cache holds, or a bound on memory
+_MOST_TIMES = {"cpu": 1 << 18, "cuda": 1 << 23}  # that are held at once: what a cache holds, or a bound on memory
 _STRIDE, _MIX_1, _MIX_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """Of SplitMix64 ("Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), as signed numbers."""
 
@@ -124,7 +124,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     tokens = logits.argmax(-1)
     drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
     if drawn:
-        where = torch.tensor(drawn, device=logits.device)
+        where = _on_device(drawn, torch.int64, logits.device)
         scores = logits if len(drawn) == len(rows) else logits[where]
         tokens[where] = _draw(scores, [rows[index] for index in drawn])
     return tokens
@@ -144,7 +144,8 @@ def logprobs(logits: Tensor, token_ids: Tensor, *, num_top: int) -> Logprobs:
 
 
 def race_times(seeds: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
-    """Times of tokens in a race in which all are equally likely: exponential with rate 1, the same on every machine.
+    """Times of tokens in a race in which all are equally likely: exponential with rate 1, the same on every machine
+    but for rounding.
 
     Args:
         seeds: M times seed and position, any integers.
@@ -153,13 +154,13 @@ def race_times(seeds: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
         [M, C] float64.
     """
     keys = [hashlib.blake2b(b"%d:%d" % seed, digest_size=8).digest() for seed in seeds]
-    first = torch.from_numpy(np.frombuffer(b"".join(keys), "<i8").astype(np.int64)).to(ids.device)
+    first = _on_device(np.frombuffer(b"".join(keys), "<i8"), torch.int64, ids.device)
     # Each token takes its own number of the sequence that a row's key begins; products are modulo 2**64.
     bits = ids * _STRIDE + first[:, None]
     bits = (bits ^ _shifted(bits, 30)) * _MIX_1
     bits = (bits ^ _shifted(bits, 27)) * _MIX_2
     bits ^= _shifted(bits, 31)
-    return (_shifted(bits, 11).double() + 0.5).mul_(2.0**-53).log_().neg_()
+    return (_shifted(bits, 12).double() + 0.5).mul_(2.0**-52).log_().neg_()  # of neither 0 nor 1
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
@@ -182,8 +183,8 @@ def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 def _add_bias(logits: Tensor, sampling: SamplingParams) -> None:
     """Add to one row of logits, [V], in place."""
     if sampling.logit_bias:
-        ids = torch.tensor(list(sampling.logit_bias), device=logits.device)
-        logits[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        ids = _on_device(list(sampling.logit_bias), torch.int64, logits.device)
+        logits[ids] += _on_device(list(sampling.logit_bias.values()), logits.dtype, logits.device)
 
 
 def _penalise(logits: Tensor, row: SampleRow) -> None:
@@ -192,8 +193,8 @@ def _penalise(logits: Tensor, row: SampleRow) -> None:
     if not sampling.has_penalties:
         return
     assert row.token_counts is not None, "a row with penalties needs token_counts"
-    ids = torch.tensor(row.token_counts.ids, device=logits.device)
-    counts = torch.tensor(row.token_counts.counts, device=logits.device)
+    ids = _on_device(row.token_counts.ids, torch.int64, logits.device)
+    counts = _on_device(row.token_counts.counts, torch.float32, logits.device)
     seen = logits[ids]
     seen = torch.where(seen < 0, seen * sampling.repetition_penalty, seen / sampling.repetition_penalty)
     logits[ids] = seen - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
@@ -209,13 +210,13 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     free = [i for i, is_so in enumerate(is_filtered) if not is_so]
     if free:
         every = torch.arange(vocab, device=logits.device)[None]
-        where = torch.tensor(free, device=logits.device)
+        where = _on_device(free, torch.int64, logits.device)
         tokens[where] = _winners(scores[where], every, [rows[i] for i in free])
     waiting = [i for i, is_so in enumerate(is_filtered) if is_so]
     for num_candidates in (*(count for count in _NUM_CANDIDATES if count < vocab), vocab):
         if not waiting:
             break
-        where = torch.tensor(waiting, device=logits.device)
+        where = _on_device(waiting, torch.int64, logits.device)
         best, ids, num_kept, is_known = _kept(scores[where], filters.take(where), num_candidates=num_candidates)
         best[torch.arange(num_candidates, device=logits.device) >= num_kept] = -torch.inf
         won = _winners(best, ids, [rows[i] for i in waiting])
@@ -249,7 +250,7 @@ class _Filters(NamedTuple):
         wanted = [row.sampling for row in rows]
 
         def column(values: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+            return _on_device(values, dtype, device)[:, None]
 
         return cls(
             temperature=column([max(s.temperature, _MIN_TEMPERATURE) for s in wanted], torch.float32),
@@ -284,15 +285,22 @@ def _kept(scores: Tensor, filters: _Filters, *, num_candidates: int) -> tuple[Te
     # top_k keeps what equals the k-th, too. A filter that keeps every candidate may keep more than those.
     kth = best.gather(-1, (filters.top_k.clamp(max=num_candidates) - 1).clamp(min=0))
     num_kept = torch.where(filters.top_k > 0, (best >= kth).sum(-1, keepdim=True), num_candidates)
-    mass = torch.where(num_kept < num_candidates, upto.gather(-1, num_kept - 1), all_mass)
+    mass = torch.where(num_kept < num_candidates, upto.gather(-1, (num_kept - 1).clamp(min=0)), all_mass)
     is_known = (filters.top_k == 0) | (filters.top_k >= vocab) | (num_kept < num_candidates)
 
     by_top_p = (upto - chance < filters.top_p * mass).sum(-1, keepdim=True)
     by_top_p = torch.where(filters.top_p < 1, by_top_p, num_candidates)
     by_min_p = ((chance >= filters.min_p * chance[:, :1]) & (chance > 0)).sum(-1, keepdim=True)
     num_kept = torch.minimum(num_kept, torch.minimum(by_top_p, by_min_p)).clamp(min=1)
-    is_known &= num_kept < num_candidates
+    # Which of the tokens as likely as the last candidate are candidates is chance.
+    is_known &= (num_kept < num_candidates) & (best.gather(-1, num_kept - 1) > best[:, -1:])
     return best, ids, num_kept, is_known[:, 0] | (num_candidates == vocab)
+
+
+def _on_device(values: npt.ArrayLike, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy there; a GPU is not waited for, as it would be with memory that is not pinned."""
+    host = torch.tensor(np.asarray(values), dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -76,11 +76,12 @@ def check_row(bench: Workbench, family: str, split: Split) -> None:
     """Assert that every cell is right."""
     cells = run_row(bench, family, split, CHOSEN[split])
     wrong = {name: (str(cell), *cell.problems) for name, cell in cells.items() if cell.refusal or not cell.passes}
-    assert not wrong
+    assert not wrong, wrong  # pytest shows what it compares in files of tests only
 
 
 def check_back(bench: Workbench, family: str) -> None:
     """Assert that one rank reads what all splits have stored before."""
     cells = run_row(bench, family, Split(), ["other_splits"])
-    assert not cells["other_splits"].problems
-    assert len(bench.stored(family)) == len(CHOSEN)
+    assert not cells["other_splits"].problems, cells["other_splits"].problems
+    stored = bench.stored(family)
+    assert len(stored) == len(CHOSEN), stored

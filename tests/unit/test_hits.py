@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raycache.cache.costs import ENOUGH
+from raycache.cache.costs import ENOUGH, Costs
 from raycache.cache.host_moves import WritePolicy
 from raycache.cache.storage.base import Fetch
 from raycache.cache.storage.orders import OrderKind, StorageAnswer, StorageOrder
@@ -183,6 +183,17 @@ def test_a_storage_that_computing_beats_is_not_waited_for() -> None:
         tiers.cache.costs.fetch.note(2.0, 1000)
     tiers.storage.trouble = StorageTrouble(most_ticks=40)
     assert told(tiers.ask(PROMPT)) == ({}, Miss.SLOWER, "")
+
+
+def test_a_storage_that_is_slower_than_it_was_is_not_waited_for_longer_than_computing_takes() -> None:
+    costs = Costs()
+    assert costs.is_wait_worth(1000, waited_s=10.0), "nothing is known yet"
+    for _ in range(ENOUGH):
+        costs.compute.note(0.02, 1000)
+        costs.fetch.note(0.001, 1000)
+    assert costs.is_wait_worth(1000, waited_s=0.05), "too short to say anything"
+    assert not costs.is_wait_worth(1000, waited_s=0.15)
+    assert costs.is_wait_worth(10_000, waited_s=0.15)
 
 
 def test_a_prefetch_that_finds_no_pages_on_the_host_has_no_room() -> None:

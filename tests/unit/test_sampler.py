@@ -65,7 +65,7 @@ def slow_times(row: SampleRow, vocab: int) -> Tensor:
     key = hashlib.blake2b(f"{row.seed}:{row.position}".encode(), digest_size=8).digest()
     state = int.from_bytes(key, "little") - 0x9E3779B97F4A7C15
     numbers = [splitmix((state + token * 0x9E3779B97F4A7C15) % 2**64) for token in range(vocab)]
-    return torch.tensor([-math.log(((number >> 11) + 0.5) / 2**53) for number in numbers], dtype=torch.float64)
+    return torch.tensor([-math.log(((number >> 12) + 0.5) / 2**52) for number in numbers], dtype=torch.float64)
 
 
 def drawn_by_transformers(logits: Tensor, rows: Sequence[SampleRow], *, tokens: Sequence[int] = (0,)) -> Tensor:
@@ -135,13 +135,24 @@ def test_draws_equal_those_from_what_transformers_keeps(wanted: Mapping[str, Any
 
 
 @pytest.mark.parametrize(
-    "wanted", [{}, {"top_k": 30}, {"top_k": 256}, {"min_p": 0.01}, {"top_k": 300, "min_p": 0.1}], ids=str
+    "wanted", [{"top_k": 30}, {"top_k": 256}, {"min_p": 0.01}, {"top_k": 300, "min_p": 0.1}], ids=str
 )
-def test_equal_logits_are_ordered_by_token_id(wanted: Mapping[str, Any]) -> None:
+def test_filters_keep_what_is_as_likely_as_the_last(wanted: Mapping[str, Any]) -> None:
     rows = rows_of(SamplingParams(**wanted), 400)
     logits = random_logits(400, 1500).round()  # ten values or so
     equal = sample(logits, rows) == drawn_by_transformers(logits, rows)
     assert equal.sum() >= 399
+
+
+def test_of_equally_likely_tokens_top_p_keeps_the_first() -> None:
+    for logits in (torch.zeros(400, 2000), torch.cat((torch.full((400, 100), -torch.inf), torch.zeros(400, 2000)), 1)):
+        found = sample(logits, rows_of(SamplingParams(top_p=0.1), 400)) - (logits.shape[1] - 2000)
+        assert found.min() >= 0 and 150 < found.max() <= 200  # 0.1 is a little more in float64
+
+
+def test_logits_that_are_no_numbers_give_some_token() -> None:
+    for sampling in (SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.5), SamplingParams(min_p=0.1)):
+        assert 0 <= int(sample(torch.full((1, 600), torch.nan), rows_of(sampling, 1))) < 600
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
