@@ -1,7 +1,9 @@
 """Rows with drafts: what is guessed at the tokens behind a row's own, and what became of it.
 
-row          its own tokens, drafts of which the decider knows    num_guesses: wanted of the ranks behind those
-result       a token behind the last own one and behind each draft; right up to the first that differs
+    row       its own tokens, then drafts, which the decider knows; num_guesses are wanted of the ranks behind those
+    result    a token behind the last own one, and one behind each draft
+
+Drafts are right up to the first that is not the token behind the one before it.
 """
 
 from __future__ import annotations
