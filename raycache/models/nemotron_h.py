@@ -36,6 +36,7 @@ from raycache.models.state_space import (
     load_mamba2,
     mamba2_component,
     mamba2_head_counts,
+    read_dt_limit,
     require_groups,
 )
 from raycache.models.weights import ShardedWeights
@@ -199,8 +200,8 @@ def _read_mamba(file: ConfigFile) -> Mamba2Config:
         kernel=file.integer("conv_kernel", 4),
         has_bias=file.flag("use_bias", False),
         has_conv_bias=file.flag("use_conv_bias", True),
-        # Not `time_step_limit`: transformers has always taken this one, without an upper limit.
-        dt_limit=(file.number("time_step_min", 0.001), float("inf")),
+        # Not `time_step_min`, which is for initialisation: as a floor it makes long prompts forget (docs/models.md).
+        dt_limit=read_dt_limit(file),
     )
     return require_groups(file, mamba)
 

@@ -8,9 +8,12 @@ Checkpoints pack rows of different meaning into one tensor; a rank takes a run o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from raycache.errors import CheckpointError
 from raycache.layers.mamba2 import GatedGroupNorm, Mamba2, StateSpace, Taps
@@ -181,7 +184,15 @@ def read_dt_limit(file: ConfigFile) -> tuple[float, float]:
 
 
 def _number(value: object) -> float | None:
-    # transformers 5 writes an infinite number as {"__float__": "Infinity"}, the versions before it as Infinity.
-    if value == {"__float__": "Infinity"}:
-        return float("inf")
-    return float(value) if isinstance(value, (int, float)) else None
+    """A number; infinite where it is beyond float32, in which steps are computed: some files say 1e308."""
+    # Infinity is no JSON: transformers 5 writes {"__float__": "Infinity"}, versions before it Infinity, others strings.
+    if isinstance(value, dict):
+        value = value.get("__float__")
+    if value in ("Infinity", "inf"):
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return math.inf if value > _MAX_FLOAT32 else float(value)
+
+
+_MAX_FLOAT32 = torch.finfo(torch.float32).max

@@ -241,7 +241,7 @@ FAMILIES: dict[str, Family] = {
             "n_groups": 2,
             "conv_kernel": 4,
             "chunk_size": 32,
-            # A prompt's time steps are clamped to at least time_step_min and generated tokens' are not.
+            # transformers holds a prompt's steps, and not those of generated tokens, at this or above.
             "time_step_min": 1e-9,
             "time_step_floor": 1e-2,
             "layers_block_type": [

@@ -43,7 +43,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h-biases": ("nemotron_h", {**WITHOUT_MOE, "use_bias": True}),
     "nemotron_h-no-conv-bias": ("nemotron_h", {**WITHOUT_MOE, "use_conv_bias": False, "n_groups": 4}),
     "nemotron_h-one-group": ("nemotron_h", {**WITHOUT_MOE, "n_groups": 1}),
-    "nemotron_h-short-steps": ("nemotron_h", {**WITHOUT_MOE, "time_step_min": 0.05}),
+    # Steps that transformers holds at time_step_min are all above it, or held there by time_step_limit too.
+    "nemotron_h-steps-as-published": ("nemotron_h", {**WITHOUT_MOE, "time_step_min": 0.001, "time_step_floor": 0.2}),
+    "nemotron_h-limited-steps": (
+        "nemotron_h",
+        {**WITHOUT_MOE, "time_step_min": 0.05, "time_step_limit": (0.05, float("inf"))},
+    ),
     "nemotron_h-latent-experts": (
         "nemotron_h",
         {"layers_block_type": ["mamba", "moe", "attention", "moe"], "moe_latent_size": 24},
@@ -136,10 +141,10 @@ def test_short_steps_are_clamped_in_decode_as_in_prefill(
     tiny: Callable[[str], Path], truth: Callable[[str], Golden]
 ) -> None:
     # transformers does so without a cache; with one it clamps the prompt's steps only, and leaves its own truth.
-    true = truth("nemotron_h-short-steps")
+    true = truth("nemotron_h-limited-steps")
     decodes: list[list[Piece]] = [[(0, 0, 40)], *([(0, i, i + 1)] for i in range(40, 70)), [(1, 0, 23)]]
-    assert worst(gang_logits(tiny("nemotron_h-short-steps"), IDS, decodes, split=ONE), true) < true.atol
-    theirs = cached_logits(tiny("nemotron_h-short-steps"), IDS[0], num_prefill=40)
+    assert worst(gang_logits(tiny("nemotron_h-limited-steps"), IDS, decodes, split=ONE), true) < true.atol
+    theirs = cached_logits(tiny("nemotron_h-limited-steps"), IDS[0], num_prefill=40)
     assert np.abs(theirs - true.logits[0]).max() > 100 * true.atol
 
 
@@ -217,7 +222,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"n_groups": 3}, "3 groups do not divide the 8 heads"),
     ("nemotron_h", {"sliding_window": 64}, "sliding_window=64"),
     ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
-    ("nemotron_h", {"time_step_min": -1.0}, "time_step_min must be a positive number"),
+    ("nemotron_h", {"time_step_limit": [0.001]}, "time_step_limit must be two numbers"),
+    ("nemotron_h", {"time_step_limit": [0.0, "many"]}, "time_step_limit must be two numbers"),
+    ("nemotron_h", {"time_step_limit": [0.0, float("nan")]}, "time_step_limit must be two numbers"),
+    ("nemotron_h", {"time_step_limit": [True, 2.0]}, "time_step_limit must be two numbers"),
     ("nemotron_h", {"conv_kernel": 1}, "convolution of 1 tap"),
     ("nemotron_h", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("granitemoehybrid", {"layer_types": ["mamba", "window", "mamba", "mamba"]}, "layer_types has 'window'"),
