@@ -92,6 +92,8 @@ def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterato
 
     share = config.page_size // config.cp
     yield Finding("model", Verdict.OK, f"{model.name}: {model.model_type}, {model.num_layers} layers, {model.dtype}")
+    if model.doubt:
+        yield Finding("config", Verdict.WARNING, model.doubt)
     yield attempt("tensor split", tensor)
     yield attempt("pipeline split", pipeline)
     yield Finding(

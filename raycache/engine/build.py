@@ -127,6 +127,8 @@ def build_engine(
             stages=config.pp,
         ),
     )
+    if model.doubt:
+        _log.warning("%s", model.doubt)
     weights = weights_fingerprint(Path(config.model))
     if model.draft is not None:  # its rows lie beside the model's
         weights += f" {model.draft.kind.value} {weights_fingerprint(model.draft.directory)}"

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.config_keys import unknown_keys
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.component import CacheFormat, Component
@@ -83,7 +84,8 @@ def read_config(model_dir: Path) -> ModelConfig:
             raise CheckpointError(
                 f"{file.path} has a {key}; quantised checkpoints are not supported, use one in bfloat16"
             )
-    return family.read_config(file)
+    config = family.read_config(file)
+    return replace(config, unknown_keys=unknown_keys(config.model_type, file.unread(), path=file.path))
 
 
 def components(config: ModelConfig, fmt: CacheFormat) -> tuple[Component, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -51,6 +51,7 @@ class ModelConfig:
         ignored_tensors: regular expressions of tensor names that a checkpoint may have and that are not used.
         num_drafts: layers for speculative drafts that a checkpoint may have after its others.
         draft: what guesses this model's next tokens, if that is a model.
+        unknown_keys: of config.json, which the family does not read and nothing is known about.
     """
 
     name: str
@@ -68,6 +69,13 @@ class ModelConfig:
     ignored_tensors: tuple[str, ...] = field(default=(), kw_only=True)
     num_drafts: int = field(default=0, kw_only=True)
     draft: DraftConfig | None = field(default=None, kw_only=True)
+    unknown_keys: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def doubt(self) -> str:
+        """A warning about keys of config.json that are ignored without knowing what they do; empty if there are none."""
+        names = ", ".join(self.unknown_keys)
+        return f"config.json of {self.name} has keys that are not known and are ignored: {names}" if names else ""
 
 
 class DraftKind(Enum):
@@ -101,14 +109,20 @@ class DraftConfig:
 class ConfigFile:
     """One parsed JSON object whose values are asked for by type.
 
+    It remembers which keys were asked for, so that `unread` can name the others.
+
     Args:
         path: for messages.
         values: the object.
+        asked: keys that were asked for, shared with the file that this is a section of.
+        at: what the keys of this section begin with there, such as "text_config.".
     """
 
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+    def __init__(self, path: Path, values: dict[str, Any], *, asked: set[str] | None = None, at: str = "") -> None:
         self.path = path
         self._values = values
+        self._asked = set() if asked is None else asked
+        self._at = at
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
@@ -129,7 +143,11 @@ class ConfigFile:
 
     def having(self, **values: Any) -> ConfigFile:
         """The same file with more values, for families that say them in another way."""
-        return ConfigFile(self.path, {**self._values, **values})
+        return ConfigFile(self.path, {**self._values, **values}, asked=self._asked, at=self._at)
+
+    def unread(self) -> dict[str, Any]:
+        """Keys that nobody has asked for, with their values; those of sections as "section.key". Null is no value."""
+        return dict(_unread(self._values, self._asked, self._at))
 
     def values(self) -> tuple[Any, ...]:
         """All values that it has."""
@@ -137,6 +155,7 @@ class ConfigFile:
 
     def raw(self, key: str) -> Any:
         """Whatever stands there, or None."""
+        self._asked.add(self._at + key)
         return self._values.get(key)
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -149,7 +168,7 @@ class ConfigFile:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number; as `integer`."""
-        value = self._values.get(key)
+        value = self.raw(key)
         if value is None:
             return self._default(key, default)
         if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
@@ -158,12 +177,12 @@ class ConfigFile:
 
     def weight(self, key: str, default: float) -> float:
         """As `number`, but zero is fine."""
-        value = self._values.get(key)
+        value = self.raw(key)
         return 0.0 if type(value) in (int, float) and value == 0 else self.number(key, default)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """true or false; as `integer`."""
-        value = self._values.get(key)
+        value = self.raw(key)
         if value is None:
             return self._default(key, default)
         if type(value) is not bool:
@@ -172,7 +191,7 @@ class ConfigFile:
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string; as `integer`."""
-        value = self._values.get(key)
+        value = self.raw(key)
         if value is None:
             return self._default(key, default)
         if type(value) is not str:
@@ -181,7 +200,7 @@ class ConfigFile:
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """A token id or a list of them; a missing or null one is no id."""
-        value = self._values.get(key)
+        value = self.raw(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(i) is not int or i < 0 for i in ids):
             raise self._wrong(key, "a token id or a list of token ids")
@@ -189,10 +208,10 @@ class ConfigFile:
 
     def section(self, key: str) -> ConfigFile:
         """A nested object, empty when it is missing or null."""
-        value = self._values.get(key)
+        value = self.raw(key)
         if value is not None and not isinstance(value, dict):
             raise self._wrong(key, "an object")
-        return ConfigFile(self.path, value or {})
+        return ConfigFile(self.path, value or {}, asked=self._asked, at=f"{self._at}{key}.")
 
     def require(self, key: str, served: Any) -> None:
         """Refuse any value but `served`, the only one that is implemented; missing and null are fine.
@@ -200,12 +219,12 @@ class ConfigFile:
         Raises:
             CheckpointError: it is another value.
         """
-        value = self._values.get(key)
+        value = self.raw(key)
         if value is not None and value != served:
             raise CheckpointError(f"{self.path} has {key}={value!r}, which is not supported; only {served!r} is")
 
     def _integer(self, key: str, default: int | None, *, least: int) -> int:
-        value = self._values.get(key)
+        value = self.raw(key)
         if value is None:
             return self._default(key, default)
         most = next((bound for pattern, bound in _BOUNDS if pattern.search(key)), MAX_INTEGER)
@@ -222,6 +241,15 @@ class ConfigFile:
 
     def _wrong(self, key: str, wanted: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {key} must be {wanted}, got {self._values[key]!r}")
+
+
+def _unread(values: dict[str, Any], asked: set[str], at: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        path = at + key
+        if isinstance(value, dict) and any(name.startswith(f"{path}.") for name in asked):
+            yield from _unread(value, asked, f"{path}.")
+        elif value is not None and path not in asked:
+            yield path, value
 
 
 def read_common(file: ConfigFile) -> Any:

@@ -161,10 +161,11 @@ def read_mlp_layers(file: ConfigFile, *, num_first: int) -> tuple[int, ...]:
     Raises:
         CheckpointError: a key has a wrong value.
     """
+    num_first = file.count("first_k_dense_replace", num_first)
     kinds = read_given_layer_types(file, key="mlp_layer_types", known=("dense", "sparse"))
     if kinds:
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
-    return tuple(range(min(file.count("first_k_dense_replace", num_first), file.integer("num_hidden_layers"))))
+    return tuple(range(min(num_first, file.integer("num_hidden_layers"))))
 
 
 def read_dense_layers(file: ConfigFile) -> tuple[int, ...]:

@@ -79,7 +79,12 @@ def read_gated_hybrid(file: ConfigFile, *, at: str = "model", ignored_tensors: S
     Raises:
         CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
     """
-    for key, served in {"hidden_act": "silu", "attn_output_gate": True, "mamba_ssm_dtype": "float32"}.items():
+    for key, served in {
+        "hidden_act": "silu",
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_use_dedicated_embeddings": False,
+    }.items():
         file.require(key, served)
     interval = file.integer("full_attention_interval", 4)
     num_heads, num_kv_heads = file.integer("num_attention_heads"), file.integer("num_key_value_heads")

@@ -50,7 +50,8 @@ class Qwen3Moe:
 
     def read_config(self, file: ConfigFile) -> Qwen3MoeConfig:
         """Windows and shared experts are refused."""
-        file.require("use_sliding_window", False)
+        for key, served in {"use_sliding_window": False, "use_qk_norm": True}.items():
+            file.require(key, served)
         file.require("shared_expert_intermediate_size", 0)
         require_full_attention(file)
         heads = file.integer("num_attention_heads")
