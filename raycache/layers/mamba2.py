@@ -10,8 +10,8 @@
 Who has what: z, the norm and both projections are of this tp rank's heads and of the tokens of this cp rank; between
 the two exchanges all is of all tokens and of the heads of this rank of tp x cp.
 
-**One clamp for all tokens.** transformers and the kernels of mamba-ssm hold dt to its limits when they compute a prompt,
-and do not when they compute a single token from a state, so that the state after a token depends on how the token was
+**One clamp for all tokens.** transformers and mamba-ssm's kernels hold dt to its limits when they compute a prompt, and
+do not when they compute a single token from a state, so that the state after a token depends on how the token was
 computed. A cached prefix must equal a computed one: here dt is held to its limits for every token. Most models have no
 limits.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ CUTS = (0, 700, 1500, 2950, *range(2980, LENGTH + 1))  # chunks, and then one to
 
 @pytest.fixture(scope="module")
 def forgetting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two Mamba2 layers. The first feature of what they read says how large the step of a token is: about 5 for needles,
-    6e-6 for all others. With the rates of its heads, half of a state is left after 1,800 of those tokens or more."""
+    """Two Mamba2 layers. The first feature of what they read says how large the step of a token is: about 5 for
+    needles, 6e-6 for others. With the rates of its heads, half of a state is left after 1,800 of those or more."""
     model_dir = tmp_path_factory.mktemp("forgetting")
     make_family(model_dir, "nemotron_h", layers_block_type=["mamba", "mamba"], time_step_min=0.001)
     path = model_dir / "model.safetensors"
@@ -52,9 +53,7 @@ def forgetting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(model_dir: Path, sequences: Sequence[Sequence[int]]) -> list[Array]:
-    steps: list[list[Piece]] = [
-        [(i, start, stop) for i in range(len(sequences))] for start, stop in zip(CUTS, CUTS[1:], strict=False)
-    ]
+    steps: list[list[Piece]] = [[(i, start, stop) for i in range(len(sequences))] for start, stop in pairwise(CUTS)]
     return gang_logits(model_dir, sequences, steps, split=Split(), dtype=torch.float64)
 
 
