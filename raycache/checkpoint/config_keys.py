@@ -98,10 +98,12 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
         "kimi_linear": "head_dim qk_head_dim rope_parameters rope_theta use_grouped_topk",
         # Tokens that other programs compute at a time.
         "minimax": "block_size",
-        # Attention without positions. How time steps were drawn before training.
+        # Attention without positions. How time steps were drawn before training. Experts of models that have none.
         "nemotron_h": """
-            expand mamba_ssm_cache_dtype mtp_hybrid_override_pattern mtp_layers_block_type
-            norm_eps partial_rotary_factor rope_parameters rope_theta time_step_floor time_step_max time_step_min time_step_rank
+            expand mamba_ssm_cache_dtype mtp_hybrid_override_pattern mtp_layers_block_type norm_eps
+            partial_rotary_factor rope_parameters rope_theta time_step_floor time_step_max time_step_min time_step_rank
+            moe_intermediate_size moe_shared_expert_intermediate_size n_group n_routed_experts n_shared_experts
+            norm_topk_prob num_experts_per_tok routed_scaling_factor topk_group
             """,
         # The window is off; max_window_layers would say where it begins.
         "qwen3": "max_window_layers",

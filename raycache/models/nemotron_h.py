@@ -182,9 +182,9 @@ def _load_latent_moe(
 def _read_kinds(file: ConfigFile) -> str:
     """A letter of `KINDS` per layer; of a list and a pattern, the list has the last word."""
     listed = [key for key in ("layers_block_type", "layer_types") if file.raw(key) is not None]
-    if not listed and file.raw("hybrid_override_pattern") is not None:
-        pattern = list(file.text("hybrid_override_pattern"))
-        file, key = file.having(hybrid_override_pattern=pattern), "hybrid_override_pattern"
+    pattern = file.text("hybrid_override_pattern", "")
+    if not listed and pattern:
+        file, key = file.having(hybrid_override_pattern=list(pattern)), "hybrid_override_pattern"
         return "".join(read_layer_types(file, key=key, known=list(KINDS)))
     letters = {name: letter for letter, names in KINDS.items() for name in names}
     kinds = read_layer_types(file, key=[*listed, "layers_block_type"][0], known=list(letters))

@@ -76,19 +76,22 @@ def tensors(config: Config) -> Tensors:
     size, vocab = config["hidden_size"], config["vocab_size"]
     found = plain("backbone.", embeddings=(vocab, size), norm_f=(size,)) | plain(lm_head=(vocab, size))
     for layer, kind in enumerate(config["hybrid_override_pattern"]):
-        at = f"backbone.layers.{layer}.mixer."
-        found |= plain(f"backbone.layers.{layer}.", norm=(size,))
-        match kind:
-            case "M":
-                found |= _mamba(at, config)
-            case "*":
-                found |= gqa(at, config)
-            case "-":
-                found |= plain(at, up_proj=(config["intermediate_size"], size))
-                found |= plain(at, down_proj=(size, config["intermediate_size"]))
-            case "E":
-                found |= _experts(at, config)
+        found |= layer_of(kind, f"backbone.layers.{layer}.", config)
     return found
+
+
+def layer_of(kind: str, at: str, config: Config) -> Tensors:
+    """A layer of one kind, as a letter of the pattern."""
+    size, norm, at = config["hidden_size"], plain(at, norm=(config["hidden_size"],)), f"{at}mixer."
+    match kind:
+        case "M":
+            return norm | _mamba(at, config)
+        case "*":
+            return norm | gqa(at, config)
+        case "-":
+            inner = config["intermediate_size"]
+            return norm | plain(at, up_proj=(inner, size), down_proj=(size, inner))
+    return norm | _experts(at, config)
 
 
 def _mamba(at: str, config: Config) -> Tensors:
@@ -102,8 +105,10 @@ def _mamba(at: str, config: Config) -> Tensors:
 
 def _experts(at: str, config: Config) -> Tensors:
     size, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
-    shared = config["moe_shared_expert_intermediate_size"]
+    shared, latent = config["moe_shared_expert_intermediate_size"], config.get("moe_latent_size", size)
     found = plain(at, gate=(experts, size)) | {f"{at}gate.e_score_correction_bias": ("F32", (experts,))}
+    if latent != size:
+        found |= plain(at, fc1_latent_proj=(latent, size), fc2_latent_proj=(size, latent))
     for expert in range(experts):
-        found |= plain(f"{at}experts.{expert}.", up_proj=(inner, size), down_proj=(size, inner))
+        found |= plain(f"{at}experts.{expert}.", up_proj=(inner, latent), down_proj=(latent, inner))
     return found | plain(f"{at}shared_experts.", up_proj=(shared, size), down_proj=(size, shared))
