@@ -91,7 +91,9 @@ def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterato
         return f"pp={config.pp}: at most {len(layers)} of {model.num_layers} layers per rank"
 
     share = config.page_size // config.cp
-    yield Finding("model", Verdict.OK, f"{model.name}: {model.model_type}, {model.num_layers} layers, {model.dtype}")
+    part = f"; the text part of a {model.part_of}, whose vision part is not loaded" if model.part_of else ""
+    told = f"{model.name}: {model.model_type}, {model.num_layers} layers, {model.dtype}{part}"
+    yield Finding("model", Verdict.OK, told)
     if model.doubt:
         yield Finding("config", Verdict.WARNING, model.doubt)
     yield attempt("tensor split", tensor)

@@ -110,7 +110,6 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
         "qwen3_moe": "max_window_layers",
         # The inner size of MLPs that no layer has. Axes of positions, which are alike for text.
         "qwen3_next": "intermediate_size",
-        "qwen3_5": "rope_parameters.mrope_interleaved rope_parameters.mrope_section",
         "qwen3_5_text": "rope_parameters.mrope_interleaved rope_parameters.mrope_section",
     }.items()
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raycache.checkpoint.config_keys import unknown_keys
+from raycache.checkpoint.prefixes import PrefixedSource, prefixes_of
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.component import CacheFormat, Component
@@ -20,6 +21,7 @@ from raycache.models.checkpoint import CheckedNames, Checkpoint, WeightSource
 from raycache.models.config import ConfigFile, ModelConfig
 from raycache.models.decoder import Progress
 from raycache.models.weights import ShardedWeights
+from raycache.models.wrappers import WRAPPERS, text_part
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import HeadCount, Split, layer_range
 
@@ -77,7 +79,9 @@ def read_config(model_dir: Path) -> ModelConfig:
         raise CheckpointError(
             f"model {str(model_dir)!r} is not a directory; download the model, give the directory with its config.json"
         )
-    file = ConfigFile.read(model_dir.absolute() / "config.json")
+    whole = ConfigFile.read(model_dir.absolute() / "config.json")
+    wrapper = WRAPPERS.get(whole.text("model_type"))
+    file = whole if wrapper is None else text_part(whole, wrapper)
     family = _family(file.text("model_type"), model_dir)
     for key in ("quantization_config", "compression_config"):
         if file.raw(key) is not None:
@@ -85,7 +89,16 @@ def read_config(model_dir: Path) -> ModelConfig:
                 f"{file.path} has a {key}; quantised checkpoints are not supported, use one in bfloat16"
             )
     config = family.read_config(file)
-    return replace(config, unknown_keys=unknown_keys(config.model_type, file.unread(), path=file.path))
+    unknown = unknown_keys(config.model_type, whole.unread(), path=whole.path)
+    if wrapper is None:
+        return replace(config, unknown_keys=unknown)
+    return replace(
+        config,
+        unknown_keys=unknown,
+        part_of=whole.text("model_type"),
+        prefixes=wrapper.prefixes,
+        ignored_tensors=(*config.ignored_tensors, *wrapper.ignored_tensors),
+    )
 
 
 def components(config: ModelConfig, fmt: CacheFormat) -> tuple[Component, ...]:
@@ -160,8 +173,19 @@ def load_model(
         ConfigError: the split cannot work.
     """
     check_split(config, ctx.split)
-    weights = ShardedWeights(source, ctx, dtype)
-    return family_of(config).load(config, weights, ctx, on_progress=on_progress)
+    return family_of(config).load(config, own_weights(config, source, ctx, dtype), ctx, on_progress=on_progress)
+
+
+def own_weights(config: ModelConfig, source: WeightSource, ctx: ParallelContext, dtype: torch.dtype) -> ShardedWeights:
+    """What one rank reads of a model's checkpoint, under the family's names of tensors.
+
+    Args:
+        config: the model.
+        source: of its weights, under the names of the checkpoint.
+        ctx: whose share.
+        dtype: of weights and activations.
+    """
+    return ShardedWeights(PrefixedSource(source, prefixes_of(source, config.prefixes)), ctx, dtype)
 
 
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -172,16 +196,17 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """
     wanted = CheckedNames(checkpoint)
     ctx = ParallelContext.single(torch.device("meta"))
-    weights = ShardedWeights(wanted, ctx, torch.float32)
+    weights = own_weights(config, wanted, ctx, torch.float32)
     family_of(config).load(config, weights, ctx, on_progress=lambda done, total: None)
     ignored = [re.compile(pattern) for pattern in (*_ALWAYS_IGNORED, *config.ignored_tensors)]
     if config.tie_word_embeddings:
         ignored.append(re.compile(r"^lm_head\.weight$"))
-    unread = wanted.unread()
-    drafts = _draft_layers(config, unread)
+    prefixes = prefixes_of(wanted, config.prefixes)
+    unread = [(prefixes.ours(name), name) for name in wanted.unread()]
+    drafts = _draft_layers(config, [name for name, _ in unread])
     surplus = [
-        name
-        for name in unread
+        published
+        for name, published in unread
         if _layer_number(name) not in drafts and not any(pattern.search(name) for pattern in ignored)
     ]
     if surplus:
@@ -224,7 +249,6 @@ _FAMILIES = {
     "minimax": "MiniMax",
     "nemotron_h": "NemotronH",
     "qwen3": "Qwen3",
-    "qwen3_5": "Qwen35",
     "qwen3_5_text": "Qwen35Text",
     "qwen3_moe": "Qwen3Moe",
     "qwen3_next": "Qwen3Next",
@@ -234,7 +258,7 @@ _FAMILIES = {
 
 def _family(model_type: str, model: object) -> Family:
     if model_type not in _FAMILIES:
-        known = ", ".join(_FAMILIES)
+        known = ", ".join(sorted({*_FAMILIES, *WRAPPERS}))
         raise CheckpointError(f"model_type {model_type!r} of {model} is not supported; known are {known}")
     family: Family = getattr(importlib.import_module(f"raycache.models.{model_type}"), _FAMILIES[model_type])()
     return family

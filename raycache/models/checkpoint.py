@@ -38,6 +38,10 @@ _READ = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8}
 class WeightSource(Protocol):
     """Where a model gets its weights from."""
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        ...
+
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
@@ -84,6 +88,10 @@ class Checkpoint:
     def num_bytes(self) -> int:
         """Bytes of all files."""
         return sum(file.stat().st_size for file in {stored.file for stored in self._tensors.values()})
+
+    def has(self, name: str) -> bool:
+        """See `WeightSource.has`."""
+        return name in self._tensors
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
@@ -145,6 +153,10 @@ class CheckedNames:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._read: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """See `WeightSource.has`."""
+        return self._checkpoint.has(name)
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
@@ -262,7 +274,7 @@ _SAMPLE_BYTES = 4096
 def has_tensor(directory: Path, name: str) -> bool:
     """Whether a model directory has a tensor of this name; False if it has no weights at all."""
     try:
-        return name in Checkpoint(directory).names()
+        return Checkpoint(directory).has(name)
     except CheckpointError:
         return False
 

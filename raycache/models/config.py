@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from raycache.checkpoint.prefixes import Prefixes
 from raycache.errors import CheckpointError
 from raycache.layers.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor, yarn_score_factor
 
@@ -49,6 +50,8 @@ class ModelConfig:
         eos_token_ids: end one, without repeats; those of generation_config.json come first.
         bound_layers: layers that use what the layer before them found, and so belong to the same stage.
         ignored_tensors: regular expressions of tensor names that a checkpoint may have and that are not used.
+        part_of: model_type of the vision model that it is the text part of, or empty.
+        prefixes: of its tensors inside of that, in each layout that is published.
         num_drafts: layers for speculative drafts that a checkpoint may have after its others.
         draft: what guesses this model's next tokens, if that is a model.
         unknown_keys: of config.json, which the family does not read and nothing is known about.
@@ -67,6 +70,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bound_layers: tuple[int, ...] = field(default=(), kw_only=True)
     ignored_tensors: tuple[str, ...] = field(default=(), kw_only=True)
+    part_of: str = field(default="", kw_only=True)
+    prefixes: tuple[Prefixes, ...] = field(default=(), kw_only=True)
     num_drafts: int = field(default=0, kw_only=True)
     draft: DraftConfig | None = field(default=None, kw_only=True)
     unknown_keys: tuple[str, ...] = field(default=(), kw_only=True)

@@ -9,7 +9,15 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 
 from raycache.errors import ConfigError
-from raycache.models.base import Model, ModelConfig, check_weights, family_of, load_model, read_config
+from raycache.models.base import (
+    Model,
+    ModelConfig,
+    check_weights,
+    family_of,
+    load_model,
+    own_weights,
+    read_config,
+)
 from raycache.models.checkpoint import CheckedNames, Checkpoint, WeightSource, has_tensor
 from raycache.models.config import ConfigFile, DraftConfig, DraftKind
 from raycache.models.decoder import Decoder
@@ -116,12 +124,12 @@ def load_draft(
     if config.draft.kind is DraftKind.MODEL:
         loaded = load_model(model, source, alone, dtype, on_progress=lambda done, total: None)
         return SmallModel(loaded, vocab_size=model.vocab_size, target_vocab_size=config.vocab_size)
-    weights = ShardedWeights(source, alone, dtype)
+    own = own_weights(config, target_source, alone, dtype)
     if isinstance(model, EagleConfig):
-        own = ShardedWeights(target_source, alone, dtype)
+        weights = ShardedWeights(source, alone, dtype)
         return load_eagle(config, model, weights, alone, cast(Decoder, target), target_weights=own)
     family = cast(PredictingFamily, family_of(config))
-    return family.load_prediction_layer(config, weights, alone, cast(Decoder, target))
+    return family.load_prediction_layer(config, own, alone, cast(Decoder, target))
 
 
 def check_draft(config: ModelConfig, model_dir: Path) -> None:

@@ -32,6 +32,10 @@ class DummyWeights:
         self._device = device
         self._dtype = dtype
 
+    def has(self, name: str) -> bool:
+        """See `WeightSource.has`."""
+        return True
+
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:

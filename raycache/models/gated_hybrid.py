@@ -16,7 +16,7 @@ from raycache.layers.norm import CenteredNorm, HeadNorm
 from raycache.layers.rope import RopeConfig, Rotary
 from raycache.memory.component import CacheFormat, Component, kv
 from raycache.models.config import ConfigFile, ModelConfig, read_common, read_rope
-from raycache.models.decoder import Decoder, Names, Progress, load_decoder, pre_norm_layer
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.delta_net import (
     DeltaNetConfig,
     Packing,
@@ -51,7 +51,6 @@ class GatedHybridConfig(ModelConfig):
         num_heads, num_kv_heads, head_dim, attention_bias: of the attention.
         rope: its position embedding.
         net: the gated delta nets.
-        at: what the names of the decoder's tensors begin with.
     """
 
     kinds: LayerKinds
@@ -61,7 +60,6 @@ class GatedHybridConfig(ModelConfig):
     attention_bias: bool
     rope: RopeConfig
     net: DeltaNetConfig
-    at: str
 
     @property
     def rotary_dim(self) -> int:
@@ -69,13 +67,11 @@ class GatedHybridConfig(ModelConfig):
         return int(self.head_dim * ROTARY_SHARE)
 
 
-def read_gated_hybrid(file: ConfigFile, *, at: str = "model", ignored_tensors: Sequence[str] = ()) -> dict[str, Any]:
+def read_gated_hybrid(file: ConfigFile) -> dict[str, Any]:
     """Read the keys that both share, as keyword arguments of a family's own config class.
 
     Args:
-        file: config.json, or the part of it that is about text.
-        at: what the names of the decoder's tensors begin with.
-        ignored_tensors: others than `DRAFT_TENSORS`.
+        file: config.json.
     Raises:
         CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
     """
@@ -101,9 +97,8 @@ def read_gated_hybrid(file: ConfigFile, *, at: str = "model", ignored_tensors: S
         "attention_bias": file.flag("attention_bias", False),
         "rope": read_rope(file, partial=ROTARY_SHARE),
         "net": read_delta_net(file),
-        "at": at,
         "num_drafts": file.count("mtp_num_hidden_layers", file.count("num_nextn_predict_layers", 1)),
-        "ignored_tensors": (DRAFT_TENSORS, *ignored_tensors),
+        "ignored_tensors": (DRAFT_TENSORS,),
     }
 
 
@@ -140,7 +135,7 @@ class GatedHybridFamily(ABC):
         size, eps, packing = config.hidden_size, config.rms_norm_eps, self.packing
 
         def load_layer(layer: int) -> Sequence[Mixer]:
-            at = f"{config.at}.layers.{layer}"
+            at = f"model.layers.{layer}"
             mixer: Mixer
             if layer in config.kinds.linear:
                 mixer = load_delta_net(
@@ -151,9 +146,8 @@ class GatedHybridFamily(ABC):
             block = self.feed_forward(layer, f"{at}.mlp", config, weights, ctx)
             return pre_norm_layer(at, mixer, block, config, weights, make_norm=CenteredNorm)
 
-        names = Names(embedding=f"{config.at}.embed_tokens.weight", norm=f"{config.at}.norm.weight")
         return load_decoder(
-            config, weights, ctx, load_layer=load_layer, on_progress=on_progress, make_norm=CenteredNorm, names=names
+            config, weights, ctx, load_layer=load_layer, on_progress=on_progress, make_norm=CenteredNorm
         )
 
     def prediction_layer(self, config: GatedHybridConfig) -> Any:

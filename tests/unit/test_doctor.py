@@ -24,6 +24,7 @@ from raycache.memory.component import CacheFormat, Component, kv, latent
 from tests.oracle import tiny_tokenizers
 from tests.oracle.families import make_family
 from tests.oracle.tiny import make_tiny
+from tests.oracle.wrappers import make_wrapper
 
 KIB = 2**10
 
@@ -53,6 +54,11 @@ def test_a_model_that_can_be_served_is_refused_nowhere(tiny: Path, capsys: pytes
     assert main(["doctor", str(tiny), "--device", "cpu", "--port", "0", "--kv-memory", "1MiB"]) == 0
     said = capsys.readouterr().out
     assert said.endswith("\nnothing refused\n") and "backend torch: float32 on cpu" in said
+
+
+def test_the_vision_part_of_a_model_is_said_to_be_left_out(tmp_path: Path) -> None:
+    make_wrapper(tmp_path, "gemma3")
+    assert "the text part of a gemma3, whose vision part is not loaded" in examined(tmp_path)["model"].text
 
 
 @pytest.mark.parametrize(

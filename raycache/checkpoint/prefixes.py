@@ -1,0 +1,77 @@
+"""What tensor names begin with in checkpoints that hold a model inside another one.
+
+ours                       as gemma-3-4b is published                as transformers 5 names it
+model.norm.weight          language_model.model.norm.weight          model.language_model.norm.weight
+lm_head.weight             language_model.lm_head.weight             lm_head.weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from raycache.models.checkpoint import WeightSource
+
+_ALWAYS_THERE = ("model.embed_tokens.weight", "model.norm.weight")
+"""Tensors that tell which prefixes a checkpoint uses."""
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Names of a family and of a checkpoint; a name without any of the prefixes is the same in both.
+
+    Attributes:
+        pairs: (of the family, of the checkpoint), each with its last dot.
+    """
+
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    def published(self, name: str) -> str:
+        """The checkpoint's name of a tensor that the family calls `name`."""
+        return _replaced(name, self.pairs)
+
+    def ours(self, name: str) -> str:
+        """The family's name of a tensor that the checkpoint calls `name`."""
+        return _replaced(name, [(published, ours) for ours, published in self.pairs])
+
+
+class PrefixedSource:
+    """A weight source that is asked by the family's names.
+
+    Args:
+        source: with the checkpoint's names.
+        prefixes: of both.
+    """
+
+    def __init__(self, source: WeightSource, prefixes: Prefixes) -> None:
+        self._source = source
+        self._prefixes = prefixes
+
+    def has(self, name: str) -> bool:
+        """See `WeightSource.has`."""
+        return self._source.has(self._prefixes.published(name))
+
+    def read(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """See `WeightSource.read`."""
+        return self._source.read(self._prefixes.published(name), shape=shape, axis=axis, start=start, stop=stop)
+
+
+def prefixes_of(source: WeightSource, known: Sequence[Prefixes]) -> Prefixes:
+    """Which of the known prefixes a checkpoint uses: the first ones if it fits none, no prefixes if none are known.
+
+    Args:
+        source: of the checkpoint's weights.
+        known: of all layouts in which such checkpoints are published.
+    """
+    found = (own for own in known if any(source.has(own.published(name)) for name in _ALWAYS_THERE))
+    return next(found, known[0] if known else Prefixes())
+
+
+def _replaced(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    return next((new + name[len(old) :] for old, new in pairs if name.startswith(old)), name)

@@ -1,0 +1,166 @@
+"""Vision models whose text part is served, against transformers' whole model on the same weights and text alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from raycache.errors import CheckpointError
+from raycache.models.base import check_weights, read_config
+from raycache.models.checkpoint import Checkpoint
+from raycache.models.wrappers import WRAPPERS
+from raycache.parallel.sharding import Split
+from tests.oracle import wrappers
+from tests.oracle.gang import gang_logits
+from tests.oracle.single import single_rank_logits
+
+IDS = np.random.default_rng(5).integers(3, 515, 60).tolist()
+
+Tiny = Callable[[str], tuple[Path, np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A vision model's directory, and the logits [T, V] of transformers after each of `IDS`."""
+    root, made = tmp_path_factory.mktemp("tiny"), dict[str, tuple[Path, np.ndarray]]()
+
+    def make(name: str) -> tuple[Path, np.ndarray]:
+        if name not in made:
+            is_tied = {} if name == "gemma3" else {"tie_word_embeddings": False}
+            model = wrappers.make_wrapper(root / name, name, **is_tied)
+            with torch.no_grad():
+                made[name] = root / name, model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+        return made[name]
+
+    return make
+
+
+def rewritten(model_dir: Path, copy: Path, *, rename: Callable[[str], str] = str, **values: Any) -> Path:
+    """A copy with other names of tensors, and other values in config.json; None drops a key."""
+    copy.mkdir()
+    tensors = load_file(model_dir / "model.safetensors")
+    save_file({rename(name): tensor for name, tensor in tensors.items()}, copy / "model.safetensors")
+    config = {**json.loads((model_dir / "config.json").read_text()), **values}
+    (copy / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return copy
+
+
+def test_every_wrapper_is_compared() -> None:
+    assert set(wrappers.WRAPPERS) == set(WRAPPERS)
+
+
+@pytest.mark.parametrize("name", wrappers.WRAPPERS)
+def test_logits_of_text_are_those_of_the_whole_model(tiny: Tiny, name: str) -> None:
+    model_dir, theirs = tiny(name)
+    for cuts in ((), (1, 30, 31)):
+        assert np.abs(single_rank_logits(model_dir, IDS, cuts=cuts) - theirs).max() < 1e-4
+    check_weights(read_config(model_dir), Checkpoint(model_dir))
+
+
+@pytest.mark.parametrize("name", ["gemma3"])
+def test_tensors_may_be_named_as_transformers_names_its_modules(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    def rename(name: str) -> str:
+        inner = name.replace("language_model.lm_head.", "lm_head.").replace("language_model.model.", "language_model.")
+        return inner if inner.startswith("lm_head.") else f"model.{inner}"
+
+    model_dir, theirs = tiny(name)
+    copy = rewritten(model_dir, tmp_path / "copy", rename=rename)
+    assert Checkpoint(copy).has("model.language_model.norm.weight")
+    check_weights(read_config(copy), Checkpoint(copy))
+    assert np.abs(single_rank_logits(copy, IDS) - theirs).max() < 1e-4
+
+
+def test_every_rank_of_a_split_finds_its_tensors(tiny: Tiny) -> None:
+    model_dir, theirs = tiny("gemma3")
+    (ours,) = gang_logits(model_dir, [IDS], [[(0, 0, 60)]], split=Split(pp=2, tp=2))
+    assert np.abs(ours - theirs).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "language_model.model.norm.weight",
+            "language_model.model.norn.weight",
+            "no tensor language_model.model.norm.",
+        ),
+        ("vision_tower.", "audio_tower.", r"tensors that a gemma3_text .* audio_tower\."),
+        ("language_model.model.", "text.model.", "has no tensor language_model.model.embed_tokens.weight"),
+    ],
+)
+def test_other_names_are_refused_as_published(tiny: Tiny, tmp_path: Path, old: str, new: str, message: str) -> None:
+    copy = rewritten(tiny("gemma3")[0], tmp_path / "copy", rename=lambda name: name.replace(old, new))
+    with pytest.raises(CheckpointError, match=message):
+        check_weights(read_config(copy), Checkpoint(copy))
+
+
+# config.json ----------------------------------------------------------------------------------------------------------
+
+
+def written(model_dir: Path, **values: Any) -> Path:
+    (model_dir / "config.json").write_text(json.dumps(values))
+    return model_dir
+
+
+GEMMA = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+"""As gemma-3-4b says it."""
+
+
+def test_what_a_published_gemma_leaves_out_is_that_of_its_class(tmp_path: Path) -> None:
+    config: Any = read_config(written(tmp_path, **GEMMA))
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262_208)
+    assert (config.window, config.windowed[:6]) == (1024, (0, 1, 2, 3, 4, 6))
+    assert (config.rope.theta, config.rope.factor, config.window_rope.theta) == (1e6, 8.0, 1e4)
+    assert (config.dtype, config.eos_token_ids, config.tie_word_embeddings) == ("bfloat16", (1, 106), True)
+    assert (config.attention_scale, config.part_of) == (1 / 16, "gemma3")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_config": None}, "has no text_config"),
+        ({"text_config": {"model_type": "llama"}}, "model_type 'llama', which is not supported inside a gemma3"),
+        ({"text_config": {**GEMMA["text_config"], "hidden_size": None}}, "does not say hidden_size"),  # type: ignore[dict-item]
+        ({"architectures": ["Gemma3ForSequenceClassification"]}, "does not generate text"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config; quantised"),
+    ],
+    ids=str,
+)
+def test_a_vision_model_that_cannot_be_served_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_config(written(tmp_path, **{**GEMMA, **change}))
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "is_tied"),
+    [({}, {}, True), ({"tie_word_embeddings": False}, {}, False), ({}, {"tie_word_embeddings": False}, False),
+     ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, False)],
+)  # fmt: skip
+def test_a_head_is_tied_unless_either_part_says_that_it_is_not(
+    tmp_path: Path, outer: dict[str, Any], inner: dict[str, Any], is_tied: bool
+) -> None:
+    text: Any = GEMMA["text_config"]
+    config = read_config(written(tmp_path, **{**GEMMA, **outer, "text_config": {**text, **inner}}))
+    assert config.tie_word_embeddings == is_tied
