@@ -27,8 +27,9 @@ class Qwen3(Llama):
 def _refuse_windows(file: ConfigFile) -> None:
     # Layers from `max_window_layers` on have a window, if any has one; `layer_types`, if given, has the last word.
     kinds = read_given_layer_types(file, known=("full_attention", "sliding_attention"))
+    has_window = file.raw("sliding_window") is not None
     if not kinds:
-        uses_windows = file.flag("use_sliding_window", False) and file.raw("sliding_window") is not None
+        uses_windows = file.flag("use_sliding_window", False) and has_window
         windowed = uses_windows and file.integer("max_window_layers", 28) < file.integer("num_hidden_layers")
     else:
         windowed = "sliding_attention" in kinds
