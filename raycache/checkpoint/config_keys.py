@@ -83,8 +83,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 OF_FAMILY: Mapping[str, frozenset[str]] = {
     family: frozenset(keys.split())
     for family, keys in {
-        # rope_parameters says rope_theta again.
-        "bailing_hybrid": "qk_head_dim rope_theta",
+        # rope_parameters says rope_theta again; the other keys are of the linear attention of an earlier architecture.
+        "bailing_hybrid": """
+            group_norm_size linear_silu max_window_layers mtp_use_kda num_kv_heads_for_linear_attn qk_head_dim
+            rope_theta use_qk_norm
+            """,
         # Heads of latent attention: the rotated part's size, and the sum of both parts.
         "deepseek_v3": "head_dim qk_head_dim",
         "deepseek_v32": "head_dim qk_head_dim",

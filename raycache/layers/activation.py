@@ -32,6 +32,11 @@ def relu2(up: Tensor) -> Tensor:
     return F.relu(up, inplace=True).square_()
 
 
+def silu_clamped(*, limit: float) -> Activation:
+    """silu(gate) * up, with silu(gate) cut off above `limit` and up on both sides."""
+    return partial(fused.silu_clamped, limit=limit)
+
+
 def clamped_swiglu(*, alpha: float, limit: float) -> Activation:
     """gate * sigmoid(alpha * gate) * (up + 1); before that, gate is cut off above `limit`, up on both sides."""
     return partial(fused.clamped_swiglu, alpha=alpha, limit=limit)

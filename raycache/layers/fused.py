@@ -63,12 +63,21 @@ def add_rms_norm(
 
 
 def silu_gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, of [T, 2 N] with the gate first: [T, N]. May overwrite its argument, as the next two may."""
+    """silu(gate) * up, of [T, 2 N] with the gate first: [T, N]. May overwrite its argument, as the next three may."""
     if kernels := _kernels_for(gate_up):
         product: Tensor = kernels.gated(gate_up, "silu")
         return product
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate, inplace=True).mul_(up)
+
+
+def silu_clamped(gate_up: Tensor, *, limit: float) -> Tensor:
+    """silu(gate) * up, where silu(gate) is at most `limit` and up at most that on both sides."""
+    if kernels := _kernels_for(gate_up):
+        product: Tensor = kernels.gated(gate_up, "silu_clamped", limit=limit)
+        return product
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate, inplace=True).clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
 
 def gelu_tanh_gated(gate_up: Tensor) -> Tensor:

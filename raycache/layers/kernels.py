@@ -56,8 +56,8 @@ def gated(gate_up: Tensor, kind: str, *, alpha: float = 0.0, limit: float = 0.0)
 
     Args:
         gate_up: the argument of an activation.
-        kind: "silu", "gelu_tanh" or "clamped_swiglu", see fused.py.
-        alpha, limit: of the last.
+        kind: "silu", "silu_clamped", "gelu_tanh" or "clamped_swiglu", see fused.py.
+        alpha, limit: of the clamped kinds.
     """
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, size))
@@ -187,17 +187,22 @@ def _gated(
     row = gate_up + token * gate_up_token + feature
     gate = tl.load(row, mask=is_in, other=0.0).to(tl.float32)
     up = tl.load(row + SIZE, mask=is_in, other=0.0).to(tl.float32)
-    if KIND == "silu":
-        slope = gate
-    elif KIND == "gelu_tanh":
+    # Limits are not minimum and maximum, which lose what is no number.
+    if KIND == "silu_clamped" or KIND == "clamped_swiglu":
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    if KIND == "gelu_tanh":
         # (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3)
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    else:
-        # Not minimum and maximum, which lose what is no number.
+    elif KIND == "clamped_swiglu":
         gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
+        up += 1.0
         slope = alpha * gate
-    tl.store(out + token * SIZE + feature, gate * tl.sigmoid(slope) * up, mask=is_in)
+    else:
+        slope = gate
+    active = gate * tl.sigmoid(slope)
+    if KIND == "silu_clamped":
+        active = tl.where(active > limit, limit, active)
+    tl.store(out + token * SIZE + feature, active * up, mask=is_in)
     if IS_EARLY:
         gdc_launch_dependents()
 

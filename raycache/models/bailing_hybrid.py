@@ -1,16 +1,19 @@
-"""Ling 3: Kimi delta attention with bounded decays, latent attention with a gate per head, grouped experts."""
+"""Ling 3: Kimi delta attention with bounded decays, latent attention with a gate per head, grouped experts whose
+activations have limits."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import Projection
 from raycache.memory.component import CacheFormat, Component
+from raycache.models.bailing import WORD_EMBEDDINGS, Limits, load_bailing_moe, read_bailing_experts, read_limits
 from raycache.models.config import ConfigFile, read_rope
-from raycache.models.decoder import Decoder, Names, Progress
-from raycache.models.feed_forward import load_feed_forward, load_grouped_moe
+from raycache.models.decoder import Decoder, Progress
+from raycache.models.feed_forward import load_feed_forward
 from raycache.models.kda import (
     KdaConfig,
     KdaHybridConfig,
@@ -32,8 +35,33 @@ if TYPE_CHECKING:
 LIGHTNING = "BailingMoeV2_5ForCausalLM"
 """An earlier architecture under the same model_type."""
 
-OUT = "dense"
-"""Name of the output projection of both kinds of attention."""
+SERVED = {
+    "attention_bias": False,
+    "rope_interleave": True,
+    "use_mla_nope": False,
+    "no_kda_lora": True,
+    "use_kda_lora": False,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "router_type": "topN",
+    "multi_gate": False,
+    "up_proj_norm": False,
+    "value_norm": False,
+    "use_nGPT": False,
+    "scale_router_input": False,
+    "router_dtype": "fp32",
+}
+"""Keys that choose among forms of the model, and the one that is implemented."""
+
+
+@dataclass(frozen=True)
+class BailingHybridConfig(KdaHybridConfig):
+    """Adds the limits of activations.
+
+    Attributes:
+        limits: of the experts.
+    """
+
+    limits: Limits
 
 
 class BailingHybrid:
@@ -41,16 +69,18 @@ class BailingHybrid:
 
     model_type = "bailing_hybrid"
 
-    def read_config(self, file: ConfigFile) -> KdaHybridConfig:
+    def read_config(self, file: ConfigFile) -> BailingHybridConfig:
         """KDA has as many heads as the attention; lightning attention, which Ling 2.5 has, is refused."""
         if file.raw("architectures") == [LIGHTNING]:
             raise CheckpointError(f"{file.path} is of {LIGHTNING}, whose lightning attention is not supported")
-        for key, served in {"attention_bias": False, "rope_interleave": True}.items():
+        for key, served in SERVED.items():
             file.require(key, served)
         max_position = file.integer("model_max_length", file.integer("max_position_embeddings", 262144))
         file = file.having(max_position_embeddings=max_position)
         interval = file.integer("layer_group_size", 6)
-        rope = read_rope(file, theta=6e6)
+        file.require("rotary_dim", file.raw("qk_rope_head_dim"))
+        # All of them are turned, though published files have partial_rotary_factor=0.5, as an earlier architecture.
+        rope = read_rope(file.having(partial_rotary_factor=None), theta=6e6)
         kda = KdaConfig(
             num_heads=file.integer("linear_num_heads", file.integer("num_attention_heads")),
             # transformers writes `linear_head_dim`, and another number as `head_dim`.
@@ -58,35 +88,38 @@ class BailingHybrid:
             kernel=file.integer("linear_conv_kernel_dim", file.integer("short_conv_kernel_size", 4)),
             bound=_read_bound(file),
         )
-        return KdaHybridConfig(
-            **read_kda_hybrid(file, num_mlp_layers=2, num_drafts=1),
+        shared = {**read_kda_hybrid(file, num_mlp_layers=2, num_drafts=1), "experts": read_bailing_experts(file)}
+        return BailingHybridConfig(
+            **shared,
             kinds=read_layer_kinds(file, is_full=lambda layer: (layer + 1) % interval == 0),
             kda=require_kda(file, kda),
             attention=read_latent(file, rope=rope),
+            limits=read_limits(file),
         )
 
-    def components(self, config: KdaHybridConfig, fmt: CacheFormat) -> tuple[Component, ...]:
+    def components(self, config: BailingHybridConfig, fmt: CacheFormat) -> tuple[Component, ...]:
         return kda_hybrid_components(config, fmt)
 
-    def head_counts(self, config: KdaHybridConfig) -> tuple[HeadCount, ...]:
+    def head_counts(self, config: BailingHybridConfig) -> tuple[HeadCount, ...]:
         return kda_hybrid_head_counts(config, heads_key="num_attention_heads")
 
     def load(
-        self, config: KdaHybridConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
+        self, config: BailingHybridConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
     ) -> Decoder:
         size, rotary = config.hidden_size, config.attention.rotary(ctx)
-        latent_names = LatentNames(out=OUT, gate="g_proj")
 
         def load_full(layer: int, at: str) -> Mixer:
             at = f"{at}.attention"
+            names = LatentNames(out=_out(at, weights, published="dense"), gate="g_proj")
             return load_latent_attention(
-                layer, at, config.attention, weights, ctx, size=size, rotary=rotary, names=latent_names
+                layer, at, config.attention, weights, ctx, size=size, rotary=rotary, names=names
             )
 
         def load_block(layer: int, at: str) -> Mixer:
             if layer in config.mlp_layers:
                 return load_feed_forward(f"{at}.mlp", weights, ctx, size=size, inner=config.intermediate_size)
-            return load_grouped_moe(f"{at}.mlp", config.experts, weights, ctx, size=size, correction="expert_bias")
+            limits = config.limits.of(layer)
+            return load_bailing_moe(f"{at}.mlp", config.experts, weights, ctx, size=size, limits=limits)
 
         return load_kda_hybrid(
             config,
@@ -96,7 +129,7 @@ class BailingHybrid:
             load_full=load_full,
             load_block=load_block,
             on_progress=on_progress,
-            names=Names(embedding="model.word_embeddings.weight"),
+            names=WORD_EMBEDDINGS,
         )
 
 
@@ -111,7 +144,14 @@ def _read_bound(file: ConfigFile) -> float | None:
     return float(bound)
 
 
-def _load_linear(layer: int, at: str, config: KdaHybridConfig, weights: ShardedWeights, ctx: ParallelContext) -> Mixer:
+def _out(at: str, weights: ShardedWeights, *, published: str) -> str:
+    """Name of an output projection, which depends on who wrote the checkpoint: transformers writes "dense" only."""
+    return next((name for name in ("o_proj", "dense") if weights.has(f"{at}.{name}.weight")), published)
+
+
+def _load_linear(
+    layer: int, at: str, config: BailingHybridConfig, weights: ShardedWeights, ctx: ParallelContext
+) -> Mixer:
     kda, size = config.kda, config.hidden_size
     taken = features(even_range(kda.num_heads, ctx.tp.rank, ctx.tp.size), kda.head_dim)
 
@@ -128,5 +168,5 @@ def _load_linear(layer: int, at: str, config: KdaHybridConfig, weights: ShardedW
         eps=config.rms_norm_eps,
         load_projection=load_projection,
         rate_shape=(kda.num_heads,),
-        out=OUT,
+        out=_out(at, weights, published="o_proj"),
     )

@@ -33,8 +33,8 @@ class DummyWeights:
         self._dtype = dtype
 
     def has(self, name: str) -> bool:
-        """See `WeightSource.has`."""
-        return True
+        """See `WeightSource.has`; False, so that a model has no more tensors than it must, under their first names."""
+        return False
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None

@@ -305,7 +305,6 @@ def load_grouped_moe(
     names: Products = Products(),
     shared_names: Products = Products(),
     activation: Activation = silu_gated,
-    correction: str = "e_score_correction_bias",
 ) -> MixtureOfExperts:
     """Read the layer `{at}.gate`, `{at}.experts` and, where there is one, `{at}.shared_experts`."""
     shared = None
@@ -320,7 +319,7 @@ def load_grouped_moe(
             activation=activation,
         )
     return MixtureOfExperts(
-        load_sigmoid_router(f"{at}.gate", experts, weights, size=size, correction=correction),
+        load_sigmoid_router(f"{at}.gate", experts, weights, size=size),
         load_experts(f"{at}.experts", experts, weights, ctx, size=size, names=names, activation=activation),
         ctx.tp,
         shared=shared,

@@ -62,6 +62,10 @@ class ShardedWeights:
         """Of weights that are used in at least float32 whatever the activations are, such as decays."""
         return precise_dtype(self._dtype)
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor that checkpoints may lack, or have under another name."""
+        return self._source.has(name)
+
     def whole(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor that every rank has, in `dtype` or that of the activations."""
         stored = self._source.read(name, shape=shape)

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from raycache.attention.base import LatentProjection
 from raycache.layers import fused
-from raycache.layers.activation import Activation, clamped_swiglu, gelu_tanh_gated, silu_gated
+from raycache.layers.activation import Activation, clamped_swiglu, gelu_tanh_gated, silu_clamped, silu_gated
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import RopeConfig, Rotary
@@ -38,6 +38,7 @@ each_count = pytest.mark.parametrize("tokens", [1, 3, 257])
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": silu_gated,
+    "silu_clamped": silu_clamped(limit=2.0),
     "gelu_tanh": gelu_tanh_gated,
     "clamped_swiglu": clamped_swiglu(alpha=1.702, limit=7.0),
 }

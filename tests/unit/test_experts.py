@@ -22,6 +22,7 @@ from raycache.errors import CheckpointError
 from raycache.layers.activation import gelu_tanh_gated, relu2, silu_gated
 from raycache.layers.experts import Experts, MixtureOfExperts
 from raycache.layers.router import Router, SigmoidRouter, SoftmaxRouter
+from raycache.models.bailing import load_bailing_moe, read_bailing_experts
 from raycache.models.base import read_config
 from raycache.models.checkpoint import Checkpoint
 from raycache.models.config import ConfigFile
@@ -188,6 +189,11 @@ def load_gpt_oss(model_dir: Path, weights: ShardedWeights, ctx: ParallelContext)
     return load_gpt_oss_moe("model.layers.1.mlp", config, weights, ctx)
 
 
+def load_bailing(model_dir: Path, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:
+    experts = read_bailing_experts(ConfigFile.read(model_dir / "config.json"))
+    return load_bailing_moe("model.layers.1.mlp", experts, weights, ctx, size=SIZE)
+
+
 def grouped(at: str = "model.layers.1.mlp", **names: Any) -> Load:
     def load(model_dir: Path, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:
         experts = read_grouped_experts(ConfigFile.read(model_dir / "config.json"))
@@ -204,7 +210,7 @@ LAYERS: Mapping[str, Load] = {
     "gpt_oss": load_gpt_oss,
     "deepseek_v3": grouped(),
     "glm_moe_dsa": grouped(),
-    "bailing_hybrid": grouped(correction="expert_bias"),
+    "bailing_hybrid": load_bailing,
     "kimi_linear": grouped("model.layers.1.block_sparse_moe", names=MIXTRAL),
     "nemotron_h": grouped("backbone.layers.1.mixer", names=UNGATED, shared_names=UNGATED, activation=relu2),
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
+import torch
 
 import raycache.layers
 from raycache.layers import fused
@@ -21,3 +23,12 @@ def test_a_machine_without_triton_is_told_why_once(
     fused._kernels.cache_clear()
     (line,) = caplog.messages
     assert line.startswith("norms, activations and positions are computed by torch, which is slower: Triton: import of")
+
+
+def test_a_clamped_silu_cuts_off_its_gate_above_and_the_other_factor_on_both_sides() -> None:
+    values = [-9.0, -2.5, -0.5, 0.0, 0.5, 1.5, 2.5, 9.0]
+    pairs = [(gate, up) for gate in values for up in values]
+    packed = torch.tensor([[gate for gate, _ in pairs] + [up for _, up in pairs]], dtype=torch.float64)
+    plain = [min(gate / (1 + math.exp(-gate)), 2.0) * max(-2.0, min(up, 2.0)) for gate, up in pairs]
+    assert fused.silu_clamped(packed.clone(), limit=2.0)[0].tolist() == pytest.approx(plain, abs=1e-12)
+    assert fused.silu_gated(packed.clone())[0].tolist() != pytest.approx(plain, abs=1e-2)
