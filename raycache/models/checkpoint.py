@@ -129,10 +129,6 @@ class Checkpoint:
             )
         return stored
 
-    def has(self, name: str) -> bool:
-        """See `WeightSource.has`."""
-        return name in self._tensors
-
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
         return sorted(self._tensors)
