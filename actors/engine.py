@@ -28,6 +28,7 @@ from raycache.engine.build import build_engine, check_model
 from raycache.engine.engine import Engine
 from raycache.engine.host_link import HostLink
 from raycache.engine.host_nodes import are_all_gone, open_all, work_on_all
+from raycache.engine.stages import with_stages
 from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
 from raycache.models.base import ModelConfig
 from raycache.types import CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
@@ -215,6 +216,7 @@ class EngineActor:
 
     def _start(self) -> None:
         model = check_model(self._config)
+        self._config = with_stages(self._config, model)
         if self._owners:
             self._host = self._open_host(model)
         gang = self._new_gang()

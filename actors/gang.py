@@ -66,7 +66,7 @@ class Gang:
         on_progress: Callable[[str, float], None],
     ) -> None:
         self._config, self._epoch, self._replica = config, epoch, replica
-        self._split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+        self._split = Split.of(config)
         self._on_progress = on_progress
         self._running: list[Any] = []
         self._actors: list[Any] = []

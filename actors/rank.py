@@ -43,7 +43,7 @@ class RankActor:
 
     def __repr__(self) -> str:
         """What the Ray dashboard and logs call it."""
-        split = Split(tp=self._config.tp, pp=self._config.pp, cp=self._config.cp)
+        split = Split.of(self._config)
         return f"rank {self._number} ({split.coords(self._number)}), {self._of}"
 
     def where(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class RankActor:
 
     def new_board(self) -> Path:
         """Make the ack board of this rank's node, which it leads; returns where the node's ranks find it."""
-        split = Split(tp=self._config.tp, pp=self._config.pp, cp=self._config.cp)
+        split = Split.of(self._config)
         self._own_board = AckBoard.create(split.world_size)
         return self._own_board.share()
 

@@ -254,7 +254,7 @@ def null_gang(split: Split, *, device_s: float) -> Iterator[tuple[Group, AckBoar
 
 def _run_null_rank(connection: Connection, invitation: Invitation, *, device_s: float) -> None:
     config, seat = invitation.config, invitation.seat
-    split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+    split = Split.of(config)
     torch.set_num_threads(1)
     board = AckBoard(invitation.board, num_ranks=split.world_size)
     control = build_group(

@@ -10,16 +10,17 @@ import torch
 from launch.doctor_gpu import examine_attention, examine_gpus
 from launch.doctor_tiers import examine_tiers
 from launch.finding import Finding, Verdict, attempt
-from launch.fit import device_type, plan_memory
+from launch.fit import device_type, plan_memory, stage_weights
 from launch.table import human_bytes
 from raycache.attention.choose import device_obstacle
 from raycache.config import Config
 from raycache.engine.memory_plan import cache_format, context_len, resolve_dtype, served_model
+from raycache.engine.stages import with_stages
 from raycache.errors import ConfigError
 from raycache.models.base import ModelConfig, check_split, check_weights, components, head_counts, read_config
 from raycache.models.checkpoint import Checkpoint
 from raycache.models.drafting import check_draft
-from raycache.parallel.sharding import Split, layer_range
+from raycache.parallel.sharding import Split
 from raycache.server.chat import ChatTemplate
 from raycache.server.tokenizer import Tokenizer
 
@@ -39,7 +40,7 @@ def examine_model(config: Config) -> Iterator[Finding]:
     found = [*_files(config, model), *(_splits(config, model, has_devices=has_devices) if model else [])]
     yield from found
     if model and has_devices and all(one.verdict is not Verdict.REFUSED for one in found):
-        yield from _memory(config, model)
+        yield from _memory(with_stages(config, model), model)
 
 
 def _devices(config: Config) -> Iterator[Finding]:
@@ -86,9 +87,14 @@ def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterato
         return f"tp={config.tp}, cp={config.cp} suit {counts}"
 
     def pipeline() -> str:
-        check_split(model, Split(pp=config.pp))
-        layers = layer_range(model.num_layers, 0, config.pp)
-        return f"pp={config.pp}: at most {len(layers)} of {model.num_layers} layers per rank"
+        check_split(model, Split(pp=config.pp, stages=config.stages))
+        staged = with_stages(config, model)
+        if config.pp == 1:
+            return f"pp=1: all {model.num_layers} layers on every rank"
+        dtype = resolve_dtype(config, device_type=device_type(config))
+        sizes = " and ".join(human_bytes(size * dtype.itemsize) for size in stage_weights(staged, model))
+        in_type = str(dtype).removeprefix("torch.")
+        return f"pp={config.pp}: stages of {staged.pp_layers} layers, with {sizes} of weights in {in_type}"
 
     share = config.page_size // config.cp
     part = f"; the text part of a {model.part_of}, whose vision part is not loaded" if model.part_of else ""

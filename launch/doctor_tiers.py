@@ -39,7 +39,7 @@ def examine_tiers(config: Config, model: ModelConfig, *, fmt: CacheFormat, taken
 
 def _page_bytes(config: Config, model: ModelConfig, fmt: CacheFormat) -> int:
     """One page of the sequence on all ranks together, each replica's rows once."""
-    split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+    split = Split.of(config)
     layout = EnvelopeLayout(
         components(model, fmt), num_layers=model.num_layers, page_size=config.page_size, split=split
     )

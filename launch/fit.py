@@ -25,6 +25,7 @@ from raycache.memory.device import unit_bytes
 from raycache.models.base import ModelConfig, components
 from raycache.models.checkpoint import Checkpoint
 from raycache.models.config import DraftKind
+from raycache.models.layer_sizes import layer_sizes
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
@@ -76,7 +77,7 @@ def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -
     """Work out what the fullest rank would hold.
 
     Args:
-        config: a split that `check_split` has accepted.
+        config: a split that `check_split` has accepted, with stages.
         model: to serve.
         checkpoint: its weights, of which only the size is used.
     Raises:
@@ -85,8 +86,11 @@ def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -
     where = device_type(config)
     dtype = resolve_dtype(config, device_type=where)
     stored = resolve_dtype(dataclasses.replace(config, dtype=model.dtype), device_type=where)
-    weights = checkpoint.num_bytes * dtype.itemsize // stored.itemsize // (config.tp * config.pp)
-    weights += _draft_bytes(config, model, dtype=dtype) // config.tp  # all of it on the last stage
+    total = checkpoint.num_bytes * dtype.itemsize // stored.itemsize
+    held = stage_weights(config, model)
+    stages = [total * numbers // sum(held) for numbers in held]
+    stages[-1] += _draft_bytes(config, model, dtype=dtype)  # all of it on the last stage
+    weights = max(stages) // config.tp
     sharing = config.world_size if where == "cpu" else 1
     free = _free_bytes(where) // sharing
     contexts = _contexts(config, where=where)
@@ -111,6 +115,16 @@ def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -
     return MemoryPlan(weights, units[FULL], cache_bytes(fullest, pages), slots, pages, config.page_size, free)
 
 
+def stage_weights(config: Config, model: ModelConfig) -> tuple[int, ...]:
+    """Numbers in the weights of each pipeline stage.
+
+    Args:
+        config: of the service, with stages.
+        model: to serve.
+    """
+    return layer_sizes(model).held.of_stages(config.stages or (model.num_layers,))
+
+
 def _draft_bytes(config: Config, model: ModelConfig, *, dtype: torch.dtype) -> int:
     """Of a draft that has files of its own."""
     draft = model.draft
@@ -122,7 +136,7 @@ def _draft_bytes(config: Config, model: ModelConfig, *, dtype: torch.dtype) -> i
 
 def _contexts(config: Config, *, where: str) -> list[ParallelContext]:
     """Coordinates of every rank, in groups that only know their size."""
-    split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+    split = Split.of(config)
     places = [split.coords(rank) for rank in range(split.world_size)]
     return [
         ParallelContext(

@@ -15,6 +15,7 @@ from typing import Any
 
 from raycache.errors import ConfigError
 from raycache.parallel.rank_map import parse_rank_map
+from raycache.parallel.stages import parse_pp_layers
 
 _BYTES = re.compile(r"^\s*(\d{1,18}(?:\.\d{1,18})?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$", re.IGNORECASE)
 _UNIT = {
@@ -67,6 +68,9 @@ class Config:
 
     tp: int = _setting(1, "tensor-parallel ranks: heads are split over them", group="parallel")
     pp: int = _setting(1, "pipeline stages: layers are split over them", group="parallel")
+    pp_layers: str = _setting(
+        "auto", "layers per pipeline stage, such as 12,12,11; auto: by what layers cost", group="parallel"
+    )
     cp: int = _setting(1, "context-parallel ranks: tokens are split over them", group="parallel")
     device: str = _setting(
         "auto",
@@ -262,6 +266,7 @@ class Config:
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value not in choices:
                 raise ConfigError(f"{item.name}={value!r} is unknown; use one of {', '.join(choices)}")
+        parse_pp_layers(self.pp_layers, pp=self.pp)
         if self.overlap == "on" and self.pp > 1:
             raise ConfigError(
                 f"overlap=on needs pp=1, got pp={self.pp}: the first stage cannot begin with a token that the last one "
@@ -279,6 +284,11 @@ class Config:
     def world_size(self) -> int:
         """Ranks of the gang: tp * pp * cp."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers per pipeline stage; none while they are not chosen."""
+        return parse_pp_layers(self.pp_layers, pp=self.pp)
 
     @property
     def model_name(self) -> str:

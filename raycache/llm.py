@@ -23,6 +23,7 @@ from raycache.engine.host_nodes import open_all
 from raycache.engine.host_service import HostService
 from raycache.engine.processes import ProcessGang
 from raycache.engine.runner import RankRunner, Seat
+from raycache.engine.stages import with_stages
 from raycache.errors import ConfigError, EngineStoppedError, RankLostError, RequestError
 from raycache.models.base import ModelConfig
 from raycache.parallel.board import AckBoard
@@ -96,6 +97,7 @@ class LLM:
         if device_type == "auto":
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
         model_config = check_model(self.config)
+        self.config = with_stages(self.config, model_config)
         self.tokenizer = Tokenizer(model, is_optional=self.config.dummy_weights)
         self._host: HostService | None = None
         self._runner: RankRunner | None = None

@@ -46,7 +46,7 @@ def check_model(config: Config) -> ModelConfig:
     if not config.model:
         raise ConfigError("no model given; name the directory of a Hugging Face model")
     model = served_model(config)
-    check_split(model, Split(tp=config.tp, pp=config.pp, cp=config.cp))
+    check_split(model, Split.of(config))
     context_len(config, model)
     _check_kv_dtype(config, model)
     if not config.dummy_weights:

@@ -39,7 +39,7 @@ def envelope_layout(
         model_components(config, model, device_type=device_type),
         num_layers=model.num_layers,
         page_size=config.page_size,
-        split=Split(tp=config.tp, pp=config.pp, cp=config.cp),
+        split=Split.of(config),
         nodes=nodes,
         node=node,
     )

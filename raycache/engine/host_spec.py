@@ -81,7 +81,9 @@ class HostSpec:
         """
         values = json.loads(data)
         parts = tuple(_component(part) for part in values.pop("components"))
-        return cls(components=parts, split=Split(**values.pop("split")), nodes=tuple(values.pop("nodes")), **values)
+        sizes = values.pop("split")
+        split = Split(**{**sizes, "stages": tuple(sizes["stages"])})
+        return cls(components=parts, split=split, nodes=tuple(values.pop("nodes")), **values)
 
 
 _CHANGEABLE: dict[str, Any] = {
@@ -118,7 +120,7 @@ def host_spec(
         components=tuple(model_components(config, model, device_type=device_type)),
         num_layers=model.num_layers,
         page_size=config.page_size,
-        split=Split(tp=config.tp, pp=config.pp, cp=config.cp),
+        split=Split.of(config),
         sizes=sizes,
         catalog_bytes=0 if node else catalog_bytes,
         storage=config.storage,

@@ -62,7 +62,7 @@ def invite(
     Raises:
         ConfigError: fewer GPUs than ranks, or no CUDA that works.
     """
-    split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+    split = Split.of(config)
     if device_type == "cuda":
         require_gpus(split.world_size)
     places = tuple(nodes) or (0,) * split.world_size
@@ -113,7 +113,7 @@ class ProcessGang:
     def __init__(
         self, config: Config, *, device_type: str, arenas: Sequence[Path] = (), nodes: Sequence[int] = ()
     ) -> None:
-        split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+        split = Split.of(config)
         nodes = tuple(nodes) or (0,) * split.world_size
         store = Store(_HOST)
         boards = [AckBoard.create(split.world_size) for _ in range(max(nodes) + 1)]

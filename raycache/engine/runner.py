@@ -125,7 +125,7 @@ class RankRunner:
         Raises:
             RankLostError: a member did not come in time, or is of another epoch.
         """
-        split = Split(tp=self._config.tp, pp=self._config.pp, cp=self._config.cp)
+        split = Split.of(self._config)
         rank, host = self._seat.rank, self._seat.host
         self._board = AckBoard(board, num_ranks=split.world_size)
         self._sender = send_board(self._board, handles, rank=rank, epoch=epoch, host=host)

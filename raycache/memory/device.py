@@ -20,7 +20,7 @@ from raycache.errors import ConfigError
 from raycache.memory.component import FULL, ITEMSIZE, STATE, Component, Reuse, RowField
 from raycache.memory.views import IndexView, KVView, LatentView, StateView, View, view_type
 from raycache.parallel.context import ParallelContext
-from raycache.parallel.sharding import Coords, Split, held_layers, shared_head_range, state_part
+from raycache.parallel.sharding import Coords, Split, shared_head_range, state_part
 
 
 def local_shape(component: Component, field: RowField, split: Split, at: Coords) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ def local_shape(component: Component, field: RowField, split: Split, at: Coords)
 
 def unit_bytes(component: Component, *, num_layers: int, page_size: int, split: Split, at: Coords) -> int:
     """Bytes of one page, or of one state slot, of a component on one rank."""
-    mine = held_layers(num_layers, at.pp, split.pp)
+    mine = split.held_layers(num_layers, at.pp)
     rows = 1 if component.reuse is Reuse.STATE_HERE else page_size // split.cp
     row = sum(math.prod(local_shape(component, field, split, at)) * ITEMSIZE[field.dtype] for field in component.fields)
     return row * rows * sum(layer in mine for layer in component.layers)
@@ -75,7 +75,7 @@ class DevicePool:
         has_scratch: bool = False,
         num_spare_states: int = 0,
     ) -> None:
-        mine = held_layers(num_layers, ctx.pp.rank, ctx.pp.size)
+        mine = ctx.split.held_layers(num_layers, ctx.pp.rank)
         self.sizes, self.page_size = dict(sizes), page_size
         self.windows = {FULL: 0} | {c.space: c.window for c in components if c.reuse is not Reuse.STATE_HERE}
         self.device = ctx.device

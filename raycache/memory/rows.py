@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from raycache.cache.keys import Box
 from raycache.memory.component import ITEMSIZE, Component, Reuse, RowField
-from raycache.parallel.sharding import Coords, Split, even_range, held_layers, shared_head_range, state_part
+from raycache.parallel.sharding import Coords, Split, even_range, shared_head_range, state_part
 
 ALIGN = 64
 """Bytes to which pieces and envelopes are aligned."""
@@ -170,7 +170,7 @@ class EnvelopeLayout:
     def device_box(self, group: Component, rank: int) -> Box | None:
         """The rows of a group that a rank's device holds of one unit; None for none."""
         at = self.split.coords(rank)
-        mine = held_layers(self._num_layers, at.pp, self.split.pp)
+        mine = self.split.held_layers(self._num_layers, at.pp)
         layers = range(bisect.bisect_left(group.layers, mine.start), bisect.bisect_left(group.layers, mine.stop))
         if not layers:
             return None

@@ -23,7 +23,8 @@ from raycache.models.decoder import Progress
 from raycache.models.weights import ShardedWeights
 from raycache.models.wrappers import WRAPPERS, text_part
 from raycache.parallel.context import ParallelContext
-from raycache.parallel.sharding import HeadCount, Split, layer_range
+from raycache.parallel.sharding import HeadCount, Split
+from raycache.parallel.stages import bound_begin, nearest_stages
 
 __all__ = ["Family", "Model", "ModelConfig", "check_split", "components", "family_of", "load_model", "read_config"]
 
@@ -139,22 +140,13 @@ def check_split(config: ModelConfig, split: Split) -> None:
         axis, value = ("cp", split.cp) if is_cp else ("tp", split.tp)
         sizes = range(1, max(count.count for count in counts) + 1)
         others = split if is_cp else replace(split, cp=1)
-        served = [size for size in sizes if not _obstacle(counts, replace(others, **{axis: size}))]
+        tried = ((size, replace(others, cp=size) if is_cp else replace(others, tp=size)) for size in sizes)
+        served = [size for size, split in tried if not _obstacle(counts, split)]
         at = f" at tp={split.tp}" if is_cp and split.tp > 1 else ""
         raise ConfigError(f"{axis}={value}{at} {wrong} of {config.name}; use one of {served}")
-    if split.pp > config.num_layers:
-        raise ConfigError(
-            f"pp={split.pp} exceeds num_hidden_layers={config.num_layers} of {config.name}; use at most that"
-        )
-    bound = _bound_stages(config, split.pp)
-    if bound:
-        served = [pp for pp in range(1, config.num_layers + 1) if not _bound_stages(config, pp)]
-        raise ConfigError(
-            f"pp={split.pp} begins a stage at layer {bound[0]} of {config.name}, which uses what the layer before it "
-            f"found; use one of {served}"
-        )
+    _check_stages(config, split)
     if config.draft is not None:
-        check_split(config.draft.model, replace(split, pp=1))  # all of it is on the last stage
+        check_split(config.draft.model, replace(split, pp=1, stages=()))  # all of it is on the last stage
 
 
 def load_model(
@@ -273,7 +265,26 @@ def _obstacle(counts: Sequence[HeadCount], split: Split) -> str:
     return next(filter(None, (count.obstacle(split) for count in counts)), "")
 
 
-def _bound_stages(config: ModelConfig, pp: int) -> list[int]:
-    """First layers of stages that must not be apart from the layer before them."""
-    firsts = [layer_range(config.num_layers, stage, pp).start for stage in range(1, pp)]
-    return [layer for layer in firsts if layer in config.bound_layers]
+def _check_stages(config: ModelConfig, split: Split) -> None:
+    """Refuse more stages than there can be, and given ones that do not fit."""
+    bound = [layer for layer in config.bound_layers if 0 < layer < config.num_layers]
+    most = config.num_layers - len(bound)
+    if split.pp > most:
+        rest = f" less {len(bound)} that stay with the layer before them" if bound else ""
+        raise ConfigError(
+            f"pp={split.pp} exceeds num_hidden_layers={config.num_layers}{rest} of {config.name}; use at most {most}"
+        )
+    if not split.stages:
+        return
+    total, begin = sum(split.stages), bound_begin(split.stages, bound)
+    if total != config.num_layers:
+        wrong = f"are {total} layers, {config.name} has {config.num_layers}"
+    elif begin is not None:
+        wrong = f"begin a stage at layer {begin} of {config.name}, which uses what the layer before it found"
+    else:
+        return
+    given, near = (
+        ",".join(map(str, stages))
+        for stages in (split.stages, nearest_stages(split.stages, num_layers=config.num_layers, bound=bound))
+    )
+    raise ConfigError(f"pp_layers={given} {wrong}; use auto, or {near}")

@@ -18,7 +18,6 @@ from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.norm import RMSNorm
 from raycache.models.config import ModelConfig
 from raycache.models.weights import ShardedWeights
-from raycache.parallel.sharding import layer_range
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext
@@ -234,7 +233,7 @@ def load_decoder(
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
-    stage = layer_range(config.num_layers, ctx.pp.rank, ctx.pp.size)
+    stage = ctx.layers(config.num_layers)
     vocab = {"vocab_size": config.vocab_size, "features": config.hidden_size}
     is_tied = config.tie_word_embeddings
     table = head = norm = None

@@ -93,7 +93,7 @@ def read_indexer(file: ConfigFile, *, sources: Sequence[int], is_interleaved: bo
     Raises:
         CheckpointError: a key is missing, has a wrong value, or does not go with the others.
     """
-    read_given_layer_types(file, known=("indexed_attention",))
+    read_given_layer_types(file, known=("indexed_attention", "deepseek_sparse_attention"))
     head_dim, rope_dim = file.integer("index_head_dim"), file.integer("qk_rope_head_dim")
     if head_dim < rope_dim:
         raise CheckpointError(f"{file.path}: index_head_dim={head_dim} is less than qk_rope_head_dim={rope_dim}")

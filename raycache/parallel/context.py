@@ -29,7 +29,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do no
 from raycache.errors import ConfigError, RankLostError
 from raycache.parallel.collectives import Group, TorchGroup
 from raycache.parallel.devices import Peer, gpu_id, introduce
-from raycache.parallel.sharding import Coords, Split, layer_range
+from raycache.parallel.sharding import Coords, Split
 
 DECIDER = -1
 """Member id of the decider in the control group; ranks have their world rank."""
@@ -270,7 +270,7 @@ class ParallelContext:
 
     def layers(self, num_layers: int) -> range:
         """Those of this rank's stage, of a model with so many."""
-        return layer_range(num_layers, self.pp.rank, self.pp.size)
+        return self.split.stage_layers(num_layers, self.pp.rank)
 
     @property
     def is_first_stage(self) -> bool:
@@ -285,7 +285,7 @@ class ParallelContext:
     @property
     def without_stages(self) -> ParallelContext:
         """This rank in a gang of its stage alone: for a whole model that the ranks of one stage hold."""
-        split = replace(self.split, pp=1)
+        split = replace(self.split, pp=1, stages=())
         return replace(self, split=split, rank=split.rank(replace(self.coords, pp=0)), pp=Group())
 
     @classmethod

@@ -95,7 +95,7 @@ def need_of(config: Config, *, device: str, nodes: Sequence[Node]) -> Need:
         device: "cpu" or "cuda".
         nodes: of the cluster.
     """
-    split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
+    split = Split.of(config)
     if device == "cuda":
         cpus = [node.cpus for node in nodes if node.gpus] or [0.0]
         return Need(split, num_cpus=_whole_grains(min(1.0, min(cpus) / 8)), num_gpus=1)

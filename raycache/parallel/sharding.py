@@ -1,7 +1,7 @@
 """Which rank owns what: pure arithmetic, the only placement rule of the project.
 
 axis  shards
-pp    layers, in runs that differ by at most one
+pp    layers, in the runs that stages.py chooses
 tp    heads; KV heads fewer than tp are replicated, what has no heads is whole on every tp rank
 cp    the tokens of each page, page_size / cp consecutive tokens per rank; recurrent states by heads over tp x cp
 
@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from raycache.config import Config
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,37 @@ class Coords:
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is split: sizes of the three axes."""
+    """How a model is split: sizes of the three axes, and the layers of each pipeline stage.
+
+    Attributes:
+        tp, pp, cp: sizes.
+        stages: layers per stage (stages.py); may be empty with one stage, and where nobody asks for layers.
+    """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    stages: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.stages) in (0, self.pp), f"{self.stages} are not the layers of {self.pp} stages"
+
+    @classmethod
+    def of(cls, config: Config) -> Split:
+        """That of a service; with stages once they are chosen (engine/stages.py)."""
+        return cls(tp=config.tp, pp=config.pp, cp=config.cp, stages=config.stages)
+
+    def stage_layers(self, num_layers: int, stage: int) -> range:
+        """Layers of a stage, of a model with so many."""
+        stages = self.stages or (num_layers,)
+        assert len(stages) == self.pp and sum(stages) == num_layers, f"{self} has no stages for {num_layers} layers"
+        end = sum(stages[: stage + 1])
+        return range(end - stages[stage], end)
+
+    def held_layers(self, num_layers: int, stage: int) -> range:
+        """Layers whose cache a stage holds: its own and, on the last one, those behind the model's: a draft's."""
+        own = self.stage_layers(num_layers, stage)
+        return range(own.start, sys.maxsize) if stage == self.pp - 1 else own
 
     @property
     def world_size(self) -> int:
@@ -92,17 +122,6 @@ def even_range(count: int, part: int, parts: int) -> range:
     base, extra = divmod(count, parts)
     start = part * base + min(part, extra)
     return range(start, start + base + (part < extra))
-
-
-def layer_range(num_layers: int, pp_rank: int, pp_size: int) -> range:
-    """Layers of a pipeline stage."""
-    return even_range(num_layers, pp_rank, pp_size)
-
-
-def held_layers(num_layers: int, pp_rank: int, pp_size: int) -> range:
-    """Layers whose cache a stage holds: its own and, on the last one, whatever comes behind the model's: a draft's."""
-    own = layer_range(num_layers, pp_rank, pp_size)
-    return range(own.start, sys.maxsize) if pp_rank == pp_size - 1 else own
 
 
 def shared_head_range(num_heads: int, part: int, parts: int) -> range:

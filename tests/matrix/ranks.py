@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -265,6 +265,7 @@ class Bench:
 def load_rank(config: Config, ctx: ParallelContext) -> Rank:
     """A rank with this model, in float32."""
     model_dir, dtype = Path(config.model), torch.float32
+    ctx = replace(ctx, split=Split.of(config))
     model = read_config(model_dir)
     fmt = cache_format(config, dtype=dtype)
     pool = DevicePool(

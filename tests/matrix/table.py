@@ -104,5 +104,6 @@ class Table:
 
 
 def label(split: Split) -> str:
-    """tp.pp.cp, such as "2.1.4"."""
-    return f"{split.tp}.{split.pp}.{split.cp}"
+    """tp.pp.cp, such as "2.1.4", and the layers of stages that were given, such as "1.2.1 (3,1)"."""
+    stages = f" ({','.join(map(str, split.stages))})" if split.stages else ""
+    return f"{split.tp}.{split.pp}.{split.cp}{stages}"

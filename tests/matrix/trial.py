@@ -24,6 +24,7 @@ from raycache.engine.engine import Engine
 from raycache.engine.host_link import HostLink
 from raycache.engine.plan import Admit, Row, RowResult, StepPlan, emissions
 from raycache.engine.scheduler import Scheduler
+from raycache.engine.stages import with_stages
 from raycache.models.base import read_config
 from raycache.parallel.board import Acks
 from raycache.parallel.sharding import Coords, Split
@@ -341,12 +342,13 @@ class Trial:
 
 
 def load(gang: Gang, corpus: Corpus) -> Config:
-    """Load a family into all ranks; the settings of their pools."""
+    """Load a family into all ranks; the settings of their pools. Stages are the split's, or chosen as in service."""
     split = gang.split
     config = Config(
         model=str(corpus.model_dir),
         tp=split.tp,
         pp=split.pp,
+        pp_layers=",".join(map(str, split.stages)) or "auto",
         cp=split.cp,
         device="cpu",
         page_size=PAGE_SIZE,
@@ -356,6 +358,7 @@ def load(gang: Gang, corpus: Corpus) -> Config:
         max_running=6,
         max_step_tokens=512,
     )
+    config = with_stages(config, read_config(corpus.model_dir))
     gang.ask(Load(config))
     gang.answers()
     return config

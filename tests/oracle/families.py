@@ -53,13 +53,13 @@ def make_family(model_dir: Path, name: str, *, seed: int = 0, **settings: Any) -
 
     Args:
         model_dir: made if needed.
-        name: a key of `FAMILIES`.
+        name: a key of `FAMILIES` or `VARIANTS`.
         seed: of the weights.
         settings: keys of config.json that differ from the family's.
     Returns:
         `model_dir`.
     """
-    family = FAMILIES[name]
+    family = FAMILIES[name] if name in FAMILIES else VARIANTS[name]
     config = AutoConfig.for_model(family.model_type, **copy.deepcopy({**family.settings, **settings}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # the time steps of Mamba2 are drawn by the model itself
@@ -306,3 +306,15 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """By name, which is the model_type but for the text models qwen3_5 (qwen3_5_text) and gemma3 (gemma3_text)."""
+
+VARIANTS: dict[str, Family] = {
+    "glm-bound": Family(
+        "glm_moe_dsa",
+        {
+            **FAMILIES["glm_moe_dsa"].settings,
+            "num_hidden_layers": 6,
+            "indexer_types": ["full", "full", "shared", "shared", "full", "shared"],
+        },
+    ),
+}
+"""Other configurations of those families; even pipeline stages would part layers of glm-bound that share an indexer."""

@@ -13,13 +13,13 @@ from raycache.parallel.sharding import (
     Coords,
     Split,
     even_range,
-    layer_range,
     owned_prefix_len,
     owned_slots,
     shared_head_range,
     split_chunk,
     vocab_range,
 )
+from tests.oracle.staged import staged
 
 splits = st.builds(Split, tp=st.integers(1, 8), pp=st.integers(1, 8), cp=st.integers(1, 8))
 cp_sizes = st.sampled_from([1, 2, 3, 4, 8])
@@ -59,7 +59,8 @@ def test_even_ranges_partition_and_differ_by_at_most_one(count: int, parts: int)
 @given(st.integers(1, 100), st.data())
 def test_every_layer_has_one_stage_and_no_stage_is_empty(num_layers: int, data: st.DataObject) -> None:
     pp = data.draw(st.integers(1, num_layers))
-    ranges = [layer_range(num_layers, rank, pp) for rank in range(pp)]
+    split = staged(Split(pp=pp), num_layers)
+    ranges = [split.stage_layers(num_layers, stage) for stage in range(pp)]
     assert list(itertools.chain(*ranges)) == list(range(num_layers))
     assert min(map(len, ranges)) >= 1
 

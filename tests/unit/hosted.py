@@ -19,6 +19,7 @@ from raycache.memory.rows import EnvelopeLayout
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
+from tests.oracle.staged import staged
 
 NUM_LAYERS = 6
 PAGE_SIZE = 8
@@ -61,16 +62,16 @@ class Hosted:
         device: str = "cpu",
         units: Mapping[str, int] | None = None,
     ) -> None:
-        self.components, self.split = components, split
+        self.components, self.split = components, staged(split, NUM_LAYERS)
         shape = {"num_layers": NUM_LAYERS, "page_size": PAGE_SIZE}
-        self.layout = EnvelopeLayout(components, **shape, split=split)
+        self.layout = EnvelopeLayout(components, **shape, split=self.split)
         spaces = self.layout.spaces
         host = {space: (units or HOST)[space] for space in spaces}
         sizes = {space: (units or DEVICE)[space] for space in spaces}
         self.arena = Arena.create(path, self.layout, sizes=host, catalog_bytes=100, description=b"a test")
         self.posts: queue.Queue[tuple[int, str, int, bool]] = queue.Queue()
         self.pools = [
-            DevicePool(components, **shape, sizes=sizes, ctx=context(split, rank, device))
+            DevicePool(components, **shape, sizes=sizes, ctx=context(self.split, rank, device))
             for rank in range(split.world_size)
         ]
         self.movers = [self._mover(rank) for rank in range(split.world_size)]
@@ -124,7 +125,7 @@ class Hosted:
         """A rank's part of a whole model's rows, the placement written out."""
         component = next(one for one in self.components if one.name == key[0])
         at, split = self.split.coords(rank), self.split
-        stage = np.array_split(np.arange(NUM_LAYERS), split.pp)[at.pp]
+        stage = np.split(np.arange(NUM_LAYERS), np.cumsum(split.stages)[:-1])[at.pp]
         layers = [i for i, layer in enumerate(component.layers) if layer in stage]
         rows = whole[key][layers]
         part, parts = at.tp, split.tp

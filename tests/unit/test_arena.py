@@ -14,6 +14,7 @@ from raycache.errors import ConfigError
 from raycache.memory.arena import HEAD_BYTES, Arena
 from raycache.memory.rows import EnvelopeLayout
 from raycache.parallel.sharding import Split
+from tests.oracle.staged import staged
 from tests.unit.hosted import HOST, NUM_LAYERS, PAGE_SIZE, everything
 
 SPLIT = Split(tp=2, pp=3)
@@ -21,7 +22,7 @@ SPLIT = Split(tp=2, pp=3)
 
 def layout_of(split: Split = SPLIT, *, has_fp8_latent: bool = False) -> EnvelopeLayout:
     components = everything(has_fp8_latent=has_fp8_latent)
-    return EnvelopeLayout(components, num_layers=NUM_LAYERS, page_size=PAGE_SIZE, split=split)
+    return EnvelopeLayout(components, num_layers=NUM_LAYERS, page_size=PAGE_SIZE, split=staged(split, NUM_LAYERS))
 
 
 def create(path: Path, layout: EnvelopeLayout, *, description: bytes = b"of a model") -> Arena:

@@ -241,7 +241,7 @@ def test_a_slot_whose_header_says_something_else_is_not_held(tmp_path: Path) -> 
         kv("window", [2], heads=2, dim=4, fmt=fmt, window=6),
         recurrent([3], heads=2, key_dim=2, value_dim=2, fmt=fmt),
     ]
-    layout = EnvelopeLayout(components, num_layers=4, page_size=PAGE, split=Split(tp=2, pp=2))
+    layout = EnvelopeLayout(components, num_layers=4, page_size=PAGE, split=Split(tp=2, pp=2, stages=(2, 2)))
     arena = Arena.create(tmp_path / "arena", layout, sizes=SIZES, catalog_bytes=NUM_BYTES, description=b"")
     host = Host(arena.catalog)
     host.add(random.Random(0), 5)

@@ -26,6 +26,7 @@ from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from tests.oracle.families import FAMILIES, make_family
+from tests.oracle.staged import staged
 
 FLOAT32 = CacheFormat("float32")
 SIZES = {"full": 6, "window": 5, "state": 3}
@@ -85,6 +86,7 @@ def test_pools_take_the_bytes_that_were_planned_under_every_split(family: str, t
             check_split(config, split)
         except ConfigError:
             continue
+        split = staged(split, config.num_layers)
         for rank in {0, split.world_size - 1}:
             ctx = context(split, rank)
             pool = DevicePool(parts, num_layers=config.num_layers, sizes=SIZES, page_size=8, ctx=ctx)

@@ -27,6 +27,7 @@ from raycache.memory.arena import Arena
 from raycache.memory.component import ITEMSIZE, CacheFormat, Component, Reuse, index_keys, kv, latent, recurrent
 from raycache.memory.rows import EnvelopeLayout, groups
 from raycache.parallel.sharding import Split
+from tests.oracle.staged import staged
 from tests.unit.stored import MIB
 
 PAGE, LAYERS, UNITS = 8, 9, 24
@@ -72,6 +73,7 @@ class Node:
         node: int | None = None,
     ) -> None:
         self.components = components
+        split = staged(split, LAYERS)
         self.layout = EnvelopeLayout(components, num_layers=LAYERS, page_size=PAGE, split=split, nodes=nodes, node=node)
         sizes = {space: UNITS for space in self.layout.spaces}
         path = directory / f"arena {id(self)}"

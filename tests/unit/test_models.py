@@ -25,6 +25,7 @@ from raycache.models.decoder import Decoder, Residual
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
+from tests.oracle.staged import staged
 from tests.oracle.tiny import ROPES, make_tiny, oracle_logits
 
 CPU = torch.device("cpu")
@@ -163,9 +164,9 @@ def test_any_tp_gives_the_same_logits_on_every_rank(tiny: Callable[[str], Path],
 def test_pipeline_stages_give_the_same_logits(tiny: Callable[[str], Path], variant: str, pp: int) -> None:
     model_dir = tiny(variant)
     config, source = read_config(model_dir), Checkpoint(model_dir)
-    causal = Causal()
+    split, causal = staged(Split(pp=pp), config.num_layers), Causal()
     stages = [
-        load_model(config, source, ParallelContext(Split(pp=pp), rank, CPU, pp=Group(rank=rank, size=pp)),
+        load_model(config, source, ParallelContext(split, rank, CPU, pp=Group(rank=rank, size=pp)),
                    torch.float32, on_progress=quiet)
         for rank in range(pp)
     ]  # fmt: skip
@@ -229,7 +230,9 @@ def test_a_size_that_no_memory_has_is_refused_before_any_is_taken(
 ) -> None:
     config = dataclasses.replace(read_config(tiny("llama-biases")), **{key: 2**31 - 1})  # type: ignore[arg-type]
     checkpoint = Checkpoint(tiny("llama-biases"))
-    ctx = ParallelContext(Split(pp=4), 0 if key == "vocab_size" else 1, CPU, pp=Group(rank=0, size=4))
+    ctx = ParallelContext(
+        Split(pp=4, stages=(1, 1, 1, 1)), 0 if key == "vocab_size" else 1, CPU, pp=Group(rank=0, size=4)
+    )
     if key == "num_heads":
         config = dataclasses.replace(config, num_kv_heads=1)  # type: ignore[call-arg]
     with pytest.raises(CheckpointError, match=tensor):
