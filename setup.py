@@ -13,6 +13,7 @@ REQUIRES = [
     "safetensors>=0.5,<1",
     "xxhash>=3.5,<5",
     "tokenizers>=0.22,<1",
+    "tiktoken>=0.9,<1",
     "jinja2>=3.1,<4",
     "starlette>=1.0,<2",
     "uvicorn>=0.40,<1",

@@ -61,7 +61,7 @@ def _files(config: Config, model: ModelConfig | None) -> Iterator[Finding]:
     except ConfigError as refusal:
         yield Finding("tokenizer", Verdict.REFUSED, str(refusal))
         return
-    yield Finding("tokenizer", Verdict.OK, f"{tokenizer.vocab_size} tokens")
+    yield Finding("tokenizer", Verdict.OK, f"{tokenizer.vocab_size} tokens, {tokenizer.description}")
     if not tokenizer.chat_templates and not config.chat_template:
         yield Finding(
             "chat template", Verdict.WARNING, "none; chat completions are refused without --chat-template FILE"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from raycache.errors import CheckpointError
-from raycache.server.token_bytes import TokenBytes
+from raycache.vocabulary.base import Vocabulary, read_json
+from raycache.vocabulary.files import open_vocabulary
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -19,31 +17,29 @@ class Tokenizer:
     """Tokenizer of a Hugging Face model directory.
 
     Args:
-        model_dir: with tokenizer.json.
-        is_optional: without that file, the first 256 token ids are the bytes, and the others have no text.
+        model_dir: with tokenizer.json or one of the other files that `open_vocabulary` knows.
+        is_optional: without such a file, the first 256 token ids are the bytes, and the others have no text.
     Attributes:
+        description: file and kind, for people, such as "tokenizer.json (BPE)".
         vocab_size: token ids that it knows lie in [0, vocab_size), added tokens included.
         special_tokens: name -> text, such as "bos_token" -> "<s>"; the names that chat templates use.
         chat_templates: name -> Jinja source; the usual name is "default"; empty when the model has none.
         pieces: token id -> bytes.
     Raises:
-        CheckpointError: tokenizer.json is missing, damaged or of an unsupported kind.
+        CheckpointError: a file is missing, damaged or of an unsupported kind.
     """
 
     def __init__(self, model_dir: str | Path, *, is_optional: bool = False) -> None:
         folder = Path(model_dir)
-        is_missing = is_optional and not (folder / "tokenizer.json").exists()
-        self._backend = _plain_bytes() if is_missing else _load(folder)
-        self.pieces = TokenBytes(self._backend)
-        settings = _read_json(folder / "tokenizer_config.json")
-        self.special_tokens = _special_tokens(settings)
+        settings = read_json(folder / "tokenizer_config.json")
+        self._vocabulary: Vocabulary = open_vocabulary(folder, settings, is_optional=is_optional)
+        self.description = self._vocabulary.description
+        self.pieces = self._vocabulary.pieces
+        self.special_tokens = {**self._vocabulary.special_tokens, **_special_tokens(settings)}
         self.chat_templates = _chat_templates(folder, settings)
-        self.vocab_size = _vocab_size(self._backend)
-        added = self._backend.get_added_tokens_decoder()
-        named = (self._backend.token_to_id(text) for text in self.special_tokens.values())
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special) | frozenset(
-            token_id for token_id in named if token_id is not None
-        )
+        self.vocab_size = self._vocabulary.size
+        named = map(self.token_id, self.special_tokens.values())
+        self._special_ids = self._vocabulary.special_ids | {token_id for token_id in named if token_id is not None}
 
     @property
     def bos_id(self) -> int | None:
@@ -57,8 +53,7 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Id of a token given as it stands in the vocabulary, or None."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        return self._vocabulary.token_id(token)
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a mark such as <s> and not text."""
@@ -69,11 +64,10 @@ class Tokenizer:
 
         Args:
             text: without lone surrogates.
-            add_special_tokens: put what the model expects around a text, such as <s>, as tokenizer.json says. False
-                for a rendered chat template, which writes them itself.
+            add_special_tokens: put what the model expects around a text, such as <s>, as the tokenizer's file says.
+                False for a rendered chat template, which writes them itself.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self._vocabulary.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ill-formed UTF-8 gives U+FFFD, unknown ids give nothing."""
@@ -92,44 +86,6 @@ class Tokenizer:
             return piece.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-
-def _load(folder: Path) -> tokenizers.Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} is missing; download it with the model, or make it with "
-            "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-        )
-    try:
-        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged or of a newer format ({error}); download it again") from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def _plain_bytes() -> tokenizers.Tokenizer:
-    """One token per byte."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    model = tokenizers.models.BPE(vocab={letter: token_id for token_id, letter in enumerate(alphabet)}, merges=[])
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    return backend
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object; download it again")
-    return value
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -158,8 +114,3 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
                 if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
             }
     return {}
-
-
-def _vocab_size(backend: tokenizers.Tokenizer) -> int:
-    # The count is not the bound when ids have gaps.
-    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

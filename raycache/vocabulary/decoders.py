@@ -1,4 +1,4 @@
-r"""The bytes that each token stands for.
+r"""The bytes that each token of a tokenizer.json stands for.
 
 A tokenizer.json describes how tokens become text as a chain of decoders over the whole sequence. All chains in use for
 language models act on each token alone, but for what happens at the very start of a text, so a token is a fixed byte
@@ -22,11 +22,9 @@ from raycache.errors import CheckpointError
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
-class TokenBytes:
-    """Token id -> bytes, for one tokenizer.
+class DecoderBytes:
+    """`TokenBytes` of a tokenizer.json.
 
-    Attributes:
-        strip_start: leading spaces that are dropped from the start of a text.
     Raises:
         CheckpointError: the tokenizer's decoder is of a kind that does not act on each token alone.
     """
@@ -45,14 +43,14 @@ class TokenBytes:
         self._read(json.loads(backend.decoder.__getstate__()))
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Bytes of one token inside a text; empty for an id that the tokenizer does not know."""
+        """See `TokenBytes`."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._compute(token_id, drop="")
         return found
 
     def at_start(self, token_id: int) -> bytes:
-        """Bytes of a token that opens a text, before `strip_start` is applied."""
+        """See `TokenBytes`."""
         return self._compute(token_id, drop=self._first_drops) if self._first_drops else self[token_id]
 
     def _compute(self, token_id: int, *, drop: str) -> bytes:
