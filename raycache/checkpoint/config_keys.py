@@ -28,6 +28,12 @@ WITHOUT_EFFECT = frozenset(
     attention_dropout attn_pdrop dropout embd_pdrop embedding_dropout hidden_dropout output_dropout resid_pdrop
     aux_loss_alpha router_aux_loss_coef router_jitter_noise router_z_loss_coef seq_aux init_method init_std
     initializer_range initializer_factor rescale_prenorm_residual
+    add_cross_attention bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id ignore_index is_decoder length_penalty max_length
+    min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores prefix pruned_heads
+    remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens temperature tf_legacy_loss
+    tie_encoder_decoder top_k top_p torchscript typical_p
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id
     ep_size moe_shared_expert_overlap num_logits_to_keep pretraining_tp tensor_parallel use_mamba_kernels
     kv_cache_dtype quantization_config compression_config
@@ -35,7 +41,7 @@ WITHOUT_EFFECT = frozenset(
     mtp_loss_scaling_factor mtp_num_hidden_layers num_nextn_predict_layers
     vision_config audio_config image_token_id image_token_index video_token_id vision_start_token_id
     vision_end_token_id vision_token_id boi_token_index eoi_token_index mm_tokens_per_image spatial_merge_size
-    multimodal_projector_bias projector_hidden_act vision_feature_layer
+    image_placeholder media_placeholder_token_id multimodal_projector_bias projector_hidden_act vision_feature_layer
     """.split()
 )
 """Keys that say how a model was trained, is run elsewhere, or sees pictures."""
@@ -47,7 +53,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         use_alibi use_attention_sinks use_bias use_gate use_parallel_residual use_qk_norm use_qkv_bias
         use_sliding_window use_swa qk_layernorm attn_temperature_tuning use_sandwich_norm use_double_wide_mlp
         add_full_attention_sink_bias add_swa_attention_sink_bias use_rope_scaling residual_in_fp32 linear_silu
-        apply_residual_connection_post_layernorm mlp_gated scale_embeddings
+        apply_residual_connection_post_layernorm mlp_gated scale_embeddings mla_use_output_gate latent_moe_use_norm
+        linear_attn_config.use_full_rank_gate
         """.split(),
         (False,),
     ),
@@ -62,7 +69,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(
         """
-        attention_chunk_size attn_logit_softcapping clip_qkv compress_ratios expert_swiglu_limit_list
+        attention_chunk_size attn_res_block_size attn_logit_softcapping clip_qkv compress_ratios
+        expert_swiglu_limit_list linear_attn_config.gate_lower_bound routed_expert_hidden_size
         final_logit_softcapping first_k_dense_replace hc_mult index_topk layer_types logit_softcapping
         mlp_only_layers moe_latent_size moe_layers_enum n_hash_layers n_shared_experts no_rope_layer_interval
         no_rope_layers num_kv_shared_layers num_shared_experts q_lora_rank
@@ -98,6 +106,7 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
         # Attention without positions.
         "granitemoehybrid": "rope_parameters rope_theta",
         # Latent attention without positions; groups are said by num_expert_group.
+        "kimi_k3_text": "head_dim qk_head_dim rope_parameters rope_theta use_grouped_topk",
         "kimi_linear": "head_dim qk_head_dim rope_parameters rope_theta use_grouped_topk",
         # Tokens that other programs compute at a time.
         "minimax": "block_size",

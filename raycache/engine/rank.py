@@ -194,11 +194,11 @@ class Rank:
             hidden = self.model.embed(inputs.ids)
         else:
             size, first = self.config.hidden_size, self.ctx.layers(self.config.num_layers).start
-            width = (1 + sum(layer < first for layer in records)) * size
-            together = torch.empty((len(inputs.ids), width), dtype=self.dtype, device=self.ctx.device)
+            widths = [self.config.stream_width(first)] + [size] * sum(layer < first for layer in records)
+            together = torch.empty((len(inputs.ids), sum(widths)), dtype=self.dtype, device=self.ctx.device)
             if len(inputs.ids):
                 self.ctx.pp.recv(together, source=self.ctx.pp.rank - 1)
-            hidden, *run.recorded = (part.contiguous() for part in together.split(size, dim=1))
+            hidden, *run.recorded = (part.contiguous() for part in together.split(widths, dim=1))
         hidden = self.model.forward(hidden, run)
         if not self.ctx.is_last_stage and len(inputs.ids):
             # One send stays in flight, so that this stage takes the next micro-batch while the next stage is still

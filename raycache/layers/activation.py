@@ -37,6 +37,11 @@ def silu_clamped(*, limit: float) -> Activation:
     return partial(fused.silu_clamped, limit=limit)
 
 
+def situ(*, beta: float, linear_beta: float) -> Activation:
+    """silu(gate) * up, with the factors gate and up bounded smoothly: x becomes bound * tanh(x / bound)."""
+    return partial(fused.situ, beta=beta, linear_beta=linear_beta)
+
+
 def clamped_swiglu(*, alpha: float, limit: float) -> Activation:
     """gate * sigmoid(alpha * gate) * (up + 1); before that, gate is cut off above `limit`, up on both sides."""
     return partial(fused.clamped_swiglu, alpha=alpha, limit=limit)

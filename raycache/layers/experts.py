@@ -20,6 +20,7 @@ from raycache.attention.base import NotRecordableError
 from raycache.layers.activation import Activation
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear
+from raycache.layers.norm import RMSNorm
 from raycache.layers.precision import precise_dtype
 from raycache.layers.router import Router
 
@@ -156,6 +157,34 @@ class LatentExperts:
         return F.linear(self._experts(F.linear(x, self._into), weights, ids), self._back)
 
 
+class NormedLatentExperts:
+    """The same with a norm of their sum before the way back, for which the parts of all tp ranks are added up.
+
+    Args:
+        into: [L, C].
+        back: [C, L / tp], of this rank's share of the features.
+        experts: of L features.
+        norm: of L features.
+        taken: this rank's share of them.
+        group: the tp group.
+    """
+
+    def __init__(
+        self, into: Tensor, back: Tensor, experts: Experts, *, norm: RMSNorm, taken: range, group: Group
+    ) -> None:
+        self._into = into
+        self._back = back
+        self._experts = experts
+        self._norm = norm
+        self._taken = slice(taken.start, taken.stop)
+        self._group = group
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """See `Experts`."""
+        latent = self._group.all_reduce(self._experts(F.linear(x, self._into), weights, ids))
+        return F.linear(self._norm(latent)[:, self._taken], self._back)
+
+
 class SharedExpert:
     """The expert that every token passes through; its output is this rank's part of a sum.
 
@@ -189,7 +218,12 @@ class MixtureOfExperts:
     """
 
     def __init__(
-        self, router: Router, experts: Experts | LatentExperts, group: Group, *, shared: SharedExpert | None = None
+        self,
+        router: Router,
+        experts: Experts | LatentExperts | NormedLatentExperts,
+        group: Group,
+        *,
+        shared: SharedExpert | None = None,
     ) -> None:
         self._router = router
         self._experts = experts

@@ -99,6 +99,16 @@ def clamped_swiglu(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
     return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1))
 
 
+def situ(gate_up: Tensor, *, beta: float, linear_beta: float) -> Tensor:
+    """beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)."""
+    if kernels := _kernels_for(gate_up):
+        product: Tensor = kernels.gated(gate_up, "situ", alpha=beta, limit=linear_beta)
+        return product
+    gate, up = precise(gate_up).chunk(2, dim=-1)
+    active = torch.tanh(gate / beta).mul_(beta).mul_(gate.sigmoid())
+    return active.mul_(torch.tanh(up / linear_beta).mul_(linear_beta)).to(gate_up.dtype)
+
+
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of every head by itself: [T, H, D] -> new [T, H, D]; weight [H, D], in whose dtype all is computed."""
     return F.rms_norm(x.to(weight.dtype), weight.shape[1:], None, eps).mul_(weight).to(x.dtype)

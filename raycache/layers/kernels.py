@@ -56,8 +56,8 @@ def gated(gate_up: Tensor, kind: str, *, alpha: float = 0.0, limit: float = 0.0)
 
     Args:
         gate_up: the argument of an activation.
-        kind: "silu", "silu_clamped", "gelu_tanh" or "clamped_swiglu", see fused.py.
-        alpha, limit: of the clamped kinds.
+        kind: "silu", "silu_clamped", "gelu_tanh", "clamped_swiglu" or "situ", see fused.py.
+        alpha, limit: of the clamped kinds; of "situ" the bounds of gate and up.
     """
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, size))
@@ -199,6 +199,10 @@ def _gated(
         slope = alpha * gate
     else:
         slope = gate
+    if KIND == "situ":
+        # tanh(z) = 2 sigmoid(2 z) - 1
+        gate = alpha * (2.0 * tl.sigmoid(2.0 * gate / alpha) - 1.0)
+        up = limit * (2.0 * tl.sigmoid(2.0 * up / limit) - 1.0)
     active = gate * tl.sigmoid(slope)
     if KIND == "silu_clamped":
         active = tl.where(active > limit, limit, active)

@@ -36,7 +36,7 @@ class LatentInputs:
         latent_norm: of the R features.
         query_norm: of the Q features; None where queries are made of the input itself.
         query: Q or C features -> H * (Dn + Dr).
-        gate: C -> H, whose sigmoid multiplies the heads' outputs, or None.
+        gate: C -> H or H * Dv, whose sigmoid multiplies the heads' outputs, or None.
     """
 
     down: ColumnLinear
@@ -104,7 +104,7 @@ class LatentAttention:
         )
         if self._inputs.gate is not None:
             gate = precise(self._inputs.gate(x)).sigmoid()
-            out = out * gate.to(x.dtype)[..., None]
+            out = out * gate.to(x.dtype).unflatten(1, (out.shape[1], -1))
         return self._out(out.flatten(1))
 
     def _down(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -236,6 +236,7 @@ _FAMILIES = {
     "glm_moe_dsa": "GlmMoeDsa",
     "gpt_oss": "GptOss",
     "granitemoehybrid": "GraniteMoeHybrid",
+    "kimi_k3_text": "KimiK3Text",
     "kimi_linear": "KimiLinear",
     "llama": "Llama",
     "minimax": "MiniMax",

@@ -76,6 +76,10 @@ class ModelConfig:
     draft: DraftConfig | None = field(default=None, kw_only=True)
     unknown_keys: tuple[str, ...] = field(default=(), kw_only=True)
 
+    def stream_width(self, layer: int) -> int:
+        """Features that a token has in front of a layer."""
+        return self.hidden_size
+
     @property
     def doubt(self) -> str:
         """A warning about keys of config.json that are ignored without knowing what they do; empty without any."""

@@ -91,6 +91,7 @@ class Decoder:
         logit_scale: of the logits.
         first_layer: number of the first layer in the whole model.
         embedding_name: of the embedding's tensor, which other stages may need as well.
+        hidden_size: features of what is recorded, the first ones of what passes between layers; None for all.
     Attributes:
         embedding, head, embedding_name: as given.
     """
@@ -106,6 +107,7 @@ class Decoder:
         logit_scale: float = 1.0,
         first_layer: int = 0,
         embedding_name: str = "",
+        hidden_size: int | None = None,
     ) -> None:
         begins = itertools.accumulate(map(len, layers), initial=0)
         self._layer_at = dict(zip(begins, range(first_layer, first_layer + len(layers)), strict=False))
@@ -114,6 +116,7 @@ class Decoder:
         self._norm = norm
         self.head = head
         self.embedding_name = embedding_name
+        self._hidden_size = hidden_size
         self._embedding_scale = embedding_scale
         self._logit_scale = logit_scale
 
@@ -143,7 +146,7 @@ class Decoder:
         for place, part in enumerate(self._parts):
             if run.records and self._layer_at.get(place) in run.records:
                 hidden, delta = _sum(hidden, delta), None
-                run.recorded.append(hidden.clone())
+                run.recorded.append(hidden[:, : self._hidden_size].clone())
             if isinstance(part, Residual):
                 hidden, delta = part.defer(hidden, delta, run)
             else:
@@ -256,4 +259,5 @@ def load_decoder(
         logit_scale=logit_scale,
         first_layer=stage.start,
         embedding_name=names.embedding,
+        hidden_size=config.hidden_size,
     )

@@ -76,17 +76,20 @@ LoadPart = Callable[[int, str], Mixer]
 """(layer, what its tensors begin with) -> one part of it."""
 
 
-def read_kda_hybrid(file: ConfigFile, *, num_mlp_layers: int, num_drafts: int) -> dict[str, Any]:
+def read_kda_hybrid(
+    file: ConfigFile, *, num_mlp_layers: int, num_drafts: int, activation: str = "silu"
+) -> dict[str, Any]:
     """Read the keys that both share, as keyword arguments of `KdaHybridConfig`.
 
     Args:
         file: config.json, with max_position_embeddings.
         num_mlp_layers: first layers with an MLP when the file does not say.
         num_drafts: layers for speculative drafts, which come after the others, when the file does not say.
+        activation: of the family's MLPs.
     Raises:
         CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
     """
-    for key, served in {"hidden_act": "silu", "moe_layer_freq": 1, "pretraining_tp": 1}.items():
+    for key, served in {"hidden_act": activation, "moe_layer_freq": 1, "pretraining_tp": 1}.items():
         file.require(key, served)
     return {
         **read_common(file),
@@ -177,7 +180,8 @@ def load_kda(
     eps: float,
     load_projection: Callable[[str], Projection],
     rate_shape: Sequence[int],
-    out: str,
+    rate_axis: int = 0,
+    out: str = "o_proj",
 ) -> KimiDeltaAttention:
     """Read the layer whose tensors begin with `at`.
 
@@ -190,7 +194,8 @@ def load_kda(
         size: the hidden size.
         eps: of the output's norm.
         load_projection: reads what makes the forget gate's input, "f", and the output gate, "g", for this tp rank.
-        rate_shape: of A_log, with one axis of H.
+        rate_shape: of A_log.
+        rate_axis: where that has H numbers, or more, of which the first ones count.
         out: name of the output projection.
     """
     heads = even_range(kda.num_heads, ctx.tp.rank, ctx.tp.size)
@@ -199,7 +204,6 @@ def load_kda(
         *(Columns(f"{at}.{name}", kda.inner, taken) for name in ("q_proj", "k_proj", "v_proj")),
         Columns(f"{at}.b_proj", kda.num_heads, heads),
     ]
-    rate_axis = rate_shape.index(kda.num_heads)
     rate = weights.cut(f"{at}.A_log", rate_shape, axis=rate_axis, taken=heads, dtype=weights.precise).exp()
     dt_bias = weights.cut(f"{at}.dt_bias", (kda.inner,), axis=0, taken=taken, dtype=weights.precise)
     norm = weights.whole(f"{at}.o_norm.weight", kda.head_dim, dtype=weights.precise)

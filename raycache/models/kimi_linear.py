@@ -61,7 +61,7 @@ class KimiLinear:
         )
         return KimiLinearConfig(
             **read_kda_hybrid(file, num_mlp_layers=1, num_drafts=0),
-            kinds=_read_kinds(file, published),
+            kinds=read_kimi_kinds(file, published),
             kda=require_kda(file, kda),
             attention=read_latent(file, rope=None),
             # transformers calls the MLPs so, and is the one that writes `mlp_layer_types`.
@@ -102,7 +102,12 @@ class KimiLinear:
         )
 
 
-def _read_kinds(file: ConfigFile, published: ConfigFile) -> LayerKinds:
+def read_kimi_kinds(file: ConfigFile, published: ConfigFile) -> LayerKinds:
+    """Kinds as `linear_attn_config` names them, from 1 on, or as `layer_types` does.
+
+    Raises:
+        CheckpointError: not each layer has one.
+    """
     listed = [published.raw(key) for key in ("kda_layers", "full_attn_layers")]
     if file.raw("layer_types") is not None or listed == [None, None]:
         return read_layer_kinds(file, is_full=lambda layer: layer > 0 and layer % 4 == 0)
@@ -136,5 +141,5 @@ def _load_linear(layer: int, at: str, config: KimiLinearConfig, weights: Sharded
         eps=config.rms_norm_eps,
         load_projection=load_projection,
         rate_shape=(1, 1, kda.num_heads, 1),
-        out="o_proj",
+        rate_axis=2,
     )

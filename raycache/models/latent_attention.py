@@ -95,7 +95,9 @@ class LatentNames:
 
     out: str = "o_proj"
     gate: str = ""
-    """C -> heads; none where it is empty."""
+    """Of the outputs; none where it is empty."""
+    gate_dim: int = 1
+    """Numbers that a gate has per head."""
 
 
 def read_latent(file: ConfigFile, *, rope: RopeConfig | None, is_interleaved: bool = True) -> LatentConfig:
@@ -153,7 +155,7 @@ def load_latent_attention(
     )
     return LatentAttention(
         layer,
-        load_inputs(at, config, weights, heads, size=size, gate=names.gate),
+        load_inputs(at, config, weights, heads, size=size, names=names),
         load_projection(f"{at}.kv_b_proj.weight", config, weights, heads),
         out,
         rotary=rotary,
@@ -164,7 +166,7 @@ def load_latent_attention(
 
 
 def load_inputs(
-    at: str, config: LatentConfig, weights: ShardedWeights, heads: range, *, size: int, gate: str
+    at: str, config: LatentConfig, weights: ShardedWeights, heads: range, *, size: int, names: LatentNames
 ) -> LatentInputs:
     """Read what comes before the attention of `heads`."""
     down = [whole_columns(f"{at}.kv_a_proj_with_mqa", config.rank + config.rope_dim)]
@@ -175,13 +177,13 @@ def load_inputs(
         query_name, query_inputs = "q_b_proj", config.query_rank
     dim = config.plain_dim + config.rope_dim
     query = [Columns(f"{at}.{query_name}", config.num_heads * dim, features(heads, dim))]
-    gates = [Columns(f"{at}.{gate}", config.num_heads, heads)]
+    gates = [Columns(f"{at}.{names.gate}", config.num_heads * names.gate_dim, features(heads, names.gate_dim))]
     return LatentInputs(
         down=weights.column(down, inputs=size, has_bias=config.has_bias),
         latent_norm=RMSNorm(weights.whole(f"{at}.kv_a_layernorm.weight", config.rank), LATENT_NORM_EPS),
         query_norm=query_norm,
         query=weights.column(query, inputs=query_inputs, has_bias=False),
-        gate=weights.column(gates, inputs=size, has_bias=False) if gate else None,
+        gate=weights.column(gates, inputs=size, has_bias=False) if names.gate else None,
     )
 
 

@@ -60,6 +60,7 @@ class Wrapper:
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper({"gemma3_text": "gemma3_text"}, (WHOLE, INNER), TOWER, GEMMA_DEFAULTS),
+    "kimi_k3": Wrapper({"kimi_linear": "kimi_k3_text"}, (WHOLE,), TOWER),
     "qwen3_5": Wrapper({"qwen3_5_text": "qwen3_5_text"}, (INNER,), (r"^model\.visual\.",)),
 }
 """model_type of the vision model -> what its text part is."""

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from raycache.attention.base import LatentProjection
 from raycache.layers import fused
-from raycache.layers.activation import Activation, clamped_swiglu, gelu_tanh_gated, silu_clamped, silu_gated
+from raycache.layers.activation import Activation, clamped_swiglu, gelu_tanh_gated, silu_clamped, silu_gated, situ
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import RopeConfig, Rotary
@@ -41,6 +41,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu_clamped": silu_clamped(limit=2.0),
     "gelu_tanh": gelu_tanh_gated,
     "clamped_swiglu": clamped_swiglu(alpha=1.702, limit=7.0),
+    "situ": situ(beta=4.0, linear_beta=25.0),
 }
 HIDDEN = {"qwen3-8b": 4096, "gpt-oss": 2880, "deepseek-v3": 7168, "tiny": 64}
 HEADS: dict[str, dict[str, Any]] = {

@@ -53,7 +53,8 @@ def rewritten(model_dir: Path, copy: Path, *, rename: Callable[[str], str] = str
 
 
 def test_every_wrapper_is_compared() -> None:
-    assert set(wrappers.WRAPPERS) == set(WRAPPERS)
+    elsewhere = {"kimi_k3"}  # which transformers does not have: test_families_kimi_k3.py
+    assert set(wrappers.WRAPPERS) | elsewhere == set(WRAPPERS)
 
 
 @pytest.mark.parametrize("name", wrappers.WRAPPERS)
@@ -79,7 +80,7 @@ def test_tensors_may_be_named_as_transformers_names_its_modules(tiny: Tiny, tmp_
 
 def test_every_rank_of_a_split_finds_its_tensors(tiny: Tiny) -> None:
     model_dir, theirs = tiny("gemma3")
-    (ours,) = gang_logits(model_dir, [IDS], [[(0, 0, 60)]], split=Split(pp=2, tp=2))
+    (ours,) = gang_logits(model_dir, [IDS], [[(0, 0, 60)]], split=Split(tp=2, cp=2))
     assert np.abs(ours - theirs).max() < 1e-4
 
 
