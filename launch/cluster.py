@@ -73,8 +73,8 @@ def run(config: Config) -> int:
         sock = cleanup.enter_context(contextlib.closing(bind(config)))
         progress = cleanup.enter_context(_Progress())
         progress.show("checking the model", 0.0)
-        check_model(config)
-        tokenizer = Tokenizer(config.model, is_optional=config.dummy_weights)
+        model = check_model(config)
+        tokenizer = Tokenizer.of(config, vocab_size=model.vocab_size)
         ChatTemplate.load(tokenizer, path=config.chat_template)  # or it would be refused after the weights are loaded
         progress.show("starting Ray", 0.0)
         cluster = connect(config)

@@ -57,6 +57,8 @@ def _files(config: Config, model: ModelConfig | None) -> Iterator[Finding]:
         yield attempt("draft", lambda: _draft(model, folder))
     try:
         tokenizer = Tokenizer(folder)
+        if model is not None:
+            tokenizer.check_fits(model.vocab_size)
         ChatTemplate.load(tokenizer, path=config.chat_template)
     except ConfigError as refusal:
         yield Finding("tokenizer", Verdict.REFUSED, str(refusal))

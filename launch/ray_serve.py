@@ -56,7 +56,7 @@ def app(args: Mapping[str, Any]) -> Any:
 def build(engine: HubClient, config: Config, info: EngineInfo) -> ASGIApp:
     """The ASGI application of one ingress process."""
     logs.set_up(config.log_format)
-    tokenizer = Tokenizer(config.model, is_optional=config.dummy_weights)
+    tokenizer = Tokenizer.of(config, vocab_size=info.vocab_size)
     observed = contextlib.ExitStack().enter_context(observe(config))  # to the end of the process
     publish_front(observed.metrics)
     routes = ReplicasApi(engine, config=config).routes()

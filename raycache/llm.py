@@ -98,7 +98,7 @@ class LLM:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
         model_config = check_model(self.config)
         self.config = with_stages(self.config, model_config)
-        self.tokenizer = Tokenizer(model, is_optional=self.config.dummy_weights)
+        self.tokenizer = Tokenizer.of(self.config, vocab_size=model_config.vocab_size)
         self._host: HostService | None = None
         self._runner: RankRunner | None = None
         self._gang: ProcessGang | None = None

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from raycache.checkpoint.prefixes import Prefixes
 from raycache.errors import CheckpointError
 from raycache.layers.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor, yarn_score_factor
+from raycache.vocabulary.end_token import end_token_id
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Number formats that weights and cache can have."""
@@ -47,7 +48,7 @@ class ModelConfig:
         tie_word_embeddings: the head is the embedding.
         dtype: of the checkpoint, one of `DTYPES`.
         bos_token_id: begins a text, or None.
-        eos_token_ids: end one, without repeats; those of generation_config.json come first.
+        eos_token_ids: end one, without repeats: those of generation_config.json, config.json and the tokenizer.
         bound_layers: layers that use what the layer before them found, and so belong to the same stage.
         ignored_tensors: regular expressions of tensor names that a checkpoint may have and that are not used.
         part_of: model_type of the vision model that it is the text part of, or empty.
@@ -409,4 +410,5 @@ def _read_dtype(file: ConfigFile) -> str:
 def _read_eos(file: ConfigFile) -> tuple[int, ...]:
     generation = file.path.with_name("generation_config.json")
     ids = ConfigFile.read(generation).token_ids("eos_token_id") if generation.exists() else ()
-    return tuple(dict.fromkeys((*ids, *file.token_ids("eos_token_id"))))
+    named = end_token_id(file.path.parent)
+    return tuple(dict.fromkeys((*ids, *file.token_ids("eos_token_id"), *(() if named is None else (named,)))))

@@ -95,7 +95,9 @@ def text_part(file: ConfigFile, wrapper: Wrapper) -> ConfigFile:
         )
     outer = {key: file.raw(key) for key in _INHERITED if file.raw(key) is not None}
     absent = {key: value for key, value in {**wrapper.defaults, **outer}.items() if text.raw(key) is None}
-    return text.having(**absent, **_tied(file, text), model_type=wrapper.families[kind], architectures=None)
+    ends = list(dict.fromkeys((*file.token_ids("eos_token_id"), *text.having(**absent).token_ids("eos_token_id"))))
+    given = {**absent, **_tied(file, text), "eos_token_id": ends}
+    return text.having(**given, model_type=wrapper.families[kind], architectures=None)
 
 
 def _tied(file: ConfigFile, text: ConfigFile) -> dict[str, bool]:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raycache.config import Config
 from raycache.errors import CheckpointError
-from raycache.vocabulary.base import Vocabulary, read_json
+from raycache.vocabulary.base import Vocabulary, named_tokens, read_json
 from raycache.vocabulary.files import open_vocabulary
-
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -30,16 +29,49 @@ class Tokenizer:
     """
 
     def __init__(self, model_dir: str | Path, *, is_optional: bool = False) -> None:
-        folder = Path(model_dir)
+        self._folder = folder = Path(model_dir)
         settings = read_json(folder / "tokenizer_config.json")
         self._vocabulary: Vocabulary = open_vocabulary(folder, settings, is_optional=is_optional)
         self.description = self._vocabulary.description
         self.pieces = self._vocabulary.pieces
-        self.special_tokens = {**self._vocabulary.special_tokens, **_special_tokens(settings)}
+        self.special_tokens = {**self._vocabulary.special_tokens, **named_tokens(settings)}
         self.chat_templates = _chat_templates(folder, settings)
         self.vocab_size = self._vocabulary.size
         named = map(self.token_id, self.special_tokens.values())
         self._special_ids = self._vocabulary.special_ids | {token_id for token_id in named if token_id is not None}
+
+    @classmethod
+    def of(cls, config: Config, *, vocab_size: int) -> Tokenizer:
+        """The tokenizer of a service.
+
+        Args:
+            config: of the service. With random weights the tokenizer may be missing.
+            vocab_size: of the model.
+        Raises:
+            CheckpointError: it is missing, cannot be read, or is that of another model.
+        """
+        tokenizer = cls(config.model, is_optional=config.dummy_weights)
+        if not config.dummy_weights:
+            tokenizer.check_fits(vocab_size)
+        return tokenizer
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Refuse a tokenizer whose texts have token ids that the model does not have.
+
+        Special tokens beyond the model's vocabulary are fine, except those that begin and end texts: Gemma 3 has one
+        for images. A model may have more ids than its tokenizer.
+
+        Raises:
+            CheckpointError: names such a token.
+        """
+        ends = {self.bos_id, self.eos_id}
+        for token_id in range(vocab_size, self.vocab_size):
+            if token_id in ends or (token_id not in self._special_ids and self.pieces[token_id]):
+                raise CheckpointError(
+                    f"the tokenizer {self._folder}/{self.description} does not fit the model: token {token_id} is "
+                    f"{self.token_text(token_id)!r} and config.json has vocab_size={vocab_size}; use the tokenizer "
+                    "that was published with the weights"
+                )
 
     @property
     def bos_id(self) -> int | None:
@@ -86,15 +118,6 @@ class Tokenizer:
             return piece.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name in _NAMED:
-        match settings.get(name):
-            case str(text) | {"content": str(text)}:
-                found[name] = text
-    return found
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

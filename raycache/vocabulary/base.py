@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from raycache.errors import CheckpointError
 
 _LFS_POINTER = b"version https://git-lfs"
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TokenBytes(Protocol):
@@ -122,6 +123,16 @@ def read_added_tokens(settings: Mapping[str, Any], path: Path) -> dict[int, Adde
             )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} has a damaged added_tokens_decoder ({error!r}); download it again") from error
+    return found
+
+
+def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> text of the special tokens in a tokenizer_config.json, such as "bos_token" -> "<s>"."""
+    found = {}
+    for name in _NAMED:
+        match settings.get(name):
+            case str(text) | {"content": str(text)}:
+                found[name] = text
     return found
 
 

@@ -136,6 +136,11 @@ def test_what_a_published_gemma_leaves_out_is_that_of_its_class(tmp_path: Path) 
     assert (config.attention_scale, config.part_of) == (1 / 16, "gemma3")
 
 
+def test_end_tokens_of_the_whole_model_and_of_its_text_part_both_end_an_output(tmp_path: Path) -> None:
+    text = {**GEMMA["text_config"], "eos_token_id": 5}  # type: ignore[dict-item]
+    assert read_config(written(tmp_path, **{**GEMMA, "text_config": text})).eos_token_ids == (1, 106, 5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
