@@ -59,6 +59,13 @@ class Config:
         group="model",
         choices=("auto", "flashinfer", "torch"),
     )
+    weights: str = _setting(
+        "auto",
+        "form of quantised weights in memory: as stored where a kernel takes them, or dequantised to bfloat16 at load; "
+        "auto: stored, and what has no kernel dequantised to dtype",
+        group="model",
+        choices=("auto", "stored", "bfloat16"),
+    )
     dummy_weights: bool = _setting(
         False, "draw random weights of the shapes that config.json says, to measure without a checkpoint", group="model"
     )

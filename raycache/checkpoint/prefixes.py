@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from raycache.checkpoint.stored_slice import StoredSlice
     from raycache.models.checkpoint import WeightSource
 
 _ALWAYS_THERE = ("model.embed_tokens.weight", "model.norm.weight")
@@ -60,6 +61,12 @@ class PrefixedSource:
     ) -> Tensor:
         """See `WeightSource.read`."""
         return self._source.read(self._prefixes.published(name), shape=shape, axis=axis, start=start, stop=stop)
+
+    def stored(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> StoredSlice | None:
+        """See `WeightSource.stored`."""
+        return self._source.stored(self._prefixes.published(name), shape=shape, axis=axis, start=start, stop=stop)
 
 
 def prefixes_of(source: WeightSource, known: Sequence[Prefixes]) -> Prefixes:

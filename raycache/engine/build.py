@@ -17,6 +17,8 @@ from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.storage.lanes import StorageLanes
 from raycache.cache.storage_tier import StorageTier, Waiting
+from raycache.checkpoint.quantisation import read_quantisation
+from raycache.checkpoint.weights_form import weights_form, why_dequantised
 from raycache.config import Config
 from raycache.engine.drafts import Drafts, PromptLookup
 from raycache.engine.engine import Engine, Executor
@@ -129,13 +131,40 @@ def build_engine(
     )
     if model.doubt:
         _log.warning("%s", model.doubt)
-    weights = weights_fingerprint(Path(config.model))
+    identity = model_identity(config, model, device_type=device_type)
+    return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=config.rank_timeout_s)
+
+
+def model_identity(config: Config, model: ModelConfig, *, device_type: str) -> Identity:
+    """What stored state depends on beside the tokens.
+
+    Args:
+        config: of the service.
+        model: as `check_model` read it.
+        device_type: "cpu" or "cuda".
+    """
+    directory = Path(config.model)
+    weights = weights_fingerprint(directory) + _form(config, directory, device_type=device_type)
     if model.draft is not None:  # its rows lie beside the model's
         weights += f" {model.draft.kind.value} {weights_fingerprint(model.draft.directory)}"
+        weights += _form(config, model.draft.directory, device_type=device_type)
     if config.dummy_weights:  # what they leave behind must not pass for that of a checkpoint in the same directory
         weights = f"drawn on {device_type} {weights}"
-    identity = Identity(weights, config.page_size)
-    return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=config.rank_timeout_s)
+    return Identity(weights, config.page_size)
+
+
+def _form(config: Config, directory: Path, *, device_type: str) -> str:
+    """What the form of quantised weights adds to the identity: nothing where they are plain, or drawn."""
+    quantisation = None if config.dummy_weights else read_quantisation(directory)
+    if quantisation is None:
+        return ""
+    dtype = resolve_dtype(config, device_type=device_type)
+    form = weights_form(quantisation, config.weights, dtype=dtype, device_type=device_type)
+    for reason in why_dequantised(quantisation, config.weights, device_type=device_type):
+        _log.warning("weights=stored: %s; %s is dequantised to %s", reason, directory.name, form.dtype)
+    if quantisation.has_cache_scheme:
+        _log.warning("what %s says of the KV cache has no effect, see kv_dtype", quantisation.path)
+    return f" weights {form}"
 
 
 def _sequence_cache(

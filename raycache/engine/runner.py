@@ -20,6 +20,9 @@ import torch
 
 from raycache.attention.base import NotRecordableError
 from raycache.attention.choose import choose_backend
+from raycache.checkpoint.quantisation import read_quantisation
+from raycache.checkpoint.weights import CheckpointWeights
+from raycache.checkpoint.weights_form import weights_form
 from raycache.config import Config
 from raycache.engine.answer import PendingAnswer
 from raycache.engine.control import answering_ranks, receive_plan, send_answer
@@ -189,7 +192,11 @@ class RankRunner:
     def _weights(self, directory: Path) -> WeightSource:
         if self._config.dummy_weights:
             return DummyWeights(self._device, self._dtype)
-        return Checkpoint(directory)
+        quantisation, dtype = read_quantisation(directory), self._dtype
+        if quantisation is not None:
+            wish, kind = self._config.weights, self._device.type
+            dtype = weights_form(quantisation, wish, dtype=dtype, device_type=kind).dtype
+        return CheckpointWeights(Checkpoint(directory), quantisation, dtype=dtype, device=self._device)
 
     def build(self, num_pages: int, arena: Path | None = None) -> Rank:
         """Make the pool and the executor.

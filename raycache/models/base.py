@@ -14,10 +14,12 @@ from torch import Tensor
 
 from raycache.checkpoint.config_keys import unknown_keys
 from raycache.checkpoint.prefixes import PrefixedSource, prefixes_of
+from raycache.checkpoint.quantisation import read_quantisation
+from raycache.checkpoint.weights import CheckedNames, plain_dtype
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.checkpoint import CheckedNames, Checkpoint, WeightSource
+from raycache.models.checkpoint import Checkpoint, WeightSource
 from raycache.models.config import ConfigFile, ModelConfig
 from raycache.models.decoder import Progress
 from raycache.models.weights import ShardedWeights
@@ -84,11 +86,9 @@ def read_config(model_dir: Path) -> ModelConfig:
     wrapper = WRAPPERS.get(whole.text("model_type"))
     file = whole if wrapper is None else text_part(whole, wrapper)
     family = _family(file.text("model_type"), model_dir)
-    for key in ("quantization_config", "compression_config"):
-        if file.raw(key) is not None:
-            raise CheckpointError(
-                f"{file.path} has a {key}; quantised checkpoints are not supported, use one in bfloat16"
-            )
+    quantisation = read_quantisation(model_dir)
+    if file.raw("dtype") is None and file.raw("torch_dtype") is None:
+        file = file.having(dtype=plain_dtype(model_dir, is_quantised=quantisation is not None))
     config = family.read_config(file)
     unknown = unknown_keys(config.model_type, whole.unread(), path=whole.path)
     if wrapper is None:

@@ -17,13 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from raycache.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from raycache.checkpoint.stored_slice import StoredSlice
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -32,7 +34,12 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LFS_POINTER = b"version https://git-lfs"
 _READ = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8}
-"""Number formats that are read, and their bytes. Quantised weights are of others; token ids may be I64."""
+"""Number formats that are read as numbers, and their bytes; token ids may be I64."""
+
+_CODES = {"F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4}
+"""Number formats of the parts of quantised weights (see raycache.checkpoint), and their bytes."""
+
+_BYTES = _READ | _CODES
 
 
 class WeightSource(Protocol):
@@ -53,10 +60,17 @@ class WeightSource(Protocol):
             axis: to slice, or None for all of it.
             start, stop: the slice; stop is at the latest shape[axis], which is what None means.
         Returns:
-            On the CPU, in the stored dtype; not to be written to.
+            On the CPU, in the stored dtype; not to be written to. Quantised tensors are dequantised, in the dtype
+            and on the device of the source.
         Raises:
             CheckpointError: there is no such tensor, or it has another shape.
         """
+        ...
+
+    def stored(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> StoredSlice | None:
+        """The codes and scales of a slice of a quantised tensor, None for a plain one; arguments as of `read`."""
         ...
 
 
@@ -67,6 +81,11 @@ class Stored:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that its numbers take, 0 for a dtype that is not known."""
+        return math.prod(self.shape) * _BYTES.get(self.dtype, 0)
 
 
 class Checkpoint:
@@ -97,16 +116,41 @@ class Checkpoint:
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
         """See `WeightSource.read`."""
-        stored = self.check(name, shape)
+        self.check(name, shape)
+        box = [range(size) for size in shape]
+        if axis is not None:
+            box[axis] = box[axis][start:stop]
+        return self.read_box(name, box)
+
+    def stored(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> None:
+        """See `WeightSource.stored`; tensors are taken as plain."""
+        self.check(name, shape)
+
+    def read_box(self, name: str, box: Sequence[range]) -> Tensor:
+        """A run of every dimension of a tensor, which is there and whose dtype torch has; as `read` otherwise."""
+        stored = self.entry(name)
         self._read.add(name)
         try:
-            data = self._file(stored.file).get_slice(name)
-            cut: Tensor = data[:] if axis is None else data[(slice(None),) * axis + (slice(start, stop),)]
+            file = self._file(stored.file)
+            if not box:
+                cut: Tensor = file.get_tensor(name)
+            else:
+                cut = file.get_slice(name)[tuple(slice(run.start, run.stop) for run in box)]
         except (SafetensorError, OSError) as cause:
             raise CheckpointError(
                 f"{stored.file} cannot be read ({cause}); was it changed while it was open?"
             ) from cause
         return cut
+
+    def find(self, name: str) -> Stored | None:
+        """Where a tensor lies, None if there is none of this name."""
+        return self._tensors.get(name)
+
+    def entry(self, name: str) -> Stored:
+        """Where a tensor lies that is there."""
+        return self._tensors[name]
 
     def check(self, name: str, shape: Sequence[int]) -> Stored:
         """Refuse a tensor that is not there, or not as the model wants it.
@@ -124,8 +168,8 @@ class Checkpoint:
             )
         if stored.dtype not in _READ:
             raise CheckpointError(
-                f"tensor {name} in {stored.file} is {stored.dtype}; quantised weights are not supported, "
-                f"use a checkpoint in BF16, F16 or F32"
+                f"tensor {name} in {stored.file} is {stored.dtype}, which config.json and hf_quant_config.json do not "
+                "explain; download them again, or use a checkpoint in BF16, F16 or F32"
             )
         return stored
 
@@ -141,37 +185,6 @@ class Checkpoint:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device="cpu")
         return self._open[path]
-
-
-class CheckedNames:
-    """A weight source without numbers, that checks names, shapes and types like the checkpoint behind it.
-
-    Args:
-        checkpoint: to check; only its headers are used.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._read: set[str] = set()
-
-    def has(self, name: str) -> bool:
-        """See `WeightSource.has`."""
-        return self._checkpoint.has(name)
-
-    def read(
-        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
-    ) -> Tensor:
-        """See `WeightSource.read`; on the meta device."""
-        self._checkpoint.check(name, shape)
-        self._read.add(name)
-        cut = list(shape)
-        if axis is not None:
-            cut[axis] = len(range(shape[axis])[start:stop])
-        return torch.empty(cut, device="meta")
-
-    def unread(self) -> list[str]:
-        """Names of tensors that were never asked for, sorted."""
-        return sorted(set(self._checkpoint.names()) - self._read)
 
 
 def _scan(model_dir: Path) -> dict[str, Stored]:
@@ -245,9 +258,8 @@ def _check_places(tensors: dict[str, Stored], places: dict[str, tuple[int, ...]]
             raise ValueError(f"shape and data_offsets of {name} must be positive integers or zero")
         if start != end or stop < start:
             raise ValueError(f"data_offsets of {name} are {start} and {stop}, the tensor before it ends at {end}")
-        size = math.prod(stored.shape) * _READ.get(stored.dtype, 0)
-        if stored.dtype in _READ and stop - start != size:
-            raise ValueError(f"{name} has {stop - start} bytes, its shape says {size}")
+        if stored.dtype in _BYTES and stop - start != stored.num_bytes:
+            raise ValueError(f"{name} has {stop - start} bytes, its shape says {stored.num_bytes}")
         end = stop
     return end
 

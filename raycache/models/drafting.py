@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
+from raycache.checkpoint.weights import CheckedNames
 from raycache.errors import ConfigError
 from raycache.models.base import (
     Model,
@@ -18,7 +19,7 @@ from raycache.models.base import (
     own_weights,
     read_config,
 )
-from raycache.models.checkpoint import CheckedNames, Checkpoint, WeightSource, has_tensor
+from raycache.models.checkpoint import Checkpoint, WeightSource, has_tensor
 from raycache.models.config import ConfigFile, DraftConfig, DraftKind
 from raycache.models.decoder import Decoder
 from raycache.models.drafts import DraftModel, PredictionLayer, SmallModel

@@ -47,6 +47,11 @@ class DummyWeights:
             return torch.empty((*shape[:axis], 0, *shape[axis + 1 :]), dtype=self._dtype, device=self._device)
         return self._draw(name, shape).narrow(axis, taken.start, len(taken))
 
+    def stored(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> None:
+        """See `WeightSource.stored`; everything is plain."""
+
     def _draw(self, name: str, shape: Sequence[int]) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
         if len(shape) == 1 and "norm" in name and name.endswith("weight"):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.torch_ref import TorchBackend
+from raycache.checkpoint.weights import open_weights
 from raycache.config import Config
 from raycache.engine.host_service import open_arena
 from raycache.engine.memory_plan import cache_format, pool_sizes
@@ -24,7 +25,6 @@ from raycache.memory.device import DevicePool
 from raycache.memory.mover import LaneName, Mover
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
 from raycache.models.base import components, load_model, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.board import AckBoard, Lane
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
@@ -275,5 +275,6 @@ def load_rank(config: Config, ctx: ParallelContext) -> Rank:
         page_size=config.page_size,
         ctx=ctx,
     )
-    loaded = load_model(model, Checkpoint(model_dir), ctx, dtype, on_progress=lambda done, total: None)
+    source = open_weights(model_dir, dtype=dtype, device=ctx.device)
+    loaded = load_model(model, source, ctx, dtype, on_progress=lambda done, total: None)
     return Rank(ctx=ctx, config=model, model=loaded, pool=pool, backend=TorchBackend(), dtype=dtype)

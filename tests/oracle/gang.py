@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.torch_ref import TorchBackend
+from raycache.checkpoint.weights import open_weights
 from raycache.engine.plan import Admit, Row, StepPlan, emissions
 from raycache.engine.rank import Rank
 from raycache.memory.component import FULL, CacheFormat
 from raycache.memory.device import DevicePool
 from raycache.models.base import components, load_model, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
@@ -123,7 +123,8 @@ def gang_logits(
     plans = _plans(sequences, steps, first_pages, spaces=list(sizes))
 
     def work(ctx: ParallelContext) -> list[Tensor | None]:
-        model = load_model(config, Checkpoint(model_dir), ctx, dtype, on_progress=lambda done, total: None)
+        source = open_weights(model_dir, dtype=dtype, device=ctx.device)
+        model = load_model(config, source, ctx, dtype, on_progress=lambda done, total: None)
         rooms = {**sizes, "state": 2 * len(sequences)}
         pool = DevicePool(parts, num_layers=config.num_layers, sizes=rooms, page_size=PAGE_SIZE, ctx=ctx)
         rank = Rank(ctx=ctx, config=config, model=model, pool=pool, backend=TorchBackend(), dtype=dtype)

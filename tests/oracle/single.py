@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from raycache.attention.torch_ref import TorchBackend
+from raycache.checkpoint.weights import open_weights
 from raycache.engine.plan import Admit, Row, StepPlan
 from raycache.engine.rank import Rank
 from raycache.memory.component import FULL, CacheFormat
 from raycache.memory.device import DevicePool
 from raycache.models.base import components, load_model, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.context import ParallelContext
 from raycache.types import SamplingParams
 
@@ -27,7 +27,8 @@ def single_rank(model_dir: Path, *, num_pages: int = 64, dtype: torch.dtype = to
     """A rank that holds the whole model, with two state slots and `num_pages` pages of every kind."""
     config = read_config(model_dir)
     ctx = ParallelContext.single(torch.device("cpu"))
-    model = load_model(config, Checkpoint(model_dir), ctx, dtype, on_progress=lambda done, total: None)
+    source = open_weights(model_dir, dtype=dtype, device=ctx.device)
+    model = load_model(config, source, ctx, dtype, on_progress=lambda done, total: None)
     parts = components(config, CacheFormat(str(dtype).removeprefix("torch."), has_fp8_latent=fp8))
     sizes = {FULL: num_pages, **{part.space: num_pages for part in parts if part.window}, "state": 2}
     pool = DevicePool(parts, num_layers=config.num_layers, sizes=sizes, page_size=PAGE_SIZE, ctx=ctx)

@@ -199,9 +199,11 @@ def test_a_directory_without_safetensors_says_what_is_wrong(tmp_path: Path, name
         Checkpoint(tmp_path)
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+def test_codes_that_the_config_does_not_explain_are_refused(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2, 2, dtype=torch.float8_e4m3fn)}, tmp_path / SINGLE)
-    with pytest.raises(CheckpointError, match=r"tensor w .* is F8_E4M3; quantised"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor w .* is F8_E4M3, which config.json and hf_quant_config.json do not explain"
+    ):
         Checkpoint(tmp_path).read("w", shape=(2, 2))
 
 
@@ -244,7 +246,7 @@ def test_an_early_llama_has_as_many_kv_heads_and_divides_its_hidden_size(copy: P
         ({"pretraining_tp": 2}, "pretraining_tp=2"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints are not supported"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quant_method 'awq', which is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*no causal"),
     ],
 )

@@ -1,0 +1,113 @@
+"""Reading the codes and scales of a part of a quantised tensor, and nothing beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from raycache.checkpoint.layout import QuantisedTensor
+from raycache.checkpoint.stored_slice import Format, StoredSlice, factors
+from raycache.errors import CheckpointError
+from raycache.models.checkpoint import Checkpoint
+
+Box = tuple[range, ...]
+"""A run of every dimension of a tensor as it is stored."""
+
+CHUNK = 1 << 24
+"""Numbers that are dequantised at a time, but at least those of one place of the first dimension."""
+
+
+def cut(tensor: QuantisedTensor, *, axis: int | None, start: int, stop: int | None) -> Box:
+    """The box of a slice, whose axis is one of the tensor as the model calls it."""
+    box = [range(size) for size in tensor.shape]
+    if axis is not None:
+        axis %= len(box)
+        if tensor.is_transposed and axis >= len(box) - 2:
+            axis = 2 * len(box) - 3 - axis
+        box[axis] = box[axis][start:stop]
+    return tuple(box)
+
+
+def chunks(box: Box) -> list[Box]:
+    """Boxes of at most `CHUNK` numbers, one after another along the first dimension."""
+    first, *others = box
+    step = max(1, CHUNK // max(1, math.prod(map(len, others))))
+    return [(first[begin : begin + step], *others) for begin in range(0, len(first), step)]
+
+
+def read_slice(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> StoredSlice:
+    """Read a part of a tensor.
+
+    Raises:
+        CheckpointError: a scale is not finite, or the file cannot be read.
+    """
+    *lead, rows, columns = box
+    high, wide = tensor.block
+    return StoredSlice(
+        tensor.format,
+        _read_codes(checkpoint, tensor, box),
+        read_scales(checkpoint, tensor, (*lead, _blocks(rows, high), _blocks(columns, wide))),
+        shape=tuple(map(len, box)),
+        block=tensor.block,
+        offset=(rows.start % high, columns.start % wide),
+        global_scale=read_global_scale(checkpoint, tensor),
+        is_transposed=tensor.is_transposed,
+    )
+
+
+def read_scales(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> Tensor:
+    """Scales of a box of blocks, in the dtype of the file.
+
+    Raises:
+        CheckpointError: one is not finite.
+    """
+    stored = checkpoint.entry(tensor.scales)
+    if len(stored.shape) == len(tensor.grid):
+        scales = checkpoint.read_box(tensor.scales, box)
+    else:  # without dimensions of one, and small
+        scales = checkpoint.read_box(tensor.scales, [range(size) for size in stored.shape]).reshape(tensor.grid)
+        scales = scales[tuple(slice(run.start, run.stop) for run in box)]
+    if not torch.isfinite(factors(scales)).all():
+        raise CheckpointError(f"tensor {tensor.scales} in {stored.file} has a scale that is not finite; {_AGAIN}")
+    return scales
+
+
+def read_global_scale(checkpoint: Checkpoint, tensor: QuantisedTensor) -> float:
+    """What all scales of a tensor are multiplied by.
+
+    Raises:
+        CheckpointError: it is not finite.
+    """
+    if not tensor.global_scale:
+        return 1.0
+    stored = checkpoint.entry(tensor.global_scale)
+    value = float(checkpoint.read_box(tensor.global_scale, [range(size) for size in stored.shape]))
+    if not math.isfinite(value) or (tensor.divides and value == 0):
+        raise CheckpointError(f"tensor {tensor.global_scale} in {stored.file} is {value}, no scale; {_AGAIN}")
+    return 1 / value if tensor.divides else value
+
+
+_AGAIN = "the file is damaged, download it again"
+
+
+def _read_codes(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> Tensor:
+    """See `StoredSlice.codes`."""
+    *lead, rows, columns = box
+    if tensor.format.per_byte == 1:
+        return checkpoint.read_box(tensor.codes, box)
+    first, last = columns.start // 2, -(-columns.stop // 2)
+    is_gpt_oss = len(checkpoint.entry(tensor.codes).shape) > len(box)  # the bytes of a block have their own dimension
+    size = 16 if is_gpt_oss else 4 if tensor.format is Format.INT4 else 1  # bytes of what can be read
+    wholes = range(first // size, -(-last // size))
+    codes = checkpoint.read_box(tensor.codes, (*lead, rows, wholes, *([range(size)] if is_gpt_oss else [])))
+    codes = codes.contiguous().view(torch.uint8)  # eight codes of an I32 lie in it from the lowest byte on
+    codes = codes.flatten(-2) if is_gpt_oss else codes
+    return codes[..., first - size * wholes.start : last - size * wholes.start]
+
+
+def _blocks(run: Sequence[int], size: int) -> range:
+    """Blocks that a run touches."""
+    return range(run[0] // size, run[-1] // size + 1) if run else range(0)

@@ -1,0 +1,148 @@
+"""Weight sources over a checkpoint that may be quantised."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raycache.checkpoint.layout import Layouts
+from raycache.checkpoint.quantisation import Quantisation, is_without_effect, read_quantisation
+from raycache.checkpoint.slices import chunks, cut, read_global_scale, read_scales, read_slice
+from raycache.checkpoint.stored_slice import StoredSlice
+from raycache.errors import CheckpointError
+from raycache.models.checkpoint import Checkpoint
+
+_CHECKED_BYTES = 1 << 16
+"""Scales of a tensor up to which they are looked at before anything is loaded; larger ones when they are used."""
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint as numbers, whatever they are stored as (see models.checkpoint.WeightSource).
+
+    Args:
+        checkpoint: to read.
+        quantisation: what its config says, None for plain weights.
+        dtype: that quantised tensors are rounded to, once; plain ones keep their own.
+        device: where quantised tensors are dequantised, and left.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        quantisation: Quantisation | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._layouts = Layouts(checkpoint, quantisation)
+        self._dtype = dtype
+        self._device = device
+
+    def has(self, name: str) -> bool:
+        """See `WeightSource.has`; of a quantised tensor the codes or the scales."""
+        return self._layouts.has(name)
+
+    def read(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """See `WeightSource.read`. Only the codes and scales of the slice are read, a few rows at a time."""
+        tensor = self._layouts.find(name, shape)
+        if tensor is None:
+            return self._checkpoint.read(name, shape=shape, axis=axis, start=start, stop=stop)
+        box = cut(tensor, axis=axis, start=start, stop=stop)
+        numbers = torch.empty([len(run) for run in box], dtype=self._dtype, device=self._device)
+        whole = numbers.mT if tensor.is_transposed else numbers
+        for part in chunks(box) if numbers.numel() else ():
+            done = part[0].start - box[0].start
+            found = read_slice(self._checkpoint, tensor, part).to(self._device).dequantised(self._dtype)
+            whole[done : done + len(part[0])] = found
+        return whole
+
+    def stored(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> StoredSlice | None:
+        """See `WeightSource.stored`; on the CPU."""
+        tensor = self._layouts.find(name, shape)
+        if tensor is None:
+            self._checkpoint.check(name, shape)
+            return None
+        return read_slice(self._checkpoint, tensor, cut(tensor, axis=axis, start=start, stop=stop))
+
+
+def open_weights(model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> CheckpointWeights:
+    """The weights of a model directory; see `CheckpointWeights`."""
+    return CheckpointWeights(Checkpoint(model_dir), read_quantisation(model_dir), dtype=dtype, device=device)
+
+
+class CheckedNames:
+    """A weight source without numbers, that checks names, shapes and types like the checkpoint behind it.
+
+    Args:
+        checkpoint: to check; only its headers are used, and small tensors of scales.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._quantisation = read_quantisation(checkpoint.model_dir)
+        self._layouts = Layouts(checkpoint, self._quantisation)
+        self._read: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """See `WeightSource.has`."""
+        return self._layouts.has(name)
+
+    def read(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """See `WeightSource.read`; on the meta device."""
+        self._check(name, shape)
+        sizes = list(shape)
+        if axis is not None:
+            sizes[axis] = len(range(shape[axis])[start:stop])
+        return torch.empty(sizes, device="meta")
+
+    def stored(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> None:
+        """See `WeightSource.stored`; everything is taken as plain."""
+        self._check(name, shape)
+
+    def _check(self, name: str, shape: Sequence[int]) -> None:
+        tensor = self._layouts.find(name, shape)
+        if tensor is None:
+            self._checkpoint.check(name, shape)
+        elif name not in self._read:
+            self._read.update(tensor.names)
+            read_global_scale(self._checkpoint, tensor)
+            if self._checkpoint.entry(tensor.scales).num_bytes <= _CHECKED_BYTES:
+                read_scales(self._checkpoint, tensor, tuple(map(range, tensor.grid)))
+        self._read.add(name)
+
+    def unread(self) -> list[str]:
+        """Names of tensors that were never asked for, sorted, without those that have no effect here."""
+        names = sorted(set(self._checkpoint.names()) - self._read)
+        return names if self._quantisation is None else [name for name in names if not is_without_effect(name)]
+
+
+def plain_dtype(model_dir: Path, *, is_quantised: bool) -> str:
+    """The dtype of a model whose config.json does not say it: that of most numbers that are not quantised.
+
+    Where no weights are there to look at, float32, or bfloat16 beside quantised ones.
+    """
+    numbers: Counter[str] = Counter()
+    with suppress(CheckpointError):  # what is wrong with the weights is said where they are checked
+        checkpoint = Checkpoint(model_dir)
+        for stored in map(checkpoint.entry, checkpoint.names()):
+            numbers[stored.dtype] += math.prod(stored.shape)
+    found = [(numbers[dtype], name) for dtype, name in _DTYPES.items() if numbers[dtype]]
+    return max(found)[1] if found else "bfloat16" if is_quantised else "float32"
+
+
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
