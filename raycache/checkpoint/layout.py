@@ -146,7 +146,7 @@ class Layouts:
         if is_stacked:
             shape = (*shape[:-2], *shape[:-3:-1])
         rows, columns = (size or whole for size, whole in zip(scheme.block, shape[-2:], strict=True))
-        scales = f"{name}_scales" if is_stacked else self._first(f"{name}_scale_inv", f"{name}_scale", f"{base}.scale")
+        scales = f"{name}_scales" if is_stacked else self._scales(name, base, form)
         tensor = QuantisedTensor(form, shape, (rows, columns), codes, scales, is_transposed=is_stacked)
         if form is not Format.NVFP4:
             return tensor
@@ -154,9 +154,11 @@ class Layouts:
         divides = self._checkpoint.has(divisor)
         return replace(tensor, global_scale=divisor if divides else f"{base}.weight_scale_2", divides=divides)
 
-    def _first(self, *names: str) -> str:
-        """The first of the names that the checkpoint has, or the second for a message."""
-        return next((name for name in names if self._checkpoint.has(name)), names[1])
+    def _scales(self, name: str, base: str, form: Format) -> str:
+        """The name that the scales of a matrix have, or should have."""
+        usual = f"{name}_scale_inv" if form is Format.FP8_BLOCK else f"{name}_scale"
+        names = (usual, f"{name}_scale_inv", f"{name}_scale", f"{base}.scale")
+        return next(filter(self._checkpoint.has, names), usual)
 
     def _misfit(self, tensor: QuantisedTensor) -> str:
         """What of a tensor is missing, or has another type or shape than its format wants; empty if nothing."""

@@ -196,7 +196,6 @@ def test_a_qwen_config_of_transformers_4_reads_the_same(tiny: Callable[[str], Pa
         ("gpt_oss", {"sliding_window": 0}, "sliding_window must be a positive integer"),
         ("gpt_oss", {"attention_bias": False}, "attention_bias=False, which is not supported"),
         ("gpt_oss", {"num_experts_per_tok": 9}, "cannot choose 9 of 8 experts"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config; quantised"),
         ("gpt_oss", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, which is not supported"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0, which is not supported"),

@@ -275,7 +275,6 @@ def test_layers_for_drafts_are_passed_over_and_other_surplus_is_not(tmp_path: Pa
         ("minimax", {"rotary_dim": 8}, "rotary_dim=8"),
         ("minimax", {"attention_bias": True}, "attention_bias=True"),
         ("minimax", {"mlp_beta_factor": 0}, "mlp_beta_factor must be a positive number"),
-        ("minimax", {"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(

@@ -300,7 +300,6 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
             "first_k_dense_replace must be a positive integer or zero, got -1",
         ),
         ("deepseek_v3", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
         ("deepseek_v32", {"rope_interleave": False}, "rope_interleave=False"),
         ("deepseek_v32", {"mlp_bias": True}, "mlp_bias=True"),
         ("deepseek_v32", {"layer_types": ["full_attention"] * 4}, "layer_types has 'full_attention'"),

@@ -23,7 +23,6 @@ MODULES = {
     name: module
     for _, name, _ in pkgutil.iter_modules(tests.published.__path__)
     if "CONFIG" in vars(module := importlib.import_module(f"tests.published.{name}"))
-    and "quantization_config" not in module.CONFIG
 }
 IGNORED = r"layers\.3\.(embed_tokens|shared_head\.head)\."
 """Copies of the model's own in the layer behind the last one."""

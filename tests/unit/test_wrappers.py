@@ -148,7 +148,6 @@ def test_end_tokens_of_the_whole_model_and_of_its_text_part_both_end_an_output(t
         ({"text_config": {"model_type": "llama"}}, "model_type 'llama', which is not supported inside a gemma3"),
         ({"text_config": {**GEMMA["text_config"], "hidden_size": None}}, "does not say hidden_size"),  # type: ignore[dict-item]
         ({"architectures": ["Gemma3ForSequenceClassification"]}, "does not generate text"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config; quantised"),
     ],
     ids=str,
 )
