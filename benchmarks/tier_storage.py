@@ -35,6 +35,7 @@ from raycache.cache.storage.orders import StoredUnit
 from raycache.config import Config
 from raycache.engine.build import check_model
 from raycache.engine.host_plan import envelope_layout
+from raycache.engine.stages import with_stages
 from raycache.memory.arena import Arena
 from raycache.memory.component import FULL
 
@@ -76,7 +77,8 @@ class HostPages:
     """
 
     def __init__(self, config: Config, directory: Path, *, num_pages: int, num_lanes: int) -> None:
-        self.layout = envelope_layout(config, check_model(config), device_type="cpu")
+        model = check_model(config)
+        self.layout = envelope_layout(with_stages(config, model), model, device_type="cpu")
         self._num_ranks, self._num_pages = config.world_size, num_pages
         arena_path = Path(f"/dev/shm/raycache-benchmark-{os.getpid()}")
         self._arena = Arena.create(

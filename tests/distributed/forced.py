@@ -15,7 +15,9 @@ from raycache.config import Config
 from raycache.engine.plan import Admit, Row, StepPlan, emitted, local_positions
 from raycache.engine.processes import Invitation, RankProcess, invite
 from raycache.engine.runner import RankRunner
+from raycache.engine.stages import with_stages
 from raycache.memory.component import FULL
+from raycache.models.base import read_config
 from raycache.parallel.board import AckBoard
 from raycache.parallel.context import DECIDER, Store, build_group
 from raycache.types import SamplingParams
@@ -91,6 +93,7 @@ def forced_logits(
         num_pages=NUM_PAGES,
         rank_timeout_s=60,
     )
+    config = with_stages(config, read_config(model))
     store, board = Store("127.0.0.1"), AckBoard.create(config.world_size)
     invitations = invite(config, device_type=device, store=store, boards=[board], epoch=1)
     processes = [RankProcess(_run_plans, invitation) for invitation in invitations]

@@ -17,6 +17,7 @@ from raycache.engine.host_link import HostLink
 from raycache.engine.host_nodes import are_all_gone, open_all, work_on_all
 from raycache.engine.host_service import HostService, Opened
 from raycache.engine.processes import ProcessGang
+from raycache.engine.stages import with_stages
 from raycache.errors import RankLostError
 from raycache.types import CacheAction, CacheOrder, GenerateRequest, RequestOutput, SamplingParams
 
@@ -81,6 +82,7 @@ def spread(
     """
     config = Config(model=str(model_dir), device="cpu", page_size=8, host_memory="4MiB", **settings)  # type: ignore[arg-type]
     model = check_model(config)
+    config = with_stages(config, model)
     assert are_all_gone(owners, timeout_s=60)
     opened = open_all(owners, config, model, device_type="cpu", epoch=epoch, nodes=nodes)
     gang = ProcessGang(config, device_type="cpu", arenas=[each.path for each in opened], nodes=nodes)
