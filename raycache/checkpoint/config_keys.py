@@ -108,6 +108,11 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
         # Latent attention without positions; groups are said by num_expert_group.
         "kimi_k3_text": "head_dim qk_head_dim rope_parameters rope_theta use_grouped_topk",
         "kimi_linear": "head_dim qk_head_dim rope_parameters rope_theta use_grouped_topk",
+        # Prediction layers that are not published. What other kinds of layers, and other programs, have.
+        "minimax_m2": """
+            layernorm_linear_attention_beta max_model_len mlp_intermediate_size mtp_transformer_layers shared_moe_mode
+            swa_rope_theta use_mtp
+            """,
         # Tokens that other programs compute at a time.
         "minimax": "block_size",
         # Attention without positions. How time steps were drawn before training. Experts of models that have none.

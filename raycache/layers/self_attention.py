@@ -3,14 +3,22 @@ live."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.norm import HeadNorm
+from raycache.layers.precision import precise
 from raycache.layers.rope import Rotary
 
-# Shapes in this file: T packed tokens of this rank, C hidden size.
+if TYPE_CHECKING:
+    from raycache.parallel.collectives import Group
+
+# Shapes in this file: T packed tokens of this rank, C hidden size, Q, K and V features of this rank's query, key and
+# value heads.
 
 
 class SelfAttention:
@@ -32,7 +40,7 @@ class SelfAttention:
     def __init__(
         self,
         layer: int,
-        qkv: ColumnLinear,
+        qkv: ColumnLinear | NormedProjection,
         out: RowLinear,
         *,
         num_heads: int,
@@ -65,3 +73,34 @@ class SelfAttention:
         q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
         view = run.pool.kv(self._layer)
         return self._out(run.step.attend(view, q, k, v, scale=self._scale, sinks=self._sinks).flatten(1))
+
+
+class NormedProjection:
+    """Queries, keys and values, the first two each normalised over the features of all heads of all tp ranks.
+
+    All ranks have equally many features, and KV heads that are shared are on equally many ranks, so that the mean over
+    all heads is the mean of what ranks have.
+
+    Args:
+        qkv: the three matrices stacked.
+        q_weight, k_weight: [Q] and [K], of the norms.
+        eps: keeps zeros finite.
+        group: the tp group, which sums the squares.
+    """
+
+    def __init__(self, qkv: ColumnLinear, q_weight: Tensor, k_weight: Tensor, *, eps: float, group: Group) -> None:
+        self._qkv = qkv
+        self._weights = (q_weight, k_weight)
+        self._eps = eps
+        self._group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, C] -> new [T, Q + K + V]; means are taken in at least float32."""
+        qkv = self._qkv(x)
+        q_size, k_size = (len(weight) for weight in self._weights)
+        parts = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
+        means = torch.stack([precise(part).square().mean(-1) for part in parts], dim=-1)
+        factors = torch.rsqrt(self._group.all_reduce(means) / self._group.size + self._eps)
+        for part, factor, weight in zip(parts, factors.unbind(-1), self._weights, strict=True):
+            part.copy_((precise(part) * factor[:, None]).to(part.dtype) * weight)
+        return qkv

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.linear import ColumnLinear
 from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import RopeConfig, Rotary
-from raycache.layers.self_attention import SelfAttention
+from raycache.layers.self_attention import NormedProjection, SelfAttention
 from raycache.memory.component import CacheFormat, Component, kv
 from raycache.models.config import MAX_HEAD_DIM, ConfigFile, ModelConfig, read_common, read_rope
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
@@ -30,11 +31,14 @@ class DenseConfig(ModelConfig):
         intermediate_size: of its MLPs.
         num_heads, num_kv_heads, head_dim: of its attention.
         attention_bias, mlp_bias: whether those projections have a bias.
+        output_bias: whether attention's output projection has one; None is `attention_bias`.
         has_qk_norm: whether query and key heads are normalised.
         rope: its position embedding.
         attention_scale: of the scores; None is head_dim ** -0.5.
         has_sinks: whether every head has one more key without value.
         norm_offset: added to the weights of the query and key norms.
+        rotary_share: of a head's features are turned, the first ones.
+        has_joint_qk_norm: whether queries and keys are normalised over all heads at once.
     """
 
     intermediate_size: int
@@ -48,6 +52,14 @@ class DenseConfig(ModelConfig):
     attention_scale: float | None = field(default=None, kw_only=True)
     has_sinks: bool = field(default=False, kw_only=True)
     norm_offset: float = field(default=0.0, kw_only=True)
+    rotary_share: float = field(default=1.0, kw_only=True)
+    has_joint_qk_norm: bool = field(default=False, kw_only=True)
+    output_bias: bool | None = field(default=None, kw_only=True)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that are turned."""
+        return int(self.head_dim * self.rotary_share)
 
 
 def read_dense_config(
@@ -58,6 +70,7 @@ def read_dense_config(
     has_qk_norm: bool,
     layer_type: str = "",
     theta: float | None = None,
+    rotary_share: float = 1.0,
 ) -> DenseConfig:
     """Read the keys that dense decoders share.
 
@@ -67,6 +80,7 @@ def read_dense_config(
         has_qk_norm: of the family.
         layer_type: whose rope parameters to read, in a model that has them per layer type.
         theta: base of the frequencies of files that do not say; None where all do.
+        rotary_share: see `DenseConfig` and `read_rotary_share`.
     Raises:
         CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
     """
@@ -82,8 +96,30 @@ def read_dense_config(
         attention_bias=file.flag("attention_bias", False),
         mlp_bias=file.flag("mlp_bias", False),
         has_qk_norm=has_qk_norm,
-        rope=read_rope(file, layer_type=layer_type, theta=theta),
+        rope=read_rope(file, layer_type=layer_type, partial=rotary_share, theta=theta),
+        rotary_share=rotary_share,
     )
+
+
+def read_rotary_share(file: ConfigFile, *, head_dim: int, default: float) -> float:
+    """The share of a head's features that are turned, said as a share or as `rotary_dim` features.
+
+    Raises:
+        CheckpointError: they are no pairs of a head's features, or the file says it twice and differently.
+    """
+    places = (file, file.section("rope_parameters"), file.section("rope_scaling"))
+    shares = [place.number("partial_rotary_factor", 0.0) for place in places]
+    shares.append(file.count("rotary_dim", 0) / head_dim)
+    said = sorted({share for share in shares if share})
+    if len(said) > 1:
+        raise CheckpointError(f"{file.path}: partial_rotary_factor and rotary_dim say shares of {said} of a head")
+    share = said[0] if said else default
+    turned = int(head_dim * share)
+    if not 2 <= turned <= head_dim or turned % 2:
+        raise CheckpointError(
+            f"{file.path}: {turned} of head_dim={head_dim} features are turned in pairs; it must be an even number"
+        )
+    return share
 
 
 def require_heads(file: ConfigFile, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
@@ -145,7 +181,7 @@ def load_attention_mlp(
         load_layer_mlp: reads the feed-forward part of a layer.
         on_progress: told after each layer.
     """
-    rotary = Rotary(config.rope, config.head_dim, ctx.device)
+    rotary = Rotary(config.rope, config.rotary_dim, ctx.device)
 
     def load_layer(layer: int) -> Sequence[Mixer]:
         at = f"model.layers.{layer}"
@@ -175,15 +211,23 @@ def load_attention(
         Columns(f"{at}.k_proj", num_kv_heads * dim, features(kv_heads, dim)),
         Columns(f"{at}.v_proj", num_kv_heads * dim, features(kv_heads, dim)),
     )
+    qkv: ColumnLinear | NormedProjection
+    qkv = weights.column(parts, inputs=inputs or config.hidden_size, has_bias=config.attention_bias)
+    if config.has_joint_qk_norm:
+        norms = (
+            weights.cut(f"{at}.{name}.weight", (count * dim,), axis=0, taken=features(own, dim))
+            for name, count, own in (("q_norm", num_heads, heads), ("k_norm", num_kv_heads, kv_heads))
+        )
+        qkv = NormedProjection(qkv, *norms, eps=config.rms_norm_eps, group=ctx.tp)
     return SelfAttention(
         layer,
-        weights.column(parts, inputs=inputs or config.hidden_size, has_bias=config.attention_bias),
+        qkv,
         weights.row(
             f"{at}.o_proj",
             outputs=config.hidden_size,
             inputs=num_heads * dim,
             taken=features(heads, dim),
-            has_bias=config.attention_bias,
+            has_bias=config.attention_bias if config.output_bias is None else config.output_bias,
         ),
         num_heads=len(heads),
         num_kv_heads=len(kv_heads),

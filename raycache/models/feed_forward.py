@@ -281,11 +281,17 @@ def load_softmax_moe(
 
 
 def load_sigmoid_router(
-    at: str, experts: ExpertConfig, weights: ShardedWeights, *, size: int, correction: str = "e_score_correction_bias"
+    at: str,
+    experts: ExpertConfig,
+    weights: ShardedWeights,
+    *,
+    size: int,
+    weight: str = "weight",
+    correction: str = "e_score_correction_bias",
 ) -> SigmoidRouter:
-    """Read the router `{at}.weight` and its correction `{at}.{correction}`."""
+    """Read the router `{at}.{weight}` and its correction `{at}.{correction}`."""
     return SigmoidRouter(
-        weights.whole(f"{at}.weight", experts.count, size, dtype=weights.precise),
+        weights.whole(f"{at}.{weight}", experts.count, size, dtype=weights.precise),
         weights.whole(f"{at}.{correction}", experts.count, dtype=weights.precise),
         top_k=experts.top_k,
         num_groups=experts.num_groups,

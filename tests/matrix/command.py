@@ -14,7 +14,7 @@ from transformers.utils import logging
 from raycache.parallel.sharding import Split
 from tests.matrix.matrix import COLUMNS, SPLITS, Workbench, run_controls, run_row
 from tests.matrix.table import Cell, Table, label
-from tests.oracle.families import FAMILIES
+from tests.oracle.families import FAMILIES, KNOWN
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     chosen = parser.parse_args()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    for given, known in ((chosen.families, FAMILIES), (chosen.scenarios, COLUMNS)):
+    for given, known in ((chosen.families, KNOWN), (chosen.scenarios, COLUMNS)):
         if unknown := set(given) - set(known):
             parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     if chosen.controls:

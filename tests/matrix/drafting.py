@@ -27,7 +27,7 @@ def main() -> int:
     from transformers.utils import logging
 
     from tests.matrix.draft_cells import KINDS, PREDICTING, run_cells
-    from tests.oracle.families import FAMILIES
+    from tests.oracle.families import FAMILIES, KNOWN
 
     parser = argparse.ArgumentParser(prog="python -m tests.matrix.drafting", description=__doc__.splitlines()[0])
     parser.add_argument("--families", type=_names, default=list(FAMILIES), help="such as llama,gemma3; all")
@@ -37,7 +37,7 @@ def main() -> int:
     chosen = parser.parse_args()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    for given, known in ((chosen.families, FAMILIES), (chosen.kinds, KINDS)):
+    for given, known in ((chosen.families, KNOWN), (chosen.kinds, KINDS)):
         if unknown := set(given) - set(known):
             parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     cells: list[Cell] = []

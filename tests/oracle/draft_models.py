@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaModel, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from tests.oracle.families import FAMILIES, make_family
+from tests.oracle.families import KNOWN, make_family
 from tests.oracle.golden import InFloat64
 
 _OUTPUTS = ("o_proj", "out_proj", "down_proj", "attention.dense", "output_linear", "w2")
@@ -89,6 +89,7 @@ _BESIDE = _Layout(
 _LAYOUTS = {
     "deepseek_v3": _BEHIND_LAST,
     "deepseek_v32": _BEHIND_LAST,
+    "glm4_moe": _BEHIND_LAST,
     "glm_moe_dsa": _BEHIND_LAST,
     "qwen3_next": _BESIDE,
     "qwen3_5_text": _BESIDE,
@@ -114,7 +115,7 @@ def make_target(
 
     Args:
         model_dir: made if needed.
-        name: a key of `FAMILIES`.
+        name: a key of `KNOWN`.
         share: of what the layers of a random model add.
         seed: of the weights.
         like: a model made by this, whose embedding and head to take.
@@ -175,13 +176,13 @@ def make_predicting(
 
     Args:
         model_dir: made if needed.
-        name: a key of `FAMILIES`.
+        name: a key of `KNOWN`.
         has_copies: whether the layer comes with copies of the embedding and the head.
         noise: of what joins its inputs.
         share: of what the layers of a random model add.
         seed: of the weights.
     """
-    family = FAMILIES[name]
+    family = KNOWN[name]
     layout, settings = _LAYOUTS[family.model_type], family.settings
     wide: dict[str, Any] = {key: [*settings[key], kind] for key, kind in layout.kinds.items() if key in settings}
     make_target(model_dir, name, share=share, seed=seed, num_hidden_layers=5, **wide)

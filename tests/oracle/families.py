@@ -12,6 +12,10 @@ key heads of the gated delta net.
     gemma3             3 window, 1 full, tied head          qwen3_5            the same with an MLP
     qwen3_moe          GQA, MoE                             nemotron_h         2 Mamba2, 2 GQA, 2 MoE, 2 MLP
     llama, qwen3       GQA                                  granitemoehybrid   3 Mamba2, 1 GQA, MoE, tied head
+
+and, made of the same parts (`ALIKE`):
+
+    glm4_moe   GQA turned in part, grouped MoE      minimax_m2   the same with a norm over all heads
 """
 
 from __future__ import annotations
@@ -53,13 +57,13 @@ def make_family(model_dir: Path, name: str, *, seed: int = 0, **settings: Any) -
 
     Args:
         model_dir: made if needed.
-        name: a key of `FAMILIES` or `VARIANTS`.
+        name: a key of `KNOWN`.
         seed: of the weights.
         settings: keys of config.json that differ from the family's.
     Returns:
         `model_dir`.
     """
-    family = FAMILIES[name] if name in FAMILIES else VARIANTS[name]
+    family = KNOWN[name]
     config = AutoConfig.for_model(family.model_type, **copy.deepcopy({**family.settings, **settings}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # the time steps of Mamba2 are drawn by the model itself
@@ -318,3 +322,25 @@ VARIANTS: dict[str, Family] = {
     ),
 }
 """Other configurations of those families; even pipeline stages would part layers of glm-bound that share an indexer."""
+
+ALIKE: dict[str, Family] = {
+    "glm4_moe": Family(
+        "glm4_moe",
+        {
+            **_GQA,
+            **_UNGROUPED,
+            "n_routed_experts": 8,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "minimax_m2": Family(
+        "minimax_m2",
+        {**_GQA, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "rotary_dim": 8},
+    ),
+}
+"""Families made of parts that those of `FAMILIES` have too, and tested with them: for these, logits are enough."""
+
+KNOWN = {**FAMILIES, **VARIANTS, **ALIKE}

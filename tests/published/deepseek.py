@@ -12,17 +12,23 @@ def deepseek(config: Config) -> Tensors:
     last = config["num_hidden_layers"]
     for layer in range(last + config["num_nextn_predict_layers"]):
         at = f"model.layers.{layer}."
-        found |= norms(at, size) | mla(f"{at}self_attn.", config) | _feed_forward(layer, f"{at}mlp.", config)
+        found |= norms(at, size) | mla(f"{at}self_attn.", config) | feed_forward(layer, f"{at}mlp.", config)
         if "index_n_heads" in config:
             found |= _indexer(f"{at}self_attn.indexer.", config)
         if layer >= last:
-            found |= plain(at, eh_proj=(size, 2 * size), enorm=(size,), hnorm=(size,), shared_head__norm=(size,))
-            vocab = (config["vocab_size"], size)
-            found |= plain(at, embed_tokens=vocab, shared_head__head=vocab)
+            found |= prediction(at, config)
     return found
 
 
-def _feed_forward(layer: int, at: str, config: Config) -> Tensors:
+def prediction(at: str, config: Config) -> Tensors:
+    """What a layer that predicts has besides those of a layer."""
+    size, vocab = config["hidden_size"], config["vocab_size"]
+    found = plain(at, eh_proj=(size, 2 * size), enorm=(size,), hnorm=(size,), shared_head__norm=(size,))
+    return found | plain(at, embed_tokens=(vocab, size), shared_head__head=(vocab, size))
+
+
+def feed_forward(layer: int, at: str, config: Config) -> Tensors:
+    """An MLP in the first layers, experts in the others."""
     size, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
     if layer < config["first_k_dense_replace"]:
         return mlp(at, size, config["intermediate_size"])

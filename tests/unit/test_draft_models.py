@@ -126,6 +126,7 @@ PAIRS: dict[str, Make] = {
     "qwen3_next by gemma3": other("qwen3_next", "gemma3", share=0.4),
     "mtp of deepseek_v3": predicting("deepseek_v3", has_copies=True),
     "mtp of deepseek_v32": predicting("deepseek_v32"),
+    "mtp of glm4_moe": predicting("glm4_moe", has_copies=True),
     "mtp of glm_moe_dsa": predicting("glm_moe_dsa"),
     "mtp of qwen3_next": predicting("qwen3_next", has_points=True),
     "mtp of qwen3_5": predicting("qwen3_5", has_points=True),
