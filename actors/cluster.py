@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -43,9 +45,13 @@ class Cluster:
     temp_dir: Path | None
 
 
-def connect(config: Config) -> Cluster:
+def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({})) -> Cluster:
     """Start a local cluster (address "local") or connect to one.
 
+    Args:
+        config: of the service.
+        variables: of the environment, that its processes on a cluster that was there get; they win over what is set
+            there. In a local one all processes have those of this process.
     Raises:
         ConfigError: there is none at that address, it runs another version, or it cannot be started.
     """
@@ -66,6 +72,7 @@ def connect(config: Config) -> Cluster:
             logging_level=logging.ERROR,
             log_to_driver=False,
             job_config=JobConfig(_py_driver_sys_path=_code_paths()),
+            runtime_env={"env_vars": dict(variables)} if variables and not is_local else None,
         )
     except (RuntimeError, ValueError, ConnectionError, OSError, TimeoutError) as cause:
         disconnect(temp_dir)

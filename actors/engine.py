@@ -23,6 +23,7 @@ from actors.arena import Arenas, RemoteOwner
 from actors.gang import Gang
 from actors.placement import Places
 from raycache import logs
+from raycache.checkpoint.hub_models import located
 from raycache.config import Config
 from raycache.engine.build import build_engine, check_model
 from raycache.engine.engine import Engine
@@ -215,14 +216,15 @@ class EngineActor:
         self._end()
 
     def _start(self) -> None:
-        model = check_model(self._config)
-        self._config = with_stages(self._config, model)
+        here = located(self._config)
+        model = check_model(here)
+        here, self._config = with_stages(here, model), with_stages(self._config, model)
         if self._owners:
-            self._host = self._open_host(model)
+            self._host = self._open_host(here, model)
         gang = self._new_gang()
         self._engine = build_engine(
             gang.executor,
-            self._config,
+            here,
             model=model,
             device_type=self._device,
             num_pages=gang.num_pages,
@@ -231,12 +233,12 @@ class EngineActor:
         )
         self._progress = ("ready", 1.0)
 
-    def _open_host(self, model: ModelConfig) -> HostLink:
+    def _open_host(self, config: Config, model: ModelConfig) -> HostLink:
         """Have the arena made, or find that of an engine before, whose size it keeps."""
         self._note_progress("making the host tier", 0.0)
         node_ids = list(dict.fromkeys(self._places.nodes))
         nodes = tuple(map(node_ids.index, self._places.nodes))
-        opened = open_all(self._owners, self._config, model, device_type=self._device, epoch=self._epoch, nodes=nodes)
+        opened = open_all(self._owners, config, model, device_type=self._device, epoch=self._epoch, nodes=nodes)
         self._arenas = {node: each.path for node, each in zip(node_ids, opened, strict=True)}
         return HostLink(
             path=opened[0].path,

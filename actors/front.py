@@ -27,6 +27,7 @@ from actors.answers import ActorLostError, answer, answer_now
 from actors.arena import Arenas
 from actors.drain import Leaving, can_move, leaving
 from actors.engine import EngineActor, Message
+from actors.fetch import fetch_on
 from actors.placement import Places
 from actors.streams import Streams
 from raycache.config import Config
@@ -222,13 +223,16 @@ class RayEngine:
             self.away = f"recovering, {error}"
             _log.warning("%s; starting another one for %d open requests", error, len(self.streams))
             ray.kill(self._actor)  # one that only says nothing must not come back
-            if not await self._find_places():
+            has_moved = await self._find_places()
+            if not has_moved:
                 self._losses += 1
             if self._losses > _MAX_LOSSES:
                 raise error
-            self._actor = self._new_engine()
-            await asyncio.to_thread(self._end_if_stopping)
             try:
+                if has_moved:
+                    await self._expiring(asyncio.to_thread(self._fetch))
+                self._actor = self._new_engine()
+                await asyncio.to_thread(self._end_if_stopping)
                 await self._until_ready()
                 break
             except (ActorLostError, RankLostError, DirectoryGoneError) as cause:
@@ -277,6 +281,15 @@ class RayEngine:
         if self._arenas is not None:
             self._arenas = self._arenas.moved(self._places.nodes, timeout_s=_STOP_TIMEOUT_S)
             self._end_if_stopping()
+
+    def _fetch(self) -> None:
+        """Have the models on the nodes of new places; blocks."""
+
+        def tell(phase: str, share: float) -> None:
+            self._end_if_stopping()
+            self.away = f"recovering, {phase}"
+
+        fetch_on(self._places.nodes, self._config, on_progress=tell)
 
     def _end_if_stopping(self) -> None:
         """End what was made after `stop` has looked.

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from raycache import logs
+from raycache.checkpoint.hub_models import located
 from raycache.config import Config
 from raycache.engine.host_directory import Lease
 from raycache.engine.runner import RankRunner, Seat
@@ -66,7 +67,7 @@ class RankActor:
 
     def join(self, seat: Seat, handles: Mapping[str, GroupHandle], epoch: int, board: Path) -> None:
         """Become a member of the gang; see `RankRunner.join`."""
-        self._runner = RankRunner(self._config, seat)
+        self._runner = RankRunner(located(self._config), seat)
         self._runner.join(handles, epoch=epoch, board=board)
 
     def load(self) -> int:

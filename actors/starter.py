@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from actors.fetch import fetch_on
 from actors.front import RayEngine
 from actors.placement import reserve
 from raycache.config import Config
@@ -53,6 +54,11 @@ class Starter:
         places = reserve(config, device=self._device, on_wait=lambda missing: tell(f"waiting for Ray: {missing}", 0.0))
         for line in places.warnings:
             _log.warning("%s", line)
+        try:
+            fetch_on(places.nodes, config, on_progress=tell)
+        except BaseException:
+            places.remove()
+            raise
         engine = RayEngine(config, device=self._device, places=places, replica=name)
         self._engines.add(engine)
         try:

@@ -19,12 +19,14 @@ from actors.metrics import publishing
 from actors.replicas import Replicas
 from actors.starter import Starter
 from launch import cache, table
+from launch.environment import hub_variables, keep_job_variables
 from launch.http import build_app
 from launch.http_replicas import ReplicasApi
 from launch.observe import Observed, observe
 from launch.serve import bind, serve
 from launch.service import register
 from raycache import logs
+from raycache.checkpoint.hub_models import outlined, pinned, pinned_models
 from raycache.config import Config
 from raycache.engine.build import check_model
 from raycache.server.chat import ChatTemplate
@@ -73,11 +75,13 @@ def run(config: Config) -> int:
         sock = cleanup.enter_context(contextlib.closing(bind(config)))
         progress = cleanup.enter_context(_Progress())
         progress.show("checking the model", 0.0)
-        model = check_model(config)
-        tokenizer = Tokenizer.of(config, vocab_size=model.vocab_size)
+        config = pinned(config)
+        with outlined(config) as here:
+            tokenizer = Tokenizer.of(here, vocab_size=check_model(here).vocab_size)
         ChatTemplate.load(tokenizer, path=config.chat_template)  # or it would be refused after the weights are loaded
         progress.show("starting Ray", 0.0)
-        cluster = connect(config)
+        keep_job_variables()
+        cluster = connect(config, variables=hub_variables() if pinned_models(config) else {})
         cleanup.callback(disconnect, cluster.temp_dir)
         if config.ingress == "serve":
             from launch.ray_serve import serving
@@ -199,7 +203,7 @@ class _Progress:
 
     def show(self, phase: str, share: float) -> None:
         """Tell the phase, and the share of it that is done (0 to 1; 0 when it is not known)."""
-        line = f"{phase} {share:.0%}" if share and phase == "loading weights" else phase
+        line = f"{phase} {share:.0%}" if share and phase.startswith(("loading", "downloading")) else phase
         if self._is_terminal:
             print(f"\r{line.ljust(self._width)}", end="", file=sys.stderr, flush=True)
             self._width = len(line)

@@ -9,6 +9,7 @@ API_KEY = "RAYCACHE_API_KEY"
 CA_FILE = "RAYCACHE_CA_FILE"
 STORAGE = "RAYCACHE_STORAGE"
 CLIENT_VERSION = "RAYCACHE_CLIENT_VERSION"
+_HUB_PATHS = ("HF_HOME", "HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE", "HF_TOKEN_PATH")
 
 
 def api_key() -> str:
@@ -24,6 +25,21 @@ def ca_file() -> str:
 def storage() -> str:
     """URL of the storage tier: it can hold a password, and other users of a machine see flags. Empty for none."""
     return os.environ.get(STORAGE, "")
+
+
+def hub_variables(*, has_paths: bool = True) -> dict[str, str]:
+    """What is set for huggingface_hub, such as HF_TOKEN, to be set for processes on other machines as well.
+
+    Args:
+        has_paths: with those that name files or folders of this machine.
+    """
+    found = {name: value for name, value in os.environ.items() if name.startswith("HF_")}
+    return found if has_paths else {name: value for name, value in found.items() if name not in _HUB_PATHS}
+
+
+def keep_job_variables() -> None:
+    """Let variables of a job be set once more by its driver; Ray refuses that otherwise, though they are the same."""
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
 
 
 def client_version() -> str:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from launch import environment
 from raycache import __version__
+from raycache.checkpoint.hub_models import hub_id
 from raycache.config import Config
 from raycache.errors import ConfigError
 
@@ -58,11 +59,11 @@ def run(values: Mapping[str, Any]) -> int:
     if name := environment.ray_address_variable():
         raise ConfigError(f"{name} is set, and Ray's job client would follow it and not --address; unset it")
     for path in config.directories:
-        if not os.path.isabs(path):
+        if not os.path.isabs(path) and hub_id(path) is None:
             name = "model" if path == config.model else "draft"
             raise ConfigError(
                 f"{name}={path} is relative; for a launch on a remote cluster give the absolute path that it has on "
-                "the nodes there"
+                "the nodes there, or the name of a model of the Hub"
             )
     from actors.job import Job  # imports Ray
 
@@ -106,7 +107,8 @@ _SECRETS = {"api_key": environment.API_KEY, "storage": environment.STORAGE}
 
 def _variables(config: Config) -> dict[str, str]:
     secrets = {variable: getattr(config, name) for name, variable in _SECRETS.items()}
-    return {environment.CLIENT_VERSION: __version__, **{name: value for name, value in secrets.items() if value}}
+    hub = environment.hub_variables(has_paths=False) if any(map(hub_id, config.directories)) else {}
+    return {environment.CLIENT_VERSION: __version__, **hub, **{name: text for name, text in secrets.items() if text}}
 
 
 class _Screen:

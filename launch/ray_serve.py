@@ -28,6 +28,7 @@ from launch.http_replicas import ReplicasApi
 from launch.observe import observe
 from launch.serve import endpoint_of
 from raycache import logs
+from raycache.checkpoint.hub_models import described, pinned
 from raycache.config import Config
 from raycache.server.tokenizer import Tokenizer
 from raycache.types import EngineInfo
@@ -50,13 +51,13 @@ def app(args: Mapping[str, Any]) -> Any:
     config = Config.from_mapping({**values, **settings, "ingress": "serve"})
     if not (config.api_key or config.api_keys):
         _log.warning("whoever reaches Ray Serve's proxy may use the service: set RAYCACHE_API_KEY or api_keys")
-    return application(config, build=build)
+    return application(pinned(config), build=build)
 
 
 def build(engine: HubClient, config: Config, info: EngineInfo) -> ASGIApp:
     """The ASGI application of one ingress process."""
     logs.set_up(config.log_format)
-    tokenizer = Tokenizer.of(config, vocab_size=info.vocab_size)
+    tokenizer = Tokenizer.of(described(config), vocab_size=info.vocab_size)
     observed = contextlib.ExitStack().enter_context(observe(config))  # to the end of the process
     publish_front(observed.metrics)
     routes = ReplicasApi(engine, config=config).routes()

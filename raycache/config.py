@@ -44,9 +44,15 @@ class Config:
     """
 
     model: str = _setting(
-        "", "directory of a Hugging Face model: config.json, *.safetensors, tokenizer.json", group="model"
+        "",
+        "directory of a Hugging Face model (config.json, *.safetensors, tokenizer), or its name on the Hub, such as "
+        "Qwen/Qwen3-8B",
+        group="model",
     )
-    served_model_name: str = _setting("", "name that clients use; default: the directory's name", group="model")
+    revision: str = _setting("", "branch, tag or commit of a model of the Hub; default: its main branch", group="model")
+    served_model_name: str = _setting(
+        "", "name that clients use; default: that of the directory, or on the Hub", group="model"
+    )
     dtype: str = _setting(
         "auto",
         "of weights and cache; auto: the checkpoint's on cuda, float32 on cpu",
@@ -185,7 +191,8 @@ class Config:
         "none",
         "guesses at next tokens, which the model checks several of in one step; the output stays the same. ngram: what "
         "followed when the last tokens stood in prompt or output before, good at quoting and editing; mtp: a layer of "
-        "the model's own checkpoint; else the directory of a smaller model with its vocabulary, or of an EAGLE head",
+        "the model's own checkpoint; else a smaller model with its vocabulary, or an EAGLE head: a directory, or "
+        "ORG/NAME or ORG/NAME@REVISION of the Hub",
         group="scheduler",
     )
     draft_tokens: int = _setting(4, "most guesses per request and step", group="scheduler")
@@ -325,7 +332,7 @@ class Config:
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """Of the model, and of a draft with files of its own: what every node needs."""
+        """Of the model, and of a draft with files of its own, or their names on the Hub: what every node needs."""
         return (self.model, self.draft) if self.has_draft_model and self.draft != "mtp" else (self.model,)
 
     def plans_ahead(self, *, device_type: str) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from raycache.checkpoint.hub_models import fetch, located, pinned
+from raycache.checkpoint.hub_progress import ProgressBar
 from raycache.config import Config
 from raycache.engine.build import build_engine, check_model
 from raycache.engine.engine import Engine, Executor
@@ -84,7 +86,7 @@ class LLM:
     A script that splits the model needs the usual `if __name__ == "__main__":` of multiprocessing.
 
     Args:
-        model: directory of a Hugging Face model.
+        model: directory of a Hugging Face model, or its name on the Hub, such as "Qwen/Qwen3-8B".
         settings: fields of `Config`, such as tp=2 or num_pages=512.
     Raises:
         ConfigError: a setting or the model's directory cannot work.
@@ -92,7 +94,10 @@ class LLM:
 
     def __init__(self, model: str, **settings: Any) -> None:
         # A caller waits for all its prompts anyway: no bound on the queue unless asked for.
-        self.config = Config.from_mapping({"model": str(model), "max_queue": 2**31 - 1, **settings})
+        wanted = pinned(Config.from_mapping({"model": str(model), "max_queue": 2**31 - 1, **settings}))
+        with ProgressBar() as bar:
+            fetch(wanted, on_progress=bar.show)
+        self.config = located(wanted)
         device_type = self.config.device
         if device_type == "auto":
             device_type = "cuda" if torch.cuda.is_available() else "cpu"

@@ -80,7 +80,8 @@ def read_config(model_dir: Path) -> ModelConfig:
     """
     if not model_dir.is_dir():
         raise CheckpointError(
-            f"model {str(model_dir)!r} is not a directory; download the model, give the directory with its config.json"
+            f"model {str(model_dir)!r} is not a directory, and no name of the Hub such as Qwen/Qwen3-8B; give the "
+            "directory with its config.json"
         )
     whole = ConfigFile.read(model_dir.absolute() / "config.json")
     wrapper = WRAPPERS.get(whole.text("model_type"))

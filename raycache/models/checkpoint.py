@@ -193,7 +193,8 @@ def _scan(model_dir: Path) -> dict[str, Stored]:
         return _read_header(model_dir / SINGLE)
     if not index.is_file():
         raise CheckpointError(_why_no_weights(model_dir))
-    weight_map = _read_index(index)
+    weight_map = read_index(index)
+    _require_files(index, set(weight_map.values()))
     tensors: dict[str, Stored] = {}
     for name in sorted(set(weight_map.values())):
         tensors |= _read_header(model_dir / name)
@@ -203,7 +204,12 @@ def _scan(model_dir: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> name of the file beside the index that holds it.
+
+    Raises:
+        CheckpointError: it is not an index of safetensors files.
+    """
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
@@ -212,13 +218,16 @@ def _read_index(index: Path) -> dict[str, str]:
     # A name with a folder in it could read any file of the machine.
     if any(Path(file).name != file for file in names.values()) or not names:
         raise CheckpointError(f"{index} must name files beside it, at least one; download it again")
-    missing = sorted(file for file in set(names.values()) if not (index.parent / file).is_file())
+    return names
+
+
+def _require_files(index: Path, names: set[str]) -> None:
+    missing = sorted(file for file in names if not (index.parent / file).is_file())
     if missing:
         raise CheckpointError(
-            f"{index.parent} lacks {len(missing)} of {len(set(names.values()))} weight files: "
+            f"{index.parent} lacks {len(missing)} of {len(names)} weight files: "
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; download them"
         )
-    return names
 
 
 def _read_header(path: Path) -> dict[str, Stored]:
@@ -271,13 +280,22 @@ def _cut_short(path: Path, size: int, expected: str) -> str:
 def _why_no_weights(model_dir: Path) -> str:
     if not model_dir.is_dir():
         return f"{model_dir} is not a directory; download the model and give its directory"
-    names = sorted(path.name for path in model_dir.iterdir())
+    return why_no_weights(str(model_dir), sorted(path.name for path in model_dir.iterdir()))
+
+
+def why_no_weights(model: str, names: Sequence[str]) -> str:
+    """What to say of a model without safetensors files that can be read.
+
+    Args:
+        model: its directory or name.
+        names: of its files.
+    """
     if any(name.endswith(".safetensors") for name in names):
-        return f"{model_dir} has safetensors files but neither {SINGLE} nor {INDEX}; download {INDEX}"
+        return f"{model} has safetensors files but neither {SINGLE} nor {INDEX}; download {INDEX}"
     for suffix, kind in ((".bin", "pickled PyTorch"), (".gguf", "GGUF"), (".pth", "pickled PyTorch")):
         if any(name.endswith(suffix) for name in names):
-            return f"{model_dir} has only {kind} weights (*{suffix}), which are not read; convert them to {SINGLE}"
-    return f"{model_dir} has no weights; expected {SINGLE}, or {INDEX} and the files that it names"
+            return f"{model} has only {kind} weights (*{suffix}), which are not read; convert them to {SINGLE}"
+    return f"{model} has no weights; expected {SINGLE}, or {INDEX} and the files that it names"
 
 
 _SAMPLE_BYTES = 4096
@@ -295,7 +313,7 @@ def weights_fingerprint(directory: Path) -> str:
     """What tells two checkpoints apart: config, names, shapes, and the first bytes of every tensor.
 
     Reading all bytes would take as long as loading. Training changes every tensor that it changes at its begin, too; a
-    file that was edited by hand elsewhere is not noticed.
+    file that was edited by hand elsewhere is not noticed. Files that are not read do not count.
 
     Args:
         directory: of the model.
@@ -303,7 +321,11 @@ def weights_fingerprint(directory: Path) -> str:
         Hexadecimal digits, 32 of them.
     """
     message = sha256()
-    for path in sorted([directory / "config.json", *directory.glob("*.safetensors")]):
+    weights = [SINGLE]
+    if (directory / INDEX).is_file() and not (directory / SINGLE).is_file():
+        weights = list(set(read_index(directory / INDEX).values()))
+    found = [path for path in (directory / name for name in weights) if path.is_file()]
+    for path in sorted([directory / "config.json", *found]):
         with path.open("rb") as file:
             if path.suffix == ".json":
                 message.update(file.read())

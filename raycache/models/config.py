@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from raycache.checkpoint.hub_id import name_of
 from raycache.checkpoint.prefixes import Prefixes
 from raycache.errors import CheckpointError
 from raycache.layers.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor, yarn_score_factor
@@ -272,7 +273,7 @@ def read_common(file: ConfigFile) -> Any:
     """
     _require_language_model(file)
     return {
-        "name": file.path.parent.name,
+        "name": name_of(file.path.parent),
         "model_type": file.text("model_type"),
         "num_layers": file.integer("num_hidden_layers"),
         "hidden_size": file.integer("hidden_size"),

@@ -55,9 +55,24 @@ def test_a_job_refuses_another_version(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert f"RayCache {__version__}, the machine that launches on it 9.9" in capsys.readouterr().err
 
 
-def test_a_relative_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="models/x is relative"):
-        job.run({"model": "models/x", "address": _ADDRESS})
+def test_a_relative_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models/x").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/x", "./models/y", "../a/b"):
+        with pytest.raises(ConfigError, match=f"{name} is relative"):
+            job.run({"model": name, "address": _ADDRESS})
+
+
+def test_settings_of_the_hub_travel_with_its_models_and_paths_of_this_machine_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("HF_TOKEN", "hf_x"), ("HF_ENDPOINT", "http://mirror"), ("HF_HOME", "/mine")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    found = job._variables(Config(model="acme/tiny", address=_ADDRESS))
+    assert found == {"RAYCACHE_CLIENT_VERSION": __version__, "HF_TOKEN": "hf_x", "HF_ENDPOINT": "http://mirror"}
+    assert "hf_x" not in job._command({"model": "acme/tiny", "address": _ADDRESS})
+    assert "HF_TOKEN" not in job._variables(Config(model="/models/m", address=_ADDRESS))
 
 
 def test_a_variable_that_wins_over_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

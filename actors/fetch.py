@@ -1,0 +1,138 @@
+"""Models of the Hub on the nodes that need them: each node fetches its own copy, once for all of its ranks.
+
+A download may take hours, and is given up only when it stands still.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.answers import ActorLostError, ours
+from raycache import logs
+from raycache.checkpoint.hub_models import fetch, pinned_models
+from raycache.config import Config
+from raycache.errors import ConfigError, EngineStoppedError
+
+_LOOK_S = 0.5
+_STOP_S = 5.0
+_ANSWER_S = 60.0
+
+OnProgress = Callable[[str, float], None]
+
+
+def fetch_on(nodes: Collection[str], config: Config, *, on_progress: OnProgress) -> None:
+    """Have the files of a service's models on nodes; blocks.
+
+    Args:
+        nodes: their ids.
+        config: of the service, pinned.
+        on_progress: told phase and share; what it raises ends the downloads.
+    Raises:
+        RayCacheError: a node does not get them, or gets nothing for start_timeout_s.
+    """
+    if not pinned_models(config):
+        return
+    watch = _Watch(config.start_timeout_s, num_nodes=len(set(nodes)), on_progress=on_progress)
+    if set(nodes) == {ray.get_runtime_context().get_node_id()}:
+        fetch(config, on_progress=watch.look)
+    else:
+        _fetch_by_actors(sorted(set(nodes)), config, watch=watch)
+
+
+class FetchActor:
+    """Fetches on its node.
+
+    Args:
+        config: of the service, pinned.
+    """
+
+    def __init__(self, config: Config) -> None:
+        logs.set_up(config.log_format)
+        self._config = config
+        self._bytes = (0, 0)
+        self._is_stopping = False
+
+    @ray.method(concurrency_group="work")
+    def fetch(self) -> None:
+        """Fetch everything.
+
+        Raises:
+            CheckpointError: see `hub_models.fetch`.
+        """
+        fetch(self._config, on_progress=self._note)
+
+    @ray.method(concurrency_group="ask")
+    def progress(self) -> tuple[int, int]:
+        """Bytes that are there, and in all."""
+        return self._bytes
+
+    @ray.method(concurrency_group="ask")
+    def stop(self) -> None:
+        """Have `fetch` clean up and end."""
+        self._is_stopping = True
+
+    def _note(self, done: int, total: int) -> None:
+        if self._is_stopping:
+            raise EngineStoppedError("stopped while downloading")
+        self._bytes = (done, total)
+
+
+class _Watch:
+    """Tells how far a download is, and ends one that stands still."""
+
+    def __init__(self, timeout_s: float, *, num_nodes: int, on_progress: OnProgress) -> None:
+        self._timeout_s, self._num_nodes, self._on_progress = timeout_s, num_nodes, on_progress
+        self._seen, self._moved_s = (0, 0), time.monotonic()
+
+    def look(self, done: int, total: int) -> None:
+        if (done, total) != self._seen:
+            self._seen, self._moved_s = (done, total), time.monotonic()
+        elif time.monotonic() - self._moved_s > self._timeout_s:
+            raise ConfigError(
+                f"the download of the model stands still at {done} of {total} bytes for {self._timeout_s:.0f} s; see "
+                "--start-timeout-s"
+            )
+        where = f" to {self._num_nodes} nodes" if self._num_nodes > 1 else ""
+        self._on_progress(f"downloading {total / 1e9:.1f} GB{where}", done / total if total else 0.0)
+
+
+def _fetch_by_actors(nodes: list[str], config: Config, *, watch: _Watch) -> None:
+    actors, works = dict[str, Any](), dict[Any, str]()
+    try:
+        for node in nodes:
+            options: dict[str, Any] = {"concurrency_groups": {"work": 1, "ask": 2}}
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+            actors[node] = ray.remote(num_cpus=0, max_restarts=0, **options)(FetchActor).remote(config)
+            works[actors[node].fetch.remote()] = node
+        pending = list(works)
+        while pending:
+            ended, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK_S)
+            for ref in ended:
+                _ask(ref, node=works[ref])
+            told = [_ask(actor.progress.remote(), node=node) for node, actor in actors.items()]
+            watch.look(sum(done for done, _ in told), sum(total for _, total in told))
+    except BaseException:
+        # In good order, or parts of files would stay; a node that does not answer is not waited for.
+        ray.wait([actor.stop.remote() for actor in actors.values()], num_returns=len(actors), timeout=_STOP_S)
+        ray.wait(list(works), num_returns=len(works), timeout=_STOP_S)
+        raise
+    finally:
+        for actor in actors.values():
+            ray.kill(actor)
+
+
+def _ask(ref: Any, *, node: str) -> Any:
+    try:
+        return ray.get(ref, timeout=_ANSWER_S)
+    except RayTaskError as cause:
+        raise ours(cause) from cause
+    except (RayActorError, GetTimeoutError) as cause:
+        raise ActorLostError(
+            f"node {node} was lost while it fetched the model: {str(cause).splitlines()[0]}"
+        ) from cause

@@ -1,0 +1,297 @@
+"""Models of the Hugging Face Hub, in the cache that huggingface_hub keeps on this machine.
+
+    ORG/NAME[@REVISION] -- find --> a repository at one commit -- fetch --> a model directory
+
+    HF_HOME/hub/models--ORG--NAME/
+        refs/main                  the commit that it was when it was last looked up
+        snapshots/COMMIT/          the model directory: links to ...
+        blobs/                     ... the files
+
+huggingface_hub reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE from the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from raycache.checkpoint.hub_download import Download, FetchError, OnProgress, Transfer
+from raycache.checkpoint.hub_errors import FAILURES, broken, is_away, refusal
+from raycache.checkpoint.hub_files import HubFile, descriptions, weight_names
+from raycache.checkpoint.hub_id import HubId
+from raycache.checkpoint.hub_outline import outline
+from raycache.errors import CheckpointError
+from raycache.models.checkpoint import INDEX, SINGLE, read_index
+
+_log = logging.getLogger(__name__)
+_ANSWER_S = 20.0
+_LOOK_S = 0.5
+_STALE_S = 3600.0
+"""A part of a file that has not grown for so long is left over from a process that was killed."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """What a model consists of at a commit.
+
+    Attributes:
+        model: pinned to the commit.
+        files: by name.
+        is_listed: the Hub has said so; else these are the files that the cache has.
+    """
+
+    model: HubId
+    files: Mapping[str, HubFile]
+    is_listed: bool
+
+
+class Hub:
+    """A Hub, and the cache of its files on this machine.
+
+    Args:
+        endpoint: URL; by default that of the environment.
+        cache_dir: by default that of the environment.
+        token: by default that of the environment, or of `hf auth login`.
+        pause_s: before a download that failed is tried again.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: str | None = None,
+        cache_dir: Path | None = None,
+        token: str | bool | None = None,
+        pause_s: float = 1.0,
+    ) -> None:
+        self._api = HfApi(endpoint=endpoint, token=token, library_name="raycache")
+        self._token, self._pause_s = token, pause_s
+        self.endpoint = self._api.endpoint
+        self.cache_dir = Path(cache_dir or constants.HF_HUB_CACHE)
+
+    def find(self, model: HubId) -> Repository:
+        """Look up what a model consists of; in the cache if the Hub does not answer.
+
+        Raises:
+            CheckpointError: there is no such model, it may not be read, or it cannot be looked up.
+        """
+        try:
+            return self._ask(model)
+        except FAILURES as cause:
+            cached = self._find_cached(model) if is_away(cause) else None
+            if cached is None:
+                raise refusal(cause, model, endpoint=self.endpoint, has_token=self._has_token) from cause
+            if not constants.is_offline_mode() and not model.is_pinned:
+                _log.warning("%s does not answer; using %s of the cache", self.endpoint, cached.model)
+            return cached
+
+    def folder(self, model: HubId) -> Path:
+        """Where a pinned model's directory is, or would be."""
+        return self._home(model) / "snapshots" / model.revision
+
+    def fetch(self, repository: Repository, *, has_weights: bool, on_progress: OnProgress) -> Path:
+        """Have a model's files on this machine; what is in the cache already stays there.
+
+        Args:
+            repository: of the model.
+            has_weights: with the weights, and not only what describes it.
+            on_progress: see `OnProgress`.
+        Returns:
+            The model directory.
+        Raises:
+            CheckpointError: a file could not be fetched, does not fit on the disk, or the model has no weights that
+                can be read.
+        """
+        folder = self.folder(repository.model)
+        self._get(repository, descriptions(repository.files), on_progress=lambda done, total: None)
+        if has_weights:
+            self._get(repository, self.weight_names(repository), on_progress=on_progress)
+        return folder
+
+    def weight_names(self, repository: Repository) -> list[str]:
+        """The files of its weights; what describes it has been fetched.
+
+        Raises:
+            CheckpointError: it has none that can be read.
+        """
+        folder = self.folder(repository.model)
+        if repository.is_listed:
+            return weight_names(folder, repository.files, model=repository.model.repo)
+        if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
+            return sorted(set(read_index(folder / INDEX).values()))
+        return [SINGLE]
+
+    def outline(self, repository: Repository, *, scratch: Path) -> Path:
+        """A model directory to check before it is fetched: of weights that are missing it has the headers.
+
+        Args:
+            repository: of the model; what describes it has been fetched.
+            scratch: folder that the directory is made in, if it is needed.
+        Raises:
+            CheckpointError: see `fetch`.
+        """
+        model, source = repository.model, self.folder(repository.model)
+        missing = self.missing(repository, self.weight_names(repository))
+        if not missing:
+            return source
+        if not repository.is_listed:
+            self._refuse_incomplete(repository, missing)
+        folder = scratch / source.relative_to(self.cache_dir)
+        try:
+            outline(model, source, missing, folder=folder, endpoint=self.endpoint, token=self._token)
+        except FAILURES as cause:
+            raise refusal(cause, model, endpoint=self.endpoint, has_token=self._has_token) from cause
+        return folder
+
+    def missing(self, repository: Repository, names: list[str]) -> list[HubFile]:
+        """Those of a repository's files that the cache does not have."""
+        folder = self.folder(repository.model)
+        files = [repository.files.get(name, HubFile(name)) for name in names]
+        return [file for file in files if not file.is_at(folder / file.name)]
+
+    def _get(self, repository: Repository, names: list[str], *, on_progress: OnProgress) -> None:
+        missing = self.missing(repository, names)
+        if not missing:
+            return
+        if not repository.is_listed:
+            self._refuse_incomplete(repository, missing)
+        model, home = repository.model, self._home(repository.model)
+        total = sum(repository.files[name].size or 0 for name in names)
+        with _held(home, on_wait=lambda: on_progress(min(_arrived(home), total), total)):
+            _remove_leftovers(home)
+            missing = self.missing(repository, names)
+            needed = sum(file.size or 0 for file in missing)
+            self._require_space(needed, model)
+            download = Download(
+                missing, folder=self.folder(model), transfer=self._transfer_of(model), pause_s=self._pause_s
+            )
+            try:
+                download.run(on_progress, done=total - needed, total=total)
+            except FetchError as failed:
+                raise self._explained(failed, model) from failed.__cause__
+
+    def _transfer_of(self, model: HubId) -> Transfer:
+        def transfer(name: str, *, counter: type) -> Path:
+            path = hf_hub_download(
+                model.repo,
+                name,
+                revision=model.revision,
+                endpoint=self.endpoint,
+                cache_dir=self.cache_dir,
+                token=self._token,
+                library_name="raycache",
+                tqdm_class=counter,
+            )
+            return Path(path)
+
+        return transfer
+
+    def _explained(self, failed: FetchError, model: HubId) -> CheckpointError:
+        cause = failed.__cause__
+        if isinstance(cause, LocalEntryNotFoundError):  # says why in its cause
+            cause = cause.__cause__ or cause
+        assert cause is not None, "it is raised from one"
+        if isinstance(cause, HfHubHTTPError) and not is_away(cause):
+            return refusal(cause, model, endpoint=self.endpoint, has_token=self._has_token)
+        return broken(cause, model, failed.name, folder=self.cache_dir)
+
+    def _ask(self, model: HubId) -> Repository:
+        for pause_s in (self._pause_s, 4 * self._pause_s, 0.0):
+            try:
+                info = self._api.model_info(
+                    model.repo, revision=model.revision or None, files_metadata=True, timeout=_ANSWER_S
+                )
+                break
+            except FAILURES as cause:
+                if not (isinstance(cause, HfHubHTTPError) and is_away(cause) and pause_s):
+                    raise
+                time.sleep(pause_s)
+        files = [
+            HubFile(one.rfilename, one.size, one.lfs.sha256 if one.lfs else one.blob_id or "")
+            for one in info.siblings or ()
+        ]
+        if not info.sha:
+            raise ValueError("it names no commit")
+        return Repository(model.at(info.sha), {file.name: file for file in files}, is_listed=True)
+
+    def _find_cached(self, model: HubId) -> Repository | None:
+        revision = model.revision or constants.DEFAULT_REVISION
+        found = try_to_load_from_cache(model.repo, "config.json", cache_dir=self.cache_dir, revision=revision)
+        if not isinstance(found, str):
+            return None
+        folder = Path(found).parent
+        files = [HubFile(path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file()]
+        return Repository(model.at(folder.name), {file.name: file for file in files}, is_listed=False)
+
+    def _refuse_incomplete(self, repository: Repository, missing: list[HubFile]) -> None:
+        lacks = [file.name for file in missing]
+        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{self.endpoint} does not answer"
+        raise CheckpointError(
+            f"{self.folder(repository.model)} lacks {len(lacks)} files of {repository.model.repo}, and {why}: "
+            f"{', '.join(lacks[:5])}{', ...' if len(lacks) > 5 else ''}"
+        )
+
+    def _require_space(self, needed: int, model: HubId) -> None:
+        free = shutil.disk_usage(self._home(model)).free
+        if needed > free:
+            raise CheckpointError(
+                f"{model.repo} needs {needed / 1e9:.1f} GB more in {self.cache_dir}, {free / 1e9:.1f} GB are free; "
+                "free some, or set HF_HOME to a larger disk"
+            )
+
+    def _home(self, model: HubId) -> Path:
+        return self.cache_dir / f"models--{model.repo.replace('/', '--')}"
+
+    @property
+    def _has_token(self) -> bool:
+        return bool(self._token or (self._token is None and get_token()))
+
+
+@contextlib.contextmanager
+def _held(home: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Be the only process of this machine that fetches into a folder; the lock ends with its process.
+
+    Raises:
+        CheckpointError: the folder cannot be written to.
+    """
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        lock = (home / ".raycache.lock").open("w")
+    except OSError as cause:
+        raise CheckpointError(
+            f"{home} cannot be written to ({cause.strerror}); set HF_HOME to where it can be"
+        ) from cause
+    with lock:
+        while not _is_locked(lock.fileno()):
+            on_wait()
+            time.sleep(_LOOK_S)
+        yield
+
+
+def _is_locked(number: int) -> bool:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks; huggingface_hub does without them, too
+    return True
+
+
+def _remove_leftovers(home: Path) -> None:
+    """Remove what processes that were killed have left of files; huggingface_hub does not go on with it."""
+    for path in (home / "blobs").glob("*.incomplete"):
+        if time.time() - path.stat().st_mtime > _STALE_S:
+            path.unlink()
+
+
+def _arrived(home: Path) -> int:
+    return sum(path.stat().st_size for path in (home / "blobs").glob("*"))

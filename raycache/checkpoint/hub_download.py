@@ -1,0 +1,151 @@
+"""Files of one repository on their way into the cache: several at a time, counted, checked, and stopped together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+from raycache.checkpoint.hub_errors import FAILURES, is_transient
+from raycache.checkpoint.hub_files import HubFile
+
+_log = logging.getLogger(__name__)
+_AT_A_TIME = 8
+_ATTEMPTS = 3
+"""Per file, beside those that huggingface_hub makes by itself as long as a connection can be made."""
+_LOOK_S = 0.2
+
+OnProgress = Callable[[int, int], None]
+"""Told bytes that are there and bytes in all; what it raises stops the download."""
+
+
+class Transfer(Protocol):
+    """How one file gets into the cache."""
+
+    def __call__(self, name: str, *, counter: type) -> Path:
+        """Download a file that the cache does not have.
+
+        Args:
+            name: of the file.
+            counter: class of a progress bar like tqdm's.
+        Returns:
+            Where it is.
+        """
+        ...
+
+
+class FetchError(Exception):
+    """A file could not be fetched; the cause says why.
+
+    Args:
+        name: of the file.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class DamagedError(OSError):
+    """A file that was downloaded is not the one that the Hub has."""
+
+
+class Download:
+    """Files of a model that are to be fetched.
+
+    Args:
+        files: to fetch.
+        folder: where they will be.
+        transfer: gets one of them.
+        pause_s: before a file is tried a second time.
+    """
+
+    def __init__(self, files: Sequence[HubFile], *, folder: Path, transfer: Transfer, pause_s: float) -> None:
+        self._files, self._folder, self._transfer, self._pause_s = files, folder, transfer, pause_s
+        self._done = {file.name: 0 for file in files}
+        self._is_stopped = threading.Event()
+
+    def run(self, on_progress: OnProgress, *, done: int, total: int) -> None:
+        """Fetch them; files that are whole are kept whatever happens.
+
+        Args:
+            on_progress: called in this thread.
+            done, total: bytes that were there before, and bytes in all.
+        Raises:
+            FetchError: one of them could not be fetched.
+        """
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            pending: set[Future[None]] = {pool.submit(self._fetch, file) for file in self._files}
+            try:
+                while pending:
+                    ended, pending = wait(pending, timeout=_LOOK_S, return_when="FIRST_EXCEPTION")
+                    for one in ended:
+                        one.result()
+                    on_progress(min(done + sum(self._done.values()), total), total)
+            except BaseException:
+                self._is_stopped.set()
+                for one in pending:
+                    one.cancel()
+                raise
+
+    def _fetch(self, file: HubFile) -> None:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return self._try(file)
+            except FAILURES as cause:
+                if attempt == _ATTEMPTS or not is_transient(cause) or self._is_stopped.is_set():
+                    raise FetchError(file.name) from cause
+                _log.warning("%s: %s; trying again", file.name, " ".join(str(cause).split()))
+            self._is_stopped.wait(self._pause_s * 4 ** (attempt - 1))
+
+    def _try(self, file: HubFile) -> None:
+        self._done[file.name] = 0
+        _remove(self._folder / file.name)  # one of another size
+        path = self._transfer(file.name, counter=_counter(self._done, file.name, self._is_stopped))
+        if not file.is_at(path) or not file.has_content_of(path):
+            what = "content" if file.is_at(path) else "size"
+            _remove(path)
+            raise DamagedError(f"{file.name} has another {what} than the Hub says")
+        self._done[file.name] = file.size or 0
+
+
+def _remove(path: Path) -> None:
+    """Remove a file from the cache, with what it links to."""
+    path.resolve().unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def _counter(done: dict[str, int], name: str, is_stopped: threading.Event) -> type:
+    """A progress bar for huggingface_hub that counts a file's bytes, and ends the download when that is stopped."""
+
+    class Counter:
+        def __init__(self, *args: Any, initial: int = 0, **kwargs: Any) -> None:
+            self.total = kwargs.get("total")
+            self.update(initial)
+
+        def __enter__(self) -> Counter:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+        def update(self, count: float | None = 1) -> None:
+            if is_stopped.is_set():
+                raise RuntimeError(f"the download of {name} is stopped")
+            done[name] += int(count or 0)
+
+        def update_transfer(self, count: float | None = 1) -> None:
+            pass  # what has arrived and is not written yet
+
+        def set_postfix_str(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        set_transfer_postfix_str = set_postfix_str
+
+    return Counter
