@@ -100,6 +100,7 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
         "deepseek_v3": "head_dim qk_head_dim",
         "deepseek_v32": "head_dim qk_head_dim",
         "glm_moe_dsa": "head_dim qk_head_dim",
+        "kimi_k2": "head_dim qk_head_dim",
         "gemma3_text": "_sliding_window_pattern",
         # Other names of num_experts_per_tok, and of the context before it was extended, which rope_scaling repeats.
         "gpt_oss": "experts_per_token initial_context_length",
@@ -123,8 +124,8 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
             norm_topk_prob num_experts_per_tok routed_scaling_factor topk_group
             """,
         # The window is off; max_window_layers would say where it begins.
-        "qwen3": "max_window_layers",
         "qwen3_moe": "max_window_layers",
+        "smollm3": "max_window_layers",
         # The inner size of MLPs that no layer has. Axes of positions, which are alike for text.
         "qwen3_next": "intermediate_size",
         "qwen3_5_text": "rope_parameters.mrope_interleaved rope_parameters.mrope_section",

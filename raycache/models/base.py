@@ -238,16 +238,21 @@ _FAMILIES = {
     "glm_moe_dsa": "GlmMoeDsa",
     "gpt_oss": "GptOss",
     "granitemoehybrid": "GraniteMoeHybrid",
+    "kimi_k2": "KimiK2",
     "kimi_k3_text": "KimiK3Text",
     "kimi_linear": "KimiLinear",
     "llama": "Llama",
     "minimax": "MiniMax",
     "minimax_m2": "MiniMaxM2",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
     "nemotron_h": "NemotronH",
+    "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_5_text": "Qwen35Text",
     "qwen3_moe": "Qwen3Moe",
     "qwen3_next": "Qwen3Next",
+    "smollm3": "SmolLM3",
 }
 """model_type, which is also the name of the family's file in this folder -> its class."""
 

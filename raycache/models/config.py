@@ -164,6 +164,10 @@ class ConfigFile:
         """All values that it has."""
         return tuple(self._values.values())
 
+    def says(self, key: str) -> bool:
+        """Whether there is such a key, be it null."""
+        return key in self._values
+
     def raw(self, key: str) -> Any:
         """Whatever stands there, or None."""
         self._asked.add(self._at + key)

@@ -39,6 +39,9 @@ class DenseConfig(ModelConfig):
         norm_offset: added to the weights of the query and key norms.
         rotary_share: of a head's features are turned, the first ones.
         has_joint_qk_norm: whether queries and keys are normalised over all heads at once.
+        window: tokens that a query of a windowed layer sees, itself included.
+        windowed: layers that have one, ascending.
+        unrotated: layers without positions.
     """
 
     intermediate_size: int
@@ -55,6 +58,9 @@ class DenseConfig(ModelConfig):
     rotary_share: float = field(default=1.0, kw_only=True)
     has_joint_qk_norm: bool = field(default=False, kw_only=True)
     output_bias: bool | None = field(default=None, kw_only=True)
+    window: int = field(default=0, kw_only=True)
+    windowed: tuple[int, ...] = field(default=(), kw_only=True)
+    unrotated: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property
     def rotary_dim(self) -> int:
@@ -141,8 +147,14 @@ def require_heads(file: ConfigFile, *, num_heads: int, num_kv_heads: int, head_d
 
 
 def dense_components(config: DenseConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-    """Keys and values of every layer."""
-    return (kv("kv", range(config.num_layers), heads=config.num_kv_heads, dim=config.head_dim, fmt=fmt),)
+    """Keys and values: of all tokens in the layers that see everything, of the window's in the others."""
+
+    def rows(name: str, layers: Sequence[int], window: int) -> tuple[Component, ...]:
+        sizes = {"heads": config.num_kv_heads, "dim": config.head_dim}
+        return (kv(name, layers, fmt=fmt, window=window, **sizes),) if layers else ()
+
+    full = [layer for layer in range(config.num_layers) if layer not in config.windowed]
+    return rows("kv", full, 0) + rows("window", config.windowed, config.window)
 
 
 def attention_head_counts(config: DenseConfig) -> tuple[HeadCount, ...]:
@@ -185,7 +197,8 @@ def load_attention_mlp(
 
     def load_layer(layer: int) -> Sequence[Mixer]:
         at = f"model.layers.{layer}"
-        attention = load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
+        turned = None if layer in config.unrotated else rotary
+        attention = load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=turned)
         return pre_norm_layer(at, attention, load_layer_mlp(layer), config, weights)
 
     return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress)

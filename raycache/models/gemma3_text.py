@@ -13,10 +13,16 @@ from raycache.layers.rope import RopeConfig, Rotary
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.config import ConfigFile, read_rope
 from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
-from raycache.models.dense import attention_head_counts, load_attention, read_dense_config
+from raycache.models.dense import (
+    DenseConfig,
+    attention_head_counts,
+    dense_components,
+    load_attention,
+    read_dense_config,
+)
 from raycache.models.feed_forward import load_feed_forward
 from raycache.models.weights import ShardedWeights
-from raycache.models.windows import FULL_ATTENTION, SLIDING_ATTENTION, WindowConfig, read_windowed, window_components
+from raycache.models.windows import FULL_ATTENTION, SLIDING_ATTENTION, read_windowed
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Gemma3Config(WindowConfig):
+class Gemma3Config(DenseConfig):
     """Gemma 3.
 
     Attributes:
@@ -57,16 +63,13 @@ class Gemma3Text:
             "tie_word_embeddings": file.flag("tie_word_embeddings", True),
             "attention_scale": file.number("query_pre_attn_scalar", 256) ** -0.5,
             "norm_offset": 1.0,
+            "window": file.integer("sliding_window"),
+            "windowed": read_windowed(file, pattern=file.integer("sliding_window_pattern", 6)),
         }
-        return Gemma3Config(
-            **{**vars(dense), **changed},
-            window=file.integer("sliding_window"),
-            windowed=read_windowed(file, pattern=file.integer("sliding_window_pattern", 6)),
-            window_rope=_read_window_rope(file),
-        )
+        return Gemma3Config(**{**vars(dense), **changed}, window_rope=_read_window_rope(file))
 
     def components(self, config: Gemma3Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        return window_components(config, fmt)
+        return dense_components(config, fmt)
 
     def head_counts(self, config: Gemma3Config) -> tuple[HeadCount, ...]:
         return attention_head_counts(config)

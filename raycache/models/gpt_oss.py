@@ -16,10 +16,16 @@ from raycache.layers.router import SoftmaxRouter
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.config import ConfigFile
 from raycache.models.decoder import Decoder, Progress
-from raycache.models.dense import attention_head_counts, load_attention_mlp, read_dense_config
+from raycache.models.dense import (
+    DenseConfig,
+    attention_head_counts,
+    dense_components,
+    load_attention_mlp,
+    read_dense_config,
+)
 from raycache.models.feed_forward import ExpertConfig, require_experts
 from raycache.models.weights import ShardedWeights
-from raycache.models.windows import WindowConfig, read_windowed, window_components
+from raycache.models.windows import read_windowed
 from raycache.parallel.sharding import HeadCount, even_range
 
 if TYPE_CHECKING:
@@ -27,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GptOssConfig(WindowConfig):
+class GptOssConfig(DenseConfig):
     """gpt-oss.
 
     Attributes:
@@ -61,17 +67,21 @@ class GptOss:
             top_k=file.integer("num_experts_per_tok"),
             inner=file.integer("intermediate_size"),
         )
+        changed = {
+            "attention_bias": True,
+            "has_sinks": True,
+            "window": file.integer("sliding_window"),
+            "windowed": read_windowed(file, pattern=2),
+        }
         return GptOssConfig(
-            **{**vars(dense), "attention_bias": True, "has_sinks": True},
-            window=file.integer("sliding_window"),
-            windowed=read_windowed(file, pattern=2),
+            **{**vars(dense), **changed},
             experts=require_experts(file, experts),
             swiglu_alpha=file.number("swiglu_alpha", 1.702),
             swiglu_limit=file.number("swiglu_limit", 7.0),
         )
 
     def components(self, config: GptOssConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return window_components(config, fmt)
+        return dense_components(config, fmt)
 
     def head_counts(self, config: GptOssConfig) -> tuple[HeadCount, ...]:
         return attention_head_counts(config)

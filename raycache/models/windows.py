@@ -1,28 +1,14 @@
-"""Models some of whose layers see only the last tokens."""
+"""Which layers of a model see only the last tokens, as config.json says it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
-from raycache.memory.component import CacheFormat, Component, kv
+from raycache.errors import CheckpointError
 from raycache.models.config import ConfigFile, read_given_layer_types
-from raycache.models.dense import DenseConfig
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True)
-class WindowConfig(DenseConfig):
-    """A decoder with windows.
-
-    Attributes:
-        window: tokens that a query of a windowed layer sees, itself included.
-        windowed: layers that have one, ascending.
-    """
-
-    window: int = field(kw_only=True)
-    windowed: tuple[int, ...] = field(kw_only=True)
 
 
 def read_windowed(file: ConfigFile, *, pattern: int) -> tuple[int, ...]:
@@ -37,15 +23,31 @@ def read_windowed(file: ConfigFile, *, pattern: int) -> tuple[int, ...]:
     kinds = read_given_layer_types(file, known=(FULL_ATTENTION, SLIDING_ATTENTION))
     if not kinds:
         return tuple(layer for layer in range(file.integer("num_hidden_layers")) if (layer + 1) % pattern)
+    return _windowed(kinds)
+
+
+def read_optional_windows(file: ConfigFile) -> dict[str, Any]:
+    """`window` and `windowed` of `DenseConfig` for families that turn windows on by `use_sliding_window`.
+
+    Without `layer_types`, all layers from `max_window_layers` on have a window.
+
+    Raises:
+        CheckpointError: an unknown kind of layer, not one per layer, or a window that is turned off.
+    """
+    kinds = read_given_layer_types(file, known=(FULL_ATTENTION, SLIDING_ATTENTION))
+    is_on = file.flag("use_sliding_window", False)
+    window = 0 if file.raw("sliding_window") is None else file.integer("sliding_window")
+    windowed = _windowed(kinds)
+    if windowed and not (is_on and window):
+        raise CheckpointError(
+            f"{file.path}: layer_types has {SLIDING_ATTENTION!r}, but use_sliding_window={is_on} and "
+            f"sliding_window={file.raw('sliding_window')}; is the file damaged? Download it again"
+        )
+    first = file.count("max_window_layers", 28)
+    if not kinds and is_on and window:
+        windowed = tuple(range(first, file.integer("num_hidden_layers")))
+    return {"window": window, "windowed": windowed} if windowed else {}
+
+
+def _windowed(kinds: Sequence[str]) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING_ATTENTION)
-
-
-def window_components(config: WindowConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-    """Keys and values: of all tokens in the layers that see everything, of the window's in the others."""
-
-    def rows(name: str, layers: Sequence[int], window: int) -> tuple[Component, ...]:
-        sizes = {"heads": config.num_kv_heads, "dim": config.head_dim}
-        return (kv(name, layers, fmt=fmt, window=window, **sizes),) if layers else ()
-
-    full = [layer for layer in range(config.num_layers) if layer not in config.windowed]
-    return rows("kv", full, 0) + rows("window", config.windowed, config.window)

@@ -15,6 +15,8 @@ key heads of the gated delta net.
 
 and, made of the same parts (`ALIKE`):
 
+    qwen2      GQA with biases of q, k and v      mixtral    GQA, MoE
+    mistral    GQA, windows everywhere            smollm3    GQA, 1 of 4 without positions, tied head
     glm4_moe   GQA turned in part, grouped MoE      minimax_m2   the same with a norm over all heads
 """
 
@@ -324,6 +326,12 @@ VARIANTS: dict[str, Family] = {
 """Other configurations of those families; even pipeline stages would part layers of glm-bound that share an indexer."""
 
 ALIKE: dict[str, Family] = {
+    "qwen2": Family("qwen2", _NARROW),
+    "mistral": Family("mistral", {**_GQA, "sliding_window": WINDOW}),
+    "mixtral": Family(
+        "mixtral", {**_NARROW, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
+    ),
+    "smollm3": Family("smollm3", {**_NARROW, "tie_word_embeddings": True}),
     "glm4_moe": Family(
         "glm4_moe",
         {

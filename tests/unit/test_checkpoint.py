@@ -256,25 +256,41 @@ def test_a_config_that_cannot_be_served_is_refused(copy: Path, changes: dict[str
         read_config(copy)
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 @pytest.mark.parametrize(
-    ("changes", "is_served"),
+    ("changes", "windowed"),
     [
-        ({"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}, False),
-        ({"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 4}, True),
-        ({"use_sliding_window": False, "sliding_window": 24, "max_window_layers": 0}, True),
-        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, True),
-        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, False),
-        ({"layer_types": ["full_attention"] * 4}, True),
-        ({"head_dim": ...}, False),
+        ({"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}, (2, 3)),
+        ({"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 4}, ()),
+        ({"use_sliding_window": False, "sliding_window": 24, "max_window_layers": 0}, ()),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, ()),
+        ({"use_sliding_window": True, "sliding_window": 24, "layer_types": [FULL, SLIDING] * 2}, (1, 3)),
+        ({"layer_types": [FULL] * 4}, ()),
     ],
 )
-def test_qwen3_is_served_without_windows(copy: Path, changes: dict[str, Any], is_served: bool) -> None:
+def test_qwen3_has_windows_where_the_file_says_so(
+    copy: Path, changes: dict[str, Any], windowed: tuple[int, ...]
+) -> None:
     edit(copy / "config.json", model_type="qwen3", architectures=["Qwen3ForCausalLM"], **changes)
-    if is_served:
-        assert read_config(copy).model_type == "qwen3"
-    else:
-        with pytest.raises(CheckpointError, match=r"sliding-window attention|does not say head_dim"):
-            read_config(copy)
+    config: Any = read_config(copy)
+    assert (config.windowed, config.window) == (windowed, 24 if windowed else 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 24, "layer_types": [FULL, SLIDING] * 2}, "use_sliding_window"),
+        ({"use_sliding_window": True, "layer_types": [FULL, SLIDING] * 2}, "sliding_window=None"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a positive integer"),
+        ({"head_dim": ...}, "does not say head_dim"),
+    ],
+)
+def test_a_qwen3_that_contradicts_itself_is_refused(copy: Path, changes: dict[str, Any], message: str) -> None:
+    edit(copy / "config.json", model_type="qwen3", architectures=["Qwen3ForCausalLM"], **changes)
+    with pytest.raises(CheckpointError, match=message):
+        read_config(copy)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "nul", '"llama"'])

@@ -1,0 +1,11 @@
+"""Kimi K2: DeepSeek-V3 under a name of its own (arXiv 2507.20534)."""
+
+from __future__ import annotations
+
+from raycache.models.deepseek_v3 import DeepseekV3
+
+
+class KimiK2(DeepseekV3):
+    """See models.base.Family."""
+
+    model_type = "kimi_k2"
