@@ -68,7 +68,11 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["raycache*", "actors*", "launch*"]),
     package_dir={"": "."},
-    package_data={"raycache": ["py.typed"], "actors": ["py.typed"], "launch": ["py.typed", "clusters/*.yaml"]},
+    package_data={
+        "raycache": ["py.typed", "server/chat_templates/*.jinja"],
+        "actors": ["py.typed"],
+        "launch": ["py.typed", "clusters/*.yaml"],
+    },
     install_requires=REQUIRES,
     extras_require={"gpu": GPU, "storage": STORAGE, "serve": SERVE, "tracing": TRACING, "demo": DEMO, "dev": DEV},
     entry_points={"console_scripts": ["raycache = raycache.__main__:main"]},

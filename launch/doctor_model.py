@@ -59,12 +59,14 @@ def _files(config: Config, model: ModelConfig | None) -> Iterator[Finding]:
         tokenizer = Tokenizer(folder)
         if model is not None:
             tokenizer.check_fits(model.vocab_size)
-        ChatTemplate.load(tokenizer, path=config.chat_template)
+        template = ChatTemplate.load(tokenizer, path=config.chat_template)
     except ConfigError as refusal:
         yield Finding("tokenizer", Verdict.REFUSED, str(refusal))
         return
     yield Finding("tokenizer", Verdict.OK, f"{tokenizer.vocab_size} tokens, {tokenizer.description}")
-    if not tokenizer.chat_templates and not config.chat_template:
+    if template.origin:
+        yield Finding("chat template", Verdict.OK, template.origin)
+    else:
         yield Finding(
             "chat template", Verdict.WARNING, "none; chat completions are refused without --chat-template FILE"
         )

@@ -44,14 +44,18 @@ class ChatTemplate:
     """The chat template of a model.
 
     Args:
-        sources: name -> Jinja source, such as Tokenizer.chat_templates; with "tool_use" that one is taken when a
-            request has tools. Empty when the model has none: every request is then refused.
+        sources: name -> Jinja source; with "tool_use" that one is taken when a request has tools. Empty when the model
+            has none: every request is then refused.
         special_tokens: name -> text, such as "bos_token" -> "<s>"; variables of the template.
+        origin: file of the sources, for people, or empty.
+    Attributes:
+        origin: as given.
     Raises:
         ConfigError: a source is not a Jinja template.
     """
 
-    def __init__(self, sources: Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, sources: Mapping[str, str], *, special_tokens: Mapping[str, str], origin: str = "") -> None:
+        self.origin = origin
         environment = _environment()
         self._templates = {name: _compile(environment, name, source) for name, source in sources.items()}
         self._special_tokens = dict(special_tokens)
@@ -63,13 +67,13 @@ class ChatTemplate:
         Raises:
             ConfigError: the file cannot be read, or is not a template.
         """
-        sources: Mapping[str, str] = tokenizer.chat_templates
+        sources, origin = tokenizer.templates.sources, tokenizer.templates.origin
         if path:
             try:
-                sources = {"default": Path(path).read_text(encoding="utf-8")}
+                sources, origin = {"default": Path(path).read_text(encoding="utf-8")}, path
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"chat_template={path!r} cannot be read: {error}") from error
-        return cls(sources, special_tokens=tokenizer.special_tokens)
+        return cls(sources, special_tokens=tokenizer.special_tokens, origin=origin)
 
     def render(
         self,

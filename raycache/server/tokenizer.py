@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from raycache.config import Config
 from raycache.errors import CheckpointError
+from raycache.server.template_files import read_templates
 from raycache.vocabulary.base import Vocabulary, named_tokens, read_json
 from raycache.vocabulary.files import open_vocabulary
+
+_log = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -22,7 +25,7 @@ class Tokenizer:
         description: file and kind, for people, such as "tokenizer.json (BPE)".
         vocab_size: token ids that it knows lie in [0, vocab_size), added tokens included.
         special_tokens: name -> text, such as "bos_token" -> "<s>"; the names that chat templates use.
-        chat_templates: name -> Jinja source; the usual name is "default"; empty when the model has none.
+        templates: the model's chat templates.
         pieces: token id -> bytes.
     Raises:
         CheckpointError: a file is missing, damaged or of an unsupported kind.
@@ -35,7 +38,7 @@ class Tokenizer:
         self.description = self._vocabulary.description
         self.pieces = self._vocabulary.pieces
         self.special_tokens = {**self._vocabulary.special_tokens, **named_tokens(settings)}
-        self.chat_templates = _chat_templates(folder, settings)
+        self.templates = read_templates(folder, settings, token_id=self.token_id)
         self.vocab_size = self._vocabulary.size
         named = map(self.token_id, self.special_tokens.values())
         self._special_ids = self._vocabulary.special_ids | {token_id for token_id in named if token_id is not None}
@@ -53,6 +56,10 @@ class Tokenizer:
         tokenizer = cls(config.model, is_optional=config.dummy_weights)
         if not config.dummy_weights:
             tokenizer.check_fits(vocab_size)
+        origin = config.chat_template or tokenizer.templates.origin
+        _log.info("tokenizer: %s; chat template: %s", tokenizer.description, origin or "none")
+        if tokenizer.templates.is_built_in and not config.chat_template:
+            _log.warning("the model publishes no chat template; the one %s is used", origin)
         return tokenizer
 
     def check_fits(self, vocab_size: int) -> None:
@@ -118,22 +125,3 @@ class Tokenizer:
             return piece.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-
-def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return {"default": path.read_text(encoding="utf-8")}
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is not UTF-8 text ({error}); download it again") from error
-    match settings.get("chat_template"):
-        case str(source):
-            return {"default": source}
-        case list(entries):
-            return {
-                entry["name"]: entry["template"]
-                for entry in entries
-                if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
-            }
-    return {}
