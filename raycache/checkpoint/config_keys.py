@@ -96,6 +96,8 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
             group_norm_size linear_silu max_window_layers mtp_use_kda num_kv_heads_for_linear_attn qk_head_dim
             rope_theta use_qk_norm
             """,
+        # All heads have keys of their own; which kernels compute linear attention.
+        "bailing_moe_v2_5": "linear_backend max_window_layers num_key_value_heads qk_head_dim",
         # Heads of latent attention: the rotated part's size, and the sum of both parts.
         "deepseek_v3": "head_dim qk_head_dim",
         "deepseek_v32": "head_dim qk_head_dim",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.layers.norm import HeadNorm
 from raycache.layers.precision import precise
+from raycache.layers.rope import Rotary
 
 if TYPE_CHECKING:
     from raycache.parallel.collectives import Group
@@ -33,16 +36,27 @@ def slope_rates(layer: int, *, num_layers: int, num_heads: int) -> Tensor:
     return rates * (1 - layer / (num_layers - 1 + 1e-5) + 1e-5)
 
 
+def alibi_rates(num_heads: int) -> Tensor:
+    """The rates of ALiBi for any number of heads, [num_heads] float64.
+
+    Of a number that is no power of two, the heads beyond the power below it have every second rate of the power above.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    first = torch.arange(1, power + 1, dtype=torch.float64)
+    between = torch.arange(num_heads - power, dtype=torch.float64) + 0.5
+    return (-8 / power * torch.cat((first, between))).exp2()
+
+
 class LightningAttention:
-    """Projections on this rank's tokens, the scan on its share of the heads, a norm over all heads, an output gate.
+    """Projections on this rank's tokens, the scan on its share of the heads, a norm, an output gate.
 
     Args:
         layer: its number in the whole model.
-        inputs: query, key and value of each head together, head after head, then the output gate: 4 H D features.
+        inputs: queries, keys and values, as `heads` takes them, then the output gate: 4 H D features.
         out: back to the hidden size, summed over tp.
+        heads: makes heads of queries, keys and values.
         norm: of the scan's output.
-        slopes: [H / cp], rates of this rank's recurrent heads.
-        num_heads, head_dim: H and D.
+        slopes: [H / cp], rates of this rank's recurrent heads, at least float32.
     """
 
     def __init__(
@@ -51,26 +65,90 @@ class LightningAttention:
         inputs: ColumnLinear,
         out: RowLinear,
         *,
-        norm: SplitNorm,
+        heads: Heads,
+        norm: Callable[[Tensor], Tensor],
         slopes: Tensor,
-        num_heads: int,
-        head_dim: int,
     ) -> None:
         self._layer = layer
         self._inputs = inputs
         self._out = out
+        self._heads = heads
         self._norm = norm
         self._log_decay = -slopes[None, :, None]
-        self._shape = (num_heads, 3 * head_dim)
-        self._sizes = (3 * num_heads * head_dim, num_heads * head_dim)
+        inner = inputs.weight.shape[0] // 4
+        self._sizes = (3 * inner, inner)
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T_local, C] -> new [T_local, C]."""
         qkv, gate = self._inputs(x).split(self._sizes, dim=-1)
-        q, k, v = run.step.to_heads(F.silu(qkv).unflatten(1, self._shape)).chunk(3, dim=-1)
+        q, k, v = run.step.to_heads(self._heads(qkv, run)).unbind(2)
         g = self._log_decay.expand(q.shape[0], -1, -1)
         out = run.step.scan(run.pool.state(self._layer), q, k, v, g, None)
         return self._out(self._norm(run.step.to_tokens(out).flatten(1)) * gate.sigmoid())
+
+
+Heads = Callable[[Tensor, ForwardPass], Tensor]
+"""Projected queries, keys and values [T_local, 3 H D] -> [T_local, H, 3, D], one row per head, for heads are what the
+ranks of cp share out. May overwrite its argument."""
+
+
+class ActivatedHeads:
+    """silu of everything; a head's query, key and value stand together (MiniMax).
+
+    Args:
+        num_heads, head_dim: H and D.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        self._shape = (num_heads, 3, head_dim)
+
+    def __call__(self, qkv: Tensor, run: ForwardPass) -> Tensor:
+        """See `Heads`."""
+        heads: Tensor = F.silu(qkv).unflatten(1, self._shape)
+        return heads
+
+
+class RotatedHeads:
+    """Norm and rotation of queries and keys; all queries stand before all keys and these before all values (Ling 2.5).
+
+    Args:
+        norm: of queries and keys, 2 H rows.
+        rotary: of the first features of each.
+        num_heads, head_dim: H and D.
+    """
+
+    def __init__(self, norm: HeadNorm, rotary: Rotary, *, num_heads: int, head_dim: int) -> None:
+        self._norm = norm
+        self._rotary = rotary
+        self._num_heads, self._head_dim = num_heads, head_dim
+
+    def __call__(self, qkv: Tensor, run: ForwardPass) -> Tensor:
+        """See `Heads`."""
+        rows = qkv.unflatten(1, (3 * self._num_heads, self._head_dim))
+        qk = rows[:, : 2 * self._num_heads]
+        run.rotation(self._rotary, qk.dtype)(qk, norm=self._norm, out=qk)
+        heads: Tensor = rows.unflatten(1, (3, self._num_heads)).transpose(1, 2)
+        return heads
+
+
+class GroupNorm:
+    """RMSNorm of each of some groups of features, whole on this rank: [T, N] -> new [T, N].
+
+    Args:
+        weight: [N].
+        num_groups: of the N features.
+        eps: keeps zeros finite.
+    """
+
+    def __init__(self, weight: Tensor, num_groups: int, eps: float) -> None:
+        self._weight = weight
+        self._shape = (num_groups, len(weight) // num_groups)
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The mean is taken in float32 at least."""
+        normed = F.rms_norm(precise(x).unflatten(1, self._shape), self._shape[1:], None, self._eps)
+        return normed.flatten(1).to(x.dtype) * self._weight
 
 
 class SplitNorm:

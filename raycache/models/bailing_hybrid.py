@@ -32,9 +32,6 @@ from raycache.parallel.sharding import HeadCount, even_range
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext
 
-LIGHTNING = "BailingMoeV2_5ForCausalLM"
-"""An earlier architecture under the same model_type."""
-
 SERVED = {
     "attention_bias": False,
     "rope_interleave": True,
@@ -70,9 +67,7 @@ class BailingHybrid:
     model_type = "bailing_hybrid"
 
     def read_config(self, file: ConfigFile) -> BailingHybridConfig:
-        """KDA has as many heads as the attention; lightning attention, which Ling 2.5 has, is refused."""
-        if file.raw("architectures") == [LIGHTNING]:
-            raise CheckpointError(f"{file.path} is of {LIGHTNING}, whose lightning attention is not supported")
+        """KDA has as many heads as the attention."""
         for key, served in SERVED.items():
             file.require(key, served)
         max_position = file.integer("model_max_length", file.integer("max_position_embeddings", 262144))

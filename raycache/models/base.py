@@ -86,6 +86,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     whole = ConfigFile.read(model_dir.absolute() / "config.json")
     wrapper = WRAPPERS.get(whole.text("model_type"))
     file = whole if wrapper is None else text_part(whole, wrapper)
+    file = _own_type(file)
     family = _family(file.text("model_type"), model_dir)
     quantisation = read_quantisation(model_dir)
     if file.raw("dtype") is None and file.raw("torch_dtype") is None:
@@ -231,6 +232,7 @@ def _layer_number(name: str) -> int:
 
 _FAMILIES = {
     "bailing_hybrid": "BailingHybrid",
+    "bailing_moe_v2_5": "BailingMoeV25",
     "deepseek_v3": "DeepseekV3",
     "deepseek_v32": "DeepseekV32",
     "gemma3_text": "Gemma3Text",
@@ -255,6 +257,18 @@ _FAMILIES = {
     "smollm3": "SmolLM3",
 }
 """model_type, which is also the name of the family's file in this folder -> its class."""
+
+
+_ARCHITECTURES = {"BailingMoeV2_5ForCausalLM": "bailing_moe_v2_5"}
+"""Architectures that are published under the model_type of another one -> the family that they are."""
+
+
+def _own_type(file: ConfigFile) -> ConfigFile:
+    """The same file, with the family's name as model_type where its architecture shares that of another family."""
+    architectures = file.raw("architectures")
+    named = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    own = next((_ARCHITECTURES[name] for name in named if name in _ARCHITECTURES), None)
+    return file if own is None else file.having(model_type=own)
 
 
 def _family(model_type: str, model: object) -> Family:

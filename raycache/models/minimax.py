@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import ForwardPass, Mixer
-from raycache.layers.lightning import LightningAttention, SplitNorm, slope_rates
+from raycache.layers.lightning import ActivatedHeads, LightningAttention, SplitNorm, slope_rates
 from raycache.layers.norm import RMSNorm
 from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat, Component, kv, recurrent
@@ -180,8 +180,7 @@ def _load_lightning(
         layer,
         weights.column(parts, inputs=config.hidden_size, has_bias=False),
         weights.row(f"{at}.out_proj", outputs=config.hidden_size, inputs=inner, taken=taken, has_bias=False),
+        heads=ActivatedHeads(len(heads), dim),
         norm=SplitNorm(norm, inner, LIGHTNING_NORM_EPS, ctx.tp),
         slopes=slopes.to(ctx.device),
-        num_heads=len(heads),
-        head_dim=dim,
     )

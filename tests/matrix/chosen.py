@@ -55,6 +55,7 @@ CHOSEN = {
 
 RECURRENT = (
     "bailing_hybrid",
+    "bailing_moe_v2_5",
     "granitemoehybrid",
     "kimi_linear",
     "minimax",

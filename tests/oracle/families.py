@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family that is compared with transformers, as data.
+"""Tiny random checkpoints of every family that is compared with transformers or a twin, as data.
 
 Each is small enough for seconds on a CPU and large enough that every path of its family computes something: windows
 and the indexer's top k are shorter than the prompts of the tests, routers choose among groups, scales differ from one,
@@ -12,6 +12,7 @@ key heads of the gated delta net.
     gemma3             3 window, 1 full, tied head          qwen3_5            the same with an MLP
     qwen3_moe          GQA, MoE                             nemotron_h         2 Mamba2, 2 GQA, 2 MoE, 2 MLP
     llama, qwen3       GQA                                  granitemoehybrid   3 Mamba2, 1 GQA, MoE, tied head
+    bailing_moe_v2_5   3 lightning attention, 1 MLA, MoE
 
 and, made of the same parts (`ALIKE`):
 
@@ -23,16 +24,20 @@ and, made of the same parts (`ALIKE`):
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.oracle.tiny import SIZES
+from tests.published import ring_2_5
+from tests.published.tensors import Tensors
 
 WINDOW = 24
 """Tokens that a sliding-window layer sees, the newest one included."""
@@ -48,10 +53,12 @@ class Family:
     Attributes:
         model_type: of Hugging Face.
         settings: keys of config.json.
+        tensors: names, types and shapes of a family that transformers has no class for, given config.json.
     """
 
     model_type: str
     settings: Mapping[str, Any]
+    tensors: Callable[[Mapping[str, Any]], Tensors] | None = None
 
 
 def make_family(model_dir: Path, name: str, *, seed: int = 0, **settings: Any) -> Path:
@@ -66,6 +73,11 @@ def make_family(model_dir: Path, name: str, *, seed: int = 0, **settings: Any) -
         `model_dir`.
     """
     family = KNOWN[name]
+    if family.tensors is not None:
+        write_config(model_dir, name, **settings)
+        tensors = _draw_published(family.tensors({**family.settings, **settings}), seed=seed)
+        save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+        return model_dir
     config = AutoConfig.for_model(family.model_type, **copy.deepcopy({**family.settings, **settings}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # the time steps of Mamba2 are drawn by the model itself
@@ -73,6 +85,31 @@ def make_family(model_dir: Path, name: str, *, seed: int = 0, **settings: Any) -
     draw_weights(model, seed=seed)
     model.save_pretrained(model_dir)
     return model_dir
+
+
+def write_config(model_dir: Path, name: str, **settings: Any) -> Path:
+    """Write config.json alone; see `make_family`."""
+    family = KNOWN[name]
+    values = copy.deepcopy({**family.settings, **settings})
+    if family.tensors is None:
+        AutoConfig.for_model(family.model_type, **values).save_pretrained(model_dir)
+        return model_dir
+    model_dir.mkdir(parents=True, exist_ok=True)
+    (model_dir / "config.json").write_text(json.dumps({**values, "model_type": family.model_type}))
+    return model_dir
+
+
+def _draw_published(tensors: Tensors, *, seed: int) -> dict[str, Tensor]:
+    """The same in float32, for a family that transformers has no class for."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(shape, generator=generator)
+        if len(shape) == 1:  # norms, and biases that steer the choice of experts
+            return 0.1 * noise + (1.0 if "norm" in name else 0.0)
+        return noise if "embeddings" in name else noise * shape[-1] ** -0.5
+
+    return {name: draw(name, shape) for name, (_, shape) in tensors.items()}
 
 
 @torch.no_grad()
@@ -190,6 +227,30 @@ FAMILIES: dict[str, Family] = {
             "num_mtp_layers": 0,
             "layer_types": _MOSTLY_LINEAR,
         },
+    ),
+    "bailing_moe_v2_5": Family(
+        "bailing_hybrid",
+        {
+            **_MLA,
+            **_EXPERTS,
+            "architectures": ["BailingMoeV2_5ForCausalLM"],
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e4,
+            "rope_interleave": True,
+            "partial_rotary_factor": 0.5,
+            "q_lora_rank": 48,
+            "head_dim": 16,  # of lightning attention
+            "layer_group_size": 4,
+            "group_norm_size": 4,
+            "first_k_dense_replace": 1,
+            "num_experts": 8,
+            "num_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "num_nextn_predict_layers": 0,
+        },
+        tensors=ring_2_5.tensors,
     ),
     "kimi_linear": Family(
         "kimi_linear",
@@ -311,7 +372,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
-"""By name, which is the model_type but for the text models qwen3_5 (qwen3_5_text) and gemma3 (gemma3_text)."""
+"""By name, which is that of the family's file but for the text models qwen3_5 (qwen3_5_text), gemma3 (gemma3_text)."""
 
 VARIANTS: dict[str, Family] = {
     "glm-bound": Family(

@@ -1,4 +1,4 @@
-"""What transformers computes with a checkpoint, in true float64, and how far float32 may be from it.
+"""What transformers, or a twin of what it lacks, computes in true float64, and how far float32 may be from it.
 
 `model.double()` is no float64: norms, softmax, routers and recurrences cast to float32 within. Here those casts are
 redirected. Always one sequence at a time with explicit positions: some models take them from the wrong cache layer, and
@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+from tests.oracle.ring_2_5 import Ring25, TwinCache, is_ring
 
 Array = NDArray[np.float64]
 
@@ -165,15 +167,17 @@ class Choices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _load(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel | Ring25:
     """The model, from memory unless its files were written since."""
     files = [model_dir / "config.json", *model_dir.glob("*.safetensors")]
     return _load_once(model_dir, dtype, max(path.stat().st_mtime_ns for path in files))
 
 
 @lru_cache(maxsize=8)
-def _load_once(model_dir: Path, dtype: torch.dtype, written_ns: int) -> PreTrainedModel:
+def _load_once(model_dir: Path, dtype: torch.dtype, written_ns: int) -> PreTrainedModel | Ring25:
     """Experts run one by one: the grouped product of the CPU knows no float64."""
+    if is_ring(model_dir):
+        return Ring25(model_dir, dtype)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
@@ -181,7 +185,7 @@ def _load_once(model_dir: Path, dtype: torch.dtype, written_ns: int) -> PreTrain
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, ids: Sequence[int], *modes: TorchFunctionMode) -> Tensor:
+def _logits(model: Any, ids: Sequence[int], *modes: TorchFunctionMode) -> Tensor:
     """Logits after every token, without a cache: [T] -> [T, V] of the model's type."""
     positions = torch.arange(len(ids))[None]
     with ExitStack() as stack:
@@ -191,7 +195,9 @@ def _logits(model: PreTrainedModel, ids: Sequence[int], *modes: TorchFunctionMod
 
 
 @torch.no_grad()
-def _continue(model: PreTrainedModel, ids: Sequence[int], *, cache: Cache | None, seen: int) -> tuple[Tensor, Cache]:
+def _continue(
+    model: Any, ids: Sequence[int], *, cache: Cache | TwinCache | None, seen: int
+) -> tuple[Tensor, Cache | TwinCache]:
     """Logits after each of some tokens that follow `seen` cached ones, in float64, and the cache with them."""
     positions = torch.arange(seen, seen + len(ids))[None]
     with InFloat64():
@@ -199,8 +205,10 @@ def _continue(model: PreTrainedModel, ids: Sequence[int], *, cache: Cache | None
     return out.logits[0], out.past_key_values
 
 
-def _contents(cache: Cache, *, has_latent: bool) -> dict[tuple[int, str], Tensor]:
+def _contents(cache: Cache | TwinCache, *, has_latent: bool) -> dict[tuple[int, str], Tensor]:
     """Tensors of a cache under our names, tokens before heads."""
+    if isinstance(cache, TwinCache):
+        return cache.kept
     contents = {}
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionLayer):

@@ -19,8 +19,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-ARCHITECTURE = "BailingMoeV2_5ForCausalLM"
+
+def is_ring(model_dir: Path) -> bool:
+    """Whether a checkpoint is one of these models."""
+    config = json.loads((model_dir / "config.json").read_text())
+    return "BailingMoeV2_5ForCausalLM" in (config.get("architectures") or ())
+
 
 LATENT_EPS = 1e-6
 """Of the norms inside of latent attention."""
@@ -45,7 +51,8 @@ class Ring25:
     """
 
     def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
-        self.config: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
+        values: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
+        self.config = PreTrainedConfig(**values)
         self.dtype = dtype
         self._tensors = {name: tensor.to(dtype) for name, tensor in load_file(model_dir / "model.safetensors").items()}
 
@@ -61,7 +68,7 @@ class Ring25:
         """[1, T] token ids at [1, T] positions -> logits [1, T, V], last_hidden_state [1, T, C], past_key_values."""
         cache = past_key_values or TwinCache()
         hidden = self["model.word_embeddings.weight"][ids[0]]
-        for layer in range(self.config["num_hidden_layers"]):
+        for layer in range(self.config.num_hidden_layers):
             hidden = self.layer(layer, hidden, position_ids[0], cache)
         hidden = self.norm(hidden, "model.norm")
         logits = F.linear(hidden, self["lm_head.weight"])
@@ -73,26 +80,26 @@ class Ring25:
     def layer(self, layer: int, hidden: Tensor, positions: Tensor, cache: TwinCache) -> Tensor:
         """[T, C] -> [T, C]; layers behind the model's own have latent attention and experts."""
         at = f"model.layers.{layer}"
-        num_layers, group = self.config["num_hidden_layers"], self.config["layer_group_size"]
+        num_layers, group = self.config.num_hidden_layers, self.config.layer_group_size
         is_latent = layer >= num_layers or layer % group == group - 1
         attend = self._latent if is_latent else self._lightning
         hidden = hidden + attend(layer, self.norm(hidden, f"{at}.input_layernorm"), positions, cache)
         x = self.norm(hidden, f"{at}.post_attention_layernorm")
-        if layer < self.config["first_k_dense_replace"]:
+        if layer < self.config.first_k_dense_replace:
             return hidden + mlp(x, self._tensors, f"{at}.mlp")
-        return hidden + experts(x, self._tensors, f"{at}.mlp", self.config)
+        return hidden + experts(x, self._tensors, f"{at}.mlp", self.config.to_dict())
 
     def norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         """Over the last dimension."""
-        scale = (x.square().mean(-1, keepdim=True) + (eps or self.config["rms_norm_eps"])).sqrt()
+        scale = (x.square().mean(-1, keepdim=True) + (eps or self.config.rms_norm_eps)).sqrt()
         return x / scale * self[f"{name}.weight"]
 
     def _lightning(self, layer: int, x: Tensor, positions: Tensor, cache: TwinCache) -> Tensor:
-        at, heads, dim = f"model.layers.{layer}.attention", self.config["num_attention_heads"], self.config["head_dim"]
+        at, heads, dim = f"model.layers.{layer}.attention", self.config.num_attention_heads, self.config.head_dim
         qkv = F.linear(x, self[f"{at}.query_key_value.weight"]).view(len(x), 3, heads, dim)
-        turned = int(dim * self.config.get("partial_rotary_factor", 1.0))
+        turned = int(dim * self.config.partial_rotary_factor)
         q, k = (
-            turn_halves(self.norm(qkv[:, i], f"{at}.{name}_layernorm"), positions, turned, self.config["rope_theta"])
+            turn_halves(self.norm(qkv[:, i], f"{at}.{name}_layernorm"), positions, turned, self.config.rope_theta)
             for i, name in enumerate(("query", "key"))
         )
         state = cache.kept.get((layer, "state"), x.new_zeros(heads, dim, dim))
@@ -102,8 +109,8 @@ class Ring25:
             state = decay * state + k[t][:, :, None] * qkv[t, 2][:, None, :]
             found.append((state * q[t][:, :, None]).sum(1) * dim**-0.5)
         cache.kept[layer, "state"] = state
-        groups = torch.stack(found).view(len(x), self.config["group_norm_size"], -1)
-        scale = (groups.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
+        groups = torch.stack(found).view(len(x), self.config.group_norm_size, -1)
+        scale = (groups.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt()
         normed = (groups / scale).view(len(x), -1) * self[f"{at}.g_norm.weight"]
         return F.linear(normed * torch.sigmoid(F.linear(x, self[f"{at}.g_proj.weight"])), self[f"{at}.dense.weight"])
 
@@ -112,15 +119,15 @@ class Ring25:
         stored = self._tensors.get(f"model.layers.{layer}.attention.slope")
         if stored is not None:
             return stored.abs()
-        last = self.config["num_hidden_layers"] - 1
+        last = self.config.num_hidden_layers - 1
         share = 1 - layer / last + 1e-5 if last else 1 + 1e-5
-        return torch.tensor(alibi(self.config["num_attention_heads"]), dtype=self.dtype) * share
+        return torch.tensor(alibi(self.config.num_attention_heads), dtype=self.dtype) * share
 
     def _latent(self, layer: int, x: Tensor, positions: Tensor, cache: TwinCache) -> Tensor:
         config, at = self.config, f"model.layers.{layer}.attention"
-        heads, rank, theta = config["num_attention_heads"], config["kv_lora_rank"], config["rope_theta"]
-        plain, rope, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        if config["q_lora_rank"] is None:
+        heads, rank, theta = config.num_attention_heads, config.kv_lora_rank, config.rope_theta
+        plain, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        if config.q_lora_rank is None:
             q = F.linear(x, self[f"{at}.q_proj.weight"])
         else:
             low = self.norm(F.linear(x, self[f"{at}.q_a_proj.weight"]), f"{at}.q_a_layernorm", LATENT_EPS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import shutil
@@ -20,7 +19,7 @@ from raycache.layers.router import SigmoidRouter
 from raycache.llm import LLM
 from raycache.models.dummy import DummyWeights
 from raycache.types import SamplingParams
-from tests.oracle.families import FAMILIES
+from tests.oracle.families import FAMILIES, write_config
 from tests.oracle.tiny import make_tiny
 from tests.oracle.tiny_tokenizers import byte_level
 
@@ -35,12 +34,6 @@ PUBLISHED = {  # numbers in the weights, in billions, from the model cards
 @pytest.fixture
 def source() -> DummyWeights:
     return DummyWeights(torch.device("cpu"), torch.float32)
-
-
-def write_config(folder: Path, name: str, **settings: Any) -> Path:
-    family = FAMILIES[name]
-    AutoConfig.for_model(family.model_type, **copy.deepcopy({**family.settings, **settings})).save_pretrained(folder)
-    return folder
 
 
 def load(model_dir: Path, **settings: Any) -> LLM:

@@ -267,7 +267,6 @@ def test_layers_for_drafts_are_passed_over_and_other_surplus_is_not(tmp_path: Pa
          "must name each layer from 1 to 4 once"),
         ("kimi_linear", {"linear_conv_kernel_dim": 1}, "convolution of 1 tap"),
         ("bailing_hybrid", {"rope_interleave": False}, "rope_interleave=False"),
-        ("bailing_hybrid", {"architectures": ["BailingMoeV2_5ForCausalLM"]}, "BailingMoeV2_5ForCausalLM, whose"),
         ("qwen3_next", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size must be a positive"),
         ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound=1.0 must be below zero"),
         ("bailing_hybrid", {"kda_lower_bound": "-5"}, "kda_lower_bound must be a number"),
