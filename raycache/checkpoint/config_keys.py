@@ -116,8 +116,8 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
             layernorm_linear_attention_beta max_model_len mlp_intermediate_size mtp_transformer_layers shared_moe_mode
             swa_rope_theta use_mtp
             """,
-        # Tokens that other programs compute at a time.
-        "minimax": "block_size",
+        # Tokens that other programs compute at a time. How a shared expert would be weighed.
+        **dict.fromkeys(("minimax", "minimax_m1", "minimax_text_01"), "block_size shared_moe_mode"),
         # Attention without positions. How time steps were drawn before training. Experts of models that have none.
         "nemotron_h": """
             expand mamba_ssm_cache_dtype mtp_hybrid_override_pattern mtp_layers_block_type norm_eps

@@ -4,8 +4,8 @@ Residuals go around the norm, not before it, and both ways are weighted ("MiniMa
 
     hidden = norm(hidden);  hidden = alpha * hidden + beta * mixer(hidden)
 
-Checkpoints that turn only a part of each head (`rotary_dim` below `head_dim`, as MiniMax-Text-01 has) are refused:
-transformers ignores the key, so that there is nothing to compare with.
+Full attention turns the first `rotary_dim` features of a head, which are half of it in published checkpoints; lightning
+attention has no positions. transformers ignores `rotary_dim`, and turns whole heads.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat, Component, kv, recurrent
 from raycache.models.config import ConfigFile
 from raycache.models.decoder import Decoder, Norm, Progress, load_decoder
-from raycache.models.dense import DenseConfig, load_attention, read_dense_config
+from raycache.models.dense import DenseConfig, load_attention, read_dense_config, read_rotary_share
 from raycache.models.feed_forward import MIXTRAL, ExpertConfig, load_softmax_moe, require_experts
-from raycache.models.layer_kinds import LayerKinds, read_layer_kinds
+from raycache.models.layer_kinds import FULL, LINEAR, LayerKinds, read_layer_kinds
 from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range, state_part
 
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 
 LIGHTNING_NORM_EPS = 1e-6
 """Of lightning attention's own norm, whatever `rms_norm_eps` says."""
+
+PUBLISHED_NAMES = {
+    f"{new}_{factor}_factor": f"layernorm_{old}_{factor}"
+    for new, old in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
+    for factor in ("alpha", "beta")
+}
+"""Key of transformers -> key of MiniMax-Text-01 and -M1."""
 
 RATE_TENSORS = r"\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"
 """Numbers that follow from the config and are saved all the same."""
@@ -91,19 +98,21 @@ class MiniMax:
     model_type = "minimax"
 
     def read_config(self, file: ConfigFile) -> MiniMaxConfig:
-        """A window, and heads that are turned in part, are refused."""
+        """Windows, shared experts and residuals around more than a norm are refused."""
+        file = _renamed(file)
         num_heads = file.integer("num_attention_heads")
         head_dim = file.integer("head_dim", file.integer("hidden_size") // num_heads)
         if file.raw("sliding_window") is not None:
-            raise CheckpointError(f"{file.path} has a sliding_window, which is not supported for minimax")
-        file.require("rotary_dim", head_dim)
-        for key in ("attention_bias", "mlp_bias"):
-            file.require(key, False)
+            raise CheckpointError(f"{file.path} has a sliding_window, which is not supported for {self.model_type}")
+        served = {"attention_bias": False, "mlp_bias": False, "postnorm": True, "shared_intermediate_size": 0}
+        for key, value in served.items():
+            file.require(key, value)
         dense = read_dense_config(
             file,
             num_kv_heads=file.integer("num_key_value_heads", num_heads),
             head_dim=head_dim,
             has_qk_norm=False,
+            rotary_share=read_rotary_share(file, head_dim=head_dim, default=1.0),
             theta=1e6,
         )
         experts = ExpertConfig(
@@ -137,7 +146,7 @@ class MiniMax:
     def load(
         self, config: MiniMaxConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
     ) -> Decoder:
-        rotary = Rotary(config.rope, config.head_dim, ctx.device)
+        rotary = Rotary(config.rope, config.rotary_dim, ctx.device)
         size, eps = config.hidden_size, config.rms_norm_eps
 
         def load_layer(layer: int) -> Sequence[Mixer]:
@@ -157,6 +166,18 @@ class MiniMax:
             )
 
         return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress)
+
+
+def _renamed(file: ConfigFile) -> ConfigFile:
+    """The file under the names that transformers gives to its keys."""
+    factors = {new: file.number(old) for new, old in PUBLISHED_NAMES.items() if file.raw(old) is not None}
+    listed = file.raw("attn_type_list")
+    if listed is None:
+        return file.having(**factors)
+    kinds = {0: LINEAR, 1: FULL}
+    if not isinstance(listed, list) or any(type(kind) is not int or kind not in kinds for kind in listed):
+        raise CheckpointError(f"{file.path}: attn_type_list must be a list of 0 and 1, got {listed!r}")
+    return file.having(**factors, layer_types=[kinds[kind] for kind in listed])
 
 
 def _read_weighting(file: ConfigFile, name: str) -> Weighting:

@@ -271,7 +271,7 @@ def test_layers_for_drafts_are_passed_over_and_other_surplus_is_not(tmp_path: Pa
         ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound=1.0 must be below zero"),
         ("bailing_hybrid", {"kda_lower_bound": "-5"}, "kda_lower_bound must be a number"),
         ("minimax", {"sliding_window": 64}, "sliding_window"),
-        ("minimax", {"rotary_dim": 8}, "rotary_dim=8"),
+        ("minimax", {"postnorm": False}, "postnorm=False"),
         ("minimax", {"attention_bias": True}, "attention_bias=True"),
         ("minimax", {"mlp_beta_factor": 0}, "mlp_beta_factor must be a positive number"),
     ],

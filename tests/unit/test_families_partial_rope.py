@@ -1,4 +1,5 @@
-"""Families whose heads are turned in part: GLM-4.5 and MiniMax, against transformers on the same weights."""
+"""Families whose heads are turned in part: GLM-4.5 and MiniMax-M2 against transformers on the same weights, and
+MiniMax-Text-01, of which transformers turns all, against a slow twin."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from raycache.parallel.sharding import Split
 from tests.oracle.families import make_family
 from tests.oracle.gang import Piece, gang_logits, on_gang
 from tests.oracle.golden import golden
+from tests.oracle.minimax import minimax_logits
 from tests.oracle.single import single_rank_logits
 
 IDS = np.random.default_rng(5).integers(3, 515, 96).tolist()
@@ -38,6 +40,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {}),
     "minimax_m2-whole-heads": ("minimax_m2", {"rotary_dim": 16}),
     "minimax_m2-one-kv-head": ("minimax_m2", {"num_key_value_heads": 1}),
+    "minimax-whole-heads": ("minimax", {"rotary_dim": 16}),
 }
 
 
@@ -138,6 +141,92 @@ def test_a_norm_over_all_heads_is_that_of_the_whole_model_however_tp_splits_it(t
 
     for ours, taken in on_gang(Split(tp=tp), part):
         torch.testing.assert_close(ours, torch.cat(wanted, dim=1)[:, taken])
+
+
+# MiniMax-Text-01 ----------------------------------------------------------------------------------------------------
+
+LONGER = {
+    f"{ours}_{factor}_factor": f"layernorm_{theirs}_{factor}"
+    for ours, theirs in {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}.items()
+    for factor in ("alpha", "beta")
+}
+
+
+def as_published(model_dir: Path, copy: Path, model_type: str = "minimax_text_01", **values: Any) -> Path:
+    """A copy under the keys of the vendor's config.json."""
+    config = json.loads((model_dir / "config.json").read_text())
+    published = {
+        "model_type": model_type,
+        "attn_type_list": [int(kind == "full_attention") for kind in config["layer_types"]],
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+        "postnorm": True,
+        "shared_intermediate_size": 0,
+        **{theirs: config[ours] for ours, theirs in LONGER.items()},
+    }
+    return changed(model_dir, copy, drop=("layer_types", "rope_parameters", *LONGER), **{**published, **values})
+
+
+@pytest.fixture(scope="module")
+def partly_turned(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return as_published(tiny("minimax-whole-heads"), tmp_path_factory.mktemp("minimax") / "published", rotary_dim=8)
+
+
+def test_the_twin_of_minimax_equals_transformers_where_whole_heads_are_turned(tiny: Callable[[str], Path]) -> None:
+    model_dir = tiny("minimax-whole-heads")
+    exact = golden(model_dir, [IDS]).logits[0]
+    assert np.abs(minimax_logits(model_dir, IDS, rotary_dim=16) - exact).max() < 5e-6  # of angles in float32
+    assert np.abs(minimax_logits(model_dir, IDS, rotary_dim=8) - exact).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("split", "dtype", "atol"),
+    [
+        (Split(), torch.float64, 5e-6),
+        (Split(tp=2), torch.float32, 1e-4),
+        (Split(cp=4), torch.float32, 1e-4),
+        (Split(tp=2, cp=2), torch.float32, 1e-4),
+    ],
+    ids=str,
+)
+def test_a_published_minimax_gives_the_logits_of_the_twin(
+    tiny: Callable[[str], Path], partly_turned: Path, split: Split, dtype: torch.dtype, atol: float
+) -> None:
+    sequences = [IDS, IDS[40:90]]
+    found = gang_logits(partly_turned, sequences, STEPS, split=split, dtype=dtype)
+    for ours, ids in zip(found, sequences, strict=True):
+        twin = minimax_logits(tiny("minimax-whole-heads"), ids, rotary_dim=8)
+        assert np.abs(ours - twin).max() < atol
+
+
+@pytest.mark.parametrize("model_type", ["minimax_text_01", "minimax_m1"])
+def test_published_keys_say_what_those_of_transformers_say(
+    tiny: Callable[[str], Path], tmp_path: Path, model_type: str
+) -> None:
+    copy = as_published(tiny("minimax-whole-heads"), tmp_path / "published", model_type)
+    config = read_config(copy)
+    check_weights(config, Checkpoint(copy))
+    saved = read_config(tiny("minimax-whole-heads"))
+    assert replace(config, name="", model_type="") == replace(saved, name="", model_type="")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"postnorm": False}, "postnorm=False"),
+        ({"postnorm": None}, "postnorm=False"),
+        ({"shared_intermediate_size": 64}, "shared_intermediate_size=64"),
+        ({"attn_type_list": [0, 0, 0, 2]}, "attn_type_list must be a list of 0 and 1"),
+        ({"attn_type_list": [0, 1]}, "has 2 layer_types and num_hidden_layers=4"),
+        ({"rotary_dim": 32}, "32 of head_dim=16 features"),
+        ({"layernorm_mlp_alpha": 0}, "layernorm_mlp_alpha must be a positive number"),
+    ],
+    ids=str,
+)
+def test_other_minimax_models_are_refused_by_name(
+    tiny: Callable[[str], Path], tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_config(as_published(tiny("minimax-whole-heads"), tmp_path / "wrong", **values))
 
 
 # Configs as others write them ---------------------------------------------------------------------------------------
