@@ -41,6 +41,7 @@ WITHOUT_EFFECT = frozenset(
     mtp_loss_scaling_factor mtp_num_hidden_layers num_nextn_predict_layers
     vision_config audio_config image_token_id image_token_index video_token_id vision_start_token_id
     vision_end_token_id vision_token_id boi_token_index eoi_token_index mm_tokens_per_image spatial_merge_size
+    audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id vision_soft_tokens_per_image
     image_placeholder media_placeholder_token_id multimodal_projector_bias projector_hidden_act vision_feature_layer
     """.split()
 )
@@ -101,9 +102,15 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
         # Heads of latent attention: the rotated part's size, and the sum of both parts.
         "deepseek_v3": "head_dim qk_head_dim",
         "deepseek_v32": "head_dim qk_head_dim",
-        "glm_moe_dsa": "head_dim qk_head_dim",
+        # A list of the layers' indexers makes their period needless; n_routed_experts counts experts.
+        "glm_moe_dsa": """
+            head_dim index_share_for_mtp_iteration index_skip_topk_offset index_topk_freq num_experts qk_head_dim
+            """,
         "kimi_k2": "head_dim qk_head_dim",
         "gemma3_text": "_sliding_window_pattern",
+        # Embeddings per layer, and experts, that the model does not have.
+        "gemma4_text": "expert_intermediate_size moe_intermediate_size num_experts top_k_experts "
+        "vocab_size_per_layer_input",
         # Other names of num_experts_per_tok, and of the context before it was extended, which rope_scaling repeats.
         "gpt_oss": "experts_per_token initial_context_length",
         # Attention without positions.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -46,17 +47,22 @@ class VocabHead:
         weight: [R, C]; may be the embedding's own tensor.
         vocab_size: V.
         group: the tp group.
+        cap: bound of the logits, which x approaches as cap * tanh(x / cap); None for none.
     """
 
-    def __init__(self, weight: Tensor, vocab_size: int, group: Group) -> None:
+    def __init__(self, weight: Tensor, vocab_size: int, group: Group, *, cap: float | None = None) -> None:
         self.weight = weight
         self._vocab_size = vocab_size
         self._group = group
+        self._cap = cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, C] -> [N, V] on every rank, in float32, or float64 if that is the weights'."""
-        own = F.linear(hidden, self.weight)
+        logits = precise(self._gathered(F.linear(hidden, self.weight)))
+        return logits if self._cap is None else torch.tanh(logits / self._cap).mul_(self._cap)
+
+    def _gathered(self, own: Tensor) -> Tensor:
         if self._group.size == 1:
-            return precise(own)
+            return own
         parts = self._group.all_gather(own)  # [tp, N, R]
-        return precise(parts.transpose(0, 1).flatten(1)[:, : self._vocab_size])
+        return parts.transpose(0, 1).flatten(1)[:, : self._vocab_size]

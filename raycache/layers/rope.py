@@ -8,6 +8,7 @@ Two features of a head are one pair, turned by position * frequency[i] ("RoForme
     default  theta^(-2i/D)
     linear   all divided by `factor` (arXiv 2306.15595)
     llama3   slow pairs divided by `factor`, fast ones kept, a ramp between (Llama 3.1)
+    proportional  default for the first pairs, and 0 for the others, which are not turned (Gemma 4)
     yarn     the same with a ramp over the pair's index, and attention sharpened by a factor (arXiv 2309.00071)
 """
 
@@ -23,7 +24,7 @@ from raycache.layers import fused
 from raycache.layers.norm import HeadNorm
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-"""Values of `rope_type` that are implemented."""
+"""Values of `rope_type` that are implemented for all families."""
 
 # Shapes in this file: T packed tokens, H heads, D head size.
 
@@ -33,7 +34,7 @@ class RopeConfig:
     """What config.json says about positions.
 
     Attributes:
-        kind: one of `ROPE_KINDS`.
+        kind: one of `ROPE_KINDS`, or "proportional".
         theta: base of the frequencies.
         factor: how many times longer the context became (all but default).
         original_max_position: context of the pretraining, in tokens (llama3, yarn).
@@ -43,6 +44,7 @@ class RopeConfig:
         attention_factor: yarn: multiplies cos and sin.
         score_factor: yarn: multiplies the scores of latent attention, where only a part of a head is turned.
         truncate: yarn: round the ends of the ramp to whole pairs.
+        share: proportional: of the pairs, those that are turned.
     """
 
     kind: str = "default"
@@ -56,6 +58,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     score_factor: float = 1.0
     truncate: bool = True
+    share: float = 1.0
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
@@ -67,6 +70,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
             return plain
         case "linear":
             return plain / config.factor
+        case "proportional":
+            turned = int(config.share * head_dim // 2)
+            return torch.where(torch.arange(head_dim // 2) < turned, plain / config.factor, 0.0)
         case "llama3":
             return _llama3(plain, config)
         case "yarn":

@@ -237,6 +237,7 @@ _FAMILIES = {
     "deepseek_v32": "DeepseekV32",
     "gemma3_text": "Gemma3Text",
     "glm4_moe": "Glm4Moe",
+    "gemma4_text": "Gemma4Text",
     "glm_moe_dsa": "GlmMoeDsa",
     "gpt_oss": "GptOss",
     "granitemoehybrid": "GraniteMoeHybrid",

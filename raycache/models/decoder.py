@@ -221,6 +221,7 @@ def load_decoder(
     names: Names = Names(),
     embedding_scale: float = 1.0,
     logit_scale: float = 1.0,
+    logit_cap: float | None = None,
 ) -> Decoder:
     """Read this rank's share.
 
@@ -233,6 +234,7 @@ def load_decoder(
         make_norm: of the final norm's weight and rms_norm_eps.
         names: of the tensors outside of the layers.
         embedding_scale, logit_scale: see `Decoder`.
+        logit_cap: see `VocabHead`.
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
@@ -245,7 +247,7 @@ def load_decoder(
     if ctx.is_last_stage:
         norm = make_norm(weights.whole(names.norm, config.hidden_size), config.rms_norm_eps)
         rows = table if is_tied and table is not None else weights.vocab(names.head, **vocab)
-        head = VocabHead(rows, config.vocab_size, ctx.tp)
+        head = VocabHead(rows, config.vocab_size, ctx.tp, cap=logit_cap)
     layers = []
     for layer in stage:
         layers.append(load_layer(layer))

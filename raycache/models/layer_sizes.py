@@ -118,6 +118,11 @@ class _Counted:
             cut[axis] = len(range(shape[axis])[start:stop])
         return torch.empty(cut, device="meta")
 
+    def stored(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> None:
+        """See `WeightSource.stored`; nothing is quantised."""
+
 
 def _costs(sizes: Counter[int | str], num_layers: int) -> LayerCosts:
     layers = tuple(sizes[layer] for layer in range(num_layers))

@@ -60,6 +60,9 @@ class Wrapper:
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper({"gemma3_text": "gemma3_text"}, (WHOLE, INNER), TOWER, GEMMA_DEFAULTS),
+    "gemma4": Wrapper(
+        {"gemma4_text": "gemma4_text"}, (INNER,), (r"^model\.(vision_tower|embed_vision|audio_tower|embed_audio)\.",)
+    ),
     "kimi_k3": Wrapper({"kimi_linear": "kimi_k3_text"}, (WHOLE,), TOWER),
     "qwen3_5": Wrapper({"qwen3_5_text": "qwen3_5_text"}, (INNER,), (r"^model\.visual\.",)),
 }

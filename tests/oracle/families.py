@@ -10,6 +10,7 @@ key heads of the gated delta net.
     glm_moe_dsa        the same, every second one shared    minimax            3 lightning attention, 1 GQA, MoE
     gpt_oss            window and full, sinks, MoE          qwen3_next         3 gated delta nets, 1 gated GQA, MoE
     gemma3             3 window, 1 full, tied head          qwen3_5            the same with an MLP
+    gemma4             the same, wider heads in full layers, keys as values, MoE beside the MLP
     qwen3_moe          GQA, MoE                             nemotron_h         2 Mamba2, 2 GQA, 2 MoE, 2 MLP
     llama, qwen3       GQA                                  granitemoehybrid   3 Mamba2, 1 GQA, MoE, tied head
     bailing_moe_v2_5   3 lightning attention, 1 MLA, MoE
@@ -143,6 +144,8 @@ def draw_weights(model: PreTrainedModel, *, seed: int) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # steers the choice of experts, not their weights
             buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("layer_scalar"):
+            buffer.copy_(0.8 + 0.4 * torch.rand(buffer.shape, generator=generator))
 
 
 def _scale(name: str, weight: Tensor, *, model: PreTrainedModel) -> float:
@@ -152,6 +155,8 @@ def _scale(name: str, weight: Tensor, *, model: PreTrainedModel) -> float:
         return 0.25 * weight.shape[1] ** -0.5 if model.config.tie_word_embeddings else 1.0
     if model.config.model_type == "gpt_oss" and ".experts." in name:  # [experts, in, out], biases [experts, out]
         return 0.1 if weight.dim() == 2 else weight.shape[1] ** -0.5
+    if name.endswith("router.proj.weight"):  # Gemma 4, whose router divides by the root itself
+        return 1.0
     return weight.shape[-1] ** -0.5  # [.., out, in], and [channels, 1, kernel] of a convolution
 
 
@@ -361,6 +366,35 @@ FAMILIES: dict[str, Family] = {
             },
         },
     ),
+    "gemma4": Family(
+        "gemma4_text",
+        {
+            **SIZES,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "attention_k_eq_v": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": WINDOW,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 515,
+            "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": "vision",
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
     "gemma3": Family(
         "gemma3_text",
         {
@@ -372,7 +406,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
-"""By name, which is that of the family's file but for the text models qwen3_5 (qwen3_5_text), gemma3 (gemma3_text)."""
+"""By name, which is that of the family's file, but for qwen3_5, gemma3 and gemma4 (with _text behind)."""
 
 VARIANTS: dict[str, Family] = {
     "glm-bound": Family(

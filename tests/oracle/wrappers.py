@@ -68,6 +68,7 @@ _TOWER = {
 
 WRAPPERS: dict[str, Wrapped] = {
     "gemma3": Wrapped("gemma3", {"model_type": "siglip_vision_model", **_TOWER}),
+    "gemma4": Wrapped("gemma4", {"model_type": "gemma4_vision", **_TOWER}),
     "qwen3_5": Wrapped("qwen3_5", _QWEN_VISION),
 }
 """By model_type."""

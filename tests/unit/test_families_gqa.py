@@ -35,6 +35,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss-one-kv-head": ("gpt_oss", {"num_key_value_heads": 1, "layer_types": ["sliding_attention"] * 4}),
     "gpt_oss-full": ("gpt_oss", {"layer_types": ["full_attention"] * 4, "swiglu_alpha": 1.25}),
+    "gemma4": ("gemma4", {}),
+    "gemma4-dense": (
+        "gemma4",
+        {
+            "enable_moe_block": False,
+            "attention_k_eq_v": False,
+            "num_key_value_heads": 2,
+            "final_logit_softcapping": None,
+        },
+    ),
     "gemma3": ("gemma3", {"query_pre_attn_scalar": 9}),
     "gemma3-biases": ("gemma3", {"attention_bias": True, "tie_word_embeddings": False}),
     "gemma3-linear": (
@@ -84,7 +94,7 @@ STEPS: list[list[Piece]] = [
 
 
 @pytest.mark.parametrize("split", [Split(tp=2), Split(tp=8), Split(cp=2), Split(tp=2, cp=4)], ids=str)
-@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "gpt_oss-one-kv-head", "gemma3"])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "gpt_oss-one-kv-head", "gemma3", "gemma4"])
 def test_any_split_gives_the_same_logits(tiny: Callable[[str], Path], variant: str, split: Split) -> None:
     sequences = [IDS, IDS[40:90]]
     oracle = golden(tiny(variant), sequences)
@@ -137,6 +147,30 @@ def test_inner_features_need_not_be_even(tmp_path: Path, name: str, settings: di
     oracle = golden(model_dir, [IDS[:40]])
     (ours,) = gang_logits(model_dir, [IDS[:40]], [[(0, 0, 40)]], split=Split(tp=3))
     assert np.abs(ours - oracle.logits[0]).max() < oracle.atol
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size_per_layer_input": 16}, "hidden_size_per_layer_input=16"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        ({"per_layer_config": {"1": {"head_dim": 32}}}, r"must name the layers with full attention, \[1, 3\]"),
+        ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "must say the same"),
+        ({"per_layer_config": {"1": {"head_dim": 32, "x": 1}, "3": {"head_dim": 32}}}, "and nothing else"),
+    ],
+)
+def test_gemmas_of_other_kinds_are_refused(
+    tiny: Callable[[str], Path], tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_config(rewritten(tiny("gemma4"), tmp_path / "copy", values))
+
+
+def test_a_gemma_config_as_published_reads_the_same(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    published = {"global_head_dim": 32, "num_global_key_value_heads": 2}
+    copy = rewritten(tiny("gemma4"), tmp_path / "copy", published, without=("per_layer_config",))
+    assert same_config(copy, tiny("gemma4"))
 
 
 # Configs as others write them ---------------------------------------------------------------------------------------
