@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from raycache.errors import CheckpointError
-from raycache.vocabulary import tiktoken_model, tokenizer_json
+from raycache.vocabulary import sentencepiece_model, tekken_json, tiktoken_model, tokenizer_json
 from raycache.vocabulary.base import Vocabulary
+from raycache.vocabulary.sentencepiece_model import SentencePieceModel
+from raycache.vocabulary.tekken_json import TekkenJson
 from raycache.vocabulary.tiktoken_model import TiktokenModel
 from raycache.vocabulary.tokenizer_json import TokenizerJson
 
@@ -27,9 +29,14 @@ def open_vocabulary(folder: Path, settings: Mapping[str, Any], *, is_optional: b
         return TokenizerJson.load(folder)
     if (folder / tiktoken_model.FILE).is_file():
         return TiktokenModel(folder, settings)
+    if (folder / tekken_json.FILE).is_file():
+        return TekkenJson(folder)
+    if (folder / sentencepiece_model.FILE).is_file():
+        return SentencePieceModel(folder, settings)
     if is_optional:
         return TokenizerJson.plain_bytes()
     raise CheckpointError(
-        f"{folder} has no tokenizer: expected {tokenizer_json.FILE} or {tiktoken_model.FILE}; download it with the "
-        "model, or make it with transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        f"{folder} has no tokenizer: expected {tokenizer_json.FILE}, {tiktoken_model.FILE}, {tekken_json.FILE} or "
+        f"{sentencepiece_model.FILE}; download it with the model, or make {tokenizer_json.FILE} with "
+        "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
     )

@@ -55,7 +55,7 @@ def test_ids_are_those_of_a_slow_encoder(tokenizer: Tokenizer, ranks: dict[bytes
     assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize("text", tiny_kimi.TEXTS)
+@pytest.mark.parametrize("text", tiny_kimi.TEXTS, ids=range(len(tiny_kimi.TEXTS)))
 def test_merges_are_used_on_the_text_that_they_come_from(
     tokenizer: Tokenizer, ranks: dict[bytes, int], text: str
 ) -> None:
