@@ -152,8 +152,9 @@ def _read_modelopt(section: ConfigFile) -> _Found:
         raise CheckpointError(_refusal(section, f"quant_algo {unknown[0] if unknown else algorithm!r}"))
     if any("NVFP4" in one for one in algorithms) and section.integer("group_size", 16) != 16:
         raise CheckpointError(_refusal(section, f"NVFP4 with group_size={section.raw('group_size')}"))
-    # Exports name one algorithm and keep some layers in the other: what is stored tells them apart.
-    return (_NVFP4, *_FP8_SCALED), _names(section, "exclude_modules", "ignore")
+    # Exports that name NVFP4 can keep layers in FP8: what is stored tells them apart.
+    schemes = (_NVFP4, *_FP8_SCALED) if any("NVFP4" in one for one in algorithms) else _FP8_SCALED
+    return schemes, _names(section, "exclude_modules", "ignore")
 
 
 def _read_compressed(section: ConfigFile) -> _Found:

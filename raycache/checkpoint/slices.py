@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from raycache.models.checkpoint import Checkpoint
 Box = tuple[range, ...]
 """A run of every dimension of a tensor as it is stored."""
 
-CHUNK = 1 << 24
-"""Numbers that are dequantised at a time, but at least those of one place of the first dimension."""
+CHUNK = 1 << 21
+"""Numbers that are dequantised at a time, but at least a row: what lies between file and result stays in the caches."""
 
 
 def cut(tensor: QuantisedTensor, *, axis: int | None, start: int, stop: int | None) -> Box:
@@ -31,11 +31,24 @@ def cut(tensor: QuantisedTensor, *, axis: int | None, start: int, stop: int | No
     return tuple(box)
 
 
-def chunks(box: Box) -> list[Box]:
-    """Boxes of at most `CHUNK` numbers, one after another along the first dimension."""
+def chunks(box: Box) -> Iterator[Box]:
+    """Boxes of at most `CHUNK` numbers, or of one row, that make up a box which is not empty."""
     first, *others = box
-    step = max(1, CHUNK // max(1, math.prod(map(len, others))))
-    return [(first[begin : begin + step], *others) for begin in range(0, len(first), step)]
+    size = math.prod(map(len, others))
+    if size > CHUNK and len(others) > 1:
+        for place in range(len(first)):
+            yield from ((first[place : place + 1], *inner) for inner in chunks(tuple(others)))
+        return
+    step = max(1, CHUNK // size)
+    for begin in range(0, len(first), step):
+        yield (first[begin : begin + step], *others)
+
+
+def within(part: Box, box: Box) -> tuple[slice, ...]:
+    """Where a part of a box lies in a tensor that holds the box."""
+    return tuple(
+        slice(inner.start - outer.start, inner.stop - outer.start) for inner, outer in zip(part, box, strict=True)
+    )
 
 
 def read_slice(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> StoredSlice:
@@ -69,7 +82,7 @@ def read_scales(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> Te
         scales = checkpoint.read_box(tensor.scales, box)
     else:  # without dimensions of one, and small
         scales = checkpoint.read_box(tensor.scales, [range(size) for size in stored.shape]).reshape(tensor.grid)
-        scales = scales[tuple(slice(run.start, run.stop) for run in box)]
+        scales = scales[within(box, tuple(map(range, tensor.grid)))]
     if not torch.isfinite(factors(scales)).all():
         raise CheckpointError(f"tensor {tensor.scales} in {stored.file} has a scale that is not finite; {_AGAIN}")
     return scales

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raycache.checkpoint.layout import Layouts
 from raycache.checkpoint.quantisation import Quantisation, is_without_effect, read_quantisation
-from raycache.checkpoint.slices import chunks, cut, read_global_scale, read_scales, read_slice
+from raycache.checkpoint.slices import chunks, cut, read_global_scale, read_scales, read_slice, within
 from raycache.checkpoint.stored_slice import StoredSlice
 from raycache.errors import CheckpointError
 from raycache.models.checkpoint import Checkpoint
@@ -58,12 +58,10 @@ class CheckpointWeights:
             return self._checkpoint.read(name, shape=shape, axis=axis, start=start, stop=stop)
         box = cut(tensor, axis=axis, start=start, stop=stop)
         numbers = torch.empty([len(run) for run in box], dtype=self._dtype, device=self._device)
-        whole = numbers.mT if tensor.is_transposed else numbers
         for part in chunks(box) if numbers.numel() else ():
-            done = part[0].start - box[0].start
-            found = read_slice(self._checkpoint, tensor, part).to(self._device).dequantised(self._dtype)
-            whole[done : done + len(part[0])] = found
-        return whole
+            stored = read_slice(self._checkpoint, tensor, part).to(self._device)
+            numbers[within(part, box)] = stored.numbers().to(self._dtype)
+        return numbers.mT if tensor.is_transposed else numbers
 
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
