@@ -22,20 +22,20 @@ from raycache.errors import RayCacheError
 from tests.oracle.draft_models import (
     Eagle,
     Eagle3,
-    PredictionLayer,
     SmallerModel,
     make_eagle,
     make_eagle3,
     make_predicting,
     make_smaller,
     make_target,
+    prediction_twin,
 )
 from tests.oracle.golden import golden
 from tests.oracle.tiny_tokenizers import byte_level
 from tests.unit.test_draft_models import PROMPTS, Pair, Rows, complete, counts, open_llm, watch
 from tests.unit.test_drafts import slow_lookup
 
-PREDICTING = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_next", "qwen3_5")
+PREDICTING = ("bailing_moe_v2_5", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_next", "qwen3_5")
 """Families whose checkpoints can have a prediction layer."""
 
 _REPEATED, _ALTERED = 6, 10
@@ -65,7 +65,7 @@ def _small(folder: Path, family: str) -> Pair:
 
 def _predicting(folder: Path, family: str) -> Pair:
     target = byte_level(make_predicting(folder, family))
-    return Pair(target, "mtp", PredictionLayer(target))
+    return Pair(target, "mtp", prediction_twin(target))
 
 
 def _eagle(folder: Path, family: str) -> Pair:

@@ -21,7 +21,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from tests.oracle.families import KNOWN, make_family
 from tests.oracle.golden import InFloat64
+from tests.oracle.ring_2_5 import Ring25, is_ring
 
 _OUTPUTS = ("o_proj", "out_proj", "down_proj", "attention.dense", "output_linear", "w2")
 """What a layer adds to the residual stream comes through these, whatever a family calls them."""
@@ -52,6 +53,7 @@ class _Layout:
         settings: keys of config.json that announce it.
         kinds: lists of config.json that go on by one in a model which has it as its last layer.
         norm_offset: what norms add to their weights.
+        drawn: keys of config.json with which a family of 4 layers is drawn, so that the layer is the one behind them.
     """
 
     at: str
@@ -63,6 +65,7 @@ class _Layout:
     settings: Mapping[str, Any]
     kinds: Mapping[str, str]
     norm_offset: float = 0.0
+    drawn: Mapping[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 5})
 
 
 _BEHIND_LAST = _Layout(
@@ -86,7 +89,14 @@ _BESIDE = _Layout(
     kinds={"layer_types": "full_attention"},
     norm_offset=1.0,
 )
+_BEHIND_LATENTS = replace(
+    _BEHIND_LAST,
+    norm="final_layernorm",
+    kinds={},
+    drawn={"num_nextn_predict_layers": 1},
+)
 _LAYOUTS = {
+    "bailing_hybrid": _BEHIND_LATENTS,  # of Ling 2.5
     "deepseek_v3": _BEHIND_LAST,
     "deepseek_v32": _BEHIND_LAST,
     "glm4_moe": _BEHIND_LAST,
@@ -185,7 +195,7 @@ def make_predicting(
     family = KNOWN[name]
     layout, settings = _LAYOUTS[family.model_type], family.settings
     wide: dict[str, Any] = {key: [*settings[key], kind] for key, kind in layout.kinds.items() if key in settings}
-    make_target(model_dir, name, share=share, seed=seed, num_hidden_layers=5, **wide)
+    make_target(model_dir, name, share=share, seed=seed, **layout.drawn, **wide)
     config, generator = _config(model_dir), torch.Generator().manual_seed(seed + 1)
     width = config["hidden_size"]
     tensors = {
@@ -205,11 +215,11 @@ def make_predicting(
 
 def _raised(name: str, tensor: Tensor, *, layout: _Layout) -> Tensor:
     """Of the fifth layer, attention's weights that are sharper and louder."""
-    if not name.startswith("model.layers.4.self_attn."):
+    if not name.startswith("model.layers.4."):
         return tensor
     if name.endswith("q_norm.weight"):
         return _SHARPER * (layout.norm_offset + tensor) - layout.norm_offset
-    return {"q_b_proj": _SHARPER, "o_proj": _LOUDER}.get(name.split(".")[-2], 1.0) * tensor
+    return {"q_b_proj": _SHARPER, "o_proj": _LOUDER, "dense": _LOUDER}.get(name.split(".")[-2], 1.0) * tensor
 
 
 def make_eagle(
@@ -437,6 +447,11 @@ class Head(nn.Module):
         return int(self.target.get_output_embeddings()(found).argmax())
 
 
+def prediction_twin(model_dir: Path) -> Head:
+    """Of a checkpoint with a prediction layer."""
+    return RingPredictionLayer(model_dir) if is_ring(model_dir) else PredictionLayer(model_dir)
+
+
 class PredictionLayer(Head):
     """The layer that a checkpoint has beside the target, in a model of that layer alone."""
 
@@ -460,6 +475,18 @@ class PredictionLayer(Head):
         """See Head."""
         joined = torch.cat([self.embed_norm(embedded), self.hidden_norm(features)], -1) @ self.join.T
         return _through(self.body, joined)
+
+
+class RingPredictionLayer(Head):
+    """The same of a checkpoint that transformers has no class for."""
+
+    def __init__(self, model_dir: Path) -> None:
+        super().__init__(_load(model_dir))
+
+    def run(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """See Head."""
+        found: Tensor = self.target.predict(embedded, features)
+        return found
 
 
 class Eagle(Head):
@@ -535,7 +562,7 @@ class _WideLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
         return found
 
 
-def _load(model_dir: Path, *, names: Mapping[str, str] | None = None, **settings: Any) -> PreTrainedModel:
+def _load(model_dir: Path, *, names: Mapping[str, str] | None = None, **settings: Any) -> Any:
     """In float64; experts run one by one, the grouped product of the CPU knows no float64.
 
     Args:
@@ -543,14 +570,15 @@ def _load(model_dir: Path, *, names: Mapping[str, str] | None = None, **settings
         names: patterns of the names of tensors, and what to read instead.
         settings: keys of config.json that differ.
     """
+    if is_ring(model_dir):
+        return Ring25(model_dir, torch.float64)
     config = AutoConfig.from_pretrained(model_dir, **settings)
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_dir, config=config, dtype=torch.float32, attn_implementation="eager", key_mapping=names
     )
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
-    found: PreTrainedModel = model.eval().double()
-    return found
+    return model.eval().double()
 
 
 def _llama_config(head_dir: Path) -> LlamaConfig:

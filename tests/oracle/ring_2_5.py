@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,20 +59,48 @@ class Ring25:
     @torch.no_grad()
     def __call__(
         self,
-        ids: Tensor,
+        input_ids: Tensor,
         *,
         position_ids: Tensor,
         use_cache: bool,
         past_key_values: TwinCache | None = None,
+        output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """[1, T] token ids at [1, T] positions -> logits [1, T, V], last_hidden_state [1, T, C], past_key_values."""
+        """[1, T] token ids at [1, T] positions -> logits [1, T, V], last_hidden_state [1, T, C], past_key_values, and
+        hidden_states: what enters each layer, [1, T, C]."""
         cache = past_key_values or TwinCache()
-        hidden = self["model.word_embeddings.weight"][ids[0]]
+        hidden, entering = self.get_input_embeddings()(input_ids[0]), []
         for layer in range(self.config.num_hidden_layers):
+            entering.append(hidden[None])
             hidden = self.layer(layer, hidden, position_ids[0], cache)
         hidden = self.norm(hidden, "model.norm")
-        logits = F.linear(hidden, self["lm_head.weight"])
-        return SimpleNamespace(logits=logits[None], last_hidden_state=hidden[None], past_key_values=cache)
+        return SimpleNamespace(
+            logits=self.get_output_embeddings()(hidden)[None],
+            last_hidden_state=hidden[None],
+            hidden_states=entering,
+            past_key_values=cache,
+        )
+
+    @property
+    def base_model(self) -> Ring25:
+        """Itself."""
+        return self
+
+    def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
+        """[T] -> [T, C]."""
+        return self["model.word_embeddings.weight"].__getitem__
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
+        """[.., C] -> [.., V]."""
+        return lambda hidden: F.linear(hidden, self["lm_head.weight"])
+
+    def predict(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """The prediction layer: embedded next tokens and what the model found, normed, [T, C] each -> [T, C]."""
+        number = self.config.num_hidden_layers
+        at = f"model.layers.{number}"
+        pair = torch.cat([self.norm(embedded, f"{at}.enorm"), self.norm(features, f"{at}.hnorm")], -1)
+        joined = F.linear(pair, self[f"{at}.eh_proj.weight"])
+        return self.norm(self.layer(number, joined, torch.arange(len(joined)), TwinCache()), f"{at}.final_layernorm")
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]

@@ -18,7 +18,6 @@ from tests.oracle.draft_models import (
     Eagle,
     Eagle3,
     Head,
-    PredictionLayer,
     SmallerModel,
     Twin,
     make_eagle,
@@ -26,6 +25,7 @@ from tests.oracle.draft_models import (
     make_predicting,
     make_smaller,
     make_target,
+    prediction_twin,
 )
 from tests.oracle.families import make_family
 from tests.oracle.golden import golden
@@ -94,7 +94,7 @@ def other(target_name: str, draft_name: str, *, share: float) -> Make:
 def predicting(name: str, *, has_copies: bool = False, has_points: bool = False) -> Make:
     def make(folder: Path) -> Pair:
         target = byte_level(make_predicting(folder, name, has_copies=has_copies))
-        return Pair(target, "mtp", PredictionLayer(target), has_points=has_points)
+        return Pair(target, "mtp", prediction_twin(target), has_points=has_points)
 
     return make
 
@@ -129,6 +129,7 @@ PAIRS: dict[str, Make] = {
     "mtp of glm4_moe": predicting("glm4_moe", has_copies=True),
     "mtp of glm_moe_dsa": predicting("glm_moe_dsa"),
     "mtp of qwen3_next": predicting("qwen3_next", has_points=True),
+    "mtp of bailing_moe_v2_5": predicting("bailing_moe_v2_5", has_points=True),
     "mtp of qwen3_5": predicting("qwen3_5", has_points=True),
     "eagle of llama": eagle("llama"),
     "eagle of two layers with a bias": eagle("llama", has_bias=True, num_layers=2),
