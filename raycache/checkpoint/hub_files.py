@@ -30,6 +30,7 @@ _DESCRIPTIONS = (
     "merges.txt",
     "chat_template.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     INDEX,
 )
 

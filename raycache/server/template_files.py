@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raycache.errors import CheckpointError
-from raycache.vocabulary.base import read_json
+from raycache.vocabulary.base import SETTINGS, read_json
 
 _FILE = "chat_template.jinja"
 _MORE = "additional_chat_templates"
@@ -64,7 +64,7 @@ def read_templates(
         more = {other.stem: _text(other) for other in sorted((folder / _MORE).glob("*.jinja"))}
         return TemplateSources({**more, "default": _text(path)}, _FILE)
     for name, values in (
-        ("tokenizer_config.json", settings),
+        (SETTINGS, settings),
         ("chat_template.json", read_json(folder / "chat_template.json")),
     ):
         if named := _named(values.get("chat_template"), path=folder / name):

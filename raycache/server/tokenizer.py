@@ -9,7 +9,7 @@ from pathlib import Path
 from raycache.config import Config
 from raycache.errors import CheckpointError
 from raycache.server.template_files import read_templates
-from raycache.vocabulary.base import Vocabulary, named_tokens, read_json
+from raycache.vocabulary.base import Vocabulary, named_tokens, read_settings
 from raycache.vocabulary.files import open_vocabulary
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Tokenizer:
 
     def __init__(self, model_dir: str | Path, *, is_optional: bool = False) -> None:
         self._folder = folder = Path(model_dir)
-        settings = read_json(folder / "tokenizer_config.json")
+        settings = read_settings(folder)
         self._vocabulary: Vocabulary = open_vocabulary(folder, settings, is_optional=is_optional)
         self.description = self._vocabulary.description
         self.pieces = self._vocabulary.pieces

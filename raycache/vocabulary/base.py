@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 from raycache.errors import CheckpointError
 
+SETTINGS = "tokenizer_config.json"
+"""What is said about a tokenizer beside its vocabulary."""
+
 _LFS_POINTER = b"version https://git-lfs"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -100,12 +103,12 @@ class AddedToken:
     strips_right: bool = False
 
 
-def read_added_tokens(settings: Mapping[str, Any], path: Path) -> dict[int, AddedToken]:
+def read_added_tokens(settings: Mapping[str, Any], folder: Path) -> dict[int, AddedToken]:
     """`added_tokens_decoder` of a tokenizer_config.json; empty where it has none.
 
     Args:
         settings: the parsed file.
-        path: of it, for messages.
+        folder: that it lies in, for messages.
     Raises:
         CheckpointError: an entry is malformed.
     """
@@ -122,7 +125,9 @@ def read_added_tokens(settings: Mapping[str, Any], path: Path) -> dict[int, Adde
                 strips_right=bool(entry.get("rstrip", False)),
             )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} has a damaged added_tokens_decoder ({error!r}); download it again") from error
+        raise CheckpointError(
+            f"{folder / SETTINGS} has a damaged added_tokens_decoder ({error!r}); download it again"
+        ) from error
     return found
 
 
@@ -134,6 +139,15 @@ def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
             case str(text) | {"content": str(text)}:
                 found[name] = text
     return found
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with the tokens that older directories name in special_tokens_map.json only.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / SETTINGS)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raycache.vocabulary.base import named_tokens, read_added_tokens, read_json
+from raycache.vocabulary.base import named_tokens, read_added_tokens, read_json, read_settings
 
 
 def end_token_id(folder: Path) -> int | None:
-    """Id of `eos_token` in tokenizer_config.json, or None where the files do not say.
+    """Id of the tokenizer's `eos_token`, or None where the files do not say.
 
     Reads tokenizer.json only if tokenizer_config.json has no ids.
 
     Raises:
         CheckpointError: a file is damaged.
     """
-    path = folder / "tokenizer_config.json"
-    settings = read_json(path)
+    settings = read_settings(folder)
     text = named_tokens(settings).get("eos_token")
     if text is None:
         return None
-    for token_id, token in read_added_tokens(settings, path).items():
+    for token_id, token in read_added_tokens(settings, folder).items():
         if token.text == text:
             return token_id
     entries = read_json(folder / "tokenizer.json").get("added_tokens")

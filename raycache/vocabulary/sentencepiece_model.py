@@ -98,7 +98,7 @@ def _added_tokens(model: SentencePieceProcessor, folder: Path, settings: Mapping
                 f"{folder / 'added_tokens.json'}: {text!r} has the id {token_id!r}; download it again"
             )
         found[token_id] = AddedToken(text, is_special=False)
-    return found | read_added_tokens(settings, folder / "tokenizer_config.json")
+    return found | read_added_tokens(settings, folder)
 
 
 def _piece_ids(model: SentencePieceProcessor) -> dict[str, int]:

@@ -60,7 +60,7 @@ class TiktokenModel:
         ranks = _read_ranks(path)
         first = len(ranks)
         added = {i: AddedToken(f"<|reserved_token_{i}|>") for i in range(first, first + _NUM_RESERVED)}
-        added |= read_added_tokens(settings, folder / "tokenizer_config.json")
+        added |= read_added_tokens(settings, folder)
         self._pairs = BytePairs(path.name, pattern=PATTERN, ranks=ranks, added=added)
         self.description = f"{FILE} (tiktoken BPE)"
         self.size = self._pairs.size

@@ -17,6 +17,7 @@ from raycache.llm import LLM
 from raycache.models.base import read_config
 from raycache.server.tokenizer import Tokenizer
 from raycache.types import FinishReason, SamplingParams
+from tests.oracle import tiny_kimi, tiny_sentencepiece
 from tests.oracle.tiny import make_tiny
 from tests.oracle.tiny_tokenizers import byte_level
 
@@ -63,6 +64,32 @@ def test_the_end_token_of_a_tokenizer_is_found_by_its_text_wherever_ids_are(mode
     assert read_config(model).eos_token_ids == (1,)
     edit(model / "tokenizer_config.json", eos_token=None)
     assert read_config(model).eos_token_ids == (1,)
+
+
+def test_older_directories_name_special_tokens_in_a_file_of_their_own(model: Path) -> None:
+    edit(model / "special_tokens_map.json", eos_token="<|end|>", unk_token={"content": "<|im_start|>"})
+    assert Tokenizer(model).special_tokens["eos_token"] == "<|im_end|>"  # tokenizer_config.json comes first
+    (model / "tokenizer_config.json").unlink()
+    assert Tokenizer(model).special_tokens == {"eos_token": "<|end|>", "unk_token": "<|im_start|>"}
+    assert read_config(model).eos_token_ids == (1, 0)
+
+
+@pytest.mark.parametrize("kind", ["tiktoken.model", "tokenizer.model"])
+def test_a_model_chats_with_a_tokenizer_of_each_form(kind: str, tmp_path: Path) -> None:
+    model = make_tiny(tmp_path, vocab_size=900, num_hidden_layers=1)
+    if kind == "tiktoken.model":
+        tiny_kimi.write(model)
+    else:
+        tiny_sentencepiece.write(model, settings={"chat_template": tiny_kimi.CHAT_TEMPLATE})
+    llm = LLM(str(model), device="cpu", page_size=8, num_pages=50)
+    assert llm.tokenizer.description.startswith(kind)
+    dog = llm.tokenizer.encode(" dog", add_special_tokens=False)[-1]
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, logit_bias={dog: 100.0})
+    (found,) = llm.chat([[{"role": "user", "content": "Grüße, 東京 🎉"}]], sampling)
+    assert found.text == llm.tokenizer.decode([*found.prompt_token_ids, *found.token_ids])[-len(found.text) :]
+    assert found.token_ids == (dog,) * 3 and found.text.endswith("og")
+    prompt = llm.tokenizer.decode(found.prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "<|im_user|>user<|im_middle|>Grüße, 東京 🎉<|im_end|><|im_assistant|>assistant<|im_middle|>"
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model: Path) -> None:
