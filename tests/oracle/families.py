@@ -19,6 +19,7 @@ and, made of the same parts (`ALIKE`):
 
     qwen2      GQA with biases of q, k and v      mixtral    GQA, MoE
     mistral    GQA, windows everywhere            smollm3    GQA, 1 of 4 without positions, tied head
+    kimi_k3    KDA, MLA, latent MoE, attention residuals
     glm4_moe   GQA turned in part, grouped MoE      minimax_m2   the same with a norm over all heads
 """
 
@@ -36,6 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.oracle.kimi_k3 import make_kimi_k3
 from tests.oracle.tiny import SIZES
 from tests.published import ring_2_5
 from tests.published.tensors import Tensors
@@ -55,11 +57,13 @@ class Family:
         model_type: of Hugging Face.
         settings: keys of config.json.
         tensors: names, types and shapes of a family that transformers has no class for, given config.json.
+        make: writes one that wants weights of its own kind.
     """
 
     model_type: str
     settings: Mapping[str, Any]
     tensors: Callable[[Mapping[str, Any]], Tensors] | None = None
+    make: Callable[..., Path] | None = None
 
 
 def make_family(model_dir: Path, name: str, *, seed: int = 0, **settings: Any) -> Path:
@@ -74,6 +78,8 @@ def make_family(model_dir: Path, name: str, *, seed: int = 0, **settings: Any) -
         `model_dir`.
     """
     family = KNOWN[name]
+    if family.make is not None:
+        return family.make(model_dir, seed=seed, **settings)
     if family.tensors is not None:
         write_config(model_dir, name, **settings)
         tensors = _draw_published(family.tensors({**family.settings, **settings}), seed=seed)
@@ -421,6 +427,7 @@ VARIANTS: dict[str, Family] = {
 """Other configurations of those families; even pipeline stages would part layers of glm-bound that share an indexer."""
 
 ALIKE: dict[str, Family] = {
+    "kimi_k3": Family("kimi_k3", {}, make=make_kimi_k3),
     "qwen2": Family("qwen2", _NARROW),
     "mistral": Family("mistral", {**_GQA, "sliding_window": WINDOW}),
     "mixtral": Family(

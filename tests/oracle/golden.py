@@ -24,7 +24,9 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from tests.oracle.ring_2_5 import Ring25, TwinCache, is_ring
+from tests.oracle.kimi_k3 import KimiK3Twin, is_kimi_k3
+from tests.oracle.ring_2_5 import Ring25, is_ring
+from tests.oracle.twin_cache import TwinCache
 
 Array = NDArray[np.float64]
 
@@ -167,17 +169,19 @@ class Choices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _load(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel | Ring25:
+def _load(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel | Ring25 | KimiK3Twin:
     """The model, from memory unless its files were written since."""
     files = [model_dir / "config.json", *model_dir.glob("*.safetensors")]
     return _load_once(model_dir, dtype, max(path.stat().st_mtime_ns for path in files))
 
 
 @lru_cache(maxsize=8)
-def _load_once(model_dir: Path, dtype: torch.dtype, written_ns: int) -> PreTrainedModel | Ring25:
+def _load_once(model_dir: Path, dtype: torch.dtype, written_ns: int) -> PreTrainedModel | Ring25 | KimiK3Twin:
     """Experts run one by one: the grouped product of the CPU knows no float64."""
     if is_ring(model_dir):
         return Ring25(model_dir, dtype)
+    if is_kimi_k3(model_dir):
+        return KimiK3Twin(model_dir, dtype)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")

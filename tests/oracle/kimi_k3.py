@@ -1,4 +1,4 @@
-"""Kimi K3's text model, slowly and in float64: token by token where it is recurrent, expert by expert, plane by plane.
+"""Kimi K3's text model, slowly: token by token where it is recurrent, expert by expert, plane by plane.
 
 transformers has no class for it. Written from the published description of the model and of its tensors; shares no code
 with the product.
@@ -9,11 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
+
+from tests.oracle.twin_cache import TwinCache
 
 SETTINGS: dict[str, Any] = {
     "architectures": ["KimiK3ForConditionalGeneration"],
@@ -70,6 +75,11 @@ SETTINGS: dict[str, Any] = {
 
 LATENT_EPS = 1e-6
 """Of the norms inside latent attention, which do not take the model's."""
+
+
+def is_kimi_k3(model_dir: Path) -> bool:
+    """Whether a checkpoint is one of those that transformers has no class for."""
+    return bool(json.loads((model_dir / "config.json").read_text()).get("model_type") == "kimi_k3")
 
 
 def make_kimi_k3(model_dir: Path, *, seed: int = 0, **text: Any) -> Path:
@@ -184,30 +194,46 @@ def _moe(at: str, text: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 class KimiK3Twin:
-    """Logits of whole sequences.
+    """A checkpoint as `make_kimi_k3` writes it.
 
     Args:
-        model_dir: as `make_kimi_k3` writes it.
+        model_dir: of it.
+        dtype: that it is computed in.
     """
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float64) -> None:
         self.text = json.loads((model_dir / "config.json").read_text())["text_config"]
+        self.config = PreTrainedConfig(**self.text)
         self.weights = {
-            name.removeprefix("language_model."): tensor.double()
+            name.removeprefix("language_model."): tensor.to(dtype)
             for name, tensor in load_file(model_dir / "model.safetensors").items()
         }
         self.eps = self.text["rms_norm_eps"]
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """[T] -> float64 [T, V]."""
-        text = self.text
-        prefix = self["model.embed_tokens"][torch.tensor(list(ids))]
+        """[T] -> [T, V], of a whole sequence."""
+        positions = torch.arange(len(ids))[None]
+        found: Tensor = self(torch.tensor([list(ids)]), position_ids=positions, use_cache=False).logits[0]
+        return found
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        ids: Tensor,
+        *,
+        position_ids: Tensor,
+        use_cache: bool,
+        past_key_values: TwinCache | None = None,
+    ) -> SimpleNamespace:
+        """[1, T] token ids at [1, T] positions -> logits [1, T, V] and past_key_values."""
+        text, cache = self.text, past_key_values or TwinCache()
+        prefix = self["model.embed_tokens"][ids[0]]
         finished: list[Tensor] = []
         for layer in range(text["num_hidden_layers"]):
             at = f"model.layers.{layer}."
             x = self.norm(self.mix(f"{at}self_attention_res", [*finished, prefix]), f"{at}input_layernorm")
             is_full = layer + 1 in text["linear_attn_config"]["full_attn_layers"]
-            out = (self.latent_attention if is_full else self.delta_attention)(f"{at}self_attn.", x)
+            out = (self.latent_attention if is_full else self.delta_attention)(layer, x, cache)
             if layer % text["attn_res_block_size"] == 0:
                 finished.append(prefix)
                 prefix = out
@@ -216,7 +242,8 @@ class KimiK3Twin:
             x = self.norm(self.mix(f"{at}mlp_res", [*finished, prefix]), f"{at}post_attention_layernorm")
             is_dense = layer < text["first_k_dense_replace"]
             prefix = prefix + (self.mlp(f"{at}mlp.", x) if is_dense else self.experts(f"{at}block_sparse_moe.", x))
-        return self.norm(self.mix("model.output_attn_res", [*finished, prefix]), "model.norm") @ self["lm_head"].T
+        found = self.norm(self.mix("model.output_attn_res", [*finished, prefix]), "model.norm")
+        return SimpleNamespace(logits=F.linear(found, self["lm_head"])[None], past_key_values=cache)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.weights[f"{name}.weight"]
@@ -226,73 +253,79 @@ class KimiK3Twin:
 
     def mix(self, name: str, planes: list[Tensor]) -> Tensor:
         """Every token chooses among the planes by itself."""
-        scores = torch.stack([(self.norm(plane, f"{name}_norm") @ self[f"{name}_proj"].T)[:, 0] for plane in planes])
-        shares = scores.exp() / scores.exp().sum(0)
-        return sum((share[:, None] * plane for share, plane in zip(shares, planes, strict=True)), torch.zeros(1))
+        scores = [F.linear(self.norm(plane, f"{name}_norm"), self[f"{name}_proj"])[:, 0] for plane in planes]
+        shares = torch.stack(scores).exp()
+        shares = shares / shares.sum(0)
+        return (shares[..., None] * torch.stack(planes)).sum(0)
 
-    def delta_attention(self, at: str, x: Tensor) -> Tensor:
-        net = self.text["linear_attn_config"]
+    def delta_attention(self, layer: int, x: Tensor, cache: TwinCache) -> Tensor:
+        at, net, length = f"model.layers.{layer}.self_attn.", self.text["linear_attn_config"], len(x)
         heads, dim, taps = net["num_heads"], net["head_dim"], net["short_conv_kernel_size"]
-        length = len(x)
-
-        def convolved(kind: str) -> Tensor:
-            rows = torch.cat([torch.zeros(taps - 1, heads * dim).double(), x @ self[f"{at}{kind}_proj"].T])
-            kernel = self[f"{at}{kind}_conv1d"][:, 0]
-            summed = torch.stack([(rows[t : t + taps].T * kernel).sum(-1) for t in range(length)])
-            return (summed * summed.sigmoid()).view(length, heads, dim)
-
-        query, key, value = (convolved(kind) for kind in "qkv")
+        inner = heads * dim
+        new = torch.cat([F.linear(x, self[f"{at}{kind}_proj"]) for kind in "qkv"], -1)
+        before = cache.kept.get((layer, "conv"), x.new_zeros(3 * inner, taps - 1))
+        rows = torch.cat([before.T, new])
+        cache.kept[layer, "conv"] = rows[-(taps - 1) :].T
+        kernel = torch.cat([self[f"{at}{kind}_conv1d"][:, 0] for kind in "qkv"])
+        summed = torch.stack([(rows[t : t + taps].T * kernel).sum(-1) for t in range(length)])
+        query, key, value = (summed * summed.sigmoid()).view(length, 3, heads, dim).unbind(1)
         query, key = (row / (row.square().sum(-1, keepdim=True) + 1e-6).sqrt() for row in (query, key))
-        beta = (x @ self[f"{at}b_proj"].T).sigmoid()
-        raw = x @ self[f"{at}f_a_proj"].T @ self[f"{at}f_b_proj"].T + self.weights[f"{at}dt_bias"]
+        beta = F.linear(x, self[f"{at}b_proj"]).sigmoid()
+        raw = F.linear(F.linear(x, self[f"{at}f_a_proj"]), self[f"{at}f_b_proj"]) + self.weights[f"{at}dt_bias"]
         rate = self.weights[f"{at}A_log"][:heads].exp()[:, None]
         decay = (net["gate_lower_bound"] * (rate * raw.view(length, heads, dim)).sigmoid()).exp()
-        state, outs = torch.zeros(heads, dim, dim).double(), []
+        state, outs = cache.kept.get((layer, "state"), x.new_zeros(heads, dim, dim)), []
         for t in range(length):
             state = state * decay[t, :, :, None]
             held = torch.einsum("hk,hkv->hv", key[t], state)
             state = state + torch.einsum("hk,hv->hkv", key[t], (value[t] - held) * beta[t, :, None])
             outs.append(torch.einsum("hk,hkv->hv", query[t] * dim**-0.5, state))
+        cache.kept[layer, "state"] = state
         out = self.norm(torch.stack(outs), f"{at}o_norm")
-        gate = (x @ self[f"{at}g_proj"].T).sigmoid().view(length, heads, dim)
-        return (out * gate).flatten(1) @ self[f"{at}o_proj"].T
+        gate = F.linear(x, self[f"{at}g_proj"]).sigmoid().view(length, heads, dim)
+        return F.linear((out * gate).flatten(1), self[f"{at}o_proj"])
 
-    def latent_attention(self, at: str, x: Tensor) -> Tensor:
-        text, length = self.text, len(x)
+    def latent_attention(self, layer: int, x: Tensor, cache: TwinCache) -> Tensor:
+        at, text, length = f"model.layers.{layer}.self_attn.", self.text, len(x)
         heads, nope, rope, rank = (
             text[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank")
         )
-        query = self.norm(x @ self[f"{at}q_a_proj"].T, f"{at}q_a_layernorm", LATENT_EPS) @ self[f"{at}q_b_proj"].T
-        query = query.view(length, heads, nope + rope)
-        latent, shared = (x @ self[f"{at}kv_a_proj_with_mqa"].T).split([rank, rope], dim=-1)
-        both = self.norm(latent, f"{at}kv_a_layernorm", LATENT_EPS) @ self[f"{at}kv_b_proj"].T
-        key, value = both.view(length, heads, -1).split([nope, text["v_head_dim"]], dim=-1)
+        low = self.norm(F.linear(x, self[f"{at}q_a_proj"]), f"{at}q_a_layernorm", LATENT_EPS)
+        query = F.linear(low, self[f"{at}q_b_proj"]).view(length, heads, nope + rope)
+        latent, shared = F.linear(x, self[f"{at}kv_a_proj_with_mqa"]).split([rank, rope], dim=-1)
+        new = {"latent": self.norm(latent, f"{at}kv_a_layernorm", LATENT_EPS), "rope": shared}
+        for name, rows in new.items():
+            before = cache.kept.get((layer, name))
+            cache.kept[layer, name] = rows if before is None else torch.cat([before, rows])
+        latent, shared = (cache.kept[layer, name] for name in new)
+        both = F.linear(latent, self[f"{at}kv_b_proj"]).view(len(latent), heads, -1)
+        key, value = both.split([nope, text["v_head_dim"]], dim=-1)
         key = torch.cat([key, shared[:, None].expand(-1, heads, -1)], dim=-1)
         scores = torch.einsum("thd,shd->hts", query, key) * (nope + rope) ** -0.5
-        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        seen = torch.ones(length, len(latent), dtype=torch.bool).tril(len(latent) - length)
         shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out = torch.einsum("hts,shd->thd", shares, value).flatten(1)
-        return (out * (x @ self[f"{at}g_proj"].T).sigmoid()) @ self[f"{at}o_proj"].T
+        return F.linear(out * F.linear(x, self[f"{at}g_proj"]).sigmoid(), self[f"{at}o_proj"])
 
     def active(self, gate: Tensor, up: Tensor) -> Tensor:
         beta, linear = self.text["activation_situ_beta"], self.text["activation_situ_linear_beta"]
         return beta * (gate / beta).tanh() * gate.sigmoid() * linear * (up / linear).tanh()
 
     def mlp(self, at: str, x: Tensor) -> Tensor:
-        inner = self.active(x @ self[f"{at}gate_proj"].T, x @ self[f"{at}up_proj"].T)
-        return inner @ self[f"{at}down_proj"].T
+        inner = self.active(F.linear(x, self[f"{at}gate_proj"]), F.linear(x, self[f"{at}up_proj"]))
+        return F.linear(inner, self[f"{at}down_proj"])
 
     def experts(self, at: str, x: Tensor) -> Tensor:
-        scores = (x @ self[f"{at}gate"].T).sigmoid()
+        scores = F.linear(x, self[f"{at}gate"]).sigmoid()
         chosen = (scores + self.weights[f"{at}gate.e_score_correction_bias"]).topk(self.text["num_experts_per_token"])
-        latent = x @ self[f"{at}routed_expert_down_proj"].T
+        latent = F.linear(x, self[f"{at}routed_expert_down_proj"])
         rows = []
         for t in range(len(x)):
             shares = scores[t, chosen.indices[t]]
-            row = torch.zeros(latent.shape[1]).double()
+            row = torch.zeros_like(latent[0])
             for expert, share in zip(chosen.indices[t].tolist(), shares / shares.sum(), strict=True):
                 w1, w2, w3 = (self[f"{at}experts.{expert}.w{number}"] for number in (1, 2, 3))
-                row = row + share * (self.active(latent[t] @ w1.T, latent[t] @ w3.T) @ w2.T)
+                row = row + share * F.linear(self.active(F.linear(latent[t], w1), F.linear(latent[t], w3)), w2)
             rows.append(row)
-        routed = self.norm(torch.stack(rows), f"{at}routed_expert_norm") @ self[f"{at}routed_expert_up_proj"].T
-        return routed + self.mlp(f"{at}shared_experts.", x)
+        routed = self.norm(torch.stack(rows), f"{at}routed_expert_norm")
+        return F.linear(routed, self[f"{at}routed_expert_up_proj"]) + self.mlp(f"{at}shared_experts.", x)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig
+
+from tests.oracle.twin_cache import TwinCache
 
 
 def is_ring(model_dir: Path) -> bool:
@@ -33,13 +34,6 @@ LATENT_EPS = 1e-6
 
 # Shapes in this file: T new tokens of one sequence, S all of it, C hidden size, H heads, D head size of the linear
 # layers, V vocabulary.
-
-
-@dataclass
-class TwinCache:
-    """What each layer keeps of the tokens before, by layer and name; the names are those of golden.cache_contents."""
-
-    kept: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
 
 class Ring25:
