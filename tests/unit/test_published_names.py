@@ -67,7 +67,7 @@ def test_a_tensor_of_another_name_is_missed_by_its_own(tmp_path: Path, published
         if any(re.search(pattern, name) for pattern in (*config.ignored_tensors, IGNORED)):
             continue
         write_headers(tmp_path, {f"{key}x" if key == name else key: value for key, value in tensors.items()})
-        with pytest.raises(CheckpointError, match=re.escape(name)):
+        with pytest.raises(CheckpointError, match=re.escape(name.removesuffix("_packed"))):
             check_weights(config, Checkpoint(tmp_path))
             check_draft(read_models(tmp_path, "mtp"), tmp_path)
 
