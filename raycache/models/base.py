@@ -22,6 +22,7 @@ from raycache.memory.component import CacheFormat, Component
 from raycache.models.checkpoint import Checkpoint, WeightSource
 from raycache.models.config import ConfigFile, ModelConfig
 from raycache.models.decoder import Progress
+from raycache.models.unsupported import NEEDS
 from raycache.models.weights import ShardedWeights
 from raycache.models.wrappers import WRAPPERS, text_part
 from raycache.parallel.context import ParallelContext
@@ -277,7 +278,8 @@ def _own_type(file: ConfigFile) -> ConfigFile:
 def _family(model_type: str, model: object) -> Family:
     if model_type not in _FAMILIES:
         known = ", ".join(sorted({*_FAMILIES, *WRAPPERS}))
-        raise CheckpointError(f"model_type {model_type!r} of {model} is not supported; known are {known}")
+        need = f": it needs {NEEDS[model_type]}" if model_type in NEEDS else ""
+        raise CheckpointError(f"model_type {model_type!r} of {model} is not supported{need}; known are {known}")
     family: Family = getattr(importlib.import_module(f"raycache.models.{model_type}"), _FAMILIES[model_type])()
     return family
 

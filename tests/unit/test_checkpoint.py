@@ -233,7 +233,8 @@ def test_an_early_llama_has_as_many_kv_heads_and_divides_its_hidden_size(copy: P
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' of .* is not supported; known are .*llama"),
+        ({"model_type": "foo"}, "model_type 'foo' of .* is not supported; known are .*llama"),
+        ({"model_type": "mamba"}, "is not supported: it needs Mamba layers of the first version; known are .*llama"),
         ({"model_type": ...}, "does not say model_type"),
         ({"hidden_size": ...}, "does not say hidden_size"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
