@@ -20,15 +20,13 @@ from raycache.vocabulary.base import SETTINGS, read_json
 _FILE = "chat_template.jinja"
 _MORE = "additional_chat_templates"
 _BUILT_IN = Path(__file__).with_name("chat_templates")
-_DEEPSEEK_MARKS = (
-    "<｜begin▁of▁sentence｜>",
-    "<｜end▁of▁sentence｜>",
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<think>",
-    "</think>",
-)
-_MARKS: Mapping[str, tuple[str, ...]] = {"deepseek_v32": _DEEPSEEK_MARKS}
+_MARKS: Mapping[str, tuple[str, ...]] = {
+    "deepseek_v32": (
+        *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+        *("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
+    ),
+    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
+}
 """model_type of models that publish no template -> tokens that a tokenizer has for which ours is made."""
 
 
