@@ -19,14 +19,17 @@ from actors.rank import RankActor
 from raycache.config import Config
 from raycache.engine.executors import GangExecutor
 from raycache.engine.host_directory import DirectoryGoneError
+from raycache.engine.memory_use import human_bytes
 from raycache.engine.runner import Seat
 from raycache.errors import ConfigError, RankLostError
-from raycache.parallel.board import AckBoard, Lane
+from raycache.parallel.board import AckBoard
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import DECIDER, Store, build_group, group_handles
 from raycache.parallel.interfaces import link, require_reachable
 from raycache.parallel.relay import BoardReceiver, leaders, receive_boards
 from raycache.parallel.sharding import Split
+
+LOADING = "loading weights"
 
 _KILL_TIMEOUT_S = 60.0
 """For a rank that was killed to be dead; Ray takes some seconds for one that does not answer it."""
@@ -83,7 +86,7 @@ class Gang:
             wheres = self._get([actor.where.remote() for actor in self._actors], phase="starting ranks")
             seats = _seats(wheres, device=device)
             self._meet(seats, wheres, board=board, epoch=epoch)
-            fits = self._get([actor.load.remote() for actor in self._actors], phase="loading weights")
+            fits = self._get([actor.load.remote() for actor in self._actors], phase=LOADING)
             self.num_pages = min(fits)
             builds = [
                 actor.build.remote(self.num_pages, arenas[where["node"]] if arenas else None)
@@ -190,12 +193,19 @@ class Gang:
                 receivers=self._receivers,
             )
 
+    def _told(self, phase: str) -> tuple[str, float]:
+        """Phase and share; of weights with bytes, once all ranks know how many they read."""
+        loaded, to_load = self._board.loaded()
+        if phase == LOADING and to_load and not self._config.dummy_weights:
+            phase += f": {human_bytes(loaded)} of {human_bytes(to_load)}"
+        return phase, loaded / max(to_load, 1)
+
     def _get(self, refs: list[Any], *, phase: str) -> list[Any]:
         """Results of all ranks, within the start's deadline."""
         begin = time.monotonic()
         pending = list(refs)
         while pending:
-            self._on_progress(phase, self._board.lines[:, Lane.LOADED].mean() / 1000)
+            self._on_progress(*self._told(phase))
             ended, pending = ray.wait(pending, num_returns=len(pending), timeout=0.5)
             for ref in ended:
                 try:

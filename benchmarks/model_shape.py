@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from raycache.memory.component import CacheFormat, Component, Reuse
 from raycache.models.base import ModelConfig, components, load_model, read_config
+from raycache.models.layer_sizes import AskedShapes
 from raycache.parallel.context import ParallelContext
 
 SHAPES = Path(__file__).with_name("shapes")
@@ -162,28 +161,13 @@ class ModelShape:
         return work * len(part.layers)
 
 
-class _Names:
-    """A weight source that notes what is asked for; its tensors have no numbers."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-
-    def read(
-        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
-    ) -> Tensor:
-        self.sizes[name] = math.prod(shape)
-        cut = list(shape)
-        if axis is not None:
-            cut[axis] = len(range(shape[axis])[start:stop])
-        return torch.empty(cut, device="meta")
-
-
 def _count(model: ModelConfig) -> dict[str, int]:
-    names = _Names()
+    names = AskedShapes()
     ctx = ParallelContext.single(torch.device("meta"))
     load_model(model, names, ctx, torch.float32, on_progress=lambda done, total: None)
     found = {"plain": 0, "routed": 0, "head": 0}
-    for name, size in names.sizes.items():
+    for name, shape in names.shapes.items():
+        size = math.prod(shape)
         is_embedding = "embed" in name
         if is_embedding and not model.tie_word_embeddings:
             continue

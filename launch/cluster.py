@@ -191,7 +191,7 @@ class _Progress:
     """What the start is doing: one line that is rewritten on a terminal, a line per phase elsewhere."""
 
     def __init__(self) -> None:
-        self._phase = ""
+        self._topic = ""
         self._width = 0
         self._is_terminal = sys.stderr.isatty()
 
@@ -207,9 +207,9 @@ class _Progress:
         if self._is_terminal:
             print(f"\r{line.ljust(self._width)}", end="", file=sys.stderr, flush=True)
             self._width = len(line)
-        elif phase != self._phase:
-            print(phase, file=sys.stderr, flush=True)
-        self._phase = phase
+        elif (topic := phase.partition(":")[0]) != self._topic:
+            print(topic, file=sys.stderr, flush=True)
+            self._topic = topic
 
     def close(self) -> None:
         """End the line."""

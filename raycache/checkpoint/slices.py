@@ -108,17 +108,32 @@ _AGAIN = "the file is damaged, download it again"
 
 def _read_codes(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> Tensor:
     """See `StoredSlice.codes`."""
+    wanted = codes_box(checkpoint, tensor, box)
+    codes = checkpoint.read_box(tensor.codes, wanted)
+    if tensor.format.per_byte == 1:
+        return codes
+    codes = codes.contiguous().view(torch.uint8)  # eight codes of an I32 lie in it from the lowest byte on
+    codes = codes.flatten(-2) if len(wanted) > len(box) else codes
+    first, last = box[-1].start // 2, -(-box[-1].stop // 2)
+    skipped = _code_bytes(tensor, has_blocks=len(wanted) > len(box)) * wanted[len(box) - 1].start
+    return codes[..., first - skipped : last - skipped]
+
+
+def codes_box(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> Box:
+    """What is read of the tensor of codes for a box of numbers."""
     *lead, rows, columns = box
     if tensor.format.per_byte == 1:
-        return checkpoint.read_box(tensor.codes, box)
-    first, last = columns.start // 2, -(-columns.stop // 2)
-    is_gpt_oss = len(checkpoint.entry(tensor.codes).shape) > len(box)  # the bytes of a block have their own dimension
-    size = 16 if is_gpt_oss else 4 if tensor.format is Format.INT4 else 1  # bytes of what can be read
-    wholes = range(first // size, -(-last // size))
-    codes = checkpoint.read_box(tensor.codes, (*lead, rows, wholes, *([range(size)] if is_gpt_oss else [])))
-    codes = codes.contiguous().view(torch.uint8)  # eight codes of an I32 lie in it from the lowest byte on
-    codes = codes.flatten(-2) if is_gpt_oss else codes
-    return codes[..., first - size * wholes.start : last - size * wholes.start]
+        return box
+    # The bytes of a block have a dimension of their own in gpt-oss.
+    has_blocks = len(checkpoint.entry(tensor.codes).shape) > len(box)
+    size = _code_bytes(tensor, has_blocks=has_blocks)
+    wholes = range(columns.start // 2 // size, -(-columns.stop // 2 // size))
+    return (*lead, rows, wholes, *([range(size)] if has_blocks else []))
+
+
+def _code_bytes(tensor: QuantisedTensor, *, has_blocks: bool) -> int:
+    """Bytes of the least that can be read."""
+    return 16 if has_blocks else 4 if tensor.format is Format.INT4 else 1
 
 
 def _blocks(run: Sequence[int], size: int) -> range:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from raycache.checkpoint.layout import Layouts
 from raycache.checkpoint.quantisation import Quantisation, is_without_effect, read_quantisation
-from raycache.checkpoint.slices import chunks, cut, read_global_scale, read_scales, read_slice, within
+from raycache.checkpoint.read_ahead import Read, ReadAhead
+from raycache.checkpoint.slices import chunks, codes_box, cut, read_global_scale, read_scales, read_slice, within
 from raycache.checkpoint.stored_slice import StoredSlice
 from raycache.errors import CheckpointError
 from raycache.models.checkpoint import Checkpoint
@@ -62,6 +63,20 @@ class CheckpointWeights:
             stored = read_slice(self._checkpoint, tensor, part).to(self._device)
             numbers[within(part, box)] = stored.numbers().to(self._dtype)
         return numbers.mT if tensor.is_transposed else numbers
+
+    def planned(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Read:
+        """What `read` and `stored` with these arguments read, without scales; of any part of it one after another."""
+        tensor = self._layouts.find(name, shape)
+        if tensor is None:
+            return self._checkpoint.planned(name, shape=shape, axis=axis, start=start, stop=stop)
+        box = codes_box(self._checkpoint, tensor, cut(tensor, axis=axis, start=start, stop=stop))
+        return self._checkpoint.box(tensor.codes, box)
+
+    def reading_ahead(self, ahead: ReadAhead) -> AbstractContextManager[None]:
+        """See `Checkpoint.reading_ahead`."""
+        return self._checkpoint.reading_ahead(ahead)
 
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None

@@ -20,9 +20,6 @@ import torch
 
 from raycache.attention.base import NotRecordableError
 from raycache.attention.choose import choose_backend
-from raycache.checkpoint.quantisation import read_quantisation
-from raycache.checkpoint.weights import CheckpointWeights
-from raycache.checkpoint.weights_form import weights_form
 from raycache.config import Config
 from raycache.engine.answer import PendingAnswer
 from raycache.engine.control import answering_ranks, receive_plan, send_answer
@@ -30,6 +27,7 @@ from raycache.engine.graphs import DecodeGraphs, batch_sizes
 from raycache.engine.guesser import Guesser
 from raycache.engine.host_service import open_arena
 from raycache.engine.last_tokens import LastTokens
+from raycache.engine.loading import load_weights, read_threads
 from raycache.engine.memory_plan import (
     cache_format,
     num_spare_states,
@@ -46,11 +44,8 @@ from raycache.errors import RankLostError
 from raycache.memory.component import STATE, Reuse
 from raycache.memory.device import DevicePool, unit_bytes
 from raycache.memory.mover import LaneName, Mover
-from raycache.models.base import Model, ModelConfig, components, load_model
-from raycache.models.checkpoint import Checkpoint, WeightSource
-from raycache.models.drafting import load_draft
+from raycache.models.base import Model, ModelConfig, components
 from raycache.models.drafts import DraftModel
-from raycache.models.dummy import DummyWeights
 from raycache.parallel.board import AckBoard, Lane
 from raycache.parallel.context import GroupHandle, ParallelContext
 from raycache.parallel.devices import require_gpus
@@ -149,22 +144,14 @@ class RankRunner:
         self._note("groups")
         self._backend = choose_backend(self._config, config, self._device, self._dtype)
         with refusing_out_of_memory(self._device, doing="loading weights"):
-            self._model = load_model(
+            self._model, self._draft = load_weights(
+                self._config,
                 config,
-                self._weights(Path(self._config.model)),
                 self._ctx,
-                dtype=self._dtype,
+                self._dtype,
+                num_threads=read_threads(ranks_on_node=self._seat.ranks_on_node),
                 on_progress=self._on_progress,
             )
-            if config.draft is not None and self._ctx.is_last_stage:
-                self._draft = load_draft(
-                    config,
-                    self._weights(config.draft.directory),
-                    self._ctx,
-                    self._dtype,
-                    target=self._model,
-                    target_source=self._weights(Path(self._config.model)),
-                )
         self._note("weights")
         if self._use is not None:
             sizes, draft_sizes = self._graph_sizes
@@ -188,15 +175,6 @@ class RankRunner:
     def _note(self, purpose: str) -> None:
         if self._use is not None:
             self._use.note(purpose)
-
-    def _weights(self, directory: Path) -> WeightSource:
-        if self._config.dummy_weights:
-            return DummyWeights(self._device, self._dtype)
-        quantisation, dtype = read_quantisation(directory), self._dtype
-        if quantisation is not None:
-            wish, kind = self._config.weights, self._device.type
-            dtype = weights_form(quantisation, wish, dtype=dtype, device_type=kind).dtype
-        return CheckpointWeights(Checkpoint(directory), quantisation, dtype=dtype, device=self._device)
 
     def build(self, num_pages: int, arena: Path | None = None) -> Rank:
         """Make the pool and the executor.
@@ -372,4 +350,5 @@ class RankRunner:
 
     def _on_progress(self, loaded: int, total: int) -> None:
         if self._board is not None:
-            self._board.post(self._seat.rank, Lane.LOADED, loaded * 1000 // total)
+            self._board.post(self._seat.rank, Lane.LOADED, loaded)
+            self._board.post(self._seat.rank, Lane.TO_LOAD, total)

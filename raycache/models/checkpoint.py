@@ -5,7 +5,7 @@
     ...       the numbers
 
 All headers are read and checked when a checkpoint is opened, so that a half-downloaded file is refused before the first
-weight is loaded. The numbers are mapped, not read: a rank touches only the bytes of its own slices.
+weight is loaded. A rank reads only the bytes of its own slices.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
+from raycache.checkpoint.file_reads import OpenFile
+from raycache.checkpoint.read_ahead import Read, ReadAhead
 from raycache.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -33,13 +36,25 @@ INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LFS_POINTER = b"version https://git-lfs"
-_READ = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8}
-"""Number formats that are read as numbers, and their bytes; token ids may be I64."""
+_READ = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+}
+"""Number formats that are read as numbers; token ids may be I64."""
 
-_CODES = {"F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4}
-"""Number formats of the parts of quantised weights (see raycache.checkpoint), and their bytes."""
+_CODES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+}
+"""Number formats of the parts of quantised weights (see raycache.checkpoint)."""
 
-_BYTES = _READ | _CODES
+_DTYPES = _READ | _CODES
 
 
 class WeightSource(Protocol):
@@ -60,8 +75,8 @@ class WeightSource(Protocol):
             axis: to slice, or None for all of it.
             start, stop: the slice; stop is at the latest shape[axis], which is what None means.
         Returns:
-            On the CPU, in the stored dtype; not to be written to. Quantised tensors are dequantised, in the dtype
-            and on the device of the source.
+            In the stored dtype, on the CPU or a device of the source; the caller's own if it is all of its storage.
+            Quantised tensors are dequantised, in the dtype and on the device of the source.
         Raises:
             CheckpointError: there is no such tensor, or it has another shape.
         """
@@ -81,11 +96,12 @@ class Stored:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int
 
     @property
     def num_bytes(self) -> int:
         """Bytes that its numbers take, 0 for a dtype that is not known."""
-        return math.prod(self.shape) * _BYTES.get(self.dtype, 0)
+        return math.prod(self.shape) * (_DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 0)
 
 
 class Checkpoint:
@@ -100,8 +116,9 @@ class Checkpoint:
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
         self._tensors = _scan(model_dir)
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, OpenFile] = {}
         self._read: set[str] = set()
+        self._ahead: ReadAhead | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -117,10 +134,7 @@ class Checkpoint:
     ) -> Tensor:
         """See `WeightSource.read`."""
         self.check(name, shape)
-        box = [range(size) for size in shape]
-        if axis is not None:
-            box[axis] = box[axis][start:stop]
-        return self.read_box(name, box)
+        return self.read_box(name, _box(shape, axis, start, stop))
 
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
@@ -130,19 +144,37 @@ class Checkpoint:
 
     def read_box(self, name: str, box: Sequence[range]) -> Tensor:
         """A run of every dimension of a tensor, which is there and whose dtype torch has; as `read` otherwise."""
-        stored = self.entry(name)
         self._read.add(name)
-        try:
-            file = self._file(stored.file)
-            if not box:
-                cut: Tensor = file.get_tensor(name)
-            else:
-                cut = file.get_slice(name)[tuple(slice(run.start, run.stop) for run in box)]
-        except (SafetensorError, OSError) as cause:
-            raise CheckpointError(
-                f"{stored.file} cannot be read ({cause}); was it changed while it was open?"
-            ) from cause
-        return cut
+        read = self.box(name, box)
+        return read.now() if self._ahead is None else self._ahead.take(read)
+
+    def planned(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Read:
+        """What `read` with these arguments reads.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        self.check(name, shape)
+        return self.box(name, _box(shape, axis, start, stop))
+
+    def box(self, name: str, box: Sequence[range]) -> Read:
+        """What `read_box` with these arguments reads."""
+        stored = self.entry(name)
+        if stored.file not in self._open:
+            self._open[stored.file] = OpenFile(stored.file)
+        return Read(self._open[stored.file], stored.offset, _DTYPES[stored.dtype], stored.shape, tuple(box))
+
+    @contextmanager
+    def reading_ahead(self, ahead: ReadAhead) -> Iterator[None]:
+        """Take from `ahead` what is in its plan, until this is left."""
+        with ahead:
+            self._ahead = ahead
+            try:
+                yield
+            finally:
+                self._ahead = None
 
     def find(self, name: str) -> Stored | None:
         """Where a tensor lies, None if there is none of this name."""
@@ -181,10 +213,12 @@ class Checkpoint:
         """Names of tensors that were never asked for, sorted; one rank of many reads only its own part."""
         return sorted(self._tensors.keys() - self._read)
 
-    def _file(self, path: Path) -> Any:
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt", device="cpu")
-        return self._open[path]
+
+def _box(shape: Sequence[int], axis: int | None, start: int, stop: int | None) -> list[range]:
+    box = [range(size) for size in shape]
+    if axis is not None:
+        box[axis] = box[axis][start:stop]
+    return box
 
 
 def _scan(model_dir: Path) -> dict[str, Stored]:
@@ -245,13 +279,18 @@ def _read_header(path: Path) -> dict[str, Stored]:
         header = file.read(length)
     try:
         rows = {name: row for name, row in json.loads(header).items() if name != "__metadata__"}
-        tensors = {name: Stored(path, str(row["dtype"]), tuple(row["shape"])) for name, row in rows.items()}
+        tensors = {name: _read_row(path, row, first=_LENGTH_BYTES + length) for name, row in rows.items()}
         end = _check_places(tensors, {name: tuple(row["data_offsets"]) for name, row in rows.items()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
         raise CheckpointError(f"{path} has a damaged header ({cause!r}); download it again") from cause
     if size != _LENGTH_BYTES + length + end:
         raise CheckpointError(_cut_short(path, size, str(_LENGTH_BYTES + length + end)))
     return tensors
+
+
+def _read_row(path: Path, row: Any, *, first: int) -> Stored:
+    begin, _ = row["data_offsets"]
+    return Stored(path, str(row["dtype"]), tuple(row["shape"]), first + begin)
 
 
 def _check_places(tensors: dict[str, Stored], places: dict[str, tuple[int, ...]]) -> int:
@@ -267,7 +306,7 @@ def _check_places(tensors: dict[str, Stored], places: dict[str, tuple[int, ...]]
             raise ValueError(f"shape and data_offsets of {name} must be positive integers or zero")
         if start != end or stop < start:
             raise ValueError(f"data_offsets of {name} are {start} and {stop}, the tensor before it ends at {end}")
-        if stored.dtype in _BYTES and stop - start != stored.num_bytes:
+        if stored.dtype in _DTYPES and stop - start != stored.num_bytes:
             raise ValueError(f"{name} has {stop - start} bytes, its shape says {stored.num_bytes}")
         end = stop
     return end

@@ -42,7 +42,7 @@ class LayerSizes:
 
 def layer_sizes(model: ModelConfig) -> LayerSizes:
     """Count the weights of each layer; takes no memory for them."""
-    counted, ctx = _Counted(), ParallelContext.single(torch.device("meta"))
+    counted, ctx = AskedShapes(), ParallelContext.single(torch.device("meta"))
     weights = ShardedWeights(counted, ctx, torch.float32)
     family_of(model).load(model, weights, ctx, on_progress=lambda done, total: None)
     share = _Share.of(model)
@@ -98,8 +98,12 @@ class _Share:
         return math.prod(shape) * self.top_k // self.count if is_expert else math.prod(shape)
 
 
-class _Counted:
-    """A weight source that notes the shapes that it is asked for; its tensors have no numbers."""
+class AskedShapes:
+    """A weight source that notes what it is asked for; its tensors have no numbers.
+
+    Attributes:
+        shapes: of the tensors so far, by name.
+    """
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -107,6 +111,11 @@ class _Counted:
     def has(self, name: str) -> bool:
         """See `WeightSource.has`; the names of published checkpoints are taken."""
         return False
+
+    def stored(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> None:
+        """See `WeightSource.stored`; everything is taken as plain."""
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
@@ -117,11 +126,6 @@ class _Counted:
         if axis is not None:
             cut[axis] = len(range(shape[axis])[start:stop])
         return torch.empty(cut, device="meta")
-
-    def stored(
-        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
-    ) -> None:
-        """See `WeightSource.stored`; nothing is quantised."""
 
 
 def _costs(sizes: Counter[int | str], num_layers: int) -> LayerCosts:

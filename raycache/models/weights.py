@@ -6,8 +6,9 @@
     cut      a run along one axis of any tensor, such as the heads of a bias
     whole    every rank has all of it
 
-Each matrix is allocated once on the device and slices are copied into it: loading peaks at one slice above the model.
-Allocated after a tensor of its size was found, so that a config that lies takes no memory.
+What was read is used as it is where it can be. Otherwise a matrix is allocated once on the device and slices are copied
+into it: loading peaks at one slice above the model, and what is read ahead. Allocated after a tensor of its size was
+found, so that a config that lies takes no memory.
 """
 
 from __future__ import annotations
@@ -68,8 +69,7 @@ class ShardedWeights:
 
     def whole(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor that every rank has, in `dtype` or that of the activations."""
-        stored = self._source.read(name, shape=shape)
-        return self._empty(*shape, dtype=dtype).copy_(stored)
+        return self._own(self._source.read(name, shape=shape), dtype)
 
     def integers(self, name: str, count: int) -> Tensor:
         """A list of `count` numbers that every rank has, int64."""
@@ -79,8 +79,7 @@ class ShardedWeights:
         self, name: str, shape: Sequence[int], *, axis: int, taken: range, dtype: torch.dtype | None = None
     ) -> Tensor:
         """The run `taken` along an axis of a tensor of `shape`, in `dtype` or that of the activations."""
-        part = self._source.read(name, shape=shape, axis=axis, start=taken.start, stop=taken.stop)
-        return self._empty(*part.shape, dtype=dtype).copy_(part)
+        return self._own(self._source.read(name, shape=shape, axis=axis, start=taken.start, stop=taken.stop), dtype)
 
     def column(self, parts: Sequence[Columns], *, inputs: int, has_bias: bool) -> ColumnLinear:
         """Matrices over the same `inputs` features, stacked in the order of `parts`."""
@@ -90,8 +89,7 @@ class ShardedWeights:
     def row(self, name: str, *, outputs: int, inputs: int, taken: range, has_bias: bool) -> RowLinear:
         """A matrix whose input features are split; the bias is whole, for it is added after the sum."""
         cut = self._source.read(f"{name}.weight", shape=(outputs, inputs), axis=1, start=taken.start, stop=taken.stop)
-        weight = self._empty(outputs, len(taken)).copy_(cut)
-        return RowLinear(weight, self.whole(f"{name}.bias", outputs) if has_bias else None, self._ctx.tp)
+        return RowLinear(self._own(cut), self.whole(f"{name}.bias", outputs) if has_bias else None, self._ctx.tp)
 
     def vocab(self, name: str, *, vocab_size: int, features: int) -> Tensor:
         """[ceil(V / tp), features], the rows of this rank."""
@@ -99,6 +97,8 @@ class ShardedWeights:
         taken = vocab_range(vocab_size, tp.rank, tp.size)
         shape = (vocab_size, features)
         rows = self._source.read(name, shape=shape, axis=0, start=taken.start, stop=taken.stop)
+        if len(taken) * tp.size == vocab_size:
+            return self._own(rows)
         weight = torch.zeros(-(-vocab_size // tp.size), features, dtype=self._dtype, device=self._ctx.device)
         weight[: len(taken)] = rows
         return weight
@@ -106,15 +106,27 @@ class ShardedWeights:
     def _stack(self, parts: Sequence[Columns], suffix: str, inputs: tuple[int, ...]) -> Tensor:
         for name, size in {part.name: part.size for part in parts}.items():
             self._source.read(name + suffix, shape=(size, *inputs), axis=0, stop=0)  # of no rows: it is there
-        stacked = self._empty(sum(len(part.taken) for part in parts), *inputs)
-        done = 0
-        for part in parts:
-            cut = self._source.read(
+        cuts = (
+            self._source.read(
                 part.name + suffix, shape=(part.size, *inputs), axis=0, start=part.taken.start, stop=part.taken.stop
             )
+            for part in parts
+        )
+        if len(parts) == 1:
+            return self._own(next(cuts))
+        stacked = self._empty(sum(len(part.taken) for part in parts), *inputs)
+        done = 0
+        for part, cut in zip(parts, cuts, strict=True):
             stacked[done : done + len(part.taken)] = cut
             done += len(part.taken)
         return stacked
+
+    def _own(self, read: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """What was read, if it is as it should be and nobody else's, or a copy."""
+        is_whole = read.is_contiguous() and read.untyped_storage().nbytes() == read.nbytes
+        if is_whole and read.dtype == (dtype or self._dtype) and read.device == self._ctx.device:
+            return read
+        return self._empty(*read.shape, dtype=dtype).copy_(read)
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self._dtype, device=self._ctx.device)

@@ -29,7 +29,7 @@ class Lane(IntEnum):
     """What a number on the board counts."""
 
     JOINED = 0  # 1 once the rank is a member of all its groups
-    LOADED = 1  # weights read, in thousandths
+    LOADED = 1  # weights read, in bytes; layers of random ones
     STEP = 2  # last step completed
     FAILED = 3  # step during which the rank failed, 0 for none
     LOST = 4  # step after which the rank ended because another one was gone or late, 0 for none
@@ -39,6 +39,7 @@ class Lane(IntEnum):
     BAD_LOAD = 8  # the same from the host
     LOAD_US = 9  # time spent in loads, microseconds
     SAVE_US = 10  # the same in saves
+    TO_LOAD = 11  # what LOADED will be when all is read; 0 until that is known
 
 
 _WATERMARKS = [Lane.SAVES, Lane.LOADS]
@@ -113,6 +114,12 @@ class AckBoard:
     def low(self, lane: Lane) -> int:
         """What all ranks have reached."""
         return int(self.lines[:, lane].min())
+
+    def loaded(self) -> tuple[int, int]:
+        """What all ranks together have read of the weights and what they are to read; zeros until all know that."""
+        if not self.lines[:, Lane.TO_LOAD].all():
+            return 0, 0
+        return int(self.lines[:, Lane.LOADED].sum()), int(self.lines[:, Lane.TO_LOAD].sum())
 
     def acks(self) -> Acks:
         """Page moves of all ranks. Failures are read last: they are posted before the watermark that covers them."""

@@ -98,3 +98,13 @@ def test_who_failed_is_to_blame_before_those_who_are_silent(gang: AckBoard) -> N
 def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere.*writable"):
         AckBoard.create(2, directory=tmp_path / "nowhere")
+
+
+def test_weights_are_told_once_all_ranks_know_what_they_read() -> None:
+    board = AckBoard.create(2)
+    board.unlink()
+    board.post(0, Lane.TO_LOAD, 300)
+    board.post(0, Lane.LOADED, 100)
+    assert board.loaded() == (0, 0)
+    board.post(1, Lane.TO_LOAD, 700)
+    assert board.loaded() == (100, 1000)
