@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.oracle.kimi_k3 import make_kimi_k3
+from tests.oracle.quantised import PLAIN, Form, fp8_blocks, mxfp4_experts, write_quantised
 from tests.oracle.tiny import SIZES
 from tests.published import ring_2_5
 from tests.published.tensors import Tensors
@@ -58,12 +61,14 @@ class Family:
         settings: keys of config.json.
         tensors: names, types and shapes of a family that transformers has no class for, given config.json.
         make: writes one that wants weights of its own kind.
+        form: in which it is published, if that is a quantised one.
     """
 
     model_type: str
     settings: Mapping[str, Any]
     tensors: Callable[[Mapping[str, Any]], Tensors] | None = None
     make: Callable[..., Path] | None = None
+    form: Form | None = None
 
 
 def make_family(model_dir: Path, name: str, *, seed: int = 0, **settings: Any) -> Path:
@@ -75,11 +80,17 @@ def make_family(model_dir: Path, name: str, *, seed: int = 0, **settings: Any) -
         seed: of the weights.
         settings: keys of config.json that differ from the family's.
     Returns:
-        `model_dir`.
+        `model_dir`. Of a quantised one, its folder `PLAIN` has the same numbers in float32.
     """
     family = KNOWN[name]
     if family.make is not None:
         return family.make(model_dir, seed=seed, **settings)
+    if family.form is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            source = make_family(Path(folder) / "source", family.model_type, seed=seed, **family.settings, **settings)
+            write_quantised(source, model_dir, Path(folder) / PLAIN, family.form)
+            shutil.move(Path(folder) / PLAIN, model_dir / PLAIN)
+        return model_dir
     if family.tensors is not None:
         write_config(model_dir, name, **settings)
         tensors = _draw_published(family.tensors({**family.settings, **settings}), seed=seed)
@@ -453,4 +464,10 @@ ALIKE: dict[str, Family] = {
 }
 """Families made of parts that those of `FAMILIES` have too, and tested with them: for these, logits are enough."""
 
-KNOWN = {**FAMILIES, **VARIANTS, **ALIKE}
+QUANTISED = {
+    "deepseek_v3_fp8": Family("deepseek_v3", {}, form=fp8_blocks((24, 40))),
+    "gpt_oss_mxfp4": Family("gpt_oss", {}, form=mxfp4_experts()),
+}
+"""Families as they are published: blocks that no split keeps whole, and experts in MXFP4."""
+
+KNOWN = {**FAMILIES, **VARIANTS, **ALIKE, **QUANTISED}

@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAt
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from tests.oracle.kimi_k3 import KimiK3Twin, is_kimi_k3
+from tests.oracle.quantised import PLAIN
 from tests.oracle.ring_2_5 import Ring25, is_ring
 from tests.oracle.twin_cache import TwinCache
 
@@ -170,7 +171,8 @@ class Choices(TorchFunctionMode):
 
 
 def _load(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel | Ring25 | KimiK3Twin:
-    """The model, from memory unless its files were written since."""
+    """The model, from memory unless its files were written since; of a quantised one, what its numbers stand for."""
+    model_dir = model_dir / PLAIN if (model_dir / PLAIN).exists() else model_dir
     files = [model_dir / "config.json", *model_dir.glob("*.safetensors")]
     return _load_once(model_dir, dtype, max(path.stat().st_mtime_ns for path in files))
 

@@ -34,6 +34,9 @@ from tests.oracle.number_formats import (
 
 Tensors = dict[str, Tensor]
 
+PLAIN = "plain"
+"""Folder inside a quantised model's directory with the same numbers in float32, for oracles."""
+
 
 @dataclass(frozen=True)
 class Form:

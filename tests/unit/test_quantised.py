@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from raycache.cache.keys import Identity
 from raycache.config import Config
 from raycache.engine.build import model_identity
 from raycache.models.base import check_weights, read_config
-from raycache.models.checkpoint import Checkpoint, weights_fingerprint
+from raycache.models.checkpoint import SINGLE, Checkpoint, weights_fingerprint
 from raycache.parallel.sharding import Split
 from tests.oracle.families import make_family
 from tests.oracle.gang import gang_logits
@@ -113,3 +114,27 @@ def test_what_is_stored_for_plain_weights_keeps_its_keys(tmp_path: Path) -> None
     assert (
         identity.seed().hex() == "47471a41f7914cd25e2974c6b04ad8a43e7e3a19a30be1734317e6a2347b3d8c"
     )  # of commit 52cc029
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("fp8 blocks, heads of 192 rows", "model.layers.0.self_attn.q_b_proj.weight_scale_inv"),
+        ("mxfp4", "model.layers.1.mlp.experts.gate_up_proj_scales"),
+        ("mxfp4", "model.layers.1.mlp.experts.down_proj_blocks"),
+        ("int4 groups", "model.layers.1.mlp.experts.1.up_proj.weight_packed"),
+    ],
+)
+def test_scales_of_the_next_block_and_swapped_nibbles_are_seen_in_the_logits(
+    tmp_path: Path, name: str, damaged: str
+) -> None:
+    quantised, plain = make_case(tmp_path, name)
+    tensors = load_file(quantised / SINGLE)
+    codes = tensors[damaged].view(torch.uint8)
+    if "scale" in damaged:
+        tensors[damaged] = tensors[damaged].roll(1, -2)
+    else:
+        tensors[damaged] = (codes >> 4 | codes << 4).view(tensors[damaged].dtype)
+    save_file(tensors, quantised / SINGLE)
+    found = gang_logits(quantised, [IDS], [[(0, 0, len(IDS))]], split=Split(tp=2))[0]
+    assert np.abs(found - oracle(plain)).max() > 1e-2
