@@ -56,8 +56,8 @@ def _files(config: Config, model: ModelConfig | None) -> Iterator[Finding]:
     if model is not None and model.draft is not None:
         yield attempt("draft", lambda: _draft(model, folder))
     try:
-        tokenizer = Tokenizer(folder)
-        if model is not None:
+        tokenizer = Tokenizer(folder, is_optional=config.dummy_weights)
+        if model is not None and not config.dummy_weights:
             tokenizer.check_fits(model.vocab_size)
         template = ChatTemplate.load(tokenizer, path=config.chat_template)
     except ConfigError as refusal:

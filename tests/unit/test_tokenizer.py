@@ -118,3 +118,12 @@ def test_a_padded_vocabulary_fits(model: Path) -> None:
     tokenizer.check_fits(512)
     with pytest.raises(CheckpointError, match="token 399"):
         tokenizer.check_fits(399)
+
+
+def test_the_doctor_asks_for_no_tokenizer_where_weights_are_random(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    given = {"model": str(model), "device": "cpu", "port": 0}
+    refused = {finding.subject: finding for finding in examine(given)}["tokenizer"]
+    assert refused.verdict is Verdict.REFUSED and "has no tokenizer: expected tokenizer.json" in refused.text
+    found = {finding.subject: finding for finding in examine({**given, "dummy_weights": True})}["tokenizer"]
+    assert (found.verdict, found.text) == (Verdict.OK, "256 tokens, none (one token per byte)")
