@@ -130,6 +130,28 @@ def test_added_tokens_are_found_in_text(both: tuple[Tokenizer, Any]) -> None:
     assert (ours.bos_id, ours.eos_id, ours.token_id("[INST]")) == (1, 2, theirs.get_vocab().get("[INST]"))
 
 
+@pytest.mark.parametrize(
+    "text", ["<start_of_turn>user\nthe dog runs  fast<end_of_turn>\n", "Grüße  東京", " dog", "a\tb"]
+)
+def test_gemma_s_settings_are_read_as_transformers_does(tmp_path: Path, text: str) -> None:
+    marks = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    added = {str(token_id): {"content": mark, "special": True} for token_id, mark in enumerate(marks)}
+    named = {f"{mark[1:4]}_token": mark for mark in marks[:4]}
+    tiny_sentencepiece.write(
+        tmp_path,
+        settings={"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "added_tokens_decoder": added, **named},
+        add_dummy_prefix=False,
+        user_defined_symbols=marks[4:],
+        **{f"{mark[1:4]}_piece": mark for mark in marks[:4]},
+        **{f"{mark[1:4]}_id": token_id for token_id, mark in enumerate(marks[:4])},
+    )
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = ours.encode(text, add_special_tokens=True)
+    assert ids == theirs.encode(text)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert (ours.bos_id, ours.eos_id) == (2, 1)
+
+
 def test_older_files_name_added_tokens_and_the_model_names_its_own(tmp_path: Path) -> None:
     tiny_sentencepiece.write(tmp_path, settings={}, vocab_size=400, hard_vocab_limit=True)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": 400, "<tool>": 402}))
