@@ -18,6 +18,7 @@ from raycache.models.feed_forward import (
     load_sigmoid_router,
     read_grouped_experts,
 )
+from raycache.models.prediction import PredictionNames
 from raycache.models.weights import ShardedWeights
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 WORD_EMBEDDINGS = Names(embedding="model.word_embeddings.weight")
 """Tensors outside of the layers."""
+
+
+def prediction_names(at: str) -> PredictionNames:
+    """Tensors of the layer that predicts the token after the next one, whose names begin with `at`."""
+    return PredictionNames(f"{at}.final_layernorm", f"{at}.enorm", f"{at}.hnorm", f"{at}.eh_proj")
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,9 @@ def read_bailing_experts(file: ConfigFile) -> ExpertConfig:
     """
     file.require("moe_router_enable_expert_bias", True)
     experts = read_grouped_experts(file)
+    num_shared = experts.shared_inner // experts.inner
     inner = file.integer("moe_shared_expert_intermediate_size", experts.inner)
-    return replace(experts, shared_inner=experts.shared_inner // experts.inner * inner)
+    return replace(experts, shared_inner=num_shared * inner)
 
 
 def load_bailing_moe(

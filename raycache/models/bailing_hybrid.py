@@ -3,16 +3,25 @@ activations have limits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import Projection
+from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.bailing import WORD_EMBEDDINGS, Limits, load_bailing_moe, read_bailing_experts, read_limits
+from raycache.models.bailing import (
+    WORD_EMBEDDINGS,
+    Limits,
+    load_bailing_moe,
+    prediction_names,
+    read_bailing_experts,
+    read_limits,
+)
 from raycache.models.config import ConfigFile, read_rope
-from raycache.models.decoder import Decoder, Progress
+from raycache.models.decoder import Decoder, Progress, pre_norm_layer
+from raycache.models.drafts import PredictionLayer
 from raycache.models.feed_forward import load_feed_forward
 from raycache.models.kda import (
     KdaConfig,
@@ -25,7 +34,8 @@ from raycache.models.kda import (
     require_kda,
 )
 from raycache.models.latent_attention import LatentNames, load_latent_attention, read_latent
-from raycache.models.layer_kinds import read_layer_kinds
+from raycache.models.layer_kinds import LayerKinds, read_layer_kinds
+from raycache.models.prediction import load_prediction
 from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range
 
@@ -98,31 +108,31 @@ class BailingHybrid:
     def head_counts(self, config: BailingHybridConfig) -> tuple[HeadCount, ...]:
         return kda_hybrid_head_counts(config, heads_key="num_attention_heads")
 
+    def prediction_layer(self, config: BailingHybridConfig) -> BailingHybridConfig:
+        name = f"the prediction layer of {config.name}"
+        return replace(config, name=name, num_layers=1, kinds=LayerKinds((), (0,)), mlp_layers=())
+
+    def load_prediction_layer(
+        self, config: BailingHybridConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
+    ) -> PredictionLayer:
+        number = config.num_layers
+        at = f"model.layers.{number}"
+        attention = _load_full(0, f"{at}.attention", config, weights, ctx, rotary=config.attention.rotary(ctx))
+        block = _load_block(number, f"{at}.mlp", config, weights, ctx)
+        parts = pre_norm_layer(at, attention, block, config, weights)
+        return load_prediction(parts, prediction_names(at), config, weights, ctx, target)
+
     def load(
         self, config: BailingHybridConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
     ) -> Decoder:
-        size, rotary = config.hidden_size, config.attention.rotary(ctx)
-
-        def load_full(layer: int, at: str) -> Mixer:
-            at = f"{at}.attention"
-            names = LatentNames(out=_out(at, weights, published="dense"), gate="g_proj")
-            return load_latent_attention(
-                layer, at, config.attention, weights, ctx, size=size, rotary=rotary, names=names
-            )
-
-        def load_block(layer: int, at: str) -> Mixer:
-            if layer in config.mlp_layers:
-                return load_feed_forward(f"{at}.mlp", weights, ctx, size=size, inner=config.intermediate_size)
-            limits = config.limits.of(layer)
-            return load_bailing_moe(f"{at}.mlp", config.experts, weights, ctx, size=size, limits=limits)
-
+        rotary = config.attention.rotary(ctx)
         return load_kda_hybrid(
             config,
             weights,
             ctx,
             load_linear=lambda layer, at: _load_linear(layer, f"{at}.attention", config, weights, ctx),
-            load_full=load_full,
-            load_block=load_block,
+            load_full=lambda layer, at: _load_full(layer, f"{at}.attention", config, weights, ctx, rotary=rotary),
+            load_block=lambda layer, at: _load_block(layer, f"{at}.mlp", config, weights, ctx),
             on_progress=on_progress,
             names=WORD_EMBEDDINGS,
         )
@@ -142,6 +152,28 @@ def _read_bound(file: ConfigFile) -> float | None:
 def _out(at: str, weights: ShardedWeights, *, published: str) -> str:
     """Name of an output projection, which depends on who wrote the checkpoint: transformers writes "dense" only."""
     return next((name for name in ("o_proj", "dense") if weights.has(f"{at}.{name}.weight")), published)
+
+
+def _load_full(
+    layer: int,
+    at: str,
+    config: BailingHybridConfig,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    rotary: Rotary | None,
+) -> Mixer:
+    size, names = config.hidden_size, LatentNames(out=_out(at, weights, published="dense"), gate="g_proj")
+    return load_latent_attention(layer, at, config.attention, weights, ctx, size=size, rotary=rotary, names=names)
+
+
+def _load_block(
+    layer: int, at: str, config: BailingHybridConfig, weights: ShardedWeights, ctx: ParallelContext
+) -> Mixer:
+    size = config.hidden_size
+    if layer in config.mlp_layers:
+        return load_feed_forward(at, weights, ctx, size=size, inner=config.intermediate_size)
+    return load_bailing_moe(at, config.experts, weights, ctx, size=size, limits=config.limits.of(layer))
 
 
 def _load_linear(

@@ -1,7 +1,7 @@
 """Ling and Ring 2.5 and 2.6: lightning attention between layers of latent attention, grouped experts.
 
-Published with the model_type of Ling 3, and told from it by the name of the architecture. docs/models.md says where the
-vendor's code and other engines differ, and what is served.
+Published with the model_type of Ling 3, and told from it by the name of the architecture. docs/adr/0014-ring.md says
+where the vendor's code and other engines differ, and what is served.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from raycache.layers.lightning import GroupNorm, LightningAttention, RotatedHead
 from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import RopeConfig, Rotary
 from raycache.memory.component import CacheFormat, Component, latent, recurrent
-from raycache.models.bailing import WORD_EMBEDDINGS, load_bailing_moe, read_bailing_experts
+from raycache.models.bailing import WORD_EMBEDDINGS, load_bailing_moe, prediction_names, read_bailing_experts
 from raycache.models.config import ConfigFile, ModelConfig, read_common, read_rope
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.drafts import PredictionLayer
 from raycache.models.feed_forward import ExpertConfig, load_feed_forward, read_mlp_layers
 from raycache.models.latent_attention import LatentConfig, LatentNames, load_latent_attention, read_latent
 from raycache.models.layer_kinds import LayerKinds
-from raycache.models.prediction import PredictionNames, load_prediction
+from raycache.models.prediction import load_prediction
 from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range, state_part
 
@@ -41,7 +41,6 @@ SERVED = {
     "linear_rope": True,
     "linear_silu": False,
     "rope_interleave": True,
-    "rope_scaling": None,
     "router_dtype": "fp32",
     "use_bias": False,
     "use_linear_silu": False,
@@ -103,8 +102,12 @@ class BailingMoeV25:
         num_groups = file.integer("group_norm_size", 1)
         if num_heads * head_dim % num_groups:
             raise CheckpointError(f"{file.path}: group_norm_size={num_groups} does not divide {num_heads * head_dim}")
-        # All heads of both kinds of layers have keys of their own, whatever num_key_value_heads says.
         rope = read_rope(file, partial=partial, theta=6e5)
+        if rope.kind != "default":
+            raise CheckpointError(
+                f"{file.path}: rope type {rope.kind!r} is not supported for Ling 2.5; use the plain one"
+            )
+        # All heads of both kinds of layers have keys of their own, whatever num_key_value_heads says.
         attention = read_latent(file.having(num_key_value_heads=None), rope=rope)
         return BailingMoeV25Config(
             **read_common(file),
@@ -146,8 +149,7 @@ class BailingMoeV25:
     ) -> PredictionLayer:
         only, at = self.prediction_layer(config), f"model.layers.{config.num_layers}"
         parts = _load_layer(0, at, only, weights, ctx, rotaries=_Rotaries.of(only, ctx))
-        names = PredictionNames(f"{at}.final_layernorm", f"{at}.enorm", f"{at}.hnorm", f"{at}.eh_proj")
-        return load_prediction(parts, names, config, weights, ctx, target)
+        return load_prediction(parts, prediction_names(at), config, weights, ctx, target)
 
     def load(
         self, config: BailingMoeV25Config, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress

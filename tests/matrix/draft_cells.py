@@ -35,7 +35,16 @@ from tests.oracle.tiny_tokenizers import byte_level
 from tests.unit.test_draft_models import PROMPTS, Pair, Rows, complete, counts, open_llm, watch
 from tests.unit.test_drafts import slow_lookup
 
-PREDICTING = ("bailing_moe_v2_5", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_next", "qwen3_5")
+PREDICTING = (
+    "bailing_hybrid",
+    "bailing_moe_v2_5",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe",
+    "glm_moe_dsa",
+    "qwen3_next",
+    "qwen3_5",
+)
 """Families whose checkpoints can have a prediction layer."""
 
 _REPEATED, _ALTERED = 6, 10

@@ -96,7 +96,8 @@ _BEHIND_LATENTS = replace(
     drawn={"num_nextn_predict_layers": 1},
 )
 _LAYOUTS = {
-    "bailing_hybrid": _BEHIND_LATENTS,  # of Ling 2.5
+    "bailing_moe_v2_5": _BEHIND_LATENTS,
+    "bailing_hybrid": replace(_BEHIND_LATENTS, kinds={"layer_types": "full_attention"}, drawn={"num_hidden_layers": 5}),
     "deepseek_v3": _BEHIND_LAST,
     "deepseek_v32": _BEHIND_LAST,
     "glm4_moe": _BEHIND_LAST,
@@ -104,7 +105,7 @@ _LAYOUTS = {
     "qwen3_next": _BESIDE,
     "qwen3_5_text": _BESIDE,
 }
-"""By model_type, of targets with 4 layers."""
+"""By model_type, or by family where transformers has no class; of targets with 4 layers."""
 
 
 class Twin(Protocol):
@@ -193,7 +194,7 @@ def make_predicting(
         seed: of the weights.
     """
     family = KNOWN[name]
-    layout, settings = _LAYOUTS[family.model_type], family.settings
+    layout, settings = _LAYOUTS[name if family.tensors else family.model_type], family.settings
     wide: dict[str, Any] = {key: [*settings[key], kind] for key, kind in layout.kinds.items() if key in settings}
     make_target(model_dir, name, share=share, seed=seed, **layout.drawn, **wide)
     config, generator = _config(model_dir), torch.Generator().manual_seed(seed + 1)

@@ -58,6 +58,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "glm_moe_dsa": {**_MLA, **_INDEXER, "q_lora_rank": 128},
     "kimi_linear": {**_MLA, "linear_head_dim": 128, "linear_num_heads": 4},
     "bailing_hybrid": {**_MLA, "head_dim": 64},
+    "bailing_moe_v2_5": {**_MLA, "head_dim": 64},
     "minimax": _GQA,
     "qwen3_next": {
         **_GQA,

@@ -1,4 +1,4 @@
-"""Ling-3.0-tiny, made small, with the limits of Ling-3.0-flash."""
+"""Ling-3.0-tiny, made small, with limits and a prediction layer, which larger ones have."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 4,
     "num_kv_heads_for_linear_attn": 0,
-    "num_nextn_predict_layers": 0,
+    "num_nextn_predict_layers": 1,
     "num_shared_experts": 1,
     "output_dropout": 0.0,
     "output_router_logits": False,
@@ -90,10 +90,13 @@ CONFIG: dict[str, Any] = {
 def tensors(config: Config) -> Tensors:
     size, vocab = config["hidden_size"], (config["vocab_size"], config["hidden_size"])
     found = plain(model__word_embeddings=vocab, model__norm=(size,), lm_head=vocab)
-    for layer in range(config["num_hidden_layers"]):
+    last = config["num_hidden_layers"]
+    for layer in range(last + config["num_nextn_predict_layers"]):
         at = f"model.layers.{layer}."
         found |= norms(at, size)
-        if (layer + 1) % config["layer_group_size"]:
+        if layer >= last:
+            found |= plain(at, eh_proj=(size, 2 * size), enorm=(size,), hnorm=(size,), final_layernorm=(size,))
+        if layer < last and (layer + 1) % config["layer_group_size"]:
             found |= _kda(f"{at}attention.", config)
         else:
             found |= mla(f"{at}attention.", config, out="dense")

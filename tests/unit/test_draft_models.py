@@ -129,6 +129,7 @@ PAIRS: dict[str, Make] = {
     "mtp of glm4_moe": predicting("glm4_moe", has_copies=True),
     "mtp of glm_moe_dsa": predicting("glm_moe_dsa"),
     "mtp of qwen3_next": predicting("qwen3_next", has_points=True),
+    "mtp of bailing_hybrid": predicting("bailing_hybrid", has_points=True),
     "mtp of bailing_moe_v2_5": predicting("bailing_moe_v2_5", has_points=True),
     "mtp of qwen3_5": predicting("qwen3_5", has_points=True),
     "eagle of llama": eagle("llama"),

@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raycache.errors import CheckpointError, ConfigError
-from raycache.layers.lightning import GroupNorm, alibi_rates
+from raycache.layers.lightning import GroupNorm, LightningAttention, alibi_rates
 from raycache.memory.component import CacheFormat
-from raycache.models.base import check_split, check_weights, components, read_config
+from raycache.models.base import check_split, check_weights, components, load_model, read_config
 from raycache.models.checkpoint import Checkpoint
+from raycache.models.decoder import Decoder
+from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from tests.oracle.families import make_family, write_config
 from tests.oracle.gang import Piece, gang_logits
@@ -25,6 +27,7 @@ from tests.oracle.single import forced_logits, single_rank, single_rank_logits
 from tests.published import ring_2_5
 
 FAMILY = "bailing_moe_v2_5"
+CPU = ParallelContext.single(torch.device("cpu"))
 IDS = [
     torch.randint(3, 515, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (60, 23)
 ]
@@ -151,6 +154,21 @@ def test_slopes_of_a_checkpoint_take_the_place_of_computed_ones(tmp_path: Path, 
     assert furthest(ours, exact) <= exact.atol
 
 
+def test_slopes_stay_float32_where_weights_are_bfloat16(tmp_path: Path) -> None:
+    model_dir = make_family(tmp_path, FAMILY, seed=1)
+    path, name = model_dir / "model.safetensors", "model.layers.0.attention.slope"
+    stored = torch.rand(8)
+    save_file({**load_file(path), name: stored}, path, metadata={"format": "pt"})
+    model = load_model(
+        read_config(model_dir), Checkpoint(model_dir), CPU, torch.bfloat16, on_progress=lambda done, total: None
+    )
+    assert isinstance(model, Decoder)
+    lightning = [part._mixer for part in model._parts if isinstance(part._mixer, LightningAttention)]
+    decays = [layer._log_decay.flatten() for layer in lightning]
+    assert torch.equal(decays[0], -stored)
+    assert torch.equal(decays[1], -(alibi_rates(8) * (1 - 1 / 3 + 1e-5)).float())
+
+
 def test_groups_of_a_norm_are_counted() -> None:
     x, weight = torch.randn(3, 12, dtype=torch.float64), torch.randn(12, dtype=torch.float64)
     found = GroupNorm(weight, 3, 1e-3)(x)
@@ -170,7 +188,8 @@ def test_groups_of_a_norm_are_counted() -> None:
         ({"linear_silu": True}, "linear_silu=True"),
         ({"use_qkv_bias": True}, "use_qkv_bias=True"),
         ({"use_qk_norm": False}, "use_qk_norm=False"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling=.*yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "rope type 'linear'"),
         ({"full_attention_type": "gqa"}, "full_attention_type='gqa'"),
         ({"score_function": "softmax"}, "score_function='softmax'"),
         ({"partial_rotary_factor": None}, "does not say partial_rotary_factor"),
