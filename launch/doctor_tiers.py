@@ -13,6 +13,7 @@ from launch.finding import Finding, Verdict, attempt
 from launch.table import human_bytes
 from raycache.cache.storage.open import open_storage, storage_name
 from raycache.config import Config, parse_bytes
+from raycache.engine.host_plan import check_host_tier
 from raycache.errors import ConfigError
 from raycache.memory.component import FULL, CacheFormat
 from raycache.memory.rows import EnvelopeLayout
@@ -39,6 +40,7 @@ def examine_tiers(config: Config, model: ModelConfig, *, fmt: CacheFormat, taken
 
 def _page_bytes(config: Config, model: ModelConfig, fmt: CacheFormat) -> int:
     """One page of the sequence on all ranks together, each replica's rows once."""
+    check_host_tier(config, model)
     split = Split.of(config)
     layout = EnvelopeLayout(
         components(model, fmt), num_layers=model.num_layers, page_size=config.page_size, split=split

@@ -42,10 +42,13 @@ WITHOUT_EFFECT = frozenset(
     vision_config audio_config image_token_id image_token_index video_token_id vision_start_token_id
     vision_end_token_id vision_token_id boi_token_index eoi_token_index mm_tokens_per_image spatial_merge_size
     audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id vision_soft_tokens_per_image
-    image_placeholder media_placeholder_token_id multimodal_projector_bias projector_hidden_act vision_feature_layer
+    image_placeholder media_placeholder_token_id use_unified_vision_chunk video_placeholder
+    rope_parameters.mrope_interleaved rope_parameters.mrope_section
+    rope_scaling.mrope_interleaved rope_scaling.mrope_section
+    multimodal_projector_bias projector_hidden_act vision_feature_layer
     """.split()
 )
-"""Keys that say how a model was trained, is run elsewhere, or sees pictures."""
+"""Keys that say how a model was trained, is run elsewhere, or sees pictures; text has one axis of positions."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -135,9 +138,8 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
         # The window is off; max_window_layers would say where it begins.
         "qwen3_moe": "max_window_layers",
         "smollm3": "max_window_layers",
-        # The inner size of MLPs that no layer has. Axes of positions, which are alike for text.
+        # The inner size of MLPs that no layer has.
         "qwen3_next": "intermediate_size",
-        "qwen3_5_text": "rope_parameters.mrope_interleaved rope_parameters.mrope_section",
     }.items()
 }
 """model_type -> keys that have no effect in that family, or say again what others say."""

@@ -23,7 +23,7 @@ from raycache.config import Config
 from raycache.engine.drafts import Drafts, PromptLookup
 from raycache.engine.engine import Engine, Executor
 from raycache.engine.host_link import HostLink
-from raycache.engine.host_plan import envelope_layout, host_facts, model_components, part_widths
+from raycache.engine.host_plan import check_host_tier, envelope_layout, host_facts, model_components, part_widths
 from raycache.engine.host_service import open_arena
 from raycache.engine.memory_plan import cache_format, context_len, pool_sizes, resolve_dtype, served_model, step_tokens
 from raycache.engine.scheduler import Scheduler
@@ -51,6 +51,7 @@ def check_model(config: Config) -> ModelConfig:
     check_split(model, Split.of(config))
     context_len(config, model)
     _check_kv_dtype(config, model)
+    check_host_tier(config, model)
     if not config.dummy_weights:
         check_weights(model, Checkpoint(Path(config.model)))
         check_draft(model, Path(config.model))

@@ -14,7 +14,7 @@ from raycache.config import Config, parse_bytes
 from raycache.engine.memory_plan import cache_format, resolve_dtype
 from raycache.errors import ConfigError
 from raycache.memory.arena import Arena
-from raycache.memory.component import FULL, Component, Reuse, window_pages
+from raycache.memory.component import FULL, CacheFormat, Component, Reuse, window_pages
 from raycache.memory.rows import EnvelopeLayout
 from raycache.models.base import ModelConfig, components
 from raycache.parallel.sharding import Split
@@ -27,8 +27,22 @@ _DIRECTORY = Path("/dev/shm")
 
 
 def model_components(config: Config, model: ModelConfig, *, device_type: str) -> list[Component]:
-    """Of the model, in the format that the device holds them."""
+    """Of the model, in the format that the device holds them; errors are those of `check_host_tier`."""
+    check_host_tier(config, model)
     return list(components(model, cache_format(config, dtype=resolve_dtype(config, device_type=device_type))))
+
+
+def check_host_tier(config: Config, model: ModelConfig) -> None:
+    """Refuse a host tier whose pages would be empty.
+
+    Raises:
+        ConfigError: no layer keeps all tokens.
+    """
+    if config.has_host_tier and not any(part.space == FULL for part in components(model, CacheFormat("bfloat16"))):
+        raise ConfigError(
+            f"host_memory={config.host_memory} is not supported for {model.name}, none of whose layers keeps all "
+            "tokens; use host_memory=0"
+        )
 
 
 def envelope_layout(

@@ -255,9 +255,11 @@ _FAMILIES = {
     "nemotron_h": "NemotronH",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "qwen3_5_moe_text": "Qwen35MoeText",
     "qwen3_5_text": "Qwen35Text",
     "qwen3_moe": "Qwen3Moe",
     "qwen3_next": "Qwen3Next",
+    "qwen3_vl_moe_text": "Qwen3VlMoeText",
     "smollm3": "SmolLM3",
 }
 """model_type, which is also the name of the family's file in this folder -> its class."""

@@ -37,6 +37,7 @@ class ExpertConfig:
         renormalise: a token's weights sum to one (before they are scaled).
         num_groups, top_groups: limit of the choice, 1 and 1 for none.
         scale: of the weights.
+        is_transposed: matrices of all experts in one tensor may be [in, out] instead of [out, in].
     """
 
     count: int
@@ -47,6 +48,7 @@ class ExpertConfig:
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,11 @@ def load_experts(
     names: Products = Products(),
     activation: Activation = silu_gated,
 ) -> Experts:
-    """Read experts whose tensors stand one by one: `{at}.{expert}.{name}.weight`; `size` is C."""
+    """Read experts one by one, `{at}.{expert}.{name}.weight`, or gated ones all at once, `{at}.gate_up_proj` and
+    `{at}.down_proj`, whichever the checkpoint has; `size` is C."""
+    both = (f"{at}.gate_up_proj", f"{at}.down_proj")
+    if names == Products() and any(weights.has(name) for name in both):
+        return load_stacked_experts(*both, experts, weights, ctx, size=size, activation=activation)
     taken = even_range(experts.inner, ctx.tp.rank, ctx.tp.size)
 
     def up(expert: int) -> Tensor:
@@ -217,9 +223,13 @@ def load_stacked_experts(
     activation: Activation = silu_gated,
 ) -> Experts:
     """Read gated experts whose tensors hold all of them: `up` [E, 2 I, C] with gate first, `down` [E, C, I]."""
-    taken = even_range(experts.inner, ctx.tp.rank, ctx.tp.size)
-    gate_up = _cut_halves(weights, up, (experts.count, 2 * experts.inner, size), axis=1, taken=taken)
-    rows = weights.cut(down, (experts.count, size, experts.inner), axis=2, taken=taken)
+    taken, count, inner = even_range(experts.inner, ctx.tp.rank, ctx.tp.size), experts.count, experts.inner
+    if experts.is_transposed and weights.fits(down, count, inner, size):
+        gate_up = _cut_halves(weights, up, (count, size, 2 * inner), axis=2, taken=taken).mT.contiguous()
+        rows = weights.cut(down, (count, inner, size), axis=1, taken=taken).mT.contiguous()
+    else:
+        gate_up = _cut_halves(weights, up, (count, 2 * inner, size), axis=1, taken=taken)
+        rows = weights.cut(down, (count, size, inner), axis=2, taken=taken)
     return Experts(gate_up, rows, activation=activation, held=range(experts.count))
 
 

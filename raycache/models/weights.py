@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from raycache.errors import CheckpointError
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.precision import precise_dtype
 from raycache.models.checkpoint import WeightSource
@@ -66,6 +67,14 @@ class ShardedWeights:
     def has(self, name: str) -> bool:
         """Whether there is a tensor that checkpoints may lack, or have under another name."""
         return self._source.has(name)
+
+    def fits(self, name: str, *shape: int) -> bool:
+        """Whether a tensor that is there has this shape."""
+        try:
+            self._source.read(name, shape=shape, axis=0, stop=0)
+        except CheckpointError:
+            return False
+        return True
 
     def whole(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor that every rank has, in `dtype` or that of the activations."""

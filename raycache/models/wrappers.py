@@ -26,6 +26,9 @@ WHOLE = Prefixes((("model.", "language_model.model."), ("lm_head.", "language_mo
 TOWER = (r"^(model\.)?(vision_tower|multi_modal_projector|mm_projector)\.",)
 """Tensors of vision parts beside it."""
 
+VISUAL = (r"^model\.visual\.",)
+"""Tensors of Qwen's vision parts."""
+
 GEMMA_DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -63,15 +66,17 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "gemma4": Wrapper(
         {"gemma4_text": "gemma4_text"}, (INNER,), (r"^model\.(vision_tower|embed_vision|audio_tower|embed_audio)\.",)
     ),
+    "kimi_k25": Wrapper({"kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"}, (WHOLE, INNER), TOWER),
     "kimi_k3": Wrapper({"kimi_linear": "kimi_k3_text"}, (WHOLE,), TOWER),
-    "qwen3_5": Wrapper({"qwen3_5_text": "qwen3_5_text"}, (INNER,), (r"^model\.visual\.",)),
+    "mistral3": Wrapper({"mistral": "mistral"}, (WHOLE, INNER), TOWER),
+    "qwen3_5": Wrapper({"qwen3_5_text": "qwen3_5_text"}, (INNER,), VISUAL),
+    "qwen3_5_moe": Wrapper({"qwen3_5_moe_text": "qwen3_5_moe_text"}, (INNER,), VISUAL),
+    "qwen3_vl": Wrapper({"qwen3_vl_text": "qwen3"}, (INNER,), VISUAL),
+    "qwen3_vl_moe": Wrapper({"qwen3_vl_moe_text": "qwen3_vl_moe_text"}, (INNER,), VISUAL),
 }
 """model_type of the vision model -> what its text part is."""
 
-_INHERITED = (
-    *("dtype", "torch_dtype", "bos_token_id", "eos_token_id"),
-    *("quantization_config", "compression_config"),
-)
+_INHERITED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
 """Keys that the text part takes from the whole model where it does not have them."""
 
 

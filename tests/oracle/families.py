@@ -20,6 +20,7 @@ and, made of the same parts (`ALIKE`):
     qwen2      GQA with biases of q, k and v      mixtral    GQA, MoE
     mistral    GQA, windows everywhere            smollm3    GQA, 1 of 4 without positions, tied head
     kimi_k3    KDA, MLA, latent MoE, attention residuals
+    qwen3_5_moe   qwen3_5 with experts
     glm4_moe   GQA turned in part, grouped MoE      minimax_m2   the same with a norm over all heads
 """
 
@@ -440,6 +441,18 @@ VARIANTS: dict[str, Family] = {
 ALIKE: dict[str, Family] = {
     "kimi_k3": Family("kimi_k3", {}, make=make_kimi_k3),
     "qwen2": Family("qwen2", _NARROW),
+    "qwen3_5_moe": Family(
+        "qwen3_5_moe_text",
+        {
+            **_GQA,
+            **_DELTA_NET,
+            **_EXPERTS,
+            "head_dim": 32,
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": _MOSTLY_LINEAR,
+        },
+    ),
     "mistral": Family("mistral", {**_GQA, "sliding_window": WINDOW}),
     "mixtral": Family(
         "mixtral", {**_NARROW, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2}

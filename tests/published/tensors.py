@@ -50,6 +50,11 @@ def mla(at: str, config: Config, *, out: str = "o_proj") -> Tensors:
     return found | plain(at, kv_b_proj=(heads * (nope + value), rank), **{out: (size, heads * value)})
 
 
+def inside(name: str, at: str) -> str:
+    """The name of a model's tensor inside of another model, whose head is outside."""
+    return name.replace("model.", at, 1) if name.startswith("model.") else name
+
+
 def mlp(at: str, size: int, inner: int) -> Tensors:
     """A gated feed-forward part."""
     return plain(at, gate_proj=(inner, size), up_proj=(inner, size), down_proj=(size, inner))

@@ -56,6 +56,16 @@ def test_a_model_that_can_be_served_is_refused_nowhere(tiny: Path, capsys: pytes
     assert said.endswith("\nnothing refused\n") and "backend torch: float32 on cpu" in said
 
 
+def test_a_host_tier_of_a_model_with_windows_everywhere_is_refused(tiny: Path, tmp_path: Path) -> None:
+    make_family(tmp_path, "mistral")
+    (tmp_path / "tokenizer.json").symlink_to(tiny / "tokenizer.json")
+    found = examined(tmp_path, host_memory="1GiB")["host tier"]
+    assert found.verdict is Verdict.REFUSED and "none of whose layers keeps all tokens; use host_memory=0" in found.text
+    with pytest.raises(ConfigError, match=r"host_memory=1GiB is not supported"):
+        check_model(Config(model=str(tmp_path), host_memory="1GiB"))
+    assert check_model(Config(model=str(tmp_path))).num_layers == 4
+
+
 def test_the_vision_part_of_a_model_is_said_to_be_left_out(tmp_path: Path) -> None:
     make_wrapper(tmp_path, "gemma3")
     assert "the text part of a gemma3, whose vision part is not loaded" in examined(tmp_path)["model"].text

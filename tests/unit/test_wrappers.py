@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from raycache.errors import CheckpointError
 from raycache.models.base import check_weights, read_config
@@ -65,17 +66,48 @@ def test_logits_of_text_are_those_of_the_whole_model(tiny: Tiny, name: str) -> N
     check_weights(read_config(model_dir), Checkpoint(model_dir))
 
 
-@pytest.mark.parametrize("name", ["gemma3"])
+@pytest.mark.parametrize("name", ["gemma3", "kimi_k25", "mistral3"])
 def test_tensors_may_be_named_as_transformers_names_its_modules(tiny: Tiny, tmp_path: Path, name: str) -> None:
     def rename(name: str) -> str:
         inner = name.replace("language_model.lm_head.", "lm_head.").replace("language_model.model.", "language_model.")
-        return inner if inner.startswith("lm_head.") else f"model.{inner}"
+        return inner if inner.startswith("lm_head.") else f"model.{inner.removeprefix('model.')}"
 
     model_dir, theirs = tiny(name)
     copy = rewritten(model_dir, tmp_path / "copy", rename=rename)
     assert Checkpoint(copy).has("model.language_model.norm.weight")
     check_weights(read_config(copy), Checkpoint(copy))
     assert np.abs(single_rank_logits(copy, IDS) - theirs).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_experts_may_be_stored_one_by_one_or_all_at_once(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    def in_one(tensors: dict[str, Tensor], at: str, kind: str) -> Tensor:
+        found = tensors.pop(f"{at}.{kind}", None)
+        if found is not None:
+            return found
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        each = [torch.cat([tensors.pop(f"{at}.{expert}.{part}.weight") for part in parts]) for expert in range(8)]
+        return torch.stack(each)
+
+    model_dir, theirs = tiny(name)
+    for form in ("one by one", "all at once", "transposed")[: 3 if name == "qwen3_vl_moe" else 2]:
+        copy = rewritten(model_dir, tmp_path / form)
+        tensors = load_file(copy / "model.safetensors")
+        for layer in range(4):
+            at = f"model.language_model.layers.{layer}.mlp.experts"
+            up, down = in_one(tensors, at, "gate_up_proj"), in_one(tensors, at, "down_proj")
+            if form == "one by one":
+                for expert in range(8):
+                    gate_up = zip(("gate_proj", "up_proj"), up[expert].chunk(2), strict=True)
+                    for kind, rows in (*gate_up, ("down_proj", down[expert])):
+                        tensors[f"{at}.{expert}.{kind}.weight"] = rows.clone()
+            else:
+                both = {f"{at}.gate_up_proj": up, f"{at}.down_proj": down}
+                tensors |= {key: rows.mT if form == "transposed" else rows for key, rows in both.items()}
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, copy / "model.safetensors")
+        check_weights(read_config(copy), Checkpoint(copy))
+        (ours,) = gang_logits(copy, [IDS], [[(0, 0, 60)]], split=Split(tp=2))
+        assert np.abs(ours - theirs).max() < 1e-4
 
 
 def test_every_rank_of_a_split_finds_its_tensors(tiny: Tiny) -> None:

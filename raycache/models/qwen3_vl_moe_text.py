@@ -1,0 +1,20 @@
+"""The text part of Qwen3-VL with experts: Qwen3 with experts, which are stored all at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raycache.models.config import ConfigFile
+from raycache.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+
+
+class Qwen3VlMoeText(Qwen3Moe):
+    """See models.base.Family."""
+
+    model_type = "qwen3_vl_moe_text"
+
+    def read_config(self, file: ConfigFile) -> Qwen3MoeConfig:
+        """Weights of a token's experts always sum to one."""
+        file.require("norm_topk_prob", True)
+        config = super().read_config(file)
+        return replace(config, experts=replace(config.experts, renormalise=True, is_transposed=True))
