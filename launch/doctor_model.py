@@ -11,8 +11,10 @@ from launch.doctor_gpu import examine_attention, examine_gpus
 from launch.doctor_tiers import examine_tiers
 from launch.finding import Finding, Verdict, attempt
 from launch.fit import device_type, plan_memory, stage_weights
+from launch.held_weights import describe_quantisation, held_weights
 from launch.table import human_bytes
 from raycache.attention.choose import device_obstacle
+from raycache.checkpoint.quantisation import read_quantisation
 from raycache.config import Config
 from raycache.engine.memory_plan import cache_format, context_len, resolve_dtype, served_model
 from raycache.engine.stages import with_stages
@@ -52,8 +54,11 @@ def _devices(config: Config) -> Iterator[Finding]:
 
 def _files(config: Config, model: ModelConfig | None) -> Iterator[Finding]:
     folder = Path(config.model)
-    yield attempt("weights", lambda: _weights(folder))
-    if model is not None and model.draft is not None:
+    if config.dummy_weights:
+        yield Finding("weights", Verdict.OK, "random ones of the shapes that config.json says")
+    else:
+        yield attempt("weights", lambda: _weights(folder))
+    if model is not None and model.draft is not None and not config.dummy_weights:
         yield attempt("draft", lambda: _draft(model, folder))
     try:
         tokenizer = Tokenizer(folder, is_optional=config.dummy_weights)
@@ -135,8 +140,14 @@ def _attention_on_cpu(config: Config, dtype: torch.dtype) -> str:
 
 
 def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
+    held = held_weights(config, model, device_type=device_type(config))
+    quantisation = read_quantisation(Path(config.model))
+    if quantisation is not None:
+        told = describe_quantisation(quantisation, held, config, device_type=device_type(config))
+        yield Finding("quantisation", Verdict.OK, told)
+    yield Finding("weights per rank", Verdict.OK, str(held))
     try:
-        plan = plan_memory(config, model=model, checkpoint=Checkpoint(Path(config.model)))
+        plan = plan_memory(config, model=model, weight_bytes=held.total)
     except ConfigError as refusal:
         yield Finding("cache", Verdict.REFUSED, str(refusal))
         return
@@ -144,7 +155,6 @@ def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
     need = f"about {human_bytes(used)} per rank for weights and cache, {human_bytes(plan.free_bytes)} are free"
     if device_type(config) == "cuda":
         need += "; what a step takes beside them is measured at the start"
-    yield Finding("weights per rank", Verdict.OK, f"about {human_bytes(plan.weight_bytes)}")
     per_token = human_bytes(plan.page_bytes / plan.page_size)
     yield Finding("cache per rank", Verdict.OK, f"{per_token} per token, {human_bytes(plan.page_bytes)} per page")
     for space, (count, size) in plan.slots.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from raycache.engine.memory_plan import (
 from raycache.memory.component import FULL
 from raycache.memory.device import unit_bytes
 from raycache.models.base import ModelConfig, components
-from raycache.models.checkpoint import Checkpoint
-from raycache.models.config import DraftKind
 from raycache.models.layer_sizes import layer_sizes
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
@@ -38,7 +35,7 @@ class MemoryPlan:
     """Memory of the rank that holds most, if all ranks are on this machine.
 
     Attributes:
-        weight_bytes: about; what a rank does not split (norms, and the embedding over pp) is not counted twice.
+        weight_bytes: about.
         page_bytes: one page of the sequence on this rank, without what restore points need.
         cache_bytes: all pools of this rank.
         slots: window and state spaces -> (pages or slots, bytes of one) on this rank.
@@ -73,24 +70,18 @@ def device_type(config: Config) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -> MemoryPlan:
+def plan_memory(config: Config, *, model: ModelConfig, weight_bytes: int) -> MemoryPlan:
     """Work out what the fullest rank would hold.
 
     Args:
         config: a split that `check_split` has accepted, with stages.
         model: to serve.
-        checkpoint: its weights, of which only the size is used.
+        weight_bytes: of that rank.
     Raises:
         ConfigError: not even one page fits.
     """
     where = device_type(config)
     dtype = resolve_dtype(config, device_type=where)
-    stored = resolve_dtype(dataclasses.replace(config, dtype=model.dtype), device_type=where)
-    total = checkpoint.num_bytes * dtype.itemsize // stored.itemsize
-    held = stage_weights(config, model)
-    stages = [total * numbers // sum(held) for numbers in held]
-    stages[-1] += _draft_bytes(config, model, dtype=dtype)  # all of it on the last stage
-    weights = max(stages) // config.tp
     sharing = config.world_size if where == "cpu" else 1
     free = _free_bytes(where) // sharing
     contexts = _contexts(config, where=where)
@@ -103,7 +94,7 @@ def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -
     pages = pages_that_fit(config, model, ctx=fullest, dtype=dtype, ranks_on_node=sharing)
     if config.num_pages == 0 and config.kv_memory == "auto":
         # "auto" is a share of what is free once the weights are loaded, which they are not yet.
-        memory = int(auto_bytes(torch.device(where), sharing) * max(0.0, 1 - weights / free))
+        memory = int(auto_bytes(torch.device(where), sharing) * max(0.0, 1 - weight_bytes / free))
         pages = min(pages, pages_within(config, model, ctx=fullest, dtype=dtype, memory=memory))
     sizes = pool_sizes(config, model, num_pages=pages, fmt=fmt)
     units: Counter[str] = Counter()
@@ -112,7 +103,7 @@ def plan_memory(config: Config, *, model: ModelConfig, checkpoint: Checkpoint) -
             part, num_layers=model.num_layers, page_size=config.page_size, split=fullest.split, at=fullest.coords
         )
     slots = {space: (sizes[space], size) for space, size in units.items() if space != FULL}
-    return MemoryPlan(weights, units[FULL], cache_bytes(fullest, pages), slots, pages, config.page_size, free)
+    return MemoryPlan(weight_bytes, units[FULL], cache_bytes(fullest, pages), slots, pages, config.page_size, free)
 
 
 def stage_weights(config: Config, model: ModelConfig) -> tuple[int, ...]:
@@ -123,15 +114,6 @@ def stage_weights(config: Config, model: ModelConfig) -> tuple[int, ...]:
         model: to serve.
     """
     return layer_sizes(model).held.of_stages(config.stages or (model.num_layers,))
-
-
-def _draft_bytes(config: Config, model: ModelConfig, *, dtype: torch.dtype) -> int:
-    """Of a draft that has files of its own."""
-    draft = model.draft
-    if draft is None or draft.kind is DraftKind.LAYER:
-        return 0
-    stored = resolve_dtype(dataclasses.replace(config, dtype=draft.model.dtype), device_type=device_type(config))
-    return Checkpoint(draft.directory).num_bytes * dtype.itemsize // stored.itemsize
 
 
 def _contexts(config: Config, *, where: str) -> list[ParallelContext]:

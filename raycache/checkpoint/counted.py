@@ -1,0 +1,68 @@
+"""What weights would take in memory: a weight source that counts instead of reading."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from raycache.checkpoint.layout import Layouts
+from raycache.checkpoint.stored_slice import Format
+from raycache.checkpoint.weights_form import WeightsForm
+from raycache.models.checkpoint import Checkpoint
+
+
+class CountedWeights:
+    """A weight source whose tensors have no numbers, and that notes what they would take.
+
+    Args:
+        checkpoint: to look into, None for random weights, which have every tensor.
+        layouts: of the same checkpoint.
+        form: in which quantised weights are held, None for plain ones.
+        dtype: of all others in memory.
+    Attributes:
+        num_bytes: by how the numbers are held: the name of a format, or a dtype.
+        formats: in which the checkpoint has quantised ones.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint | None, layouts: Layouts | None, *, form: WeightsForm | None, dtype: torch.dtype
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._layouts = layouts
+        self._form = form
+        self._dtype = dtype
+        self.num_bytes = Counter[str]()
+        self.formats = Counter[Format]()
+
+    def has(self, name: str) -> bool:
+        """See `WeightSource.has`; of random weights, only the usual names are there."""
+        return self._layouts is not None and self._layouts.has(name)
+
+    def read(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """See `WeightSource.read`; on the meta device."""
+        sizes = list(shape)
+        if axis is not None:
+            sizes[axis] = len(range(shape[axis])[start:stop])
+        self._count(name, shape, taken=math.prod(sizes))
+        return torch.empty(sizes, device="meta")
+
+    def stored(
+        self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
+    ) -> None:
+        """See `WeightSource.stored`; it is `read` that counts what is kept as well."""
+
+    def _count(self, name: str, shape: Sequence[int], *, taken: int) -> None:
+        tensor = None if self._layouts is None else self._layouts.find(name, shape)
+        if tensor is not None and taken:
+            self.formats[tensor.format] += 1
+        if tensor is None or self._form is None or self._checkpoint is None or tensor.format not in self._form.stored:
+            self.num_bytes[str(self._dtype).removeprefix("torch.")] += taken * self._dtype.itemsize
+            return
+        whole = sum(self._checkpoint.entry(part).num_bytes for part in tensor.names)
+        self.num_bytes[tensor.format.value] += whole * taken // math.prod(shape)
