@@ -22,6 +22,11 @@ def silu_gated(gate_up: Tensor) -> Tensor:
     return fused.silu_gated(gate_up)
 
 
+def silu_scaled(*, factor: float) -> Activation:
+    """silu(factor * gate) * up."""
+    return partial(_silu_scaled, factor=factor)
+
+
 def gelu_tanh_gated(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, with the tanh form of gelu (arXiv 1606.08415, section 2)."""
     return fused.gelu_tanh_gated(gate_up)
@@ -45,3 +50,8 @@ def situ(*, beta: float, linear_beta: float) -> Activation:
 def clamped_swiglu(*, alpha: float, limit: float) -> Activation:
     """gate * sigmoid(alpha * gate) * (up + 1); before that, gate is cut off above `limit`, up on both sides."""
     return partial(fused.clamped_swiglu, alpha=alpha, limit=limit)
+
+
+def _silu_scaled(gate_up: Tensor, *, factor: float) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate * factor, inplace=True).mul_(up)

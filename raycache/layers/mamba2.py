@@ -18,6 +18,7 @@ limits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass
-from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.layers.linear import RowLinear
 from raycache.layers.precision import precise
 
 if TYPE_CHECKING:
@@ -132,6 +133,11 @@ class GatedGroupNorm:
         return self._group.all_reduce(sums)[:, own]
 
 
+def silu_gate(y: Tensor, z: Tensor) -> Tensor:
+    """y * silu(z), in place of the norm of models that have none: [T, F], [T, F] -> new [T, F] in the dtype of z."""
+    return (F.silu(precise(z)) * y).to(z.dtype)
+
+
 class Mamba2:
     """A layer's mixer.
 
@@ -139,7 +145,7 @@ class Mamba2:
         layer: its number in the whole model.
         project: z, x, B, C and dt stacked, of this tp rank's heads and groups.
         ssm: of this rank of tp x cp.
-        norm: of this tp rank's heads.
+        norm: of this tp rank's heads, gated by z; or the gate alone.
         out: back to the hidden size, summed over tp.
         heads: H and P of this tp rank.
         groups: G and N of this tp rank.
@@ -148,9 +154,9 @@ class Mamba2:
     def __init__(
         self,
         layer: int,
-        project: ColumnLinear,
+        project: Callable[[Tensor], Tensor],
         ssm: StateSpace,
-        norm: GatedGroupNorm,
+        norm: Callable[[Tensor, Tensor], Tensor],
         out: RowLinear,
         *,
         heads: tuple[int, int],

@@ -236,6 +236,7 @@ _FAMILIES = {
     "bailing_moe_v2_5": "BailingMoeV25",
     "deepseek_v3": "DeepseekV3",
     "deepseek_v32": "DeepseekV32",
+    "falcon_h1": "FalconH1",
     "gemma3_text": "Gemma3Text",
     "glm4_moe": "Glm4Moe",
     "gemma4_text": "Gemma4Text",

@@ -97,7 +97,8 @@ class NemotronH:
             file.require(key, served)
         num_heads = file.integer("num_attention_heads")
         num_kv_heads = file.integer("num_key_value_heads", num_heads)
-        head_dim, eps = file.integer("head_dim", 128), file.number("layer_norm_epsilon", 1e-5)
+        head_dim = file.integer("head_dim", file.integer("attention_head_dim", 128))
+        eps = file.number("layer_norm_epsilon", 1e-5)
         require_heads(file, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         return NemotronHConfig(
             **read_common(file.having(num_hidden_layers=len(kinds), rms_norm_eps=eps)),

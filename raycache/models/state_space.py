@@ -9,14 +9,16 @@ Checkpoints pack rows of different meaning into one tensor; a rank takes a run o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from raycache.errors import CheckpointError
-from raycache.layers.mamba2 import GatedGroupNorm, Mamba2, StateSpace, Taps
+from raycache.layers.mamba2 import GatedGroupNorm, Mamba2, StateSpace, Taps, silu_gate
+from raycache.layers.scaled import ScaledProjection
 from raycache.memory.component import CacheFormat, Component, recurrent
 from raycache.models.config import ConfigFile
 from raycache.models.weights import Columns, ShardedWeights, features
@@ -39,6 +41,8 @@ class Mamba2Config:
         has_bias: of both projections.
         has_conv_bias: of the convolution.
         dt_limit: smallest and largest step.
+        has_norm: before the output projection; without, there is the gate alone.
+        factors: of z, x, B, C and dt behind their projection; empty for none.
     """
 
     heads: int
@@ -49,6 +53,8 @@ class Mamba2Config:
     has_bias: bool
     has_conv_bias: bool
     dt_limit: tuple[float, float]
+    has_norm: bool = True
+    factors: tuple[float, ...] = ()
 
     @property
     def inner(self) -> int:
@@ -113,23 +119,40 @@ def load_mamba2(
     of_heads, of_groups = features(heads, mamba.head_dim), features(groups, mamba.state_dim)
     taken = _packed((mamba.inner, of_heads), *_conv_runs(mamba, of_heads, of_groups), (mamba.heads, heads))
     num_rows = 2 * mamba.inner + 2 * mamba.shared + mamba.heads
+    project: Callable[[Tensor], Tensor] = weights.column(
+        [Columns(f"{at}.in_proj", num_rows, run) for run in taken], inputs=size, has_bias=mamba.has_bias
+    )
+    if mamba.factors:
+        per_row = [factor for factor, run in zip(mamba.factors, taken, strict=True) for _ in run]
+        project = ScaledProjection(project, torch.tensor(per_row, dtype=weights.precise, device=ctx.device))
     return Mamba2(
         layer,
-        weights.column(
-            [Columns(f"{at}.in_proj", num_rows, run) for run in taken], inputs=size, has_bias=mamba.has_bias
-        ),
+        project,
         _load_state_space(at, mamba, weights, ctx),
-        GatedGroupNorm(
-            weights.cut(f"{at}.norm.weight", (mamba.inner,), axis=0, taken=of_heads),
-            groups=groups,
-            num_groups=mamba.groups,
-            size=mamba.inner // mamba.groups,
-            eps=eps,
-            group=ctx.tp,
-        ),
+        _load_norm(at, mamba, weights, ctx, of_heads=of_heads, groups=groups, eps=eps) if mamba.has_norm else silu_gate,
         weights.row(f"{at}.out_proj", outputs=size, inputs=mamba.inner, taken=of_heads, has_bias=mamba.has_bias),
         heads=(len(heads), mamba.head_dim),
         groups=(len(groups), mamba.state_dim),
+    )
+
+
+def _load_norm(
+    at: str,
+    mamba: Mamba2Config,
+    weights: ShardedWeights,
+    ctx: ParallelContext,
+    *,
+    of_heads: range,
+    groups: range,
+    eps: float,
+) -> GatedGroupNorm:
+    return GatedGroupNorm(
+        weights.cut(f"{at}.norm.weight", (mamba.inner,), axis=0, taken=of_heads),
+        groups=groups,
+        num_groups=mamba.groups,
+        size=mamba.inner // mamba.groups,
+        eps=eps,
+        group=ctx.tp,
     )
 
 

@@ -21,7 +21,8 @@ and, made of the same parts (`ALIKE`):
     mistral    GQA, windows everywhere            smollm3    GQA, 1 of 4 without positions, tied head
     kimi_k3    KDA, MLA, latent MoE, attention residuals
     qwen3_5_moe   qwen3_5 with experts
-    glm4_moe   GQA turned in part, grouped MoE      minimax_m2   the same with a norm over all heads
+    glm4_moe   GQA turned in part, grouped MoE    minimax_m2   the same with a norm over all heads
+    falcon_h1  Mamba2 beside GQA, factors
 """
 
 from __future__ import annotations
@@ -440,6 +441,27 @@ VARIANTS: dict[str, Family] = {
 
 ALIKE: dict[str, Family] = {
     "kimi_k3": Family("kimi_k3", {}, make=make_kimi_k3),
+    "falcon_h1": Family(
+        "falcon_h1",
+        {
+            **_NARROW,
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 12,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 24,
+            "mamba_chunk_size": 32,
+            "mamba_norm_before_gate": False,
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.75,
+            "attention_in_multiplier": 1.125,
+            "attention_out_multiplier": 0.875,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.625,
+            "ssm_multipliers": [0.75, 1.25, 1.5, 0.875, 1.125],
+            "mlp_multipliers": [0.875, 0.625],
+        },
+    ),
     "qwen2": Family("qwen2", _NARROW),
     "qwen3_5_moe": Family(
         "qwen3_5_moe_text",

@@ -220,7 +220,7 @@ def _contents(cache: Cache | TwinCache, *, has_latent: bool) -> dict[tuple[int, 
         if isinstance(layer, LinearAttentionLayer):
             contents[i, "conv"] = layer.conv_states[0][0, :, 1:]
             contents[i, "state"] = layer.recurrent_states[0][0]
-        elif isinstance(layer, DynamicLayer) and layer.is_initialized:
+        if isinstance(layer, DynamicLayer) and layer.keys is not None:
             names, rows = ("keys", "values"), [layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)]
             if has_latent:
                 names, rows = ("latent", "rope"), [row.squeeze(1) for row in rows]

@@ -20,7 +20,7 @@ from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split, shared_head_range
-from tests.oracle.families import FAMILIES, make_family
+from tests.oracle.families import ALIKE, KNOWN, make_family
 from tests.oracle.gang import Piece, gang_logits, on_gang
 from tests.oracle.golden import Golden, cached_logits, golden
 
@@ -66,6 +66,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite-mamba-only": ("granitemoehybrid", {"num_local_experts": 0, "layer_types": ["linear_attention"] * 4}),
     "granite-limited-steps": ("granitemoehybrid", {"num_local_experts": 0, "time_step_limit": (0.03, 0.08)}),
+    "falcon_h1": ("falcon_h1", {"key_multiplier": 1.25}),
+    "falcon_h1-norm": ("falcon_h1", {"mamba_rms_norm": True, "time_step_limit": (0.03, 0.08)}),
+    "falcon_h1-biases": (
+        "falcon_h1",
+        {
+            **dict.fromkeys(("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias"), True),
+            "mamba_n_groups": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon_h1-no-factors": (
+        "falcon_h1",
+        {
+            **{key: 1.0 for key in ALIKE["falcon_h1"].settings if key.endswith("_multiplier")},
+            **{"mlp_multipliers": None, "ssm_multipliers": None, "mamba_d_ssm": None, "mamba_d_head": "auto"},
+        },
+    ),
 }
 
 
@@ -115,7 +132,16 @@ def test_logits_equal_transformers_at_every_position(
 
 @pytest.mark.parametrize("split", [Split(tp=2), Split(tp=4), Split(cp=2), Split(cp=4), Split(tp=2, cp=2)], ids=str)
 @pytest.mark.parametrize(
-    "variant", ["nemotron_h", "nemotron_h-latent-experts", "granite", "granite-one-group", "granite-eight-groups"]
+    "variant",
+    [
+        "nemotron_h",
+        "nemotron_h-latent-experts",
+        "granite",
+        "granite-one-group",
+        "granite-eight-groups",
+        "falcon_h1",
+        "falcon_h1-norm",
+    ],
 )
 def test_any_split_gives_the_same_logits(
     tiny: Callable[[str], Path], truth: Callable[[str], Golden], variant: str, split: Split
@@ -185,7 +211,7 @@ def saved(tmp_path: Path) -> Callable[[str], Path]:
 
     def make(family: str) -> Path:
         model_dir = tmp_path / family
-        AutoConfig.for_model(FAMILIES[family].model_type, **FAMILIES[family].settings).save_pretrained(model_dir)
+        AutoConfig.for_model(KNOWN[family].model_type, **KNOWN[family].settings).save_pretrained(model_dir)
         return model_dir
 
     return make
@@ -236,6 +262,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granitemoehybrid", {"num_local_experts": 2}, "cannot choose 3 of 2 experts"),
     ("granitemoehybrid", {"time_step_limit": [1.0, 0.5]}, "time_step_limit must be two numbers"),
     ("granitemoehybrid", {"time_step_limit": "none"}, "time_step_limit must be two numbers"),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "mamba_norm_before_gate=True"),
+    ("falcon_h1", {"projectors_bias": True}, "projectors_bias=True"),
+    ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp=False"),
+    ("falcon_h1", {"attn_layer_indices": [0, 2]}, r"attn_layer_indices=\[0, 2\]"),
+    ("falcon_h1", {"mamba_d_ssm": 128}, "mamba_n_heads=8 of 12 features are not mamba_d_ssm=128"),
+    ("falcon_h1", {"ssm_multipliers": [1.0, 1.0]}, "ssm_multipliers must be 5 numbers"),
+    ("falcon_h1", {"mlp_multipliers": [1.0, "x"]}, r"mlp_multipliers\[1\] must be a positive number"),
+    ("falcon_h1", {"key_multiplier": 0}, "key_multiplier must be a positive number"),
 ]
 
 

@@ -1,0 +1,54 @@
+"""Fixed factors around the parts of a layer, and parts that stand side by side ("Falcon-H1", arXiv 2507.22448)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from raycache.layers.forward_pass import ForwardPass, Mixer
+
+# Shapes in this file: T packed tokens, C hidden size, F features.
+
+
+class ScaledProjection:
+    """A projection with a factor per feature of its output.
+
+    Args:
+        project: [T, C] -> new [T, F].
+        factors: [F].
+    """
+
+    def __init__(self, project: Callable[[Tensor], Tensor], factors: Tensor) -> None:
+        self._project = project
+        self._factors = factors
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, C] -> new [T, F]."""
+        return self._project(x).mul_(self._factors)
+
+
+class Scaled:
+    """after * mixer(before * x)."""
+
+    def __init__(self, mixer: Mixer, *, before: float = 1.0, after: float = 1.0) -> None:
+        self._mixer = mixer
+        self._before = before
+        self._after = after
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        """[T, C] -> new [T, C]."""
+        out = self._mixer(x if self._before == 1.0 else x * self._before, run)
+        return out if self._after == 1.0 else out.mul_(self._after)
+
+
+class SideBySide:
+    """The sum of two mixers of the same input."""
+
+    def __init__(self, first: Mixer, second: Mixer) -> None:
+        self._first = first
+        self._second = second
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        """[T, C] -> new [T, C]."""
+        return self._first(x, run).add_(self._second(x, run))
