@@ -97,7 +97,11 @@ _BEHIND_LATENTS = replace(
 )
 _LAYOUTS = {
     "bailing_moe_v2_5": _BEHIND_LATENTS,
-    "bailing_hybrid": replace(_BEHIND_LATENTS, kinds={"layer_types": "full_attention"}, drawn={"num_hidden_layers": 5}),
+    "bailing_hybrid": replace(
+        _BEHIND_LATENTS,
+        kinds={"layer_types": "full_attention", "mlp_layer_types": "sparse"},
+        drawn={"num_hidden_layers": 5},
+    ),
     "deepseek_v3": _BEHIND_LAST,
     "deepseek_v32": _BEHIND_LAST,
     "glm4_moe": _BEHIND_LAST,
