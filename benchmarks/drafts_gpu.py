@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.figures import write_json
 from benchmarks.model_shape import ModelShape
 from benchmarks.steps import Clock
-from raycache.engine import runner
+from raycache.engine import loading
 from raycache.llm import LLM
 from raycache.models.dummy import DummyWeights
 
@@ -73,7 +73,7 @@ def main() -> int:
     options.batches = [int(batch) for batch in options.batches.split(",")]
 
     AgreeingWeights.noise = options.noise
-    runner.DummyWeights = AgreeingWeights  # type: ignore[attr-defined]
+    loading.DummyWeights = AgreeingWeights  # type: ignore[attr-defined]
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     with tempfile.TemporaryDirectory() as folder:
         shape = ModelShape.make(_SHAPE, Path(folder), layers=0, is_tiny=options.tiny, dtype=getattr(torch, dtype))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from raycache.checkpoint.quantisation import Quantisation, read_quantisation
+from raycache.checkpoint.stored_slice import Format
+from raycache.checkpoint.weights_form import weights_form
 from raycache.memory.component import CacheFormat, Component, Reuse
 from raycache.models.base import ModelConfig, components, load_model, read_config
 from raycache.models.layer_sizes import AskedShapes
@@ -62,7 +66,8 @@ class ModelShape:
         model: as the project reads it.
         file: config.json.
         plain, routed, head: numbers in its weights: those that every token meets, of routed experts, of the head.
-        itemsize: bytes of a weight and of a cached number.
+        plain_bytes, routed_bytes: that these take in memory.
+        itemsize: bytes of a plain weight and of a cached number.
     """
 
     model_dir: Path
@@ -71,10 +76,22 @@ class ModelShape:
     plain: int
     routed: int
     head: int
+    plain_bytes: float
+    routed_bytes: float
     itemsize: int
 
     @classmethod
-    def make(cls, name: str, folder: Path, *, layers: int, is_tiny: bool, dtype: torch.dtype) -> ModelShape:
+    def make(
+        cls,
+        name: str,
+        folder: Path,
+        *,
+        layers: int,
+        is_tiny: bool,
+        dtype: torch.dtype,
+        weights: str = "auto",
+        device_type: str = "cuda",
+    ) -> ModelShape:
         """Write config.json of a shape.
 
         Args:
@@ -82,29 +99,41 @@ class ModelShape:
             folder: that gets a model directory of that name.
             layers: first ones that are kept; 0 for all.
             is_tiny: shrink everything to what runs anywhere.
-            dtype: of weights and cache.
+            dtype: of plain weights and cache.
+            weights: form of those that the shape has quantised, as the setting of this name.
+            device_type: "cpu" or "cuda".
         """
         file = json.loads((SHAPES / f"{name}.json").read_text(encoding="utf-8"))
         if layers:
             file = _cut(file, layers)
         if is_tiny:
             file = _shrink(file)
-        model_dir = folder / name
+        model_dir = folder / f"{name}-{weights}"
         model_dir.mkdir(parents=True)
         (model_dir / "config.json").write_text(json.dumps(file), encoding="utf-8")
         model = read_config(model_dir)
-        counts = _count(model)
-        return cls(model_dir, model, file, **counts, itemsize=dtype.itemsize)
+        sizes, held = _Sizes.of(model), _Held.of(model_dir, weights, dtype=dtype, device_type=device_type)
+        return cls(
+            model_dir,
+            model,
+            file,
+            plain=sum(sizes.plain.values()),
+            routed=sum(sizes.routed.values()),
+            head=sizes.head,
+            plain_bytes=sum(size * held.bytes_of(name) for name, size in sizes.plain.items()),
+            routed_bytes=sum(size * held.bytes_of(name) for name, size in sizes.routed.items()),
+            itemsize=dtype.itemsize,
+        )
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         """Of the whole model but for the embedding, of which a step reads a few rows."""
-        return self.itemsize * (self.plain + self.routed + self.head)
+        return self.plain_bytes + self.routed_bytes + self.itemsize * self.head
 
     def step_weight_bytes(self, batch: int) -> float:
         """That a decode step has to read: of the routed experts those that some token chose, if all are as likely."""
         share = 1 - (1 - self._expert_share) ** batch
-        return self.itemsize * (self.plain + self.routed * share + self.head)
+        return self.plain_bytes + self.routed_bytes * share + self.itemsize * self.head
 
     def step_cache_bytes(self, context: float) -> float:
         """That a decode step has to read of one sequence of `context` tokens; recurrent states are written as well."""
@@ -161,19 +190,62 @@ class ModelShape:
         return work * len(part.layers)
 
 
-def _count(model: ModelConfig) -> dict[str, int]:
-    names = AskedShapes()
-    ctx = ParallelContext.single(torch.device("meta"))
-    load_model(model, names, ctx, torch.float32, on_progress=lambda done, total: None)
-    found = {"plain": 0, "routed": 0, "head": 0}
-    for name, shape in names.shapes.items():
-        size = math.prod(shape)
-        is_embedding = "embed" in name
-        if is_embedding and not model.tie_word_embeddings:
-            continue
-        kind = "routed" if ".experts." in name else "head" if is_embedding or name == "lm_head.weight" else "plain"
-        found[kind] += size
-    return found
+@dataclass(frozen=True)
+class _Held:
+    """How matrices are held in memory.
+
+    Attributes:
+        quantisation: of the shape, or None.
+        stored: whether its first format is kept.
+        itemsize: bytes of a plain number.
+    """
+
+    quantisation: Quantisation | None
+    stored: bool
+    itemsize: int
+
+    @classmethod
+    def of(cls, model_dir: Path, weights: str, *, dtype: torch.dtype, device_type: str) -> _Held:
+        quantisation = read_quantisation(model_dir)
+        if quantisation is None:
+            return cls(None, False, dtype.itemsize)
+        form = weights_form(quantisation, weights, dtype=dtype, device_type=device_type)
+        return cls(quantisation, quantisation.schemes[0].format in form.stored, dtype.itemsize)
+
+    def bytes_of(self, name: str) -> float:
+        """Bytes per number of a tensor, scales included."""
+        if self.quantisation is None or not self.stored or _PLAIN.search(name) or name.endswith("bias"):
+            return self.itemsize
+        if self.quantisation.excludes(name.removesuffix(".weight")):
+            return self.itemsize
+        if self.quantisation.schemes[0].format is Format.MXFP4:
+            return 1 / 2 + 1 / 32 if ".experts." in name else self.itemsize
+        return 1 + 4 / 128**2 if ".experts." in name else 1 + 4 / 128
+
+
+_PLAIN = re.compile(r"norm|\.gate\.|router|kv_b_proj|weights_proj|conv1d|A_log")
+"""Tensors that are plain in quantised models, and those that are used as numbers."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers in the tensors of a model, by name: those that every token meets, of routed experts; and of the head."""
+
+    plain: dict[str, int]
+    routed: dict[str, int]
+    head: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> _Sizes:
+        asked = AskedShapes()
+        ctx = ParallelContext.single(torch.device("meta"))
+        load_model(model, asked, ctx, torch.float32, on_progress=lambda done, total: None)
+        sizes = {name: math.prod(shape) for name, shape in asked.shapes.items()}
+        head = "lm_head.weight" if not model.tie_word_embeddings else next(name for name in sizes if "embed" in name)
+        inner = {name: size for name, size in sizes.items() if "embed" not in name and name != "lm_head.weight"}
+        routed = {name: size for name, size in inner.items() if ".experts." in name}
+        plain = {name: size for name, size in inner.items() if name not in routed}
+        return cls(plain, routed, sizes[head])
 
 
 def _cut(file: dict[str, Any], layers: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     python -m benchmarks.serve_gpu
     python -m benchmarks.serve_gpu --shapes qwen3-8b --only decode,idle --batches 64 --json out.json
     python -m benchmarks.serve_gpu --layers 4 --set attention=torch
+    python -m benchmarks.serve_gpu --shapes gpt-oss-20b --weights stored,bfloat16
     python -m benchmarks.serve_gpu --device cpu --tiny            whether it runs, in seconds
 
     decode    median step of a batch, over the time to read its weights and its cache once at the speed of a copy
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import sys
 import tempfile
@@ -81,11 +83,13 @@ class Bench:
         shape: of the model.
         ceilings: of the device.
         options: of the command line.
+        weights: form of those that the shape has quantised.
     """
 
-    def __init__(self, shape: ModelShape, ceilings: Ceilings, options: argparse.Namespace) -> None:
+    def __init__(self, shape: ModelShape, ceilings: Ceilings, options: argparse.Namespace, *, weights: str) -> None:
         self._shape, self._ceilings, self._options = shape, ceilings, options
-        self._name = shape.model.name
+        self._weights = weights
+        self._name = shape.model_dir.name.removesuffix("-auto")
         self._batch = min(_IDLE_BATCH, max(options.batches))
 
     def run(self) -> Iterator[Line]:
@@ -117,6 +121,7 @@ class Bench:
             device=options.device,
             dtype=options.dtype,
             dummy_weights=True,
+            weights=self._weights,
             page_size=_PAGE_SIZE,
             num_pages=tokens // _PAGE_SIZE + batch,
             max_running=batch,
@@ -202,18 +207,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(ceilings.describe(), flush=True)
     lines, failed = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.shapes:
+        for name, weights in itertools.product(options.shapes, options.weights):
             gc.collect()  # the engine of the shape before
             torch.cuda.empty_cache()
             try:
-                shape = ModelShape.make(name, Path(folder), layers=options.layers, is_tiny=options.tiny, dtype=dtype)
-                print(f"{name}: {shape.model.num_layers} layers, {shape.weight_bytes / 1e9:.1f} GB of weights")
-                for line in Bench(shape, ceilings, options).run():
+                shape = ModelShape.make(
+                    name,
+                    Path(folder),
+                    layers=options.layers,
+                    is_tiny=options.tiny,
+                    dtype=dtype,
+                    weights=weights,
+                    device_type=options.device,
+                )
+                size = f"{shape.model.num_layers} layers, {shape.weight_bytes / 2**30:.1f} GiB of weights"
+                print(f"{shape.model_dir.name}: {size}, the embedding aside")
+                for line in Bench(shape, ceilings, options, weights=weights).run():
                     print(_row(line), flush=True)
                     lines.append(line)
             except (RayCacheError, RuntimeError):  # the other shapes can still be measured
                 traceback.print_exc()
-                failed.append(name)
+                failed.append(f"{name}-{weights}")
     print(f"\n{_HEAD}\n" + "\n".join(map(_row, lines)))
     if failed:
         print(f"failed: {', '.join(failed)}")
@@ -237,6 +251,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-gib", type=int, default=4, help="of the host tier (default: %(default)s)")
     parser.add_argument(
         "--kernels", type=int, default=0, help="so many are named of decode steps, on a GPU (default: none)"
+    )
+    parser.add_argument(
+        "--weights",
+        type=_listed(("auto", "stored", "bfloat16")),
+        default=["auto"],
+        help="forms of the weights that a shape has quantised, one after the other (default: auto)",
     )
     parser.add_argument("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="of raycache")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -277,12 +297,12 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-_HEAD = f"{'shape':22}{'what':62}{'measured':>12}{'against':>12}  {'unit':8}{'ratio':>8}  aim"
+_HEAD = f"{'shape':30}{'what':62}{'measured':>12}{'against':>12}  {'unit':8}{'ratio':>8}  aim"
 
 
 def _row(line: Line) -> str:
     figures = f"{line.value:12,.3f}{line.against:12,.3f}  {line.unit:8}{line.ratio:8.3f}"
-    return f"{line.shape:22}{line.what:62}{figures}  {line.aim}"
+    return f"{line.shape:30}{line.what:62}{figures}  {line.aim}"
 
 
 if __name__ == "__main__":

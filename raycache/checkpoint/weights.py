@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from raycache.checkpoint.layout import Layouts
 from raycache.checkpoint.quantisation import Quantisation, is_without_effect, read_quantisation
 from raycache.checkpoint.read_ahead import Read, ReadAhead
 from raycache.checkpoint.slices import chunks, codes_box, cut, read_global_scale, read_scales, read_slice, within
-from raycache.checkpoint.stored_slice import StoredSlice
+from raycache.checkpoint.stored_slice import Format, StoredSlice
 from raycache.errors import CheckpointError
 from raycache.models.checkpoint import Checkpoint
 
@@ -31,6 +31,7 @@ class CheckpointWeights:
         quantisation: what its config says, None for plain weights.
         dtype: that quantised tensors are rounded to, once; plain ones keep their own.
         device: where quantised tensors are dequantised, and left.
+        kept: formats that `stored` gives.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class CheckpointWeights:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        kept: Collection[Format] = tuple(Format),
     ) -> None:
         self._checkpoint = checkpoint
         self._layouts = Layouts(checkpoint, quantisation)
         self._dtype = dtype
         self._device = device
+        self._kept = kept
 
     def has(self, name: str) -> bool:
         """See `WeightSource.has`; of a quantised tensor the codes or the scales."""
@@ -85,6 +88,8 @@ class CheckpointWeights:
         tensor = self._layouts.find(name, shape)
         if tensor is None:
             self._checkpoint.check(name, shape)
+            return None
+        if tensor.format not in self._kept:
             return None
         return read_slice(self._checkpoint, tensor, cut(tensor, axis=axis, start=start, stop=stop))
 

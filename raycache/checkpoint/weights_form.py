@@ -10,8 +10,11 @@ import torch
 from raycache.checkpoint.quantisation import Quantisation
 from raycache.checkpoint.stored_slice import Format
 
-_KERNELS: Mapping[str, frozenset[Format]] = {"cpu": frozenset(), "cuda": frozenset()}
-"""Device type -> formats whose codes some kernel multiplies by."""
+_KERNELS: Mapping[str, frozenset[Format]] = {
+    "cpu": frozenset(),
+    "cuda": frozenset({Format.FP8_BLOCK, Format.FP8_TENSOR, Format.FP8_CHANNEL, Format.MXFP4}),
+}
+"""Device type -> formats whose codes some kernel multiplies activations in bfloat16 by."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,18 @@ def weights_form(quantisation: Quantisation, wish: str, *, dtype: torch.dtype, d
     if wish == "bfloat16":
         return WeightsForm(frozenset(), torch.bfloat16)
     formats = {scheme.format for scheme in quantisation.schemes}
-    return WeightsForm(_KERNELS[device_type] & formats, dtype)
+    return WeightsForm(_kernels(device_type, dtype) & formats, dtype)
 
 
-def why_dequantised(quantisation: Quantisation, wish: str, *, device_type: str) -> list[str]:
+def why_dequantised(quantisation: Quantisation, wish: str, *, dtype: torch.dtype, device_type: str) -> list[str]:
     """What of `weights=stored` cannot be kept, a line each; empty where nothing is missing or nothing was wished."""
     if wish != "stored":
         return []
     formats = dict.fromkeys(scheme.format for scheme in quantisation.schemes)
-    missing = [form.value for form in formats if form not in _KERNELS[device_type]]
-    return [f"no kernel for {name} weights on {device_type}" for name in missing]
+    missing = [form.value for form in formats if form not in _kernels(device_type, dtype)]
+    name = str(dtype).removeprefix("torch.")
+    return [f"no kernel for {form} weights and activations in {name} on {device_type}" for form in missing]
+
+
+def _kernels(device_type: str, dtype: torch.dtype) -> frozenset[Format]:
+    return _KERNELS[device_type] if dtype == torch.bfloat16 else frozenset()

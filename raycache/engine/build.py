@@ -155,13 +155,15 @@ def model_identity(config: Config, model: ModelConfig, *, device_type: str) -> I
 
 
 def _form(config: Config, directory: Path, *, device_type: str) -> str:
-    """What the form of quantised weights adds to the identity: nothing where they are plain, or drawn."""
-    quantisation = None if config.dummy_weights else read_quantisation(directory)
+    """What the form of quantised weights adds to the identity: nothing where they are plain, or drawn as such."""
+    quantisation = read_quantisation(directory)
     if quantisation is None:
         return ""
     dtype = resolve_dtype(config, device_type=device_type)
     form = weights_form(quantisation, config.weights, dtype=dtype, device_type=device_type)
-    for reason in why_dequantised(quantisation, config.weights, device_type=device_type):
+    if config.dummy_weights and not form.stored:
+        return ""
+    for reason in why_dequantised(quantisation, config.weights, dtype=dtype, device_type=device_type):
         _log.warning("weights=stored: %s; %s is dequantised to %s", reason, directory.name, form.dtype)
     if quantisation.has_cache_scheme:
         _log.warning("what %s says of the KV cache has no effect, see kv_dtype", quantisation.path)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from raycache.checkpoint.dummy import QuantisedDummyWeights
 from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.read_ahead import MAX_THREADS, ReadAhead
 from raycache.checkpoint.read_plan import ReadPlan
@@ -54,7 +55,7 @@ def load_weights(
         CheckpointError: a tensor is missing, has another shape, or cannot be read.
     """
     if config.dummy_weights:
-        random = DummyWeights(ctx.device, dtype)
+        random = _random_weights(config, ctx, dtype)
         made = load_model(model, random, ctx, dtype, on_progress=on_progress)
         if model.draft is None or not ctx.is_last_stage:
             return made, None
@@ -125,10 +126,20 @@ class _Loading:
         )
 
     def _open(self, directory: Path) -> CheckpointWeights:
-        quantisation, dtype, device = read_quantisation(directory), self._dtype, self._ctx.device
-        if quantisation is not None:
-            dtype = weights_form(quantisation, self._config.weights, dtype=dtype, device_type=device.type).dtype
-        return CheckpointWeights(Checkpoint(directory), quantisation, dtype=dtype, device=device)
+        quantisation, device = read_quantisation(directory), self._ctx.device
+        if quantisation is None:
+            return CheckpointWeights(Checkpoint(directory), None, dtype=self._dtype, device=device)
+        form = weights_form(quantisation, self._config.weights, dtype=self._dtype, device_type=device.type)
+        return CheckpointWeights(Checkpoint(directory), quantisation, dtype=form.dtype, device=device, kept=form.stored)
+
+
+def _random_weights(config: Config, ctx: ParallelContext, dtype: torch.dtype) -> DummyWeights:
+    """Quantised ones where the model's are, and are kept so."""
+    quantisation = read_quantisation(Path(config.model))
+    if quantisation is None:
+        return DummyWeights(ctx.device, dtype)
+    form = weights_form(quantisation, config.weights, dtype=dtype, device_type=ctx.device.type)
+    return QuantisedDummyWeights(ctx.device, dtype, quantisation, kept=form.stored)
 
 
 def _ignore(done: int, total: int) -> None:

@@ -10,7 +10,7 @@ have the same work:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 from raycache.attention.base import NotRecordableError
 from raycache.layers.activation import Activation
 from raycache.layers.forward_pass import ForwardPass
-from raycache.layers.linear import ColumnLinear
+from raycache.layers.linear import ColumnLinear, Weight, linear
 from raycache.layers.norm import RMSNorm
 from raycache.layers.precision import precise_dtype
 from raycache.layers.router import Router
@@ -32,6 +32,22 @@ if TYPE_CHECKING:
 
 BLOCK = 1024
 """Tokens whose experts' outputs are added up at a time, in float32."""
+
+
+class RoutedExperts(Protocol):
+    """Experts that a router chooses of."""
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """This rank's part of the sum over each token's experts.
+
+        Args:
+            x: [T, C].
+            weights: [T, k] float32.
+            ids: [T, k], which experts.
+        Returns:
+            New [T, C], added up in at least float32.
+        """
+        ...
 
 
 class Experts:
@@ -66,15 +82,7 @@ class Experts:
         self._down_bias = down_bias
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """This rank's part of the sum over each token's experts.
-
-        Args:
-            x: [T, C].
-            weights: [T, k] float32.
-            ids: [T, k], which experts.
-        Returns:
-            New [T, C], added up in at least float32.
-        """
+        """See `RoutedExperts`."""
         if not len(x):
             return torch.zeros_like(x)
         order = ids.flatten().argsort(stable=True)  # pairs of token and expert, by expert
@@ -147,13 +155,13 @@ class LatentExperts:
         experts: of L features.
     """
 
-    def __init__(self, into: Tensor, back: Tensor, experts: Experts) -> None:
+    def __init__(self, into: Tensor, back: Tensor, experts: RoutedExperts) -> None:
         self._into = into
         self._back = back
         self._experts = experts
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """See `Experts`."""
+        """See `RoutedExperts`."""
         return F.linear(self._experts(F.linear(x, self._into), weights, ids), self._back)
 
 
@@ -170,7 +178,7 @@ class NormedLatentExperts:
     """
 
     def __init__(
-        self, into: Tensor, back: Tensor, experts: Experts, *, norm: RMSNorm, taken: range, group: Group
+        self, into: Tensor, back: Tensor, experts: RoutedExperts, *, norm: RMSNorm, taken: range, group: Group
     ) -> None:
         self._into = into
         self._back = back
@@ -180,7 +188,7 @@ class NormedLatentExperts:
         self._group = group
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """See `Experts`."""
+        """See `RoutedExperts`."""
         latent = self._group.all_reduce(self._experts(F.linear(x, self._into), weights, ids))
         return F.linear(self._norm(latent)[:, self._taken], self._back)
 
@@ -195,7 +203,7 @@ class SharedExpert:
         gate: [1, C], whose sigmoid says how much it counts for a token, or None.
     """
 
-    def __init__(self, up: ColumnLinear, down: Tensor, *, activation: Activation, gate: Tensor | None = None) -> None:
+    def __init__(self, up: ColumnLinear, down: Weight, *, activation: Activation, gate: Tensor | None = None) -> None:
         self._up = up
         self._down = down
         self._activation = activation
@@ -203,7 +211,7 @@ class SharedExpert:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, C] -> new [T, C]."""
-        out = F.linear(self._activation(self._up(x)), self._down)
+        out = linear(self._activation(self._up(x)), self._down)
         return out if self._gate is None else out.mul_(F.linear(x, self._gate).sigmoid())
 
 
@@ -220,7 +228,7 @@ class MixtureOfExperts:
     def __init__(
         self,
         router: Router,
-        experts: Experts | LatentExperts | NormedLatentExperts,
+        experts: RoutedExperts,
         group: Group,
         *,
         shared: SharedExpert | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +13,24 @@ if TYPE_CHECKING:
 # Shapes in this file: T packed tokens, I input features, O output features; of this rank where the layer splits them.
 
 
+class Matrix(Protocol):
+    """A weight [O, I] in a form of its own."""
+
+    shape: tuple[int, int]
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[T, I] -> new [T, O]; `bias` is [O], or None."""
+        ...
+
+
+Weight = Tensor | Matrix
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """F.linear with a weight in any form."""
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight.multiply(x, bias)
+
+
 class ColumnLinear:
     """Each tp rank computes its own output features: [T, I] -> [T, O / tp]. Nothing is exchanged.
 
@@ -21,12 +39,12 @@ class ColumnLinear:
         bias: [O / tp], or None.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class RowLinear:
@@ -38,11 +56,11 @@ class RowLinear:
         group: the tp group.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, group: Group) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, group: Group) -> None:
         self.weight = weight
         self.bias = bias
         self._group = group
 
     def __call__(self, x: Tensor) -> Tensor:
-        summed = self._group.all_reduce(F.linear(x, self.weight))
+        summed = self._group.all_reduce(linear(x, self.weight))
         return summed if self.bias is None else summed.add_(self.bias)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from raycache.layers.experts import Experts
+from raycache.layers.experts import RoutedExperts
 from raycache.layers.feed_forward import FeedForward
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.norm import RMSNorm
@@ -45,7 +45,7 @@ class MlpAndExperts:
     def __init__(
         self,
         mlp: FeedForward,
-        experts: Experts,
+        experts: RoutedExperts,
         ways: tuple[Way, Way],
         *,
         router: Router,

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from raycache.checkpoint.stored_slice import StoredSlice
 
 _BIAS_SCALE = 0.01
 """Small beside what it is added to, or all tokens would choose the same experts."""
@@ -49,8 +53,9 @@ class DummyWeights:
 
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
-    ) -> None:
+    ) -> StoredSlice | None:
         """See `WeightSource.stored`; everything is plain."""
+        return None
 
     def _draw(self, name: str, shape: Sequence[int]) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)

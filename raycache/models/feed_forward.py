@@ -11,11 +11,13 @@ from torch import Tensor
 
 from raycache.errors import CheckpointError
 from raycache.layers.activation import Activation, silu_gated
-from raycache.layers.experts import Experts, MixtureOfExperts, SharedExpert
+from raycache.layers.experts import Experts, MixtureOfExperts, RoutedExperts, SharedExpert
 from raycache.layers.feed_forward import FeedForward
 from raycache.layers.linear import ColumnLinear
+from raycache.layers.quantised_experts import QuantisedExperts
 from raycache.layers.router import SigmoidRouter, SoftmaxRouter
 from raycache.models.config import ConfigFile, read_given_layer_types
+from raycache.models.kept_weights import Cut
 from raycache.models.weights import Columns, ShardedWeights
 from raycache.parallel.sharding import even_range
 
@@ -192,23 +194,34 @@ def load_experts(
     size: int,
     names: Products = Products(),
     activation: Activation = silu_gated,
-) -> Experts:
+) -> RoutedExperts:
     """Read experts one by one, `{at}.{expert}.{name}.weight`, or gated ones all at once, `{at}.gate_up_proj` and
     `{at}.down_proj`, whichever the checkpoint has; `size` is C."""
     both = (f"{at}.gate_up_proj", f"{at}.down_proj")
     if names == Products() and any(weights.has(name) for name in both):
         return load_stacked_experts(*both, experts, weights, ctx, size=size, activation=activation)
     taken = even_range(experts.inner, ctx.tp.rank, ctx.tp.size)
+    held = range(experts.count)
+
+    def up_cut(expert: int, name: str) -> Cut:
+        return Cut(f"{at}.{expert}.{name}.weight", (experts.inner, size), axis=0, taken=taken)
+
+    def down_cut(expert: int) -> Cut:
+        return Cut(f"{at}.{expert}.{names.down}.weight", (size, experts.inner), axis=1, taken=taken)
+
+    up_groups = [[up_cut(expert, name) for name in names.up] for expert in held]
+    kept = _kept(weights, up_groups, [[down_cut(expert)] for expert in held], experts, activation)
+    if kept is not None:
+        return kept
 
     def up(expert: int) -> Tensor:
-        parts = [Columns(f"{at}.{expert}.{name}", experts.inner, taken) for name in names.up]
-        return weights.column(parts, inputs=size, has_bias=False).weight
+        cuts = [up_cut(expert, name) for name in names.up]
+        return torch.cat([weights.cut(own.name, own.shape, axis=0, taken=taken) for own in cuts])
 
     def down(expert: int) -> Tensor:
-        name, shape = f"{at}.{expert}.{names.down}.weight", (size, experts.inner)
-        return weights.cut(name, shape, axis=1, taken=taken)
+        own = down_cut(expert)
+        return weights.cut(own.name, own.shape, axis=1, taken=taken)
 
-    held = range(experts.count)
     return Experts(_stack(held, up), _stack(held, down), activation=activation, held=held)
 
 
@@ -221,15 +234,20 @@ def load_stacked_experts(
     *,
     size: int,
     activation: Activation = silu_gated,
-) -> Experts:
+) -> RoutedExperts:
     """Read gated experts whose tensors hold all of them: `up` [E, 2 I, C] with gate first, `down` [E, C, I]."""
     taken, count, inner = even_range(experts.inner, ctx.tp.rank, ctx.tp.size), experts.count, experts.inner
+    up_shape, down_shape = (count, 2 * inner, size), (count, size, inner)
     if experts.is_transposed and weights.fits(down, count, inner, size):
         gate_up = _cut_halves(weights, up, (count, size, 2 * inner), axis=2, taken=taken).mT.contiguous()
         rows = weights.cut(down, (count, inner, size), axis=1, taken=taken).mT.contiguous()
-    else:
-        gate_up = _cut_halves(weights, up, (count, 2 * inner, size), axis=1, taken=taken)
-        rows = weights.cut(down, (count, size, inner), axis=2, taken=taken)
+        return Experts(gate_up, rows, activation=activation, held=range(count))
+    halves = [Cut(up, up_shape, axis=1, taken=run) for run in _halves(2 * inner, taken)]
+    kept = _kept(weights, [halves], [[Cut(down, down_shape, axis=2, taken=taken)]], experts, activation)
+    if kept is not None:
+        return kept
+    gate_up = _cut_halves(weights, up, up_shape, axis=1, taken=taken)
+    rows = weights.cut(down, down_shape, axis=2, taken=taken)
     return Experts(gate_up, rows, activation=activation, held=range(experts.count))
 
 
@@ -266,7 +284,7 @@ def load_shared_expert(
     parts = [Columns(f"{at}.{name}", inner, taken) for name in names.up]
     return SharedExpert(
         weights.column(parts, inputs=size, has_bias=False),
-        weights.cut(f"{at}.{names.down}.weight", (size, inner), axis=1, taken=taken),
+        weights.inner(f"{at}.{names.down}.weight", outputs=size, inputs=inner, taken=taken),
         activation=activation,
         gate=weights.whole(gate, 1, size) if gate else None,
     )
@@ -344,9 +362,28 @@ def load_grouped_moe(
 
 def _cut_halves(weights: ShardedWeights, name: str, shape: Sequence[int], *, axis: int, taken: range) -> Tensor:
     """The run `taken` of each half of a tensor along an axis, such as gate and up in one, stacked along that axis."""
-    half = shape[axis] // 2
-    runs = (range(start + taken.start, start + taken.stop) for start in (0, half))
+    runs = _halves(shape[axis], taken)
     return torch.cat([weights.cut(name, shape, axis=axis, taken=run) for run in runs], dim=axis)
+
+
+def _halves(size: int, taken: range) -> list[range]:
+    """The run `taken` of each half of `size` features."""
+    return [range(start + taken.start, start + taken.stop) for start in (0, size // 2)]
+
+
+def _kept(
+    weights: ShardedWeights,
+    up: Sequence[Sequence[Cut]],
+    down: Sequence[Sequence[Cut]],
+    experts: ExpertConfig,
+    activation: Activation,
+) -> QuantisedExperts | None:
+    """Experts that stay quantised, None where one of their products cannot."""
+    up_matrices = weights.kept_experts(up)
+    down_matrices = None if up_matrices is None else weights.kept_experts(down)
+    if up_matrices is None or down_matrices is None:
+        return None
+    return QuantisedExperts(up_matrices, down_matrices, count=experts.count, activation=activation)
 
 
 def _stack(experts: range, read: Callable[[int], Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from raycache.errors import CheckpointError
 from raycache.layers.activation import gelu_tanh_gated
-from raycache.layers.experts import Experts
+from raycache.layers.experts import RoutedExperts
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.mlp_and_experts import LayerScale, MlpAndExperts, ScaledRouter, Way
 from raycache.layers.norm import HeadNorm, RMSNorm
@@ -281,7 +281,7 @@ def _load_block(at: str, config: Gemma4Config, weights: ShardedWeights, ctx: Par
 
 def _load_experts(
     at: str, experts: ExpertConfig, weights: ShardedWeights, ctx: ParallelContext, *, size: int
-) -> Experts:
+) -> RoutedExperts:
     """All in one tensor, or one by one, as quantised checkpoints have them."""
     if weights.has(f"{at}.0.gate_proj.weight"):
         return load_experts(at, experts, weights, ctx, size=size, activation=gelu_tanh_gated)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from raycache.errors import CheckpointError
 from raycache.layers.activation import clamped_swiglu
-from raycache.layers.experts import Experts, MixtureOfExperts
+from raycache.layers.experts import Experts, MixtureOfExperts, RoutedExperts
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.quantised_experts import QuantisedExperts
 from raycache.layers.router import SoftmaxRouter
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.config import ConfigFile
@@ -24,6 +25,7 @@ from raycache.models.dense import (
     read_dense_config,
 )
 from raycache.models.feed_forward import ExpertConfig, require_experts
+from raycache.models.kept_weights import Cut
 from raycache.models.weights import ShardedWeights
 from raycache.models.windows import read_windowed
 from raycache.parallel.sharding import HeadCount, even_range
@@ -107,21 +109,30 @@ def load_gpt_oss_moe(at: str, config: GptOssConfig, weights: ShardedWeights, ctx
     return MixtureOfExperts(router, _load_experts(f"{at}.experts", config, weights, ctx), ctx.tp)
 
 
-def _load_experts(at: str, config: GptOssConfig, weights: ShardedWeights, ctx: ParallelContext) -> Experts:
-    """Stored [E, in, out], with gate and up of a feature side by side."""
+def _load_experts(at: str, config: GptOssConfig, weights: ShardedWeights, ctx: ParallelContext) -> RoutedExperts:
+    """The model calls them [E, in, out], with gate and up of a feature side by side."""
     count, inner, size = config.experts.count, config.experts.inner, config.hidden_size
     taken = even_range(inner, ctx.tp.rank, ctx.tp.size)
     pairs = range(2 * taken.start, 2 * taken.stop)
-    up = weights.cut(f"{at}.gate_up_proj", (count, size, 2 * inner), axis=2, taken=pairs)
-    down = weights.cut(f"{at}.down_proj", (count, inner, size), axis=1, taken=taken)
+    up = Cut(f"{at}.gate_up_proj", (count, size, 2 * inner), axis=2, taken=pairs)
+    down = Cut(f"{at}.down_proj", (count, inner, size), axis=1, taken=taken)
+    activation = clamped_swiglu(alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    up_bias = _gate_first(weights.cut(f"{at}.gate_up_proj_bias", (count, 2 * inner), axis=1, taken=pairs))
+    # One rank adds it, for the outputs of all are added up.
+    down_bias = weights.whole(f"{at}.down_proj_bias", count, size) if ctx.tp.rank == 0 else None
+    gate_first = [*range(0, len(pairs), 2), *range(1, len(pairs), 2)]
+    kept_up, kept_down = weights.kept_experts([[up]], rows=gate_first), weights.kept_experts([[down]])
+    if kept_up is not None and kept_down is not None:
+        return QuantisedExperts(
+            kept_up, kept_down, count=count, activation=activation, up_bias=up_bias, down_bias=down_bias
+        )
     return Experts(
-        _gate_first(up.mT),
-        down.mT.contiguous(),
-        activation=clamped_swiglu(alpha=config.swiglu_alpha, limit=config.swiglu_limit),
+        _gate_first(weights.cut(up.name, up.shape, axis=2, taken=pairs).mT),
+        weights.cut(down.name, down.shape, axis=1, taken=taken).mT.contiguous(),
+        activation=activation,
         held=range(count),
-        up_bias=_gate_first(weights.cut(f"{at}.gate_up_proj_bias", (count, 2 * inner), axis=1, taken=pairs)),
-        # One rank adds it, for the outputs of all are added up.
-        down_bias=weights.whole(f"{at}.down_proj_bias", count, size) if ctx.tp.rank == 0 else None,
+        up_bias=up_bias,
+        down_bias=down_bias,
     )
 
 

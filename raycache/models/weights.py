@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from raycache.errors import CheckpointError
-from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.layers.linear import ColumnLinear, RowLinear, Weight
 from raycache.layers.precision import precise_dtype
+from raycache.layers.quantised_experts import ExpertMatrices
 from raycache.models.checkpoint import WeightSource
+from raycache.models.kept_weights import Cut, KeptWeights
 from raycache.parallel.sharding import vocab_range
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class ShardedWeights:
         self._source = source
         self._ctx = ctx
         self._dtype = dtype
+        self._kept = KeptWeights(source, ctx.device, dtype)
 
     @property
     def precise(self) -> torch.dtype:
@@ -92,13 +95,25 @@ class ShardedWeights:
 
     def column(self, parts: Sequence[Columns], *, inputs: int, has_bias: bool) -> ColumnLinear:
         """Matrices over the same `inputs` features, stacked in the order of `parts`."""
-        weight = self._stack(parts, ".weight", (inputs,))
+        cuts = [Cut(f"{part.name}.weight", (part.size, inputs), axis=0, taken=part.taken) for part in parts]
+        weight: Weight = self._kept.matrix(cuts) or self._stack(parts, ".weight", (inputs,))
         return ColumnLinear(weight, self._stack(parts, ".bias", ()) if has_bias else None)
 
     def row(self, name: str, *, outputs: int, inputs: int, taken: range, has_bias: bool) -> RowLinear:
         """A matrix whose input features are split; the bias is whole, for it is added after the sum."""
-        cut = self._source.read(f"{name}.weight", shape=(outputs, inputs), axis=1, start=taken.start, stop=taken.stop)
-        return RowLinear(self._own(cut), self.whole(f"{name}.bias", outputs) if has_bias else None, self._ctx.tp)
+        weight = self.inner(f"{name}.weight", outputs=outputs, inputs=inputs, taken=taken)
+        return RowLinear(weight, self.whole(f"{name}.bias", outputs) if has_bias else None, self._ctx.tp)
+
+    def inner(self, name: str, *, outputs: int, inputs: int, taken: range) -> Weight:
+        """The input features `taken` of a matrix [outputs, inputs], in any form."""
+        own = Cut(name, (outputs, inputs), axis=1, taken=taken)
+        return self._kept.matrix([own]) or self.cut(name, own.shape, axis=1, taken=taken)
+
+    def kept_experts(
+        self, groups: Sequence[Sequence[Cut]], *, rows: Sequence[int] | None = None
+    ) -> ExpertMatrices | None:
+        """Experts that stay quantised, see `KeptWeights.experts`; None for those that are read as numbers."""
+        return self._kept.experts(groups, rows=rows)
 
     def vocab(self, name: str, *, vocab_size: int, features: int) -> Tensor:
         """[ceil(V / tp), features], the rows of this rank."""

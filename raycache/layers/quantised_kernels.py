@@ -1,0 +1,420 @@
+"""Triton kernels for weights that stay quantised on the device; imported where they run only, on Hopper.
+
+    FP8      codes of weights and of activations meet in the matrix units; each product over 128 input features is
+             multiplied by both scales and added up in float32
+    MXFP4    codes become bfloat16 in registers, exactly, and meet activations in bfloat16; the weight is the left
+             factor, which Hopper's matrix units take out of registers
+
+The products are grouped: rows are sorted by expert, and a program finds its expert and rows by itself, so that nothing
+depends on numbers of the host and a step can be recorded.
+
+Shapes in this file: T tokens, k experts of each, P = T * k rows sorted by expert, E experts, N output features, K input
+features, G groups of 128 of them, S spans of 128 of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GROUP = 128
+"""Input features that share a scale in FP8, and that a span of MXFP4 codes has."""
+
+MX_GROUP = 32
+"""Input features that share a scale in MXFP4."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What a program computes at a time, and how.
+
+    Attributes:
+        rows: of one expert.
+        size: output features.
+        num_warps, num_stages: of the compiler.
+    """
+
+    rows: int
+    size: int
+    num_warps: int
+    num_stages: int
+
+
+# The fastest of those tried on an H200, for up to so many rows per expert on average (docs/adr/0016).
+_FP8_TILES = ((8, _Tile(16, 128, 4, 4)), (48, _Tile(32, 128, 4, 4)), (math.inf, _Tile(64, 256, 8, 3)))
+_MX_TILES = ((16, _Tile(16, 64, 4, 3)), (math.inf, _Tile(64, 128, 8, 4)))
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which rows go through which expert.
+
+    Attributes:
+        order: [P] int64, pairs of token and choice, sorted by expert.
+        ends: [E] int32, where the rows of each expert end.
+        num_chosen: k.
+    """
+
+    order: Tensor
+    ends: Tensor
+    num_chosen: int
+
+    @classmethod
+    def of(cls, ids: Tensor, num_experts: int) -> Routes:
+        """Routes of [T, k] chosen experts."""
+        chosen, order = ids.flatten().sort(stable=True)
+        held = torch.arange(num_experts, device=ids.device)
+        return cls(order, torch.searchsorted(chosen, held, right=True).to(torch.int32), ids.shape[1])
+
+
+def quantise(x: Tensor, *, num_rows: int, num_columns: int, offset: int) -> tuple[Tensor, Tensor]:
+    """Activations in FP8 with a scale per row and group, amid zeros.
+
+    Args:
+        x: [T, K] with neighbouring features.
+        num_rows: T or more.
+        num_columns: a multiple of GROUP.
+        offset: column of the first feature.
+    Returns:
+        Codes [num_rows, num_columns] and scales [G, num_rows], float32.
+    """
+    codes = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_columns // GROUP, num_rows, dtype=torch.float32, device=x.device)
+    grid = (num_rows, triton.cdiv(len(scales), 8))
+    sizes = {"K": x.shape[1], "COLUMNS": num_columns, "OFFSET": offset, "SIZE": GROUP, "WIDE": 8}
+    _quantise[grid](x, codes, scales, len(x), num_rows, x.stride(0), **sizes)
+    return codes, scales
+
+
+def fp8_product(
+    x: Tensor,
+    x_scales: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    routes: Routes,
+    *,
+    rows_per_scale: int,
+    bias: Tensor | None,
+    is_input: bool,
+) -> Tensor:
+    """Products of each row with its expert.
+
+    Args:
+        x: FP8 codes of tokens [T, K] with `is_input`, else of sorted rows [P, K].
+        x_scales: [G, T] or [G, P].
+        codes: [E, N, K].
+        scales: [E, N / rows_per_scale, G].
+        routes: of the rows.
+        rows_per_scale: output features that share a scale.
+        bias: [E, N], or None.
+        is_input: take tokens and give sorted rows; else take sorted rows and give them in the order of the pairs.
+    Returns:
+        [P, N] in bfloat16.
+    """
+    num_experts, size, _ = codes.shape
+    tile = _tile(_FP8_TILES, routes)
+    out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=x.device)
+    _fp8_product[(triton.cdiv(size, tile.size), _num_blocks(routes, tile.rows))](
+        x,
+        x_scales,
+        codes,
+        scales,
+        codes if bias is None else bias,
+        routes.order,
+        routes.ends,
+        out,
+        num_experts,
+        x.shape[0],
+        scales.shape[1],
+        EXPERTS=triton.next_power_of_2(num_experts),
+        CHOSEN=routes.num_chosen,
+        IS_INPUT=is_input,
+        HAS_BIAS=bias is not None,
+        N=size,
+        K=codes.shape[2],
+        ROWS=rows_per_scale,
+        BN=tile.size,
+        BM=tile.rows,
+        BK=GROUP,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def mx_product(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    routes: Routes,
+    *,
+    offset: int,
+    bias: Tensor | None,
+    is_input: bool,
+) -> Tensor:
+    """Products of each row with its expert, whose weights are MXFP4; see `fp8_product`.
+
+    Args:
+        x: tokens [T, K] with `is_input`, else sorted rows [P, K], bfloat16.
+        codes: [E, S, N, 32] int16, number 32 p + j of a span in bits 4 p to 4 p + 3 of word j.
+        scales: [E, 4 S, N] uint8, exponents plus 127; at most 128.
+        routes: of the rows.
+        offset: number of the first span that x begins with.
+        bias: [E, N], or None.
+        is_input: see `fp8_product`.
+    """
+    num_experts, num_spans, size, _ = codes.shape
+    tile = _tile(_MX_TILES, routes)
+    out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=x.device)
+    _mx_product[(triton.cdiv(size, tile.size), _num_blocks(routes, tile.rows))](
+        x,
+        codes,
+        scales,
+        x if bias is None else bias,
+        routes.order,
+        routes.ends,
+        out,
+        num_experts,
+        x.stride(0),
+        EXPERTS=triton.next_power_of_2(num_experts),
+        CHOSEN=routes.num_chosen,
+        IS_INPUT=is_input,
+        HAS_BIAS=bias is not None,
+        N=size,
+        K=x.shape[1],
+        SPANS=num_spans,
+        OFFSET=offset,
+        BN=tile.size,
+        BM=tile.rows,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def combine(parts: Tensor, weights: Tensor) -> Tensor:
+    """[T * k, C] outputs of experts and [T, k] weights -> their sums [T, C], added up in float32."""
+    num_tokens, num_chosen = weights.shape
+    out = parts.new_empty(num_tokens, parts.shape[1])
+    grid = (num_tokens, triton.cdiv(parts.shape[1], 1024))
+    _combine[grid](parts, weights.contiguous(), out, SIZE=parts.shape[1], CHOSEN=num_chosen, BLOCK=1024)
+    return out
+
+
+def _tile(tiles: Sequence[tuple[float, _Tile]], routes: Routes) -> _Tile:
+    """Decided by the number of rows alone, which a recorded step keeps."""
+    average = len(routes.order) / len(routes.ends)
+    return next(tile for most, tile in tiles if average <= most)
+
+
+def _num_blocks(routes: Routes, num_at_once: int) -> int:
+    """At most, however the rows are spread over experts."""
+    num_rows = len(routes.order)
+    return min(len(routes.ends), num_rows) + num_rows // num_at_once
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _find(
+    ends: tl.tensor,
+    block: tl.tensor,
+    num_experts: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(expert of a block, its first row, the end of the expert's rows); the expert is num_experts behind the last."""
+    e = tl.arange(0, EXPERTS)
+    stop = tl.load(ends + e, mask=e < num_experts, other=0)
+    start = tl.load(ends + e - 1, mask=(e > 0) & (e < num_experts), other=0)
+    blocks = (stop - start + BM - 1) // BM
+    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
+    before = tl.sum(tl.where(e < expert, blocks, 0), 0)
+    first = tl.sum(tl.where(e == expert, start, 0), 0) + (block - before) * BM
+    return expert, first, tl.sum(tl.where(e == expert, stop, 0), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fp8_product(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,
+    num_experts: tl.tensor,
+    num_x: tl.tensor,
+    scale_rows: tl.tensor,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    IS_INPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+) -> None:
+    expert, first, last = _find(ends, tl.program_id(1), num_experts, EXPERTS, BM)
+    if expert >= num_experts:
+        return
+    expert = expert.to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n % N
+    row = first + tl.arange(0, BM)
+    is_row = row < last
+    pair = tl.load(order + row, mask=is_row, other=0)
+    source = tl.where(is_row, pair // CHOSEN if IS_INPUT else row, 0).to(tl.int64)
+    k = tl.arange(0, BK)
+    code_at = codes + expert * N * K + inside[None, :].to(tl.int64) * K + k[:, None]
+    x_at = x + source[:, None] * K + k[None, :]
+    scale_at = scales + (expert * scale_rows + inside // ROWS) * (K // BK)
+    total = tl.zeros((BM, BN), tl.float32)
+    for group in range(K // BK):
+        product = tl.dot(tl.load(x_at), tl.load(code_at))
+        total += product * tl.load(x_scales + group * num_x + source)[:, None] * tl.load(scale_at + group)[None, :]
+        code_at += BK
+        x_at += BK
+    if HAS_BIAS:
+        total += tl.load(bias + expert * N + inside)[None, :].to(tl.float32)
+    target = row.to(tl.int64) if IS_INPUT else pair
+    kept = is_row[:, None] & (n < N)[None, :]
+    tl.store(out + target[:, None] * N + n[None, :], total.to(tl.bfloat16), mask=kept)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _numbers(words: tl.tensor) -> Any:
+    """The four E2M1 numbers of each word, times 2^-126, in bfloat16."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b;
+        shl.b32 a, $4, 12;
+        shl.b32 b, $4, 6;
+        lop3.b32 a, a, b, 0x80008000, 0xe4;
+        and.b32 $0, a, 0x81c081c0;
+        shl.b32 a, $4, 8;
+        shl.b32 b, $4, 2;
+        lop3.b32 a, a, b, 0x80008000, 0xe4;
+        and.b32 $1, a, 0x81c081c0;
+        shl.b32 a, $4, 4;
+        shr.b32 b, $4, 2;
+        lop3.b32 a, a, b, 0x80008000, 0xe4;
+        and.b32 $2, a, 0x81c081c0;
+        shr.b32 b, $4, 6;
+        lop3.b32 a, $4, b, 0x80008000, 0xe4;
+        and.b32 $3, a, 0x81c081c0;
+        }
+        """,
+        "=r,=r,=r,=r,r",
+        [words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _factor(exponents: tl.tensor) -> tl.tensor:
+    """2^126 times what stored exponents stand for, in bfloat16."""
+    return ((exponents.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mx_product(
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,
+    num_experts: tl.tensor,
+    x_stride: tl.tensor,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    IS_INPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPANS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+) -> None:
+    expert, first, last = _find(ends, tl.program_id(1), num_experts, EXPERTS, BM)
+    if expert >= num_experts:
+        return
+    expert = expert.to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n % N
+    row = first + tl.arange(0, BM)
+    is_row = row < last
+    pair = tl.load(order + row, mask=is_row, other=0)
+    source = tl.where(is_row, pair // CHOSEN if IS_INPUT else row, 0).to(tl.int64)
+    j = tl.arange(0, 32)
+    code_at = codes + expert * (SPANS * N * 32) + inside[:, None] * 32 + j[None, :]
+    scale_at = scales + expert * (SPANS * 4 * N) + inside
+    x_at = x + source[None, :] * x_stride + (j - OFFSET)[:, None]
+    total = tl.zeros((BN, BM), tl.float32)
+    for span in range(SPANS):
+        weights = _numbers(tl.load(code_at + span * (N * 32)))
+        for p in tl.static_range(4):
+            group = 4 * span + p
+            k = 32 * group + j - OFFSET
+            right = tl.load(x_at + 32 * group, mask=((k >= 0) & (k < K))[:, None], other=0.0)
+            total = tl.dot(weights[p] * _factor(tl.load(scale_at + group * N))[:, None], right, total)
+    if HAS_BIAS:
+        total += tl.load(bias + expert * N + inside)[:, None].to(tl.float32)
+    target = row.to(tl.int64) if IS_INPUT else pair
+    kept = is_row[:, None] & (n < N)[None, :]
+    tl.store(out + target[:, None] * N + n[None, :], tl.trans(total).to(tl.bfloat16), mask=kept)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantise(
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    num_tokens: tl.tensor,
+    num_rows: tl.tensor,
+    x_stride: tl.tensor,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    k = column - OFFSET
+    is_in = (k >= 0) & (k < K) & (row < num_tokens)
+    value = tl.load(x + row * x_stride + k, mask=is_in, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(value), 1), 1e-12) / 448.0
+    tl.store(codes + row * COLUMNS + column, (value / scale[:, None]).to(tl.float8e4nv), mask=column < COLUMNS)
+    tl.store(scales + group * num_rows + row, scale, mask=group * SIZE < COLUMNS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _combine(
+    parts: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    SIZE: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in range(CHOSEN):
+        part = tl.load(parts + (token * CHOSEN + choice) * SIZE + c, mask=c < SIZE, other=0.0).to(tl.float32)
+        total += part * tl.load(weights + token * CHOSEN + choice).to(tl.float32)
+    tl.store(out + token * SIZE + c, total.to(out.dtype.element_ty), mask=c < SIZE)

@@ -1,0 +1,252 @@
+"""Weights that stay quantised on the device: codes and scales of a checkpoint, arranged as the kernels want them.
+
+What has no kernel is left to the caller, who reads it dequantised; the log says why, once per reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raycache.checkpoint.stored_slice import Format, StoredSlice
+from raycache.layers.quantised import GROUP, Fp8Matrix
+from raycache.layers.quantised_experts import ExpertMatrices, Fp8Matrices, MxMatrices
+from raycache.models.checkpoint import WeightSource
+
+_log = logging.getLogger(__name__)
+
+_FP8 = (Format.FP8_BLOCK, Format.FP8_TENSOR, Format.FP8_CHANNEL)
+_MX_GROUP = 32
+_LARGEST_EXPONENT = 128
+"""Of MXFP4, plus 127: the kernel multiplies it by 2^126 in bfloat16."""
+
+# Shapes in this file: O output and I input features of a cut, K = I amid zeros up to whole groups of 128, G = K / 128,
+# E experts.
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A run of one axis of a tensor; arguments of `WeightSource.stored`."""
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int
+    taken: range
+
+
+class KeptWeights:
+    """Makes matrices of stored slices.
+
+    Args:
+        source: of the slices; gives None for what is plain, or not to be kept.
+        device: of the matrices.
+        dtype: of the activations.
+    """
+
+    def __init__(self, source: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
+        self._source = source
+        self._device = device
+        self._dtype = dtype
+        self._told: set[str] = set()
+
+    def matrix(self, cuts: Sequence[Cut]) -> Fp8Matrix | None:
+        """Cuts over the same input features, stacked by their output features; None for what is read dequantised."""
+        slices = self._slices(cuts)
+        if slices is None:
+            return None
+        obstacle = fp8_obstacle(slices) or Fp8Matrix.obstacle(sum(one.shape[-2] for one in slices))
+        if obstacle:
+            self._refuse(cuts[0], obstacle)
+            return None
+        return fp8_matrix([one.to(self._device) for one in slices])
+
+    def experts(self, groups: Sequence[Sequence[Cut]], *, rows: Sequence[int] | None = None) -> ExpertMatrices | None:
+        """Matrices of experts; None for what is read dequantised.
+
+        Args:
+            groups: one per expert, of cuts that are stacked by their output features; or a single one, of cuts of
+                tensors that have a dimension of experts.
+            rows: order of the output features, None for that of the cuts.
+        """
+        first = self._slices(groups[0])
+        if first is None:
+            return None
+        is_mx = all(one.format is Format.MXFP4 for one in first)
+        obstacle = mx_obstacle(first) if is_mx else fp8_obstacle(first)
+        if obstacle:
+            self._refuse(groups[0][0], obstacle)
+            return None
+        count = first[0].shape[0] if len(first[0].shape) == 3 else len(groups)
+        own = self._experts(groups, first)
+        return mx_matrices(own, count, rows=rows) if is_mx else fp8_matrices(own, count, rows=rows)
+
+    def _experts(self, groups: Sequence[Sequence[Cut]], first: list[StoredSlice]) -> Iterator[list[StoredSlice]]:
+        """Slices of one expert after another, on the device."""
+        for number, group in enumerate(groups):
+            slices = first if number == 0 else self._slices(group)
+            assert slices is not None, "experts of a layer are stored alike"
+            for expert in each_expert(slices):
+                yield [one.to(self._device) for one in expert]
+
+    def _slices(self, cuts: Sequence[Cut]) -> list[StoredSlice] | None:
+        if self._device.type != "cuda" or self._dtype != torch.bfloat16:
+            return None
+        slices = []
+        for cut in cuts:
+            one = self._source.stored(
+                cut.name, shape=cut.shape, axis=cut.axis, start=cut.taken.start, stop=cut.taken.stop
+            )
+            if one is None:
+                return None
+            slices.append(one)
+        major, minor = torch.cuda.get_device_capability(self._device)
+        if major != 9:
+            self._refuse(cuts[0], f"no kernel for GPUs of compute capability {major}.{minor}")
+            return None
+        return slices
+
+    def _refuse(self, cut: Cut, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            _log.warning("%s and others like it are dequantised to bfloat16: %s", cut.name, reason)
+
+
+def fp8_obstacle(slices: Sequence[StoredSlice]) -> str:
+    """Why slices of one matrix cannot be kept as FP8, or ""."""
+    for one in slices:
+        if one.format not in _FP8:
+            return f"no kernel for {one.format.value} weights here"
+        if one.is_transposed:
+            return f"no kernel for transposed {one.format.value} weights"
+        if one.scales.shape[-1] > 1 and one.block[1] != GROUP:
+            return f"no kernel for blocks of {one.block[1]} columns"
+    return _misfit(slices)
+
+
+def mx_obstacle(slices: Sequence[StoredSlice]) -> str:
+    """Why slices of one matrix cannot be kept as MXFP4, or ""."""
+    for one in slices:
+        if one.block != (1, _MX_GROUP):
+            return f"no kernel for MXFP4 in blocks of {one.block[0]} x {one.block[1]}"
+        if int(one.scales.view(torch.uint8).max()) > _LARGEST_EXPONENT:
+            return "no kernel for MXFP4 with scales above 2"
+    return _misfit(slices)
+
+
+def each_expert(slices: Sequence[StoredSlice]) -> Iterator[list[StoredSlice]]:
+    """Slices of one expert after another, of slices with a dimension of experts; others are those of one."""
+    if len(slices[0].shape) == 2:
+        yield list(slices)
+        return
+    for expert in range(slices[0].shape[0]):
+        yield [replace(one, codes=one.codes[expert], scales=one.scales[expert], shape=one.shape[1:]) for one in slices]
+
+
+def fp8_matrix(slices: Sequence[StoredSlice]) -> Fp8Matrix:
+    """FP8 slices over the same input features, stacked."""
+    codes, scales = _stacked(map(_fp8_rows, slices), None)
+    blocks = _per_block(scales)
+    if blocks is not None:
+        blocks = F.pad(blocks, (0, -blocks.shape[1] % 4))
+    return Fp8Matrix(
+        codes.view(torch.float8_e4m3fn),
+        scales.mT.contiguous(),
+        blocks,
+        num_inputs=slices[0].shape[-1],
+        offset=_offset(slices[0]),
+    )
+
+
+def fp8_matrices(experts: Iterator[list[StoredSlice]], count: int, *, rows: Sequence[int] | None = None) -> Fp8Matrices:
+    """FP8 slices of each expert, stacked in the order of `rows`."""
+
+    def arranged(slices: list[StoredSlice]) -> tuple[Tensor, Tensor]:
+        return _stacked(map(_fp8_rows, slices), rows)
+
+    (codes, scales), one = _for_each(experts, count, arranged)
+    blocks = _per_block(scales)
+    return Fp8Matrices(
+        codes.view(torch.float8_e4m3fn),
+        scales if blocks is None else blocks,
+        rows_per_scale=1 if blocks is None else GROUP,
+        num_inputs=one.shape[-1],
+        offset=_offset(one),
+    )
+
+
+def mx_matrices(experts: Iterator[list[StoredSlice]], count: int, *, rows: Sequence[int] | None = None) -> MxMatrices:
+    """MXFP4 slices of each expert, stacked in the order of `rows`."""
+
+    def arranged(slices: list[StoredSlice]) -> tuple[Tensor, Tensor]:
+        codes, exponents = _stacked(map(_mx_rows, slices), rows)
+        return MxMatrices.pack(codes), exponents.mT
+
+    (codes, exponents), one = _for_each(experts, count, arranged)
+    return MxMatrices(codes, exponents, num_inputs=one.shape[-1], offset=_offset(one))
+
+
+def _for_each(
+    experts: Iterator[list[StoredSlice]], count: int, arranged: Callable[[list[StoredSlice]], tuple[Tensor, Tensor]]
+) -> tuple[tuple[Tensor, Tensor], StoredSlice]:
+    """What is made of each expert, as two tensors [E, ...]; and a slice of the last."""
+    codes, scales = torch.empty(0), torch.empty(0)
+    for number, slices in enumerate(experts):
+        own = arranged(slices)
+        if number == 0:
+            codes, scales = (part.new_empty(count, *part.shape) for part in own)
+        codes[number], scales[number] = own
+    return (codes, scales), slices[0]
+
+
+def _stacked(parts: Iterator[tuple[Tensor, Tensor]], rows: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of parts, one below the other."""
+    codes, scales = (torch.cat(own) for own in zip(*parts, strict=True))
+    if rows is None:
+        return codes, scales
+    index = torch.tensor(rows, device=codes.device)
+    return codes.index_select(0, index), scales.index_select(0, index)
+
+
+def _fp8_rows(one: StoredSlice) -> tuple[Tensor, Tensor]:
+    """Codes [O, K] as bytes and a scale [O, G] per row and group."""
+    num_rows, num_columns = one.shape
+    offset = _offset(one)
+    num_groups = -(-(offset + num_columns) // GROUP)
+    codes = F.pad(one.codes.view(torch.uint8), (offset, num_groups * GROUP - offset - num_columns))
+    scales = one.scale_factors()
+    if scales.shape[0] > 1:
+        index = (torch.arange(num_rows, device=scales.device) + one.offset[0]) // one.block[0]
+        scales = scales.index_select(0, index)
+    return codes, scales.expand(num_rows, num_groups).contiguous()
+
+
+def _mx_rows(one: StoredSlice) -> tuple[Tensor, Tensor]:
+    """Codes [O, K], one per byte, and exponents [O, K / 32]."""
+    num_columns, offset = one.shape[1], _offset(one)
+    size = -(-(offset + num_columns) // GROUP) * GROUP
+    skip = one.offset[1] % one.format.per_byte
+    codes = torch.stack((one.codes & 15, one.codes >> 4), dim=-1).flatten(1)[:, skip : skip + num_columns]
+    exponents = one.scales.view(torch.uint8)
+    codes = F.pad(codes, (offset, size - offset - num_columns))
+    return codes, F.pad(exponents, (0, size // _MX_GROUP - exponents.shape[1]))
+
+
+def _per_block(scales: Tensor) -> Tensor | None:
+    """[..., O, G] -> [..., O / 128 rounded up, G] where 128 rows have the same scale, else None."""
+    blocks = scales[..., ::GROUP, :].clone(memory_format=torch.contiguous_format)  # strides of one row, too
+    is_same = torch.equal(blocks.repeat_interleave(GROUP, -2)[..., : scales.shape[-2], :], scales)
+    return blocks if is_same else None
+
+
+def _offset(one: StoredSlice) -> int:
+    """Columns that are put before a slice, so that its groups begin where those of the tensor do."""
+    return 0 if one.scales.shape[-1] == 1 and one.block[1] not in (GROUP, _MX_GROUP) else one.offset[1]
+
+
+def _misfit(slices: Sequence[StoredSlice]) -> str:
+    return "" if len({_offset(one) for one in slices}) == 1 else "its parts begin in different columns"

@@ -1,0 +1,196 @@
+"""Codes and scales as the kernels want them stand for the numbers that a checkpoint's definition gives."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from raycache.checkpoint.dummy import QuantisedDummyWeights
+from raycache.checkpoint.quantisation import read_quantisation
+from raycache.checkpoint.stored_slice import Format, StoredSlice
+from raycache.checkpoint.weights import open_weights
+from raycache.checkpoint.weights_form import weights_form, why_dequantised
+from raycache.models.kept_weights import (
+    Cut,
+    KeptWeights,
+    each_expert,
+    fp8_matrices,
+    fp8_matrix,
+    fp8_obstacle,
+    mx_matrices,
+    mx_obstacle,
+)
+from tests.oracle.families import make_family
+from tests.oracle.quantised import Form, fp8_blocks, fp8_channels, fp8_tensor, mxfp4_experts, write_quantised
+from tests.oracle.stored import draw_fp8, draw_mxfp4
+
+CPU = torch.device("cpu")
+
+
+def close(found: Tensor, right: Tensor) -> bool:
+    return found.shape == right.shape and bool(torch.allclose(found.double(), right.double(), rtol=1e-6, atol=0))
+
+
+def write(folder: Path, family: str, form: Form, **settings: object) -> Path:
+    source = make_family(folder / "source", family, num_hidden_layers=1, **settings)
+    write_quantised(source, folder / "model", folder / "plain", form)
+    return folder / "model"
+
+
+@pytest.mark.parametrize("form", [fp8_blocks(), fp8_tensor(), fp8_channels()], ids=["blocks", "tensor", "channels"])
+@pytest.mark.parametrize(
+    ("axis", "taken"), [(0, range(64, 320)), (0, range(384)), (1, range(40, 300)), (1, range(128, 256))]
+)
+def test_a_cut_of_an_fp8_matrix(tmp_path: Path, form: Form, axis: int, taken: range) -> None:
+    sizes = {"hidden_size": 320, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = write(tmp_path, "qwen3", form, **sizes)
+    name, shape = ("gate_proj", (384, 320)) if axis == 0 else ("down_proj", (320, 384))
+    name = f"model.layers.0.mlp.{name}.weight"
+    right = load_file(tmp_path / "plain" / "model.safetensors")[name].narrow(axis, taken.start, len(taken))
+    one = open_weights(model, dtype=torch.float32, device=CPU).stored(
+        name, shape=shape, axis=axis, start=taken.start, stop=taken.stop
+    )
+    assert one is not None
+    assert not fp8_obstacle([one, one])
+    assert close(fp8_matrix([one]).dequantised(), right)
+    assert close(fp8_matrix([one, one]).dequantised(), torch.cat((right, right)))
+    both = fp8_matrices(iter([[one, one], [one, one]]), 2, rows=range(2 * len(right) - 1, -1, -1))
+    assert close(both.dequantised(), torch.cat((right, right)).flip(0).expand(2, -1, -1))
+
+
+@pytest.mark.parametrize("taken", [range(96), range(32, 64), range(24, 72), range(21, 58)])
+def test_a_cut_of_gpt_oss_experts(tmp_path: Path, taken: range) -> None:
+    sizes = {"hidden_size": 160, "intermediate_size": 96, "num_local_experts": 4, "layer_types": ["full_attention"]}
+    model = write(tmp_path, "gpt_oss", mxfp4_experts(), **sizes)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    source = open_weights(model, dtype=torch.float32, device=CPU)
+    at = "model.layers.0.mlp.experts"
+    down = source.stored(f"{at}.down_proj", shape=(4, 96, 160), axis=1, start=taken.start, stop=taken.stop)
+    pairs = range(2 * taken.start, 2 * taken.stop)
+    up = source.stored(f"{at}.gate_up_proj", shape=(4, 160, 192), axis=2, start=pairs.start, stop=pairs.stop)
+    assert up is not None
+    assert down is not None
+    assert not mx_obstacle([up])
+    right = plain[f"{at}.down_proj"][:, taken.start : taken.stop].mT
+    assert close(mx_matrices(each_expert([down]), 4).dequantised(), right)
+    gate_first = [*range(0, len(pairs), 2), *range(1, len(pairs), 2)]
+    right = plain[f"{at}.gate_up_proj"][..., pairs.start : pairs.stop].mT[:, gate_first]
+    assert close(mx_matrices(each_expert([up]), 4, rows=gate_first).dequantised(), right)
+
+
+def test_random_codes_at_odd_columns() -> None:
+    for start in (0, 1, 13, 31):
+        one, numbers = draw_mxfp4(2, 6, 131, seed=start, start=start)
+        assert close(mx_matrices(each_expert([one]), 2).dequantised(), torch.from_numpy(numbers))
+        wrong = replace(one, scales=one.scales.roll(1, -1))
+        assert not close(mx_matrices(each_expert([wrong]), 2).dequantised(), torch.from_numpy(numbers))
+    for offset in ((0, 0), (5, 0), (0, 77), (127, 127)):
+        fp8, right = draw_fp8(200, 300, seed=sum(offset), offset=offset)
+        assert close(fp8_matrix([fp8]).dequantised(), torch.from_numpy(right))
+        wrong = replace(fp8, scales=fp8.scales.roll(1, 0))
+        assert not close(fp8_matrix([wrong]).dequantised(), torch.from_numpy(right))
+
+
+def test_scales_take_no_more_memory_than_their_blocks_where_these_begin_with_the_first_row() -> None:
+    whole, cut = (draw_fp8(256, 256, seed=1, offset=(rows, 0))[0] for rows in (0, 64))
+    aligned, shifted = (fp8_matrices(iter([[one]]), 1) for one in (whole, cut))
+    assert aligned._scales.shape == (1, 2, 2)
+    assert shifted._scales.shape == (1, 256, 2)
+
+
+def test_what_no_kernel_takes_has_a_reason() -> None:
+    fp8, _ = draw_fp8(128, 256, seed=1)
+    mx, _ = draw_mxfp4(2, 4, 64, seed=1)
+    assert "blocks of 64 columns" in fp8_obstacle([replace(fp8, block=(128, 64), scales=fp8.scales.repeat(1, 2))])
+    assert "transposed" in fp8_obstacle([replace(fp8, is_transposed=True)])
+    assert "MXFP4" in fp8_obstacle([mx])
+    assert "different columns" in fp8_obstacle([fp8, replace(fp8, offset=(0, 5))])
+    assert "above 2" in mx_obstacle([replace(mx, scales=mx.scales + 12)])
+    assert not mx_obstacle([replace(mx, scales=mx.scales.clamp(128, 128))])
+    assert "1 x 16" in mx_obstacle([replace(mx, block=(1, 16))])
+
+
+class OneSlice:
+    """A weight source that has a stored slice under every name."""
+
+    def __init__(self, one: StoredSlice) -> None:
+        self._one = one
+
+    def has(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def read(self, name: str, **where: object) -> Tensor:
+        raise NotImplementedError
+
+    def stored(self, name: str, **where: object) -> StoredSlice:
+        return self._one
+
+
+def test_nothing_is_kept_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    fp8, _ = draw_fp8(136, 256, seed=1)
+    cuts = [Cut(f"{name}.weight", (136, 256), axis=0, taken=range(136)) for name in ("a", "b")]
+    for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
+        assert KeptWeights(OneSlice(fp8), torch.device(device), dtype).matrix(cuts) is None
+    assert not caplog.records
+    for capability, reason in (((8, 9), "compute capability 8.9"), ((9, 0), "136 output features are no multiple")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        kept = KeptWeights(OneSlice(fp8), torch.device("cuda"), torch.bfloat16)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            for cut in cuts:
+                assert kept.matrix([cut]) is None
+        (record,) = caplog.records
+        assert "a.weight and others like it are dequantised" in record.message
+        assert reason in record.message
+
+
+def test_a_source_gives_only_formats_that_are_kept(tmp_path: Path) -> None:
+    model = write(tmp_path, "qwen3", fp8_blocks())
+    quantisation = read_quantisation(model)
+    assert quantisation is not None
+    form = weights_form(quantisation, "auto", dtype=torch.bfloat16, device_type="cuda")
+    assert form.stored == {Format.FP8_BLOCK}
+    assert weights_form(quantisation, "auto", dtype=torch.float16, device_type="cuda").stored == set()
+    assert weights_form(quantisation, "bfloat16", dtype=torch.bfloat16, device_type="cuda").stored == set()
+    assert why_dequantised(quantisation, "stored", dtype=torch.bfloat16, device_type="cuda") == []
+    assert "float16" in why_dequantised(quantisation, "stored", dtype=torch.float16, device_type="cuda")[0]
+    source = open_weights(model, dtype=torch.bfloat16, device=CPU)
+    source._kept = frozenset()
+    shape = tuple(load_file(model / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].shape)
+    assert source.stored("model.layers.0.mlp.up_proj.weight", shape=shape) is None
+
+
+def test_drawn_codes_have_the_size_of_drawn_numbers(tmp_path: Path) -> None:
+    folders = (
+        write(tmp_path / "a", "qwen3", fp8_blocks()),
+        write(tmp_path / "b", "gpt_oss", mxfp4_experts(), layer_types=["full_attention"]),
+    )
+    for folder, name, shape in (
+        (folders[0], "model.layers.0.mlp.up_proj.weight", (256, 384)),
+        (folders[1], "model.layers.0.mlp.experts.down_proj", (4, 96, 160)),
+    ):
+        quantisation = read_quantisation(folder)
+        assert quantisation is not None
+        source = QuantisedDummyWeights(CPU, torch.float32, quantisation, kept=tuple(Format))
+        whole, cut = source.stored(name, shape=shape), source.stored(name, shape=shape, axis=1, start=40, stop=73)
+        assert whole is not None
+        assert cut is not None
+        numbers = whole.dequantised(torch.float32)
+        inputs = shape[-1] if len(shape) == 2 else shape[-2]
+        assert 0.6 < float(numbers.std()) * inputs**0.5 < 1.5
+        assert torch.equal(cut.dequantised(torch.float32), numbers[:, 40:73])
+        assert source.read(name, shape=shape).std() > 0
+    assert source.stored("model.layers.0.self_attn.q_proj.weight", shape=(64, 64)) is None  # is excluded
+    assert QuantisedDummyWeights(CPU, torch.float32, quantisation, kept=()).stored(name, shape=shape) is None
+
+
+def test_numbers_of_the_definition() -> None:
+    one, numbers = draw_fp8(3, 128, seed=0, block=(3, 128))
+    assert np.array_equal(one.dequantised(torch.float64).numpy().astype(np.float32), numbers.astype(np.float32))
