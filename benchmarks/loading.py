@@ -16,8 +16,8 @@ in files of 4 GB. Then each of these reads it, in turns, in a process of its own
     fastsafetensors      all tensors of all files, without GPUDirect; if it is installed
     runai streamer       the same, by Run:ai Model Streamer; if it is installed
 
-The median of the rounds counts. "Over" is memory that was taken beside the weights at most: of the GPU, or of the
-process on a CPU.
+The median of the rounds counts. On a machine that others use, compare the seconds of the processor. "Over" is memory
+that was taken beside the weights at most: of the GPU, or of the process on a CPU.
 """
 
 from __future__ import annotations
@@ -78,11 +78,13 @@ class Measured:
 
     Attributes:
         seconds: of the clock.
+        cpu_s: of the processor, by all threads.
         num_bytes: of the checkpoint that it had to read.
         over_bytes: most memory beside the weights.
     """
 
     seconds: float
+    cpu_s: float
     num_bytes: int
     over_bytes: int
 
@@ -121,12 +123,13 @@ def measure_all(model_dir: Path, device: str, *, ways: Sequence[str], rounds: in
                 if state == "cold":
                     drop(files)
                 rows.setdefault((way, state), []).append(in_process(Case(model_dir, device, way)))
-    print("| | cold s | GB/s | warm s | GB/s | over, GiB |\n|---|---|---|---|---|---|")
+    print("| | cold s | GB/s | CPU s | warm s | GB/s | CPU s | over, GiB |\n|---|---|---|---|---|---|---|---|")
     for way in ways:
         cells = []
         for state in ("cold", "warm"):
             seconds = statistics.median(one.seconds for one in rows[way, state])
-            cells.append(f"{seconds:.2f} | {rows[way, state][0].num_bytes / seconds / 1e9:.2f}")
+            cpu_s = statistics.median(one.cpu_s for one in rows[way, state])
+            cells.append(f"{seconds:.2f} | {rows[way, state][0].num_bytes / seconds / 1e9:.2f} | {cpu_s:.2f}")
         over = max(one.over_bytes for state in ("cold", "warm") for one in rows[way, state])
         print(f"| {way} | {' | '.join(cells)} | {over / 2**30:.2f} |", flush=True)
     return {f"{way}, {state}": [asdict(one) for one in each] for (way, state), each in rows.items()}
@@ -169,13 +172,13 @@ def _run(connection: Connection, case: Case) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     work = WAYS[case.way](case)
-    before, begin_s = memory(device), time.perf_counter()
+    before, begin_cpu_s, begin_s = memory(device), time.process_time(), time.perf_counter()
     kept, num_bytes = work()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin_s
+    seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
     over = memory(device) - before - (0 if kept is None else num_bytes)
-    connection.send(Measured(seconds, num_bytes, max(over, 0)))
+    connection.send(Measured(seconds, cpu_s, num_bytes, max(over, 0)))
 
 
 def memory(device: torch.device) -> int:
