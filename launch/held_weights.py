@@ -103,7 +103,8 @@ def _source(config: Config, directory: Path, dtype: torch.dtype, *, device_type:
 def describe_quantisation(quantisation: Quantisation, held: HeldWeights, config: Config, *, device_type: str) -> str:
     """How a checkpoint is quantised, and what becomes of it in memory."""
     formats = held.formats or tuple(dict.fromkeys(scheme.format for scheme in quantisation.schemes))
-    told = f"{' and '.join(form.value for form in formats)} ({quantisation.method}, {quantisation.path.name})"
+    names = (" and " if held.formats else " or ").join(form.value for form in formats)
+    told = f"{names} ({quantisation.method}, {quantisation.path.name})"
     dtype = resolve_dtype(config, device_type=device_type)
     if config.dummy_weights:
         return f"{told}; random weights are plain {_name(dtype)}"

@@ -96,6 +96,7 @@ def _sections(model_dir: Path) -> list[ConfigFile]:
         for key in ("quantization_config", "compression_config"):
             section = place.section(key)
             if section.values():
+                section = section.having(expert_dtype=place.raw("expert_dtype"))
                 return [section, *_modelopt_file(model_dir)]
     return _modelopt_file(model_dir)
 
@@ -122,6 +123,13 @@ _Found = tuple[tuple[Scheme, ...], tuple[str, ...]]
 _FP8_SCALED = (Scheme(Format.FP8_TENSOR, (0, 0)), Scheme(Format.FP8_CHANNEL, (1, 0)))
 _MXFP4 = Scheme(Format.MXFP4, (1, 32))
 _NVFP4 = Scheme(Format.NVFP4, (1, 16))
+_ALGORITHMS = {
+    "FP8": _FP8_SCALED[:1],
+    "FP8_PER_CHANNEL_PER_TOKEN": _FP8_SCALED[1:],
+    "NVFP4": (_NVFP4, _FP8_SCALED[0]),  # exports can keep some layers in FP8
+    "W4A16_NVFP4": (_NVFP4, _FP8_SCALED[0]),
+}
+"""quant_algo of ModelOpt -> its schemes."""
 
 
 def _read_fp8(section: ConfigFile) -> _Found:
@@ -129,8 +137,8 @@ def _read_fp8(section: ConfigFile) -> _Found:
         raise CheckpointError(_refusal(section, f"fmt {section.raw('fmt')!r}"))
     block = section.raw("weight_block_size")
     schemes = _FP8_SCALED if block is None else (Scheme(Format.FP8_BLOCK, _block(section, "weight_block_size", block)),)
-    if section.text("scale_fmt", "") == "ue8m0":
-        schemes = (*schemes, _MXFP4)  # DeepSeek-V4's experts
+    if section.raw("expert_dtype") == "fp4":  # DeepSeek-V4
+        schemes = (*schemes, _MXFP4)
     if section.raw("quant_algo") is not None:
         schemes = (*schemes, *_read_modelopt(section)[0])  # ModelOpt on top: the experts only
         return schemes, ()
@@ -147,13 +155,12 @@ def _read_modelopt(section: ConfigFile) -> _Found:
     if algorithm == "MIXED_PRECISION":
         layers = section.section("quantized_layers")
         algorithms = {str(layer.get("quant_algo")) for layer in layers.values() if isinstance(layer, dict)}
-    unknown = sorted(algorithms - {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"})
+    unknown = sorted(algorithms - _ALGORITHMS.keys())
     if unknown or not algorithms:
         raise CheckpointError(_refusal(section, f"quant_algo {unknown[0] if unknown else algorithm!r}"))
-    if any("NVFP4" in one for one in algorithms) and section.integer("group_size", 16) != 16:
+    schemes = tuple(dict.fromkeys(scheme for one in sorted(algorithms) for scheme in _ALGORITHMS[one]))
+    if _NVFP4 in schemes and section.integer("group_size", 16) != 16:
         raise CheckpointError(_refusal(section, f"NVFP4 with group_size={section.raw('group_size')}"))
-    # Exports that name NVFP4 can keep layers in FP8: what is stored tells them apart.
-    schemes = (_NVFP4, *_FP8_SCALED) if any("NVFP4" in one for one in algorithms) else _FP8_SCALED
     return schemes, _names(section, "exclude_modules", "ignore")
 
 

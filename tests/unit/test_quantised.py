@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM
 from raycache.cache.keys import Identity
 from raycache.config import Config
 from raycache.engine.build import model_identity
+from raycache.llm import LLM
 from raycache.models.base import check_weights, read_config
 from raycache.models.checkpoint import SINGLE, Checkpoint, weights_fingerprint
 from raycache.parallel.sharding import Split
+from raycache.types import SamplingParams
+from tests.matrix.trial import FixedPace
 from tests.oracle.families import make_family
 from tests.oracle.gang import gang_logits
 from tests.oracle.quantised import (
@@ -33,6 +36,7 @@ from tests.oracle.quantised import (
     write_quantised,
 )
 from tests.oracle.tiny import SIZES
+from tests.oracle.tiny_tokenizers import byte_level
 
 IDS = np.random.default_rng(0).integers(3, 500, 40).tolist()
 SPLITS = (Split(), Split(tp=2), Split(tp=4), Split(cp=2))
@@ -138,3 +142,21 @@ def test_scales_of_the_next_block_and_swapped_nibbles_are_seen_in_the_logits(
     save_file(tensors, quantised / SINGLE)
     found = gang_logits(quantised, [IDS], [[(0, 0, len(IDS))]], split=Split(tp=2))[0]
     assert np.abs(found - oracle(plain)).max() > 1e-2
+
+
+def test_what_one_form_has_stored_is_not_found_by_another(tmp_path: Path) -> None:
+    quantised, _ = make_case(tmp_path, "int4 groups")
+    byte_level(quantised)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+    def ask(wish: str) -> tuple[tuple[int, ...], dict[str, int]]:
+        tiers = {"host_memory": "8MiB", "storage": f"file://{tmp_path}/tier?size=8MiB", "prefetch": "wait_complete"}
+        with LLM(str(quantised), device="cpu", page_size=8, num_pages=40, weights=wish, **tiers) as llm:
+            llm.engine._scheduler.costs.compute = FixedPace()  # or computing is found to be faster now and then
+            (found,) = llm.generate([IDS], greedy)
+            return found.token_ids, dict(found.cached_by_tier)
+
+    first, cached = ask("auto")
+    assert not cached and ask("stored") == (first, {"storage": 32})
+    _, cached = ask("bfloat16")
+    assert not cached and ask("bfloat16")[1] == {"storage": 32}
