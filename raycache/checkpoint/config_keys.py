@@ -55,7 +55,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         """
         alibi attention_bias attn_output_gate attn_use_bias mlp_bias moe_router_use_bias parallel_attn qkv_bias
         use_alibi use_attention_sinks use_bias use_gate use_parallel_residual use_qk_norm use_qkv_bias
-        use_sliding_window use_swa qk_layernorm attn_temperature_tuning use_sandwich_norm use_double_wide_mlp
+        use_mrope use_sliding_window use_swa qk_layernorm attn_temperature_tuning use_sandwich_norm use_double_wide_mlp
         add_full_attention_sink_bias add_swa_attention_sink_bias use_rope_scaling residual_in_fp32 linear_silu
         apply_residual_connection_post_layernorm mlp_gated scale_embeddings mla_use_output_gate latent_moe_use_norm
         linear_attn_config.use_full_rank_gate
@@ -95,10 +95,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 OF_FAMILY: Mapping[str, frozenset[str]] = {
     family: frozenset(keys.split())
     for family, keys in {
-        # rope_parameters says rope_theta again; the other keys are of the linear attention of an earlier architecture.
+        # Keys of the linear attention of an earlier architecture.
         "bailing_hybrid": """
             group_norm_size linear_silu max_window_layers mtp_use_kda num_kv_heads_for_linear_attn qk_head_dim
-            rope_theta use_qk_norm
+            use_qk_norm
             """,
         # All heads have keys of their own; which kernels compute linear attention.
         "bailing_moe_v2_5": "linear_backend max_window_layers num_key_value_heads qk_head_dim",

@@ -247,6 +247,7 @@ _FAMILIES = {
     "kimi_k3_text": "KimiK3Text",
     "kimi_linear": "KimiLinear",
     "llama": "Llama",
+    "mimo": "MiMo",
     "minimax": "MiniMax",
     "minimax_m1": "MiniMaxM1",
     "minimax_m2": "MiniMaxM2",

@@ -358,7 +358,8 @@ def read_rope(
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in ROPE_KINDS:
         raise CheckpointError(f"{file.path}: rope type {kind!r} is not supported; known are {', '.join(ROPE_KINDS)}")
-    base = rope.number("rope_theta") if rope.raw("rope_theta") is not None else file.number("rope_theta", theta)
+    stated = [place for place in (rope, file) if place.raw("rope_theta") is not None]
+    base = (*stated, file)[0].number("rope_theta", theta)
     original = rope.integer("original_max_position_embeddings", file.integer("max_position_embeddings"))
     original = file.integer("original_max_position_embeddings", original)
     match kind:

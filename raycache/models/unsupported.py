@@ -11,7 +11,6 @@ NEEDS: Mapping[str, str] = {
     "deepseek_ref": _V4,
     "deepseek_v4": _V4,
     "exaone4": "norms behind attention and MLP alone",
-    "falcon_h1": "attention and Mamba2 beside each other in every layer",
     "gemma2": "a soft cap of attention scores",
     "jamba": "Mamba layers of the first version",
     "llama4": "attention in chunks, and a temperature of queries that grows with the position",

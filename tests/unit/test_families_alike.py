@@ -75,6 +75,12 @@ def test_logits_equal_transformers_in_one_step_and_in_many(tiny: Callable[[str],
     check_weights(read_config(model_dir), Checkpoint(model_dir))
 
 
+def test_a_mimo_is_a_qwen2(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    copy = rewritten(tiny("qwen2"), tmp_path / "copy", model_type="mimo", attention_bias=True)
+    oracle = golden(tiny("qwen2"), [IDS])
+    assert np.abs(single_rank_logits(copy, IDS) - oracle.logits[0]).max() < oracle.atol
+
+
 STEPS: list[list[Piece]] = [[(0, 0, 41)], [(0, 41, 42), (1, 0, 30)], [(1, 30, 31), (0, 42, 96)], [(1, 31, 50)]]
 
 
