@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycache import __version__
+from raycache.checkpoint.hub_models import Copy, copies, pinned_models
 from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.parallel.interfaces import Link, link
@@ -29,6 +30,7 @@ class Survey:
         memory_bytes: that are available.
         shared_bytes: free in /dev/shm, where a host tier lies; 0 without it.
         missing: directories of models that are not there.
+        copies: of models of the Hub.
         versions: of raycache and python.
     """
 
@@ -36,6 +38,7 @@ class Survey:
     memory_bytes: int
     shared_bytes: int
     missing: tuple[str, ...]
+    copies: tuple[Copy, ...]
     versions: tuple[str, str]
 
 
@@ -43,7 +46,7 @@ def survey(config: Config, nodes: Sequence[Node], *, timeout_s: float) -> Mappin
     """Ask nodes, all at once.
 
     Args:
-        config: whose interface and model to look for.
+        config: whose interface and models to look for; those of the Hub pinned.
         nodes: to ask.
         timeout_s: for all of them; Ray starts a process on each.
     Returns:
@@ -71,11 +74,14 @@ def survey(config: Config, nodes: Sequence[Node], *, timeout_s: float) -> Mappin
 
 def _look_around(config: Config) -> Survey:
     shared = Path("/dev/shm")
+    of_hub = {str(model) for model in pinned_models(config).values()}
+    directories = [path for path in config.directories if path not in of_hub]
     return Survey(
         link=link(config.interface, node_address=ray.util.get_node_ip_address()),
         memory_bytes=psutil.virtual_memory().available,
         shared_bytes=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
-        missing=tuple(path for path in config.directories if not (Path(path) / "config.json").is_file()),
+        missing=tuple(path for path in directories if not (Path(path) / "config.json").is_file()),
+        copies=tuple(copies(config)),
         versions=(__version__, platform.python_version()),
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from typing import Any
 
 import psutil
@@ -14,7 +16,7 @@ from launch.table import human_bytes, render
 from raycache.config import Config
 from raycache.errors import ConfigError
 
-_OF_A_MACHINE = {"attention", "cache", "device", "host tier", "memory", "storage"}
+_OF_A_MACHINE = {"attention", "cache", "device", "download", "host tier", "memory", "storage"}
 """Checks whose outcome is another one on another machine."""
 
 
@@ -40,17 +42,20 @@ def examine(settings: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _versions()
     yield _cpus(config)
     try:
+        from launch.doctor_hub import examine_hub
         from launch.doctor_model import examine_model
     except ImportError as cause:
         yield Finding("packages", Verdict.REFUSED, f"{cause}; install raycache again")
     else:
-        found = examine_model(config)
-        yield from found if config.address == "local" else map(_elsewhere, found)
+        with ExitStack() as made:
+            models = examine_hub(config, made)
+            found = chain(models.findings, examine_model(models.here) if models.here else ())
+            yield from found if config.address == "local" else map(_elsewhere, found)
         yield _port(config)
-    if config.address != "local":
-        from launch.doctor_cluster import examine_cluster
+        if config.address != "local" and models.pinned:
+            from launch.doctor_cluster import examine_cluster
 
-        yield from examine_cluster(config)
+            yield from examine_cluster(models.pinned)
 
 
 def _read_settings(settings: Mapping[str, Any]) -> tuple[Config, list[Finding]]:

@@ -8,9 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from actors.cluster import connect, device_type, disconnect
 from actors.placement import cluster_nodes
 from actors.survey import Survey, survey
+from launch.doctor_hub import say
+from launch.environment import hub_variables, keep_job_variables
 from launch.finding import Finding, Verdict, attempt
 from launch.table import human_bytes
 from raycache import __version__
+from raycache.checkpoint.hub_models import pinned_models
 from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.parallel.interfaces import Link, require_reachable
@@ -33,12 +36,17 @@ _ASK_S = 60.0
 
 
 def examine_cluster(config: Config) -> Iterator[Finding]:
-    """Connect to the cluster that the settings name, look at it, and leave it as it was."""
+    """Connect to the cluster that the settings name, look at it, and leave it as it was.
+
+    Args:
+        config: of the service, with pinned models of the Hub.
+    """
     if config.address.startswith(("http://", "https://")):
         yield Finding("cluster", Verdict.WARNING, "a remote one is not looked at from here; run the doctor there")
         return
     try:
-        cluster = connect(config)
+        keep_job_variables()
+        cluster = connect(config, variables=hub_variables() if pinned_models(config) else {})
     except ConfigError as refusal:
         yield Finding("cluster", Verdict.REFUSED, str(refusal))
         return
@@ -108,7 +116,7 @@ def _refused(name: str, refusal: ConfigError, config: Config) -> Finding:
 def _node(node: Node, said: Survey | str, *, ranks: str, config: Config) -> Finding:
     """A line per node: refused where ranks go and would not start."""
     has = f"{node.hostname}, {node.cpus:g} CPU ({node.free_cpus:g} free), {node.gpus:g} GPU ({node.free_gpus:g} free)"
-    hints, refusals = ["it is draining"] if node.is_draining else [], []
+    hints, copied, refusals = ["it is draining"] if node.is_draining else [], list[str](), []
     if isinstance(said, str):
         refusals.append(said)
     else:
@@ -116,9 +124,11 @@ def _node(node: Node, said: Survey | str, *, ranks: str, config: Config) -> Find
         has += f" ({said.link.interface})" if said.link.interface else ""
         has += f", {human_bytes(said.shared_bytes)} free for a host tier" if config.has_host_tier else ""
         hints += _other_versions(said)
+        copied = [say(copy) for copy in said.copies]
+        refusals += [f"{copy.model.repo} does not fit there" for copy in said.copies if not copy.fits]
         refusals += [f"{path} is not there; every node needs it at the same path" for path in said.missing]
     verdict = Verdict.WARNING if hints or refusals else Verdict.OK
-    text = "; ".join([has, *([f"ranks {ranks}"] if ranks else []), *hints, *refusals])
+    text = "; ".join([has, *([f"ranks {ranks}"] if ranks else []), *copied, *hints, *refusals])
     return Finding(f"node {node.address}", Verdict.REFUSED if ranks and refusals else verdict, text)
 
 

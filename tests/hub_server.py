@@ -38,6 +38,8 @@ class Repo:
         branches: names of it.
         tokens: that may read it; empty for everybody.
         is_gated: everybody may look, and only `tokens` may read files.
+        sizes: told instead of the true ones; None for none told.
+        xet: URL of a storage that has large files by Xet's protocol, too; "" for none.
     """
 
     files: dict[str, bytes]
@@ -45,6 +47,8 @@ class Repo:
     branches: tuple[str, ...] = ("main",)
     tokens: tuple[str, ...] = ()
     is_gated: bool = False
+    sizes: dict[str, int | None] = field(default_factory=dict)
+    xet: str = ""
 
     def __post_init__(self) -> None:
         if not self.commit:
@@ -162,6 +166,10 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self._info(found[1], found[2] or "main")
             elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
                 self._file(found[1], found[2], found[3])
+            elif found := re.fullmatch(r"/xet/(.+)", path):
+                expiry = str(int(time.time()) + 3600)
+                token = {"X-Xet-Access-Token": "t", "X-Xet-Token-Expiration": expiry}
+                self._send(200, b"", {**token, "X-Xet-Cas-Url": hub.repos[found[1]].xet})
             elif found := re.fullmatch(r"/cdn/([0-9a-f]{64})", path):
                 self._content(found[1])
             else:
@@ -191,7 +199,9 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             repo = self._repo(name, revision, reads=False)
             if repo is None:
                 return
-            siblings = [_sibling(file, content) for file, content in repo.files.items()]
+            siblings = [
+                _sibling(file, content, repo.sizes.get(file, len(content))) for file, content in repo.files.items()
+            ]
             body = {"id": name, "modelId": name, "sha": repo.commit, "siblings": siblings, "gated": repo.is_gated}
             self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
@@ -208,6 +218,8 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 if not hub.cdn:
                     return self._body(content, {**headers, "ETag": f'"{digest}"'})
                 headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
+                if repo.xet:
+                    headers |= {"X-Xet-Hash": digest, "X-Xet-Refresh-Route": f"{hub.url}/xet/{name}"}
                 return self._send(302, b"", {**headers, "Location": f"{hub.cdn_url}/cdn/{digest}"})
             self._body(content, {**headers, "ETag": f'"{_git_sha1(content)}"'})
 
@@ -255,8 +267,8 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _sibling(name: str, content: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": _git_sha1(content)}
+def _sibling(name: str, content: bytes, size: int | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"rfilename": name, "size": size, "blobId": _git_sha1(content)}
     if name.endswith(_LFS):
         found["lfs"] = {"sha256": _sha256(content), "size": len(content), "pointerSize": 134}
     return found

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -84,7 +85,7 @@ class Hub:
             CheckpointError: there is no such model, it may not be read, or it cannot be looked up.
         """
         try:
-            return self._ask(model)
+            found = self._ask(model)
         except FAILURES as cause:
             cached = self._find_cached(model) if is_away(cause) else None
             if cached is None:
@@ -92,6 +93,9 @@ class Hub:
             if not constants.is_offline_mode() and not model.is_pinned:
                 _log.warning("%s does not answer; using %s of the cache", self.endpoint, cached.model)
             return cached
+        if not model.is_pinned:
+            self._note(model, found.model.revision)
+        return found
 
     def folder(self, model: HubId) -> Path:
         """Where a pinned model's directory is, or would be."""
@@ -221,6 +225,15 @@ class Hub:
         if not info.sha:
             raise ValueError("it names no commit")
         return Repository(model.at(info.sha), {file.name: file for file in files}, is_listed=True)
+
+    def _note(self, model: HubId, commit: str) -> None:
+        """Note the commit of a branch as huggingface_hub does, for when the Hub does not answer."""
+        path = self._home(model) / "refs" / (model.revision or constants.DEFAULT_REVISION)
+        with contextlib.suppress(OSError):  # a cache that is not written to
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_name(f".{path.name}.{os.getpid()}")
+            scratch.write_text(commit)
+            scratch.replace(path)
 
     def _find_cached(self, model: HubId) -> Repository | None:
         revision = model.revision or constants.DEFAULT_REVISION

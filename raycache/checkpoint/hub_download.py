@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from raycache.checkpoint.hub_errors import FAILURES, is_transient
@@ -17,6 +19,8 @@ _AT_A_TIME = 8
 _ATTEMPTS = 3
 """Per file, beside those that huggingface_hub makes by itself as long as a connection can be made."""
 _LOOK_S = 0.2
+_STOP_S = 5.0
+"""For a download to clean up when it is stopped; one that waits for an answer is not waited for."""
 
 OnProgress = Callable[[int, int], None]
 """Told bytes that are there and bytes in all; what it raises stops the download."""
@@ -77,19 +81,41 @@ class Download:
         Raises:
             FetchError: one of them could not be fetched.
         """
-        with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            pending: set[Future[None]] = {pool.submit(self._fetch, file) for file in self._files}
+        todo, ended = SimpleQueue[HubFile](), SimpleQueue[BaseException | None]()
+        for file in self._files:
+            todo.put(file)
+        workers = [
+            threading.Thread(target=self._work, args=(todo, ended), name="download", daemon=True)
+            for _ in self._files[:_AT_A_TIME]
+        ]
+        left = len(self._files)
+        try:
+            for worker in workers:
+                worker.start()
+            while left:
+                with contextlib.suppress(Empty):
+                    failure = ended.get(timeout=_LOOK_S)
+                    if failure is not None:
+                        raise failure
+                    left -= 1
+                on_progress(min(done + sum(self._done.values()), total), total)
+        except BaseException:
+            self._is_stopped.set()
+            deadline = time.monotonic() + _STOP_S
+            for worker in workers:
+                worker.join(max(0.0, deadline - time.monotonic()))
+            raise
+
+    def _work(self, todo: SimpleQueue[HubFile], ended: SimpleQueue[BaseException | None]) -> None:
+        while not self._is_stopped.is_set():
             try:
-                while pending:
-                    ended, pending = wait(pending, timeout=_LOOK_S, return_when="FIRST_EXCEPTION")
-                    for one in ended:
-                        one.result()
-                    on_progress(min(done + sum(self._done.values()), total), total)
-            except BaseException:
-                self._is_stopped.set()
-                for one in pending:
-                    one.cancel()
-                raise
+                self._fetch(todo.get_nowait())
+                ended.put(None)
+            except Empty:
+                return
+            except BaseException as cause:  # whoever waits must hear of it
+                ended.put(cause)
+                return
 
     def _fetch(self, file: HubFile) -> None:
         for attempt in range(1, _ATTEMPTS + 1):

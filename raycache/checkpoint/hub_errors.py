@@ -21,8 +21,8 @@ from huggingface_hub.errors import (
 from raycache.checkpoint.hub_id import HubId
 from raycache.errors import CheckpointError
 
-FAILURES = (httpx2.HTTPError, httpx2.InvalidURL, EntryNotFoundError, OSError, ValueError, TypeError, RuntimeError)
-"""Of huggingface_hub. The last three: an answer that is not the Hub's, and whatever its downloader in Rust raises."""
+FAILURES = (httpx2.HTTPError, httpx2.InvalidURL, EntryNotFoundError, OSError, RuntimeError, ValueError, KeyError)
+"""Of huggingface_hub. Its downloader in Rust raises RuntimeError, and answers that are not a Hub's the last two."""
 
 _BUSY = (408, 429, 500, 502, 503, 504)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -43,7 +43,7 @@ def is_transient(cause: BaseException) -> bool:
         return False
     if isinstance(cause, OSError):
         return cause.errno is None  # with one, it is this machine's
-    return isinstance(cause, httpx2.TransportError | RuntimeError)
+    return isinstance(cause, httpx2.TransportError)
 
 
 def refusal(cause: BaseException, model: HubId, *, endpoint: str, has_token: bool) -> CheckpointError:
@@ -61,7 +61,7 @@ def refusal(cause: BaseException, model: HubId, *, endpoint: str, has_token: boo
         case GatedRepoError():
             then = "the token that is set has no access yet" if has_token else f"then {login}"
             text = f"model {repo!r} is gated: accept its conditions at {endpoint}/{repo}; {then}"
-        case RepositoryNotFoundError():
+        case HfHubHTTPError() if _is_unknown(cause, has_token=has_token):
             whose = "that the token which is set may read" if has_token else "that can be read without a token"
             then = "use a token that may" if has_token else login
             text = (
@@ -105,7 +105,14 @@ def broken(cause: BaseException, model: HubId, name: str, *, folder: Path) -> Ch
     if isinstance(cause, OSError) and cause.errno is not None:
         return CheckpointError(f"{what} cannot be kept in {folder} ({cause.strerror}); set HF_HOME to where it can be")
     text = f"{what} could not be downloaded ({_short(cause)})"
+    if isinstance(cause, RuntimeError):  # after attempts of its own
+        return CheckpointError(f"{text}; HF_HUB_DISABLE_XET=1 does without Xet, over plain HTTP")
     return CheckpointError(f"{text}; try again, files that are whole are kept")
+
+
+def _is_unknown(cause: HfHubHTTPError, *, has_token: bool) -> bool:
+    """Whether there is no such model for who asks. Without a token, the Hub says so by asking for one."""
+    return isinstance(cause, RepositoryNotFoundError) or (cause.response.status_code == 401 and not has_token)
 
 
 def _refused_by_status(status: int, repo: str, *, endpoint: str, login: str) -> str:

@@ -8,14 +8,16 @@ A pinned name means the same on all machines of a cluster, however long they tak
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from raycache.checkpoint.hub import Hub
 from raycache.checkpoint.hub_download import OnProgress
+from raycache.checkpoint.hub_files import descriptions
 from raycache.checkpoint.hub_id import HubId
 from raycache.config import Config
 from raycache.errors import CheckpointError, ConfigError
@@ -71,6 +73,48 @@ def outlined(config: Config, *, hub: Hub | None = None) -> Iterator[Config]:
                 folder = hub.outline(repository, scratch=Path(scratch, name))
             changes[name] = str(folder)
         yield replace(config, **changes)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """How much of a model is on this machine.
+
+    Attributes:
+        model: pinned.
+        num_bytes: of all files that are read.
+        missing_bytes: of those that are not here.
+        cache_dir: where they are kept.
+        free_bytes: on that disk.
+    """
+
+    model: HubId
+    num_bytes: int
+    missing_bytes: int
+    cache_dir: Path
+    free_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room on the disk for what is missing."""
+        return self.missing_bytes <= self.free_bytes
+
+
+def copies(config: Config, *, hub: Hub | None = None) -> list[Copy]:
+    """What of all pinned models is here, and what `fetch` would download; fetches what describes them.
+
+    Raises:
+        CheckpointError: see `Hub.fetch`.
+    """
+    hub, found = hub or Hub(), []
+    for model in pinned_models(config).values():
+        repository = hub.find(model)
+        hub.fetch(repository, has_weights=False, on_progress=_say_nothing)
+        names = [] if config.dummy_weights else hub.weight_names(repository)
+        names += descriptions(repository.files)
+        missing = sum(file.size or 0 for file in hub.missing(repository, names))
+        num_bytes = sum(repository.files[name].size or 0 for name in names if name in repository.files)
+        found.append(Copy(model, num_bytes, missing, hub.cache_dir, shutil.disk_usage(hub.cache_dir).free))
+    return found
 
 
 def fetch(config: Config, *, hub: Hub | None = None, on_progress: OnProgress) -> None:

@@ -16,6 +16,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from raycache.checkpoint.hub_files import HubFile
 from raycache.checkpoint.hub_id import HubId
+from raycache.models.checkpoint import OUTLINE
 
 _AT_A_TIME = 8
 _FIRST_BYTES = 1 << 17
@@ -42,6 +43,7 @@ def outline(
     for path in source.iterdir():
         if path.is_file():
             (folder / path.name).symlink_to(path.resolve())
+    (folder / OUTLINE).touch()
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         list(pool.map(partial(_outline_file, model, folder=folder, endpoint=endpoint, token=token), missing))
 

@@ -138,8 +138,9 @@ class CheckedNames:
             self._checkpoint.check(name, shape)
         elif name not in self._read:
             self._read.update(tensor.names)
-            read_global_scale(self._checkpoint, tensor)
-            if self._checkpoint.entry(tensor.scales).num_bytes <= _CHECKED_BYTES:
+            if self._checkpoint.has_numbers:
+                read_global_scale(self._checkpoint, tensor)
+            if self._checkpoint.has_numbers and self._checkpoint.entry(tensor.scales).num_bytes <= _CHECKED_BYTES:
                 read_scales(self._checkpoint, tensor, tuple(map(range, tensor.grid)))
         self._read.add(name)
 

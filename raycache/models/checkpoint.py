@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+OUTLINE = ".outline"
+"""File that says of a directory that its weights are headers without numbers (see checkpoint/hub_outline.py)."""
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -124,6 +126,11 @@ class Checkpoint:
     def num_bytes(self) -> int:
         """Bytes of all files."""
         return sum(file.stat().st_size for file in {stored.file for stored in self._tensors.values()})
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether there are numbers behind the headers."""
+        return not (self.model_dir / OUTLINE).exists()
 
     def has(self, name: str) -> bool:
         """See `WeightSource.has`."""

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
+from launch.doctor import examine
+from launch.finding import Verdict
 from raycache.checkpoint.hub import Hub
 from raycache.checkpoint.hub_id import HubId
-from raycache.checkpoint.hub_models import fetch, located, pinned
+from raycache.checkpoint.hub_models import fetch, located, outlined, pinned
 from raycache.config import Config
+from raycache.engine.build import check_model
 from raycache.errors import CheckpointError, ConfigError
 from raycache.llm import LLM
 from raycache.models.checkpoint import INDEX, weights_fingerprint
 from raycache.types import SamplingParams
 from tests.hub_server import Fault, HubServer
 from tests.oracle import tiny_tokenizers
+from tests.oracle.quantised import nvfp4, write_quantised
 from tests.oracle.tiny import make_tiny
 
 _NAME = "acme/tiny"
@@ -170,3 +178,102 @@ def test_an_index_that_names_other_kinds_of_files_is_refused(hub: Hub, server: H
     server.repos[_NAME].files[INDEX] = json.dumps(index).encode()
     with pytest.raises(CheckpointError, match=r"names pytorch_model\.bin, which is no safetensors file"):
         got(hub)
+
+
+def test_the_doctor_reads_headers_and_no_weights(
+    hub: Hub, server: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_environment(monkeypatch, hub)
+    monkeypatch.setattr("raycache.checkpoint.hub_outline._FIRST_BYTES", 64)  # less than a header
+    weights = sum(len(content) for name, content in server.repos[_NAME].files.items() if name.startswith("model-"))
+    found = {one.subject: one for one in examine({"model": _NAME, "device": "cpu", "port": 0, "tp": 3})}
+    assert "GB" not in found["download"].text and f"to download to {hub.cache_dir}" in found["download"].text
+    assert f"{weights / 2**10:.1f} KiB in safetensors files" in found["weights"].text
+    assert "of acme/tiny" in found["tensor split"].text and found["tensor split"].verdict is Verdict.REFUSED
+    assert not list(hub.cache_dir.rglob("*.safetensors")) and not list(tmp_path.glob("raycache-*"))
+    assert sum(server.sent[path] for path in server.sent if "/cdn/" in path) < weights / 10
+
+    got(hub)
+    found = {one.subject: one for one in examine({"model": _NAME, "device": "cpu", "port": 0})}
+    assert found["download"].text.endswith(f"in {hub.cache_dir}")
+    assert all(one.verdict is not Verdict.REFUSED for one in found.values())
+
+
+def test_a_shard_of_another_model_is_refused_before_it_is_fetched(
+    hub: Hub, server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads(server.repos[_NAME].files["config.json"])
+    server.repos[_NAME].files["config.json"] = json.dumps({**config, "hidden_size": 128, "head_dim": 16}).encode()
+    with outlined(pinned(Config(model=_NAME), hub=hub), hub=hub) as here, pytest.raises(CheckpointError, match="shape"):
+        check_model(here)
+    assert not list(hub.cache_dir.rglob("*.safetensors"))
+
+
+def test_headers_of_quantised_weights_suffice_where_scales_are_not_there_yet(
+    hub: Hub, server: HubServer, tmp_path: Path
+) -> None:
+    source = make_tiny(tmp_path / "source", num_hidden_layers=2)
+    write_quantised(source, tmp_path / "nvfp4", tmp_path / "plain", nvfp4(by="compressed-tensors"))
+    server.add("acme/nvfp4", tmp_path / "nvfp4")
+    with outlined(pinned(Config(model="acme/nvfp4"), hub=hub), hub=hub) as here:
+        check_model(here)
+    config = pinned(Config(model="acme/nvfp4"), hub=hub)
+    fetch(config, hub=hub, on_progress=lambda done, total: None)
+    check_model(located(config, hub=hub))
+
+
+def test_a_download_that_is_stopped_leaves_whole_files_only(hub: Hub, server: HubServer) -> None:
+    server.faults = [Fault("GET /cdn", bytes_per_s=400_000)]
+    seen = []
+
+    def interrupt(done: int, total: int) -> None:
+        seen.append(done)
+        if done > total / 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hub.fetch(hub.find(HubId(_NAME)), has_weights=True, on_progress=interrupt)
+    assert len(seen) > 1 and leftovers(hub) == []
+    server.faults = []
+    assert weights_fingerprint(got(hub))
+
+
+def test_two_who_want_a_model_at_a_time_fetch_it_once(hub: Hub, server: HubServer) -> None:
+    server.faults = [Fault("GET /cdn", bytes_per_s=1_000_000)]
+    with ThreadPoolExecutor(2) as pool:
+        folders = [each.result() for each in [pool.submit(got, hub), pool.submit(got, hub)]]
+    assert folders[0] == folders[1] and weights_fingerprint(folders[0])
+    assert len(server.asked("GET /cdn")) == len(set(server.asked("GET /cdn"))) == 6
+
+
+def test_who_waits_for_another_process_sees_its_bytes_arrive(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycache.checkpoint.hub._LOOK_S", 0.01)
+    repository = hub.find(HubId(_NAME))
+    hub.fetch(repository, has_weights=False, on_progress=lambda done, total: None)
+    home = hub.cache_dir / "models--acme--tiny"
+    part = home / "blobs/x.incomplete"
+    here = sum(path.stat().st_size for path in (home / "blobs").iterdir())
+    with (home / ".raycache.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        seen = []
+
+        def on_progress(done: int, total: int) -> None:
+            seen.append(done)
+            if len(seen) < 3:
+                part.write_bytes(b"x" * 1000 * len(seen))
+            elif len(seen) == 3:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+        hub.fetch(repository, has_weights=True, on_progress=on_progress)
+    assert seen[:3] == [here, here + 1000, here + 2000]
+
+
+def test_what_killed_processes_left_is_removed(hub: Hub) -> None:
+    blobs = hub.cache_dir / "models--acme--tiny/blobs"
+    blobs.mkdir(parents=True)
+    old, new = blobs / "a.1.incomplete", blobs / "b.2.incomplete"
+    for path, age_s in ((old, 2 * 3600), (new, 60)):
+        path.write_bytes(b"x")
+        os.utime(path, (time.time() - age_s,) * 2)
+    got(hub)
+    assert leftovers(hub) == [new], "which somebody may still write to"
