@@ -203,7 +203,8 @@ class _Progress:
 
     def show(self, phase: str, share: float) -> None:
         """Tell the phase, and the share of it that is done (0 to 1; 0 when it is not known)."""
-        line = f"{phase} {share:.0%}" if share and phase.startswith(("loading", "downloading")) else phase
+        has_share = share and phase.startswith(("loading", "downloading"))
+        line = f"{phase} [{'#' * round(20 * share):20}] {share:.0%}" if has_share else phase
         if self._is_terminal:
             print(f"\r{line.ljust(self._width)}", end="", file=sys.stderr, flush=True)
             self._width = len(line)

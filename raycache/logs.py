@@ -16,6 +16,11 @@ from datetime import UTC, datetime
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Of the request that a task of the server works for."""
 
+_WITH_HANDLERS = ("huggingface_hub",)
+"""Loggers of libraries that write lines of their own."""
+
+_LINE_PER_REQUEST = ("httpx2",)
+
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """What every record has; anything else was given with `extra`."""
 
@@ -35,6 +40,11 @@ def set_up(log_format: str, **fields: object) -> dict[str, object]:
         root = logging.getLogger()
         root.handlers = [handler]
         root.setLevel(logging.INFO)
+        for name in _WITH_HANDLERS:
+            logger = logging.getLogger(name)
+            logger.handlers, logger.propagate = [], True
+        for name in _LINE_PER_REQUEST:
+            logging.getLogger(name).setLevel(logging.WARNING)
         logging.captureWarnings(True)
     return fields
 

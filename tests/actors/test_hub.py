@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+import ray
+from huggingface_hub import constants
 
+from actors.cluster import Cluster
+from actors.fetch import fetch_on
+from raycache.checkpoint.hub_models import pinned
+from raycache.config import Config
+from raycache.errors import ConfigError
 from tests.actors.launched import endpoint_of, is_gone, start, traces
-from tests.hub_server import HubServer
+from tests.hub_server import Fault, HubServer
 
 _NAME = "acme/tiny"
 
@@ -47,3 +57,35 @@ def test_a_model_of_the_hub_is_served_by_its_name(server: HubServer, model: Path
     assert said[0][1] == said[1][1]
     fetched = [request for request, part in server.seen if "GET /cdn" in request and not part]
     assert len(fetched) == 2, "weights and tokenizer, once for all ranks"
+
+
+@pytest.fixture
+def in_process(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """As if the environment of the server fixture had been set when huggingface_hub was imported."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return server
+
+
+def test_a_download_may_take_longer_than_a_start_and_may_not_stand_still(
+    cluster: Cluster, in_process: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
+    node = ray.get_runtime_context().get_node_id()
+    config = pinned(Config(model=_NAME, start_timeout_s=2.0))
+    told: list[tuple[str, float]] = []
+    size = max(map(len, in_process.repos[_NAME].files.values()))
+    in_process.faults = [Fault("GET /cdn", bytes_per_s=size / 4)]
+    begin = time.monotonic()
+    fetch_on([node, node], config, on_progress=lambda *now: told.append(now))
+    assert time.monotonic() - begin > 2.0 and (tmp_path / "hub").exists()
+    assert told[-1] == (f"downloading {size / 1e9:.1f} GB", 1.0) and len({share for _, share in told}) > 2
+
+    shutil.rmtree(tmp_path / "hub")
+    weights = hashlib.sha256(in_process.repos[_NAME].files["model.safetensors"]).hexdigest()
+    in_process.faults = [Fault(f"GET /cdn/{weights}", stall_s=60)]
+    with pytest.raises(ConfigError, match="stands still at 0 of .* bytes for 2 s; see --start-timeout-s"):
+        fetch_on([node], config, on_progress=lambda phase, share: None)

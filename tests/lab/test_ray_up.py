@@ -6,6 +6,8 @@ The hosts are namespaces on this machine (hosts.py), cluster.yaml is that of the
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -115,6 +117,41 @@ def test_a_laptop_launches_on_the_cluster_and_stops_it(
             assert service.interrupt() == 0
         assert "is stopped" in service.said
     assert "raycache launch" not in lab.on(0, "ps -ef | grep '[r]aycache launch' || true")
+
+
+def test_every_host_with_ranks_fetches_its_own_copy_of_a_model_of_the_hub(
+    lab: Lab, cluster: RayCluster, model: Path, expected: list[int], phase: Phase
+) -> None:
+    shutil.copytree(model, lab.folder / "shared/hub/acme/tiny")
+    serve = ["python", "-m", "tests.hub_server", str(lab.folder / "shared/hub"), "--host", "0.0.0.0", "--port", "8080"]
+    variables = {"HF_ENDPOINT": f"http://{lab.address(0)}:8080", "HF_HUB_OFFLINE": "0"}
+    kept = "ls ~/.cache/huggingface/hub/models--acme--tiny/snapshots/*"
+    with launched(lab.hosts[0].command(serve), log=lab.folder / "hub.log") as hub:
+        hub.await_line("http://", within_s=60)
+        shell = " ".join(f"{name}={value}" for name, value in variables.items())
+        placement = f"0@{lab.address(1)};1@{lab.address(2)}"
+        command = f"{shell} exec raycache launch acme/tiny --address auto --port 8003 --cp 2 --placement '{placement}'"
+        ssh = lab.ssh_command(0, f"{command} {_FLAGS}", is_terminal=True)
+        with launched(ssh, log=lab.folder / "from_hub.log") as service:
+            with phase("launch of a model of the Hub"):
+                service.await_line("endpoint", within_s=_READY_S)
+            assert re.search(r"^model +acme/tiny ", service.said, re.MULTILINE)
+            with cluster.forwarded(8003):
+                assert ask(lab, "http://127.0.0.1:8003/v1", PROMPT, _COUNT)[0] == expected
+            cluster.execute("raycache stop")
+            assert service.end() == 0
+        files = [set(lab.on(number, kept).split()) for number in range(3)]
+        assert files[1] == files[2] == files[0] | {"model.safetensors"} != files[0], "the head has no ranks"
+
+        address = ["--address", "http://127.0.0.1:8265"]
+        launch = ["raycache", "launch", "acme/tiny", *address, "--port", "8004", *_FLAGS.split()]
+        job = lab.control.command(launch, RAY_AUTH_MODE="token", **variables)
+        with cluster.forwarded(8265), launched(job, log=lab.folder / "from_hub_remote.log") as service:
+            with phase("launch of a model of the Hub from a laptop"):
+                service.await_line("reached", within_s=_READY_S)
+            with cluster.forwarded(8004):
+                assert ask(lab, "http://127.0.0.1:8004/v1", PROMPT, _COUNT)[0] == expected
+            assert service.interrupt() == 0
 
 
 def test_a_laptop_hears_why_it_cannot_launch(lab: Lab, cluster: RayCluster, model: Path) -> None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
+import huggingface_hub
 import pytest
 
 from launch.observe import observe
@@ -54,6 +55,16 @@ def test_a_line_is_an_object_with_what_is_known(capsys: pytest.CaptureFixture[st
     assert (second["message"], second["level"], second["epoch"], second["path"]) == ("東 failed", "error", 2, "/x")
     assert "ValueError: no\nroom" in str(second["error"])
     assert (third["logger"], third["level"]) == ("py.warnings", "warning")
+
+
+def test_what_huggingface_hub_says_is_json_too_and_no_line_per_request(capsys: pytest.CaptureFixture[str]) -> None:
+    found = huggingface_hub.utils.logging.get_logger("huggingface_hub.file_download")
+    logs.set_up("json")
+    found.warning("trying to resume")
+    logging.getLogger("httpx2").info("HTTP Request: GET")
+    assert [(line["logger"], line["message"]) for line in lines(capsys)] == [
+        ("huggingface_hub.file_download", "trying to resume")
+    ]
 
 
 def test_text_leaves_everything_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
