@@ -89,6 +89,7 @@ class Layouts:
     def __init__(self, checkpoint: Checkpoint, quantisation: Quantisation | None) -> None:
         self._checkpoint = checkpoint
         self._quantisation = quantisation
+        self._known: dict[tuple[str, tuple[int, ...]], QuantisedTensor | None] = {}
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name, plain or as codes."""
@@ -104,24 +105,34 @@ class Layouts:
             CheckpointError: scales are missing, or codes or scales do not have the type and shape of a format that the
                 config names.
         """
+        if self._quantisation is None:
+            return None
+        key = name, tuple(shape)  # models ask for a tensor several times
+        if key not in self._known:
+            self._known[key] = self._find(*key, self._quantisation)
+        return self._known[key]
+
+    def _find(self, name: str, shape: tuple[int, ...], said: Quantisation) -> QuantisedTensor | None:
         found = self._signature(name)
-        if self._quantisation is None or found is None or len(shape) < 2:
+        if found is None or len(shape) < 2:
             return None
         codes, formats = found
-        schemes = [scheme for scheme in self._quantisation.schemes if scheme.format in formats]
-        if not schemes:
-            raise CheckpointError(
-                f"tensor {codes} of {self._checkpoint.model_dir} is {' or '.join(one.value for one in formats)}, of "
-                f"which {self._quantisation.path.name} says nothing (quant_method {self._quantisation.method}); config "
-                "and weights are not of the same model"
-            )
-        tensors = [self._described(scheme, name, tuple(shape), codes) for scheme in schemes]
-        tensor = next((tensor for tensor in tensors if not self._misfit(tensor)), tensors[0])
-        wrong = self._misfit(tensor)
+        wrong = []
+        for scheme in said.schemes:
+            if scheme.format not in formats:
+                continue
+            tensor = self._described(scheme, name, shape, codes)
+            misfit = self._misfit(tensor)
+            if not misfit:
+                self._refuse_order_and_zero_points(name)
+                return tensor
+            wrong.append(misfit)
         if wrong:
-            raise CheckpointError(f"{self._checkpoint.model_dir}: {wrong}; download it again")
-        self._refuse_order_and_zero_points(name)
-        return tensor
+            raise CheckpointError(f"{self._checkpoint.model_dir}: {wrong[0]}; download it again")
+        raise CheckpointError(
+            f"tensor {codes} of {self._checkpoint.model_dir} is {' or '.join(one.value for one in formats)}, of which "
+            f"{said.path.name} says nothing (quant_method {said.method}); config and weights are not of the same model"
+        )
 
     def _signature(self, name: str) -> tuple[str, tuple[Format, ...]] | None:
         """(name of its codes, formats that are named and typed like it)."""
