@@ -452,6 +452,7 @@ ALIKE: dict[str, Family] = {
             "mamba_d_state": 24,
             "mamba_chunk_size": 32,
             "mamba_norm_before_gate": False,
+            "mamba_rms_norm": True,  # without, the states are louder than all else
             "embedding_multiplier": 1.5,
             "lm_head_multiplier": 0.75,
             "attention_in_multiplier": 1.125,
