@@ -140,14 +140,14 @@ class FlashInferStep:
         # It needs Triton, which is there on GPU machines only.
         from raycache.attention.sparse_kernels import KernelIndexer, missing_kernel
 
-        if self._static is not None:
-            # How many tokens a query sees is counted on the host, from rows that a recorded batch does not change.
-            raise NotRecordableError("a sparse indexer counts what its queries see on the host")
+        places = self._inputs.places[view.space]
+        if self._static is not None and places.cp_size > 1:
+            raise NotRecordableError("the host does not know what a rank selects under cp > 1")
         if reason := missing_kernel(view, q, top_k=top_k):
             return self._torch(reason).select(view, q, k, weights, top_k=top_k)
         if view.space not in self._indexers:
-            places = self._inputs.places[view.space]
-            self._indexers[view.space] = KernelIndexer(self._layout, places)
+            max_len = 0 if self._static is None else self._static.max_pages * places.page_size
+            self._indexers[view.space] = KernelIndexer(self._layout, places, max_len=max_len)
         found = self._indexers[view.space].select(view, q, k, weights, top_k=top_k)
         return SlotChoice(found.slots, found.lengths, top_k)
 
@@ -213,6 +213,8 @@ class FlashInferStaticStep(FlashInferStep):
             latent.replan(inputs.places[latents.space])
         for selected in self._selected.values():
             selected.replan(inputs)
+        for space, indexer in self._indexers.items():
+            indexer.replan(inputs, inputs.places[space])
 
 
 def _why_not_full(view: KVView, q: Tensor, k: Tensor, *, cp: int) -> str | None:

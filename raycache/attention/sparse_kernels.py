@@ -287,6 +287,8 @@ def _spans(inputs: StepInputs, places: Places, *, max_len: int) -> Iterator[_Spa
 
 def _seen(inputs: StepInputs, places: Places) -> NDArray[np.int64]:
     """[T], keys on this rank that each query sees."""
+    if inputs.is_decode and places.cp_size == 1:  # rows of a recorded batch do not say where they start
+        return places.pages.total.astype(np.int64)
     counts = np.array([len(row.tokens) for row in inputs.rows])
     starts = np.array([row.start - row.tokens.start for row in inputs.rows])
     prefix = np.repeat(starts, counts) + np.arange(1, inputs.num_tokens + 1)

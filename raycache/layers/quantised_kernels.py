@@ -31,6 +31,10 @@ MX_GROUP = 32
 """Input features that share a scale in MXFP4."""
 
 
+_COUNTED = 4096
+"""Rows up to which the place of each is counted in one launch: all pairs are compared. Sorting takes several."""
+
+
 @dataclass(frozen=True)
 class _Tile:
     """What a program computes at a time, and how.
@@ -69,6 +73,8 @@ class Routes:
     @classmethod
     def of(cls, ids: Tensor, num_experts: int) -> Routes:
         """Routes of [T, k] chosen experts."""
+        if ids.numel() <= _COUNTED:
+            return cls(*_counted_routes(ids, num_experts), ids.shape[1])
         chosen, order = ids.flatten().sort(stable=True)
         held = torch.arange(num_experts, device=ids.device)
         return cls(order, torch.searchsorted(chosen, held, right=True).to(torch.int32), ids.shape[1])
@@ -208,6 +214,15 @@ def combine(parts: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
+def _counted_routes(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Order and ends."""
+    order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    rows, experts = triton.cdiv(ids.numel(), 64), triton.cdiv(num_experts, 64)
+    _route[(rows + experts,)](ids.contiguous(), order, ends, ids.numel(), num_experts, rows, BLOCK=64)
+    return order, ends
+
+
 def _tile(tiles: Sequence[tuple[float, _Tile]], routes: Routes) -> _Tile:
     """Decided by the number of rows alone, which a recorded step keeps."""
     average = len(routes.order) / len(routes.ends)
@@ -237,6 +252,32 @@ def _find(
     before = tl.sum(tl.where(e < expert, blocks, 0), 0)
     first = tl.sum(tl.where(e == expert, start, 0), 0) + (block - before) * BM
     return expert, first, tl.sum(tl.where(e == expert, stop, 0), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _route(
+    ids: tl.tensor,
+    order: tl.tensor,
+    ends: tl.tensor,
+    num_rows: tl.tensor,
+    num_experts: tl.tensor,
+    num_blocks: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The first programs count the rows before each of theirs, the others those of experts up to each of theirs."""
+    is_rows = tl.program_id(0) < num_blocks
+    mine = (tl.program_id(0) - tl.where(is_rows, 0, num_blocks)) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(ids + mine, mask=is_rows & (mine < num_rows), other=0)
+    own = tl.where(is_rows, own, mine)
+    count = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        other = tl.load(ids + row, mask=row < num_rows, other=num_experts)[None, :]
+        is_same = (other == own[:, None]) & ((row[None, :] < mine[:, None]) | ~is_rows)
+        is_before = (other < own[:, None]) | is_same
+        count += tl.sum((is_before & (row < num_rows)[None, :]).to(tl.int32), 1)
+    tl.store(order + count, mine.to(tl.int64), mask=is_rows & (mine < num_rows))
+    tl.store(ends + mine, count, mask=(~is_rows) & (mine < num_experts))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
