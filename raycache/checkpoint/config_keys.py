@@ -80,6 +80,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         no_rope_layers num_kv_shared_layers num_shared_experts q_lora_rank
         query_pre_attn_scalar rope_parameters rope_scaling rotary_dim share_expert_swiglu_limit_list
         shared_expert_intermediate_size shared_intermediate_size sliding_window sliding_window_size
+        rope_parameters.llama_4_scaling_beta rope_scaling.llama_4_scaling_beta
         swiglu_limit swiglu_limits zero_expert_num hidden_size_per_layer_input global_head_dim
         """.split(),
         (0, []),

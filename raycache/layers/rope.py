@@ -58,6 +58,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     score_factor: float = 1.0
     truncate: bool = True
+    query_growth: float = 0.0
     share: float = 1.0
 
 
@@ -130,12 +131,18 @@ class Rotation:
     Args:
         cos, sin: [T, 1, D] contiguous; sin is negative in its first half, so that one product turns both halves.
         is_interleaved: which features are pairs.
+        query_scale: [T, 1, 1], what queries are multiplied with, or None.
+    Attributes:
+        query_scale: as given; whoever turns queries multiplies them.
     """
 
-    def __init__(self, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> None:
+    def __init__(
+        self, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False, query_scale: Tensor | None = None
+    ) -> None:
         self._cos = cos
         self._sin = sin
         self._is_interleaved = is_interleaved
+        self.query_scale = query_scale
 
     def __call__(self, x: Tensor, *, norm: HeadNorm | None = None, out: Tensor | None = None) -> Tensor:
         """Turn the first D features of every head, and keep the others.
@@ -175,8 +182,14 @@ class Rotary:
         self._inverse = inverse_frequencies(config, head_dim).to(device)
         self._scale = config.attention_factor
         self._is_interleaved = is_interleaved
+        self._growth, self._original = config.query_growth, config.original_max_position
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Angles of positions [T] (any integer dtype); cos and sin are rounded to `dtype` at the end."""
         cos, sin = fused.angles(positions, self._inverse, scale=self._scale, dtype=dtype)
-        return Rotation(cos, sin, is_interleaved=self._is_interleaved)
+        scale = self._query_scale(positions, dtype) if self._growth else None
+        return Rotation(cos, sin, is_interleaved=self._is_interleaved, query_scale=scale)
+
+    def _query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        times = torch.log1p((positions // self._original).to(torch.float32))
+        return (1 + self._growth * times).to(dtype)[:, None, None]

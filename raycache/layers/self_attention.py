@@ -66,11 +66,14 @@ class SelfAttention:
         """[T, C] -> new [T, C]."""
         qkv = self._qkv(x).view(x.shape[0], *self._shape)
         qk, v = qkv[:, : self._num_rotated], qkv[:, self._num_rotated :]
-        if self._rotary is not None:
-            qk = run.rotation(self._rotary, qk.dtype)(qk, norm=self._qk_norm)
+        rotation = None if self._rotary is None else run.rotation(self._rotary, qk.dtype)
+        if rotation is not None:
+            qk = rotation(qk, norm=self._qk_norm)
         elif self._qk_norm is not None:
             qk = self._qk_norm(qk)
         q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+        if rotation is not None and rotation.query_scale is not None:
+            q = q * rotation.query_scale
         view = run.pool.kv(self._layer)
         return self._out(run.step.attend(view, q, k, v, scale=self._scale, sinks=self._sinks).flatten(1))
 

@@ -252,6 +252,7 @@ _FAMILIES = {
     "minimax_m1": "MiniMaxM1",
     "minimax_m2": "MiniMaxM2",
     "minimax_text_01": "MiniMaxText01",
+    "ministral3": "Ministral3",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
     "nemotron_h": "NemotronH",

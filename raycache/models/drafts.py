@@ -98,15 +98,24 @@ class PredictionLayer:
         embed_norm, hidden_norm: of what it joins.
         join: 2C -> C.
         target: whose last norm its features have passed.
+        is_hidden_first: what the target found comes first in what it joins.
     """
 
     def __init__(
-        self, body: Decoder, *, embed_norm: Norm, hidden_norm: Norm, join: ColumnLinear, target: Decoder
+        self,
+        body: Decoder,
+        *,
+        embed_norm: Norm,
+        hidden_norm: Norm,
+        join: ColumnLinear,
+        target: Decoder,
+        is_hidden_first: bool = False,
     ) -> None:
         self.num_features = join.weight.shape[0]
         self._body = body
         self._embed_norm, self._hidden_norm, self._join = embed_norm, hidden_norm, join
         self._target = target
+        self._is_hidden_first = is_hidden_first
 
     def features(self, hidden: Tensor) -> Tensor:
         """See DraftModel."""
@@ -115,8 +124,9 @@ class PredictionLayer:
     def forward(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> Tensor:
         """See DraftModel."""
         assert features is not None, "a prediction layer takes what the target found"
-        both = torch.cat([self._embed_norm(self._body.embed(ids)), self._hidden_norm(features)], dim=-1)
-        return self._body.normed(self._body.forward(self._join(both), run))
+        both = self._embed_norm(self._body.embed(ids)), self._hidden_norm(features)
+        joined = self._join(torch.cat(both[::-1] if self._is_hidden_first else both, dim=-1))
+        return self._body.normed(self._body.forward(joined, run))
 
     def logits(self, found: Tensor) -> Tensor:
         """See DraftModel."""

@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PredictionNames:
-    """Tensors of a prediction layer outside of its attention and feed-forward part, without ".weight"."""
+    """Tensors of a prediction layer outside of its attention and feed-forward part, without ".weight".
+
+    Attributes:
+        norm: before the head.
+        embed_norm, hidden_norm: of the token's embedding, and of what the target found.
+        join: of both.
+        is_hidden_first: what the target found comes first in `join`, and not the embedding.
+    """
 
     norm: str
     embed_norm: str
     hidden_norm: str
     join: str
+    is_hidden_first: bool = False
 
 
 def load_prediction(
@@ -62,6 +70,7 @@ def load_prediction(
         embed_norm=embed_norm,
         hidden_norm=hidden_norm,
         join=weights.column([Columns(names.join, size, range(size))], inputs=2 * size, has_bias=False),
+        is_hidden_first=names.is_hidden_first,
         target=target,
     )
 

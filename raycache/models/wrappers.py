@@ -68,7 +68,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     ),
     "kimi_k25": Wrapper({"kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"}, (WHOLE, INNER), TOWER),
     "kimi_k3": Wrapper({"kimi_linear": "kimi_k3_text"}, (WHOLE,), TOWER),
-    "mistral3": Wrapper({"mistral": "mistral"}, (WHOLE, INNER), TOWER),
+    "mistral3": Wrapper({"mistral": "mistral", "ministral3": "ministral3"}, (WHOLE, INNER), TOWER),
     "qwen3_5": Wrapper({"qwen3_5_text": "qwen3_5_text"}, (INNER,), VISUAL),
     "qwen3_5_moe": Wrapper({"qwen3_5_moe_text": "qwen3_5_moe_text"}, (INNER,), VISUAL),
     "qwen3_vl": Wrapper({"qwen3_vl_text": "qwen3"}, (INNER,), VISUAL),

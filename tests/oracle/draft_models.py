@@ -53,6 +53,7 @@ class _Layout:
         settings: keys of config.json that announce it.
         kinds: lists of config.json that go on by one in a model which has it as its last layer.
         norm_offset: what norms add to their weights.
+        is_hidden_first: what the target found comes first in what is joined.
         drawn: keys of config.json with which a family of 4 layers is drawn, so that the layer is the one behind them.
     """
 
@@ -65,6 +66,7 @@ class _Layout:
     settings: Mapping[str, Any]
     kinds: Mapping[str, str]
     norm_offset: float = 0.0
+    is_hidden_first: bool = False
     drawn: Mapping[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 5})
 
 
@@ -95,6 +97,17 @@ _BEHIND_LATENTS = replace(
     kinds={},
     drawn={"num_nextn_predict_layers": 1},
 )
+_OF_MIMO = _Layout(
+    at="model.mtp_layers.0.",
+    layer="model.mtp_layers.0.",
+    embed_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    join="input_proj",
+    norm="final_layernorm",
+    settings={"num_nextn_predict_layers": 1},
+    kinds={"layer_types": "full_attention"},
+    is_hidden_first=True,
+)
 _LAYOUTS = {
     "bailing_moe_v2_5": _BEHIND_LATENTS,
     "bailing_hybrid": replace(
@@ -107,6 +120,8 @@ _LAYOUTS = {
     "glm4_moe": _BEHIND_LAST,
     "glm_moe_dsa": _BEHIND_LAST,
     "qwen3_next": _BESIDE,
+    "qwen2": _OF_MIMO,
+    "qwen3_5_moe_text": _BESIDE,
     "qwen3_5_text": _BESIDE,
 }
 """By model_type, or by family where transformers has no class; of targets with 4 layers."""
@@ -209,7 +224,8 @@ def make_predicting(
     }
     for norm in (layout.embed_norm, layout.hidden_norm, layout.norm):
         tensors[f"{layout.at}{norm}.weight"] = _norm(width, generator) - layout.norm_offset
-    tensors[f"{layout.at}{layout.join}.weight"] = _join(width, noise, generator)
+    join = _join(width, noise, generator)
+    tensors[f"{layout.at}{layout.join}.weight"] = join.roll(width, 1) if layout.is_hidden_first else join
     if has_copies:
         tensors[f"{layout.at}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{layout.at}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
@@ -475,10 +491,12 @@ class PredictionLayer(Head):
             for name in (layout.embed_norm, layout.hidden_norm, layout.norm)
         )
         self.join = tensors[f"{layout.join}.weight"]
+        self.is_hidden_first = layout.is_hidden_first
 
     def run(self, embedded: Tensor, features: Tensor) -> Tensor:
         """See Head."""
-        joined = torch.cat([self.embed_norm(embedded), self.hidden_norm(features)], -1) @ self.join.T
+        both = [self.embed_norm(embedded), self.hidden_norm(features)]
+        joined = torch.cat(both[::-1] if self.is_hidden_first else both, -1) @ self.join.T
         return _through(self.body, joined)
 
 

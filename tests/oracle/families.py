@@ -18,9 +18,9 @@ key heads of the gated delta net.
 and, made of the same parts (`ALIKE`):
 
     qwen2      GQA with biases of q, k and v      mixtral    GQA, MoE
-    mistral    GQA, windows everywhere            smollm3    GQA, 1 of 4 without positions, tied head
+    mistral    GQA, wide heads                    smollm3    GQA, 1 of 4 without positions, tied head
     kimi_k3    KDA, MLA, latent MoE, attention residuals
-    qwen3_5_moe   qwen3_5 with experts
+    qwen3_5_moe   qwen3_5 with experts      ministral3   GQA, queries that grow with their position
     glm4_moe   GQA turned in part, grouped MoE    minimax_m2   the same with a norm over all heads
     falcon_h1  Mamba2 beside GQA, factors
 """
@@ -476,7 +476,24 @@ ALIKE: dict[str, Family] = {
             "layer_types": _MOSTLY_LINEAR,
         },
     ),
-    "mistral": Family("mistral", {**_GQA, "sliding_window": WINDOW}),
+    "ministral3": Family(
+        "ministral3",
+        {
+            **_GQA,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 16.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 24,
+                "llama_4_scaling_beta": 0.25,
+            },
+        },
+    ),
+    "mistral": Family("mistral", {**_GQA, "head_dim": 32, "sliding_window": None}),
     "mixtral": Family(
         "mixtral", {**_NARROW, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
     ),

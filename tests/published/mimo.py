@@ -1,11 +1,11 @@
-"""MiMo 7B, with a prediction layer."""
+"""MiMo 7B: Qwen2 with a layer beside the others that predicts the token after the next one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tests.published import qwen2
-from tests.published.tensors import Config, Tensors, gqa, mlp, norms, plain
+from tests.published.tensors import Config, Tensors, norms, plain
 
 CONFIG: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"],
@@ -36,7 +36,9 @@ CONFIG: dict[str, Any] = {
 
 
 def tensors(config: Config) -> Tensors:
-    at, size = "model.mtp_layers.0.", config["hidden_size"]
-    found = qwen2.tensors(config) | norms(at, size) | gqa(f"{at}self_attn.", config)
-    found |= norms(at, size, "token_layernorm", "hidden_layernorm", "final_layernorm")
-    return found | mlp(f"{at}mlp.", size, config["intermediate_size"]) | plain(at, input_proj=(size, 2 * size))
+    found, size = qwen2.tensors(config), config["hidden_size"]
+    last = config["num_hidden_layers"] - 1
+    at, own = f"model.layers.{last}.", "model.mtp_layers.0."
+    found |= {name.replace(at, own): tensor for name, tensor in found.items() if name.startswith(at)}
+    found |= norms(own, size, "token_layernorm", "hidden_layernorm", "final_layernorm")
+    return found | plain(own, input_proj=(size, 2 * size))

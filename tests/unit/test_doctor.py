@@ -57,7 +57,7 @@ def test_a_model_that_can_be_served_is_refused_nowhere(tiny: Path, capsys: pytes
 
 
 def test_a_host_tier_of_a_model_with_windows_everywhere_is_refused(tiny: Path, tmp_path: Path) -> None:
-    make_family(tmp_path, "mistral")
+    make_family(tmp_path, "mistral", sliding_window=64)
     (tmp_path / "tokenizer.json").symlink_to(tiny / "tokenizer.json")
     found = examined(tmp_path, host_memory="1GiB")["host tier"]
     assert found.verdict is Verdict.REFUSED and "none of whose layers keeps all tokens; use host_memory=0" in found.text

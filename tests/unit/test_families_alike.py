@@ -15,7 +15,7 @@ from raycache.memory.component import CacheFormat
 from raycache.models.base import check_weights, components, read_config
 from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.sharding import Split
-from tests.oracle.families import ALIKE, WINDOW, make_family
+from tests.oracle.families import WINDOW, make_family
 from tests.oracle.gang import Piece, gang_logits
 from tests.oracle.golden import golden
 from tests.oracle.single import single_rank_logits
@@ -35,10 +35,10 @@ KIMI_ROPE = {
 }
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in ALIKE},
+    **{name: (name, {}) for name in ("ministral3", "mistral", "mixtral", "qwen2", "qwen3_5_moe", "smollm3")},
     "qwen2-windows": ("qwen2", LATE_WINDOWS),
     "qwen3-windows": ("qwen3", LATE_WINDOWS),
-    "mistral-wide-heads": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "mistral-windows": ("mistral", {"sliding_window": WINDOW}),
     "mixtral-windows": ("mixtral", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
     "smollm3-listed": ("smollm3", {"no_rope_layers": [0, 1, 1, 0], "attention_bias": True, "mlp_bias": True}),
     "kimi_k2": ("deepseek_v3", {"rope_parameters": KIMI_ROPE, "n_group": 1, "topk_group": 1}),
@@ -85,7 +85,7 @@ STEPS: list[list[Piece]] = [[(0, 0, 41)], [(0, 41, 42), (1, 0, 30)], [(1, 30, 31
 
 
 @pytest.mark.parametrize("split", [Split(tp=2, cp=2), Split(tp=8)], ids=str)
-@pytest.mark.parametrize("variant", ["qwen2-windows", "mistral", "mixtral", "smollm3"])
+@pytest.mark.parametrize("variant", ["qwen2-windows", "ministral3", "mistral-windows", "mixtral", "smollm3"])
 def test_splits_equal_transformers(tiny: Callable[[str], Path], variant: str, split: Split) -> None:
     sequences = [IDS, IDS[20:70]]
     oracle = golden(tiny(variant), sequences)
@@ -97,6 +97,19 @@ def test_a_deepseek_under_the_name_of_kimi_is_the_same(tiny: Callable[[str], Pat
     copy = rewritten(tiny("kimi_k2"), tmp_path / "copy", model_type="kimi_k2", num_nextn_predict_layers=0)
     assert read_config(copy).num_drafts == 0
     assert np.array_equal(single_rank_logits(copy, IDS), single_rank_logits(tiny("kimi_k2"), IDS))
+
+
+def test_queries_that_grow_with_their_position_are_not_those_that_do_not(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = json.loads((tiny("ministral3") / "config.json").read_text())
+    rope = {**config["rope_parameters"], "llama_4_scaling_beta": 0}
+    logits = single_rank_logits(rewritten(tiny("ministral3"), tmp_path / "copy", rope_parameters=rope), IDS)
+    far = np.abs(logits - golden(tiny("ministral3"), [IDS]).logits[0]).max(axis=1)
+    assert far[:24].max() < 1e-4 < 1e-2 < far[24:].max()  # from the original context on
+    refused = rewritten(tiny("ministral3"), tmp_path / "refused", model_type="mistral")
+    with pytest.raises(CheckpointError, match=r"llama_4_scaling_beta=0\.25, which changes what the model computes"):
+        read_config(refused)
 
 
 def test_layers_without_positions_are_not_those_with(tiny: Callable[[str], Path], tmp_path: Path) -> None:
@@ -111,7 +124,7 @@ def test_a_mistral_that_says_nothing_of_windows_has_that_of_the_first_one(
     def windows(model_dir: Path) -> list[int]:
         return [part.window for part in components(read_config(model_dir), CacheFormat(dtype="float32"))]
 
-    assert windows(tiny("mistral")) == [WINDOW] and windows(tiny("mistral-wide-heads")) == [0]
+    assert windows(tiny("mistral-windows")) == [WINDOW] and windows(tiny("mistral")) == [0]
     assert windows(rewritten(tiny("mistral"), tmp_path / "copy", sliding_window=None)) == [4096]
 
 
