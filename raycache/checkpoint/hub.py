@@ -76,7 +76,7 @@ class Hub:
         self._api = HfApi(endpoint=endpoint, token=token, library_name="raycache")
         self._token, self._pause_s = token, pause_s
         self.endpoint = self._api.endpoint
-        self.cache_dir = Path(cache_dir or constants.HF_HUB_CACHE)
+        self.cache_dir = Path(cache_dir or constants.HF_HUB_CACHE).expanduser().absolute()
 
     def find(self, model: HubId) -> Repository:
         """Look up what a model consists of; in the cache if the Hub does not answer.

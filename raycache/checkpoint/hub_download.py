@@ -88,7 +88,7 @@ class Download:
             threading.Thread(target=self._work, args=(todo, ended), name="download", daemon=True)
             for _ in self._files[:_AT_A_TIME]
         ]
-        left = len(self._files)
+        left, parts = len(self._files), self._parts()
         try:
             for worker in workers:
                 worker.start()
@@ -104,7 +104,12 @@ class Download:
             deadline = time.monotonic() + _STOP_S
             for worker in workers:
                 worker.join(max(0.0, deadline - time.monotonic()))
+            for part in self._parts() - parts:  # of one that was not waited for
+                part.unlink(missing_ok=True)
             raise
+
+    def _parts(self) -> set[Path]:
+        return set((self._folder.parents[1] / "blobs").glob("*.incomplete"))
 
     def _work(self, todo: SimpleQueue[HubFile], ended: SimpleQueue[BaseException | None]) -> None:
         while not self._is_stopped.is_set():

@@ -59,6 +59,29 @@ def test_a_model_of_the_hub_is_served_by_its_name(server: HubServer, model: Path
     assert len(fetched) == 2, "weights and tokenizer, once for all ranks"
 
 
+def test_an_interrupt_while_weights_are_fetched_leaves_no_part_of_a_file(
+    server: HubServer, scratch: Path, tmp_path: Path
+) -> None:
+    weights = hashlib.sha256(server.repos[_NAME].files["model.safetensors"]).hexdigest()
+    # Whole requests alone: those for headers ask for the first bytes, and are answered at once.
+    server.faults = [Fault(f"GET /cdn/{weights}", times=1), Fault(f"GET /cdn/{weights}", bytes_per_s=100_000)]
+    process = start(Path(_NAME), scratch, "--no-dashboard")
+    try:
+        assert process.stdout is not None
+        while line := process.stdout.readline():
+            if line.startswith("downloading"):
+                break
+        assert line, "it ended before"
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert is_gone(children, within_s=10) and traces(scratch, children) == set()
+    finally:
+        process.kill()
+    kept = {path.name for path in (tmp_path / "home/hub").rglob("*") if path.is_file()}
+    assert "tokenizer.json" in kept and not [name for name in kept if name.endswith((".safetensors", ".incomplete"))]
+
+
 @pytest.fixture
 def in_process(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
     """As if the environment of the server fixture had been set when huggingface_hub was imported."""
