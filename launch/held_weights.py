@@ -106,10 +106,11 @@ def describe_quantisation(quantisation: Quantisation, held: HeldWeights, config:
     names = (" and " if held.formats else " or ").join(form.value for form in formats)
     told = f"{names} ({quantisation.method}, {quantisation.path.name})"
     dtype = resolve_dtype(config, device_type=device_type)
-    if config.dummy_weights:
-        return f"{told}; random weights are plain {_name(dtype)}"
     form = weights_form(quantisation, config.weights, dtype=dtype, device_type=device_type)
     kept = [one.value for one in formats if one in form.stored]
+    if config.dummy_weights:
+        drawn = f"quantised where a kernel takes the layer, and counted as {_name(dtype)}" if kept else _name(dtype)
+        return f"{told}; random weights are {drawn}"
     if not kept:
         return f"{told}; dequantised to {_name(form.dtype)} in memory"
     rest = f", others are dequantised to {_name(form.dtype)}" if len(kept) < len(formats) else ""

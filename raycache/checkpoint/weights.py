@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from raycache.checkpoint.layout import Layouts
+from raycache.checkpoint.layout import Layouts, QuantisedTensor
 from raycache.checkpoint.quantisation import Quantisation, is_without_effect, read_quantisation
 from raycache.checkpoint.read_ahead import Read, ReadAhead
 from raycache.checkpoint.slices import chunks, codes_box, cut, read_global_scale, read_scales, read_slice, within
@@ -110,6 +110,7 @@ class CheckedNames:
         self._checkpoint = checkpoint
         self._quantisation = read_quantisation(checkpoint.model_dir)
         self._layouts = Layouts(checkpoint, self._quantisation)
+        self._has_numbers = checkpoint.has_numbers
         self._read: set[str] = set()
 
     def has(self, name: str) -> bool:
@@ -138,11 +139,14 @@ class CheckedNames:
             self._checkpoint.check(name, shape)
         elif name not in self._read:
             self._read.update(tensor.names)
-            if self._checkpoint.has_numbers:
-                read_global_scale(self._checkpoint, tensor)
-            if self._checkpoint.has_numbers and self._checkpoint.entry(tensor.scales).num_bytes <= _CHECKED_BYTES:
-                read_scales(self._checkpoint, tensor, tuple(map(range, tensor.grid)))
+            if self._has_numbers:
+                self._check_scales(tensor)
         self._read.add(name)
+
+    def _check_scales(self, tensor: QuantisedTensor) -> None:
+        read_global_scale(self._checkpoint, tensor)
+        if self._checkpoint.entry(tensor.scales).num_bytes <= _CHECKED_BYTES:
+            read_scales(self._checkpoint, tensor, tuple(map(range, tensor.grid)))
 
     def unread(self) -> list[str]:
         """Names of tensors that were never asked for, sorted, without those that have no effect here."""

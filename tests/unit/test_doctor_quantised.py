@@ -57,7 +57,7 @@ def test_random_weights_need_no_files_and_take_the_same_memory(gpt_oss: Path, tm
     assert not refused(found)
     assert found["weights"].text == "random ones of the shapes that config.json says"
     assert found["weights per rank"] == examined(gpt_oss)["weights per rank"]
-    assert "random weights are plain float32" in found["quantisation"].text
+    assert "random weights are float32" in found["quantisation"].text
     assert set(refused(examined(tmp_path))) == {"weights"}
 
 

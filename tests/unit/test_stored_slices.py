@@ -20,7 +20,7 @@ from raycache.checkpoint.slices import CHUNK, chunks
 from raycache.checkpoint.stored_slice import Format, decode
 from raycache.checkpoint.weights import CheckedNames, CheckpointWeights, open_weights
 from raycache.errors import CheckpointError
-from raycache.models.checkpoint import SINGLE, Checkpoint
+from raycache.models.checkpoint import OUTLINE, SINGLE, Checkpoint
 from tests.oracle.number_formats import E2M1, E4M3, INT4, Numbers
 from tests.oracle.quantised import Form, fp8_blocks, fp8_channels, fp8_tensor, int4_groups, mxfp4_experts, nvfp4
 
@@ -187,6 +187,19 @@ def test_scales_that_are_missing_or_of_another_shape_or_type_are_named(tmp_path:
 
         with pytest.raises(CheckpointError, match=message):
             CheckedNames(Checkpoint(damage(tmp_path, apply))).read(name, shape=shape)
+
+
+def test_headers_without_numbers_are_enough_to_check_names(tmp_path: Path) -> None:
+    write(tmp_path, "nvfp4, compressed-tensors")
+    data = (tmp_path / SINGLE).read_bytes()
+    length = 8 + int.from_bytes(data[:8], "little")
+    (tmp_path / SINGLE).write_bytes(data[:length] + bytes(len(data) - length))
+    with pytest.raises(CheckpointError, match="weight_global_scale in .* is 0.0, no scale"):
+        CheckedNames(Checkpoint(tmp_path)).read("layer.up.weight", shape=MATRIX)
+    (tmp_path / OUTLINE).touch()
+    names = CheckedNames(Checkpoint(tmp_path))
+    names.read("layer.up.weight", shape=MATRIX)
+    assert not names.unread()
 
 
 def test_columns_out_of_order_and_zero_points_are_refused(tmp_path: Path) -> None:
