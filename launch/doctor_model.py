@@ -101,7 +101,7 @@ def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterato
         if config.pp == 1:
             return f"pp=1: all {model.num_layers} layers on every rank"
         dtype = resolve_dtype(config, device_type=device_type(config))
-        sizes = " and ".join(human_bytes(size * dtype.itemsize) for size in stage_weights(staged, model))
+        sizes = ", ".join(human_bytes(size * dtype.itemsize) for size in stage_weights(staged, model))
         in_type = str(dtype).removeprefix("torch.")
         return f"pp={config.pp}: stages of {staged.pp_layers} layers, with {sizes} of weights in {in_type}"
 

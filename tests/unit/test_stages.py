@@ -153,7 +153,7 @@ def test_the_doctor_shows_the_layers_and_weights_of_each_stage(tmp_path: Path) -
 
     assert examined()["pipeline split"] == "pp=1: all 6 layers on every rank"
     held = layer_sizes(read_config(model_dir)).held.of_stages((4, 2))
-    sizes = " and ".join(f"{2 * size / 1024:.1f} KiB" for size in held)
+    sizes = ", ".join(f"{2 * size / 1024:.1f} KiB" for size in held)
     shown = examined(pp=2, dtype="bfloat16")
     assert shown["pipeline split"] == f"pp=2: stages of 4,2 layers, with {sizes} of weights in bfloat16"
     fullest = float(shown["weights per rank"].split()[1])
