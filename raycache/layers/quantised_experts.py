@@ -12,7 +12,7 @@ from raycache.layers.activation import Activation
 from raycache.layers.quantised import GROUP
 
 if TYPE_CHECKING:
-    from raycache.layers.quantised_kernels import Routes
+    from raycache.layers.routing_kernels import Routes
 
 # Shapes in this file: T tokens, k experts of each, P = T * k rows sorted by expert, E experts, O output and I input
 # features of a product, K = I amid zeros, G = K / 128 groups of FP8, S = K / 128 spans of MXFP4.
@@ -164,11 +164,11 @@ class QuantisedExperts:
         """See `Experts`; can be recorded."""
         if not len(x):
             return torch.zeros_like(x)
-        kernels = _kernels()
-        routes = kernels.Routes.of(ids, self._count)
+        routing = _routing()
+        routes = routing.Routes.of(ids, self._count)
         inner = self._up.multiply(x, routes, bias=self._up_bias, is_input=True)
         parts = self._down.multiply(self._activation(inner), routes, bias=self._down_bias, is_input=False)
-        combined: Tensor = kernels.combine(parts, weights)
+        combined: Tensor = routing.combine(parts, weights)
         return combined
 
 
@@ -177,3 +177,10 @@ def _kernels() -> Any:
     from raycache.layers import quantised_kernels
 
     return quantised_kernels
+
+
+@cache
+def _routing() -> Any:
+    from raycache.layers import routing_kernels
+
+    return routing_kernels

@@ -24,15 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from raycache.layers.routing_kernels import Routes, find, num_blocks
+
 GROUP = 128
 """Input features that share a scale in FP8, and that a span of MXFP4 codes has."""
-
-MX_GROUP = 32
-"""Input features that share a scale in MXFP4."""
-
-
-_COUNTED = 4096
-"""Rows up to which the place of each is counted in one launch: all pairs are compared. Sorting takes several."""
 
 
 @dataclass(frozen=True)
@@ -54,30 +49,6 @@ class _Tile:
 # The fastest of those tried on an H200, for up to so many rows per expert on average (docs/adr/0016).
 _FP8_TILES = ((8, _Tile(16, 128, 4, 4)), (48, _Tile(32, 128, 4, 4)), (math.inf, _Tile(64, 256, 8, 3)))
 _MX_TILES = ((16, _Tile(16, 64, 4, 3)), (math.inf, _Tile(64, 128, 8, 4)))
-
-
-@dataclass(frozen=True)
-class Routes:
-    """Which rows go through which expert.
-
-    Attributes:
-        order: [P] int64, pairs of token and choice, sorted by expert.
-        ends: [E] int32, where the rows of each expert end.
-        num_chosen: k.
-    """
-
-    order: Tensor
-    ends: Tensor
-    num_chosen: int
-
-    @classmethod
-    def of(cls, ids: Tensor, num_experts: int) -> Routes:
-        """Routes of [T, k] chosen experts."""
-        if ids.numel() <= _COUNTED:
-            return cls(*_counted_routes(ids, num_experts), ids.shape[1])
-        chosen, order = ids.flatten().sort(stable=True)
-        held = torch.arange(num_experts, device=ids.device)
-        return cls(order, torch.searchsorted(chosen, held, right=True).to(torch.int32), ids.shape[1])
 
 
 def quantise(x: Tensor, *, num_rows: int, num_columns: int, offset: int) -> tuple[Tensor, Tensor]:
@@ -127,7 +98,7 @@ def fp8_product(
     num_experts, size, _ = codes.shape
     tile = _tile(_FP8_TILES, routes)
     out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=x.device)
-    _fp8_product[(triton.cdiv(size, tile.size), _num_blocks(routes, tile.rows))](
+    _fp8_product[(triton.cdiv(size, tile.size), num_blocks(routes, tile.rows))](
         x,
         x_scales,
         codes,
@@ -179,7 +150,7 @@ def mx_product(
     num_experts, num_spans, size, _ = codes.shape
     tile = _tile(_MX_TILES, routes)
     out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=x.device)
-    _mx_product[(triton.cdiv(size, tile.size), _num_blocks(routes, tile.rows))](
+    _mx_product[(triton.cdiv(size, tile.size), num_blocks(routes, tile.rows))](
         x,
         codes,
         scales,
@@ -205,79 +176,10 @@ def mx_product(
     return out
 
 
-def combine(parts: Tensor, weights: Tensor) -> Tensor:
-    """[T * k, C] outputs of experts and [T, k] weights -> their sums [T, C], added up in float32."""
-    num_tokens, num_chosen = weights.shape
-    out = parts.new_empty(num_tokens, parts.shape[1])
-    grid = (num_tokens, triton.cdiv(parts.shape[1], 1024))
-    _combine[grid](parts, weights.contiguous(), out, SIZE=parts.shape[1], CHOSEN=num_chosen, BLOCK=1024)
-    return out
-
-
-def _counted_routes(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Order and ends."""
-    order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
-    ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    rows, experts = triton.cdiv(ids.numel(), 64), triton.cdiv(num_experts, 64)
-    _route[(rows + experts,)](ids.contiguous(), order, ends, ids.numel(), num_experts, rows, BLOCK=64)
-    return order, ends
-
-
 def _tile(tiles: Sequence[tuple[float, _Tile]], routes: Routes) -> _Tile:
     """Decided by the number of rows alone, which a recorded step keeps."""
     average = len(routes.order) / len(routes.ends)
     return next(tile for most, tile in tiles if average <= most)
-
-
-def _num_blocks(routes: Routes, num_at_once: int) -> int:
-    """At most, however the rows are spread over experts."""
-    num_rows = len(routes.order)
-    return min(len(routes.ends), num_rows) + num_rows // num_at_once
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _find(
-    ends: tl.tensor,
-    block: tl.tensor,
-    num_experts: tl.tensor,
-    EXPERTS: tl.constexpr,
-    BM: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(expert of a block, its first row, the end of the expert's rows); the expert is num_experts behind the last."""
-    e = tl.arange(0, EXPERTS)
-    stop = tl.load(ends + e, mask=e < num_experts, other=0)
-    start = tl.load(ends + e - 1, mask=(e > 0) & (e < num_experts), other=0)
-    blocks = (stop - start + BM - 1) // BM
-    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
-    before = tl.sum(tl.where(e < expert, blocks, 0), 0)
-    first = tl.sum(tl.where(e == expert, start, 0), 0) + (block - before) * BM
-    return expert, first, tl.sum(tl.where(e == expert, stop, 0), 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _route(
-    ids: tl.tensor,
-    order: tl.tensor,
-    ends: tl.tensor,
-    num_rows: tl.tensor,
-    num_experts: tl.tensor,
-    num_blocks: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """The first programs count the rows before each of theirs, the others those of experts up to each of theirs."""
-    is_rows = tl.program_id(0) < num_blocks
-    mine = (tl.program_id(0) - tl.where(is_rows, 0, num_blocks)) * BLOCK + tl.arange(0, BLOCK)
-    own = tl.load(ids + mine, mask=is_rows & (mine < num_rows), other=0)
-    own = tl.where(is_rows, own, mine)
-    count = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, num_rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        other = tl.load(ids + row, mask=row < num_rows, other=num_experts)[None, :]
-        is_same = (other == own[:, None]) & ((row[None, :] < mine[:, None]) | ~is_rows)
-        is_before = (other < own[:, None]) | is_same
-        count += tl.sum((is_before & (row < num_rows)[None, :]).to(tl.int32), 1)
-    tl.store(order + count, mine.to(tl.int64), mask=is_rows & (mine < num_rows))
-    tl.store(ends + mine, count, mask=(~is_rows) & (mine < num_experts))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -304,7 +206,7 @@ def _fp8_product(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ) -> None:
-    expert, first, last = _find(ends, tl.program_id(1), num_experts, EXPERTS, BM)
+    expert, first, last = find(ends, tl.program_id(1), num_experts, EXPERTS, BM)
     if expert >= num_experts:
         return
     expert = expert.to(tl.int64)
@@ -391,7 +293,7 @@ def _mx_product(
     BN: tl.constexpr,
     BM: tl.constexpr,
 ) -> None:
-    expert, first, last = _find(ends, tl.program_id(1), num_experts, EXPERTS, BM)
+    expert, first, last = find(ends, tl.program_id(1), num_experts, EXPERTS, BM)
     if expert >= num_experts:
         return
     expert = expert.to(tl.int64)
@@ -442,20 +344,3 @@ def _quantise(
     scale = tl.maximum(tl.max(tl.abs(value), 1), 1e-12) / 448.0
     tl.store(codes + row * COLUMNS + column, (value / scale[:, None]).to(tl.float8e4nv), mask=column < COLUMNS)
     tl.store(scales + group * num_rows + row, scale, mask=group * SIZE < COLUMNS)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _combine(
-    parts: tl.tensor,
-    weights: tl.tensor,
-    out: tl.tensor,
-    SIZE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    token, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for choice in range(CHOSEN):
-        part = tl.load(parts + (token * CHOSEN + choice) * SIZE + c, mask=c < SIZE, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + token * CHOSEN + choice).to(tl.float32)
-    tl.store(out + token * SIZE + c, total.to(out.dtype.element_ty), mask=c < SIZE)
