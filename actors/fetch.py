@@ -95,8 +95,8 @@ class _Watch:
             self._seen, self._moved_s = (done, total), time.monotonic()
         elif time.monotonic() - self._moved_s > self._timeout_s:
             raise ConfigError(
-                f"the download of the model stands still at {done} of {total} bytes for {self._timeout_s:.0f} s; see "
-                "--start-timeout-s"
+                f"the model download has made no progress for {self._timeout_s:.0f} s ({done} of {total} bytes); check "
+                "the network, or raise --start-timeout-s"
             )
         where = f" to {self._num_nodes} nodes" if self._num_nodes > 1 else ""
         self._on_progress(f"downloading {total / 1e9:.1f} GB{where}", done / total if total else 0.0)

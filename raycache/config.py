@@ -67,8 +67,8 @@ class Config:
     )
     weights: str = _setting(
         "auto",
-        "form of quantised weights in memory: as stored where a kernel takes them, or dequantised to bfloat16 at load; "
-        "auto: stored, and what has no kernel dequantised to dtype",
+        "form of quantised weights in memory; auto, stored: quantised where a kernel exists, the rest dequantised to "
+        "dtype, where stored warns of it; bfloat16: all dequantised at load",
         group="model",
         choices=("auto", "stored", "bfloat16"),
     )
@@ -124,7 +124,11 @@ class Config:
     rank_timeout_s: float = _setting(
         120.0, "seconds after which a rank that does not answer counts as lost", group="parallel"
     )
-    start_timeout_s: float = _setting(600.0, "seconds that ranks may take to start and load weights", group="parallel")
+    start_timeout_s: float = _setting(
+        600.0,
+        "seconds that ranks may take to start and load weights, and that a download may make no progress",
+        group="parallel",
+    )
 
     page_size: int = _setting(64, "tokens per page of the cache", group="cache")
     kv_memory: str = _setting(

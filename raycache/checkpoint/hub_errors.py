@@ -59,7 +59,7 @@ def refusal(cause: BaseException, model: HubId, *, endpoint: str, has_token: boo
     login = "run `hf auth login` or set HF_TOKEN"
     match cause:
         case GatedRepoError():
-            then = "the token that is set has no access yet" if has_token else f"then {login}"
+            then = "your token does not have access yet" if has_token else f"then {login}"
             text = f"model {repo!r} is gated: accept its conditions at {endpoint}/{repo}; {then}"
         case HfHubHTTPError() if _is_unknown(cause, has_token=has_token):
             whose = "that the token which is set may read" if has_token else "that can be read without a token"
@@ -86,7 +86,9 @@ def refusal(cause: BaseException, model: HubId, *, endpoint: str, has_token: boo
         case HFValidationError():
             text = f"model {repo!r} is neither a directory here nor a name that the Hub allows; check it"
         case _:
-            text = f"model {repo!r}: what answers at {endpoint} is not a Hub ({_short(cause)}); check HF_ENDPOINT"
+            text = (
+                f"model {repo!r}: {endpoint} did not answer like a Hugging Face Hub ({_short(cause)}); see HF_ENDPOINT"
+            )
     return CheckpointError(text)
 
 
@@ -106,7 +108,7 @@ def broken(cause: BaseException, model: HubId, name: str, *, folder: Path) -> Ch
         return CheckpointError(f"{what} cannot be kept in {folder} ({cause.strerror}); set HF_HOME to where it can be")
     text = f"{what} could not be downloaded ({_short(cause)})"
     if isinstance(cause, RuntimeError):  # after attempts of its own
-        return CheckpointError(f"{text}; HF_HUB_DISABLE_XET=1 does without Xet, over plain HTTP")
+        return CheckpointError(f"{text}; set HF_HUB_DISABLE_XET=1 to download over plain HTTP")
     return CheckpointError(f"{text}; try again, files that are whole are kept")
 
 

@@ -243,7 +243,9 @@ def _check_pattern(section: ConfigFile, key: str, pattern: str) -> None:
     try:
         re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
     except re.error as cause:
-        raise CheckpointError(f"{section.path}: {key} has {pattern!r}, no regular expression ({cause})") from cause
+        raise CheckpointError(
+            f"{section.path}: {key} has {pattern!r}, which is not a valid regular expression ({cause})"
+        ) from cause
 
 
 _SUFFIX = re.compile(

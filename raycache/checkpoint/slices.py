@@ -99,7 +99,9 @@ def read_global_scale(checkpoint: Checkpoint, tensor: QuantisedTensor) -> float:
     stored = checkpoint.entry(tensor.global_scale)
     value = float(checkpoint.read_box(tensor.global_scale, [range(size) for size in stored.shape]))
     if not math.isfinite(value) or (tensor.divides and value == 0):
-        raise CheckpointError(f"tensor {tensor.global_scale} in {stored.file} is {value}, no scale; {_AGAIN}")
+        raise CheckpointError(
+            f"tensor {tensor.global_scale} in {stored.file} is {value}, which is not a valid scale; {_AGAIN}"
+        )
     return 1 / value if tensor.divides else value
 
 

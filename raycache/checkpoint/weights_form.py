@@ -51,8 +51,8 @@ def weights_form(quantisation: Quantisation, wish: str, *, dtype: torch.dtype, d
 
 
 def why_dequantised(quantisation: Quantisation, wish: str, *, dtype: torch.dtype, device_type: str) -> list[str]:
-    """What of `weights=stored` cannot be kept, a line each; empty where nothing is missing or nothing was wished."""
-    if wish != "stored":
+    """Formats that cannot be kept quantised, a line each; empty if all can, or none is wanted to be."""
+    if wish == "bfloat16":
         return []
     formats = dict.fromkeys(scheme.format for scheme in quantisation.schemes)
     missing = [form.value for form in formats if form not in _kernels(device_type, dtype)]

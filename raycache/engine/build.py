@@ -164,9 +164,10 @@ def _form(config: Config, directory: Path, *, device_type: str) -> str:
     if config.dummy_weights and not form.stored:
         return ""
     for reason in why_dequantised(quantisation, config.weights, dtype=dtype, device_type=device_type):
-        _log.warning("weights=stored: %s; %s is dequantised to %s", reason, directory.name, form.dtype)
+        level = logging.WARNING if config.weights == "stored" else logging.INFO
+        _log.log(level, "%s; %s is dequantised to %s", reason, directory.name, form.dtype)
     if quantisation.has_cache_scheme:
-        _log.warning("what %s says of the KV cache has no effect, see kv_dtype", quantisation.path)
+        _log.warning("KV cache settings in %s are ignored; use kv_dtype", quantisation.path)
     return f" weights {form}"
 
 

@@ -81,7 +81,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     """
     if not model_dir.is_dir():
         raise CheckpointError(
-            f"model {str(model_dir)!r} is not a directory, and no name of the Hub such as Qwen/Qwen3-8B; give the "
+            f"model {str(model_dir)!r} is neither a directory nor a name on the Hub such as Qwen/Qwen3-8B; give the "
             "directory with its config.json"
         )
     whole = ConfigFile.read(model_dir.absolute() / "config.json")
@@ -311,9 +311,9 @@ def _check_stages(config: ModelConfig, split: Split) -> None:
         return
     total, begin = sum(split.stages), bound_begin(split.stages, bound)
     if total != config.num_layers:
-        wrong = f"are {total} layers, {config.name} has {config.num_layers}"
+        wrong = f"adds up to {total} layers, but {config.name} has {config.num_layers}"
     elif begin is not None:
-        wrong = f"begin a stage at layer {begin} of {config.name}, which uses what the layer before it found"
+        wrong = f"starts a stage at layer {begin} of {config.name}, which shares the indexer of the layer before it"
     else:
         return
     given, near = (

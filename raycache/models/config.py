@@ -86,7 +86,7 @@ class ModelConfig:
     def doubt(self) -> str:
         """A warning about keys of config.json that are ignored without knowing what they do; empty without any."""
         names = ", ".join(self.unknown_keys)
-        return f"config.json of {self.name} has keys that are not known and are ignored: {names}" if names else ""
+        return f"config.json of {self.name} has unknown keys, which are ignored: {names}" if names else ""
 
 
 class DraftKind(Enum):

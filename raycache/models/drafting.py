@@ -69,7 +69,7 @@ def read_models(model_dir: Path, draft: str) -> ModelConfig:
     directory = Path(draft)
     if not directory.is_dir():
         raise ConfigError(
-            f"draft={draft!r} is no directory; use none, ngram, mtp, or the directory of a model or an EAGLE head"
+            f"draft={draft!r} is not a directory; use none, ngram, mtp, a directory, or ORG/NAME of the Hub"
         )
     if is_eagle(directory):
         head = read_eagle(directory, model, has_bias=has_tensor(directory, "fc.bias"))

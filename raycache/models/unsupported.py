@@ -12,6 +12,7 @@ NEEDS: Mapping[str, str] = {
     "deepseek_v4": _V4,
     "exaone4": "norms behind attention and MLP alone",
     "gemma2": "a soft cap of attention scores",
+    "glm5_next": "hyper-connections, and an indexer over groups of keys",
     "jamba": "Mamba layers of the first version",
     "llama4": "attention in chunks, and a temperature of queries that grows with the position",
     "mamba": "Mamba layers of the first version",

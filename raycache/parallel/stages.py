@@ -53,10 +53,10 @@ def parse_pp_layers(text: str, *, pp: int) -> tuple[int, ...]:
     if text == AUTO:
         return ()
     if not _LIST.fullmatch(text) or 0 in (stages := tuple(map(int, text.split(",")))):
-        raise ConfigError(f"pp_layers={text!r} is not a list of layers per stage; write auto, or such as 12,12,11")
+        raise ConfigError(f"pp_layers={text!r} is not a list of layers per stage; use auto, or a list such as 12,12,11")
     if len(stages) != pp:
         raise ConfigError(
-            f"pp_layers={text} has {len(stages)} stages and pp={pp}; write {pp} numbers, or use pp={len(stages)}"
+            f"pp_layers={text} lists {len(stages)} stages but pp={pp}; give {pp} numbers, or use pp={len(stages)}"
         )
     return stages
 

@@ -88,8 +88,8 @@ def test_a_heavy_head_and_dense_layers_move_borders() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("12,12", r"pp_layers=12,12 has 2 stages and pp=3; write 3 numbers, or use pp=2"),
-        ("12,0,12", "pp_layers='12,0,12' is not a list of layers per stage; write auto, or such as 12,12,11"),
+        ("12,12", r"pp_layers=12,12 lists 2 stages but pp=3; give 3 numbers, or use pp=2"),
+        ("12,0,12", "pp_layers='12,0,12' is not a list of layers per stage; use auto, or a list such as 12,12,11"),
         ("12,-1,12", "is not a list"),
         ("12;12;11", "is not a list"),
         ("", "is not a list"),

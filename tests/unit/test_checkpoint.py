@@ -302,7 +302,7 @@ def test_a_config_that_is_no_json_object_is_refused(copy: Path, text: str) -> No
 
 
 def test_no_directory_and_no_config_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'no/such/model' is not a directory, and no name of the Hub"):
+    with pytest.raises(CheckpointError, match="'no/such/model' is neither a directory nor a name on the Hub"):
         read_config(Path("no/such/model"))
     with pytest.raises(CheckpointError, match=r"config\.json is missing; is .* a Hugging Face model directory"):
         read_config(tmp_path)

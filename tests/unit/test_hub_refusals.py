@@ -74,7 +74,7 @@ def test_a_gated_model_says_where_to_ask_for_access(server: HubServer, tmp_path:
     server.repos[_NAME].tokens, server.repos[_NAME].is_gated = (_RIGHT,), True
     where = f"model 'acme/tiny' is gated: accept its conditions at {server.url}/acme/tiny"
     assert refusal(hub_of(server, tmp_path)) == f"{where}; then run `hf auth login` or set HF_TOKEN"
-    assert refusal(hub_of(server, tmp_path, _WRONG)) == f"{where}; the token that is set has no access yet"
+    assert refusal(hub_of(server, tmp_path, _WRONG)) == f"{where}; your token does not have access yet"
     hub = hub_of(server, tmp_path, _RIGHT)
     fetch(pinned(Config(model=_NAME), hub=hub), hub=hub, on_progress=lambda done, total: None)
 
@@ -130,9 +130,9 @@ def test_an_endpoint_that_nobody_answers_is_named(server: HubServer, tmp_path: P
 
 def test_a_server_that_is_no_hub_is_named_as_such(server: HubServer, tmp_path: Path) -> None:
     server.faults = [Fault("api/models", status=200, body=b"<html>login</html>")]
-    assert f"what answers at {server.url} is not a Hub" in refusal(hub_of(server, tmp_path))
+    assert f"{server.url} did not answer like a Hugging Face Hub" in refusal(hub_of(server, tmp_path))
     server.faults = [Fault("api/models", status=200, body=b"{}")]
-    assert f"what answers at {server.url} is not a Hub" in refusal(hub_of(server, tmp_path))
+    assert f"{server.url} did not answer like a Hugging Face Hub" in refusal(hub_of(server, tmp_path))
     server.faults = [Fault("api/models", status=404)]
     assert f"{server.url} answers 404" in refusal(hub_of(server, tmp_path))
 
@@ -215,7 +215,7 @@ def test_xet_out_of_reach_says_how_to_do_without_it(
     monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "1")  # else it tries for minutes
     monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_DURATION", "1s")
     server.repos[_NAME].xet = "http://127.0.0.1:1"
-    assert "HF_HUB_DISABLE_XET=1 does without Xet" in refusal(hub_of(server, tmp_path))
+    assert "set HF_HUB_DISABLE_XET=1 to download" in refusal(hub_of(server, tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     hub = hub_of(server, tmp_path)
     fetch(pinned(Config(model=_NAME), hub=hub), hub=hub, on_progress=lambda done, total: None)

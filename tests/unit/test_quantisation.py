@@ -102,7 +102,7 @@ def test_plain_models_are_not_quantised(tmp_path: Path) -> None:
         (compressed("pack-quantized", **{**W4A16, "num_bits": 8}), "8-bit int weights per group"),
         (compressed("pack-quantized", **{**W4A16, "symmetric": False}), "zero points"),
         (compressed("pack-quantized", **{**W4A16, "actorder": "group"}), "reordered columns"),
-        ({**compressed("pack-quantized", **W4A16), "ignore": ["re:("]}, "no regular expression"),
+        ({**compressed("pack-quantized", **W4A16), "ignore": ["re:("]}, "not a valid regular expression"),
         ({**compressed("pack-quantized", **W4A16), "sparsity_config": {"format": "sparse-24"}}, "sparse weights"),
         ({**compressed("pack-quantized", **W4A16), "transform_config": {"R1": {"u": 1}}}, "transform_config"),
         ({**compressed("pack-quantized"), "config_groups": {}}, "no config_groups"),

@@ -194,7 +194,7 @@ def test_headers_without_numbers_are_enough_to_check_names(tmp_path: Path) -> No
     data = (tmp_path / SINGLE).read_bytes()
     length = 8 + int.from_bytes(data[:8], "little")
     (tmp_path / SINGLE).write_bytes(data[:length] + bytes(len(data) - length))
-    with pytest.raises(CheckpointError, match="weight_global_scale in .* is 0.0, no scale"):
+    with pytest.raises(CheckpointError, match="weight_global_scale in .* is 0.0, which is not a valid scale"):
         CheckedNames(Checkpoint(tmp_path)).read("layer.up.weight", shape=MATRIX)
     (tmp_path / OUTLINE).touch()
     names = CheckedNames(Checkpoint(tmp_path))
