@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.answers import ActorLostError, ours
@@ -21,7 +21,6 @@ from raycache.errors import ConfigError, EngineStoppedError
 
 _LOOK_S = 0.5
 _STOP_S = 5.0
-_ANSWER_S = 60.0
 
 OnProgress = Callable[[str, float], None]
 
@@ -110,13 +109,19 @@ def _fetch_by_actors(nodes: list[str], config: Config, *, watch: _Watch) -> None
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
             actors[node] = ray.remote(num_cpus=0, max_restarts=0, **options)(FetchActor).remote(config)
             works[actors[node].fetch.remote()] = node
+        told = dict.fromkeys(actors, (0, 0))
+        asked = {actor.progress.remote(): node for node, actor in actors.items()}
         pending = list(works)
         while pending:
             ended, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK_S)
             for ref in ended:
-                _ask(ref, node=works[ref])
-            told = [_ask(actor.progress.remote(), node=node) for node, actor in actors.items()]
-            watch.look(sum(done for done, _ in told), sum(total for _, total in told))
+                _get(ref, node=works[ref])
+            # Which nodes answer late, for their actor has yet to start, is the watch's business.
+            for ref in ray.wait(list(asked), num_returns=len(asked), timeout=0)[0]:
+                node = asked.pop(ref)
+                told[node] = _get(ref, node=node)
+                asked[actors[node].progress.remote()] = node
+            watch.look(sum(done for done, _ in told.values()), sum(total for _, total in told.values()))
     except BaseException:
         # In good order, or parts of files would stay; a node that does not answer is not waited for.
         ray.wait([actor.stop.remote() for actor in actors.values()], num_returns=len(actors), timeout=_STOP_S)
@@ -127,12 +132,12 @@ def _fetch_by_actors(nodes: list[str], config: Config, *, watch: _Watch) -> None
             ray.kill(actor)
 
 
-def _ask(ref: Any, *, node: str) -> Any:
+def _get(ref: Any, *, node: str) -> Any:
     try:
-        return ray.get(ref, timeout=_ANSWER_S)
+        return ray.get(ref)
     except RayTaskError as cause:
         raise ours(cause) from cause
-    except (RayActorError, GetTimeoutError) as cause:
+    except RayActorError as cause:
         raise ActorLostError(
             f"node {node} was lost while it fetched the model: {str(cause).splitlines()[0]}"
         ) from cause

@@ -218,6 +218,7 @@ class RayEngine:
         """
         if time.monotonic() - self._ready_s > _STEADY_S:
             self._losses = 0
+        must_fetch = False
         while True:
             await asyncio.to_thread(self._end_if_stopping)
             self.away = f"recovering, {error}"
@@ -229,8 +230,10 @@ class RayEngine:
             if self._losses > _MAX_LOSSES:
                 raise error
             try:
-                if has_moved:
+                must_fetch = must_fetch or has_moved
+                if must_fetch:
                     await self._expiring(asyncio.to_thread(self._fetch))
+                    must_fetch = False
                 self._actor = self._new_engine()
                 await asyncio.to_thread(self._end_if_stopping)
                 await self._until_ready()

@@ -98,8 +98,7 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
     for family, keys in {
         # Keys of the linear attention of an earlier architecture.
         "bailing_hybrid": """
-            group_norm_size linear_silu max_window_layers mtp_use_kda num_kv_heads_for_linear_attn qk_head_dim
-            use_qk_norm
+            group_norm_size linear_silu max_window_layers mtp_use_kda qk_head_dim
             """,
         # All heads have keys of their own; which kernels compute linear attention.
         "bailing_moe_v2_5": "linear_backend max_window_layers num_key_value_heads qk_head_dim",
@@ -111,6 +110,8 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
             head_dim index_share_for_mtp_iteration index_skip_topk_offset index_topk_freq num_experts qk_head_dim
             """,
         "kimi_k2": "head_dim qk_head_dim",
+        # How time steps were drawn before training.
+        "falcon_h1": "mlp_expansion_factor time_step_floor time_step_max time_step_min time_step_rank",
         "gemma3_text": "_sliding_window_pattern",
         # Embeddings per layer, and experts, that the model does not have.
         "gemma4_text": "expert_intermediate_size moe_intermediate_size num_experts top_k_experts "
@@ -131,7 +132,7 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
         **dict.fromkeys(("minimax", "minimax_m1", "minimax_text_01"), "block_size shared_moe_mode"),
         # Attention without positions. How time steps were drawn before training. Experts of models that have none.
         "nemotron_h": """
-            expand mamba_ssm_cache_dtype mtp_hybrid_override_pattern mtp_layers_block_type norm_eps
+            expand mamba_ssm_cache_dtype mtp_hybrid_override_pattern mtp_layers_block_type
             partial_rotary_factor rope_parameters rope_theta time_step_floor time_step_max time_step_min time_step_rank
             moe_intermediate_size moe_shared_expert_intermediate_size n_group n_routed_experts n_shared_experts
             norm_topk_prob num_experts_per_tok routed_scaling_factor topk_group

@@ -11,7 +11,6 @@ what is wanted of them is copied:
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -108,11 +107,6 @@ def _merged(shape: Sequence[int], box: Sequence[range]) -> list[tuple[int, range
     while len(merged) < 2:
         merged.append((1, range(1)))
     return merged[::-1]
-
-
-def box_bytes(box: Sequence[range], *, itemsize: int) -> int:
-    """Of the numbers in a box."""
-    return math.prod(map(len, box)) * itemsize
 
 
 class OpenFile:

@@ -169,9 +169,16 @@ class Hub:
             self._refuse_incomplete(repository, missing)
         model, home = repository.model, self._home(repository.model)
         total = sum(repository.files[name].size or 0 for name in names)
-        with _held(home, on_wait=lambda: on_progress(min(_arrived(home), total), total)):
-            _remove_leftovers(home)
+
+        def is_done() -> bool:
+            on_progress(min(_arrived(home), total), total)
+            return not self.missing(repository, names)
+
+        with _held(home, is_done=is_done):
             missing = self.missing(repository, names)
+            if not missing:
+                return
+            _remove_leftovers(home)
             needed = sum(file.size or 0 for file in missing)
             self._require_space(needed, model)
             download = Download(
@@ -269,8 +276,12 @@ class Hub:
 
 
 @contextlib.contextmanager
-def _held(home: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
+def _held(home: Path, *, is_done: Callable[[], bool]) -> Iterator[None]:
     """Be the only process of this machine that fetches into a folder; the lock ends with its process.
+
+    Args:
+        home: the folder.
+        is_done: asked again and again while another process has the lock: whether it need not be waited for.
 
     Raises:
         CheckpointError: the folder cannot be written to.
@@ -283,8 +294,7 @@ def _held(home: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
             f"{home} cannot be written to ({cause.strerror}); set HF_HOME to where it can be"
         ) from cause
     with lock:
-        while not _is_locked(lock.fileno()):
-            on_wait()
+        while not _is_locked(lock.fileno()) and not is_done():
             time.sleep(_LOOK_S)
         yield
 
@@ -302,9 +312,15 @@ def _is_locked(number: int) -> bool:
 def _remove_leftovers(home: Path) -> None:
     """Remove what processes that were killed have left of files; huggingface_hub does not go on with it."""
     for path in (home / "blobs").glob("*.incomplete"):
-        if time.time() - path.stat().st_mtime > _STALE_S:
-            path.unlink()
+        with contextlib.suppress(FileNotFoundError):  # a download without our lock has ended
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                path.unlink()
 
 
 def _arrived(home: Path) -> int:
-    return sum(path.stat().st_size for path in (home / "blobs").glob("*"))
+    """Bytes of files that are complete or under way."""
+    arrived = 0
+    for path in (home / "blobs").glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # renamed since, for it is complete
+            arrived += path.stat().st_size
+    return arrived

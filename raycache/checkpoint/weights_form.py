@@ -9,12 +9,16 @@ import torch
 
 from raycache.checkpoint.quantisation import Quantisation
 from raycache.checkpoint.stored_slice import Format
+from raycache.errors import ConfigError
 
 _KERNELS: Mapping[str, frozenset[Format]] = {
     "cpu": frozenset(),
     "cuda": frozenset({Format.FP8_BLOCK, Format.FP8_TENSOR, Format.FP8_CHANNEL, Format.MXFP4}),
 }
 """Device type -> formats whose codes some kernel multiplies activations in bfloat16 by."""
+
+_HOPPER = 9
+"""Major compute capability of the GPUs that these kernels are for."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,25 @@ def weights_form(quantisation: Quantisation, wish: str, *, dtype: torch.dtype, d
         return WeightsForm(frozenset(), torch.bfloat16)
     formats = {scheme.format for scheme in quantisation.schemes}
     return WeightsForm(_kernels(device_type, dtype) & formats, dtype)
+
+
+def check_kernels(form: WeightsForm, device: torch.device) -> None:
+    """Refuse to keep weights quantised on a GPU without kernels for them.
+
+    To dequantise them instead would change what is computed, which the cache's identity does not say.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not form.stored or device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != _HOPPER:
+        formats = " and ".join(sorted(one.value for one in form.stored))
+        raise ConfigError(
+            f"no kernels for {formats} weights on {torch.cuda.get_device_name(device)} (compute capability "
+            f"{major}.{minor}); pass --weights bfloat16"
+        )
 
 
 def why_dequantised(quantisation: Quantisation, wish: str, *, dtype: torch.dtype, device_type: str) -> list[str]:

@@ -16,7 +16,7 @@ from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.read_ahead import MAX_THREADS, ReadAhead
 from raycache.checkpoint.read_plan import ReadPlan
 from raycache.checkpoint.weights import CheckpointWeights
-from raycache.checkpoint.weights_form import weights_form
+from raycache.checkpoint.weights_form import check_kernels, weights_form
 from raycache.config import Config
 from raycache.engine.memory_plan import usable_cpus
 from raycache.engine.memory_use import human_bytes
@@ -130,6 +130,7 @@ class _Loading:
         if quantisation is None:
             return CheckpointWeights(Checkpoint(directory), None, dtype=self._dtype, device=device)
         form = weights_form(quantisation, self._config.weights, dtype=self._dtype, device_type=device.type)
+        check_kernels(form, device)
         return CheckpointWeights(Checkpoint(directory), quantisation, dtype=form.dtype, device=device, kept=form.stored)
 
 
@@ -139,6 +140,7 @@ def _random_weights(config: Config, ctx: ParallelContext, dtype: torch.dtype) ->
     if quantisation is None:
         return DummyWeights(ctx.device, dtype)
     form = weights_form(quantisation, config.weights, dtype=dtype, device_type=ctx.device.type)
+    check_kernels(form, ctx.device)
     return QuantisedDummyWeights(ctx.device, dtype, quantisation, kept=form.stored)
 
 

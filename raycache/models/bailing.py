@@ -86,6 +86,9 @@ def read_bailing_experts(file: ConfigFile) -> ExpertConfig:
         CheckpointError: a key is missing, has a wrong value, or does not go with the others.
     """
     file.require("moe_router_enable_expert_bias", True)
+    # No defaults: the vendor's are not those of `read_grouped_experts`.
+    file.integer("num_expert_group" if file.says("num_expert_group") else "n_group")
+    file.integer("topk_group")
     experts = read_grouped_experts(file)
     num_shared = experts.shared_inner // experts.inner
     inner = file.integer("moe_shared_expert_intermediate_size", experts.inner)

@@ -56,6 +56,8 @@ SERVED = {
     "use_nGPT": False,
     "scale_router_input": False,
     "router_dtype": "fp32",
+    "use_qk_norm": True,
+    "num_kv_heads_for_linear_attn": 0,
 }
 """Keys that choose among forms of the model, and the one that is implemented."""
 

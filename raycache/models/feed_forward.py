@@ -112,9 +112,12 @@ def require_experts(file: ConfigFile, experts: ExpertConfig) -> ExpertConfig:
     raise CheckpointError(f"{file.path} {wrong}; is the file damaged? Download it again")
 
 
-def read_grouped_experts(file: ConfigFile) -> ExpertConfig:
+def read_grouped_experts(file: ConfigFile, *, scale: float | None = None) -> ExpertConfig:
     """Experts with a `SigmoidRouter`, under any of the names that DeepSeek-V3 and its descendants give to the keys.
 
+    Args:
+        file: config.json.
+        scale: routed_scaling_factor of files that do not say; None: they must, for descendants differ.
     Raises:
         CheckpointError: a key is missing, has a wrong value, or does not go with the others.
     """
@@ -134,7 +137,7 @@ def read_grouped_experts(file: ConfigFile) -> ExpertConfig:
         renormalise=file.flag(key("norm_topk_prob", "moe_renormalize"), True),
         num_groups=file.integer(key("n_group", "num_expert_group"), 1),
         top_groups=file.integer("topk_group", 1),
-        scale=file.number("routed_scaling_factor", 1.0),
+        scale=file.number("routed_scaling_factor", scale),
     )
     return require_experts(file, experts)
 

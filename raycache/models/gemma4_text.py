@@ -103,7 +103,8 @@ class Gemma4Text:
         if file.raw("use_bidirectional_attention") != "vision":
             file.require("use_bidirectional_attention", False)
         file = file.having(tie_word_embeddings=file.flag("tie_word_embeddings", True))
-        window_layers = read_windowed(file, pattern=6)
+        last = file.integer("num_hidden_layers") - 1  # sees everything, whatever the file says
+        window_layers = tuple(layer for layer in read_windowed(file, pattern=6) if layer != last)
         num_heads, num_kv_heads = file.integer("num_attention_heads"), file.integer("num_key_value_heads")
         is_shared = file.flag("attention_k_eq_v", False)
         others = tuple(layer for layer in range(file.integer("num_hidden_layers")) if layer not in window_layers)
@@ -193,11 +194,12 @@ def _read_full_heads(file: ConfigFile, layers: Sequence[int], *, is_shared: bool
 def _read_full_rope(file: ConfigFile) -> RopeConfig:
     rope = file.section("rope_parameters").section(FULL_ATTENTION)
     rope.require("rope_type", "proportional")
+    share = 0.25 if file.raw("rope_parameters") is None else 1.0
     return RopeConfig(
         "proportional",
         rope.number("rope_theta", 1e6),
         rope.number("factor", 1.0),
-        share=rope.number("partial_rotary_factor", 1.0),
+        share=rope.number("partial_rotary_factor", share),
     )
 
 

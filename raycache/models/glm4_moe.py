@@ -74,7 +74,7 @@ class Glm4Moe:
                 # Published checkpoints have one, whether or not the file says so.
                 "num_drafts": file.count("num_nextn_predict_layers", 1),
             },
-            experts=read_grouped_experts(file),
+            experts=read_grouped_experts(file, scale=1.0),
             mlp_layers=read_mlp_layers(file, num_first=1),
         )
 

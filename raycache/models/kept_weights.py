@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raycache.checkpoint.stored_slice import Format, StoredSlice
+from raycache.errors import CheckpointError
 from raycache.layers.quantised import GROUP, Fp8Matrix
 from raycache.layers.quantised_experts import ExpertMatrices, Fp8Matrices, MxMatrices
 from raycache.models.checkpoint import WeightSource
@@ -77,19 +78,32 @@ class KeptWeights:
         if first is None:
             return None
         is_mx = all(one.format is Format.MXFP4 for one in first)
-        obstacle = mx_obstacle(first) if is_mx else fp8_obstacle(first)
-        if obstacle:
+        find_obstacle = mx_obstacle if is_mx else fp8_obstacle
+        if obstacle := find_obstacle(first):
             self._refuse(groups[0][0], obstacle)
             return None
         count = first[0].shape[0] if len(first[0].shape) == 3 else len(groups)
-        own = self._experts(groups, first)
+        own = self._experts(groups, first, find_obstacle)
         return mx_matrices(own, count, rows=rows) if is_mx else fp8_matrices(own, count, rows=rows)
 
-    def _experts(self, groups: Sequence[Sequence[Cut]], first: list[StoredSlice]) -> Iterator[list[StoredSlice]]:
-        """Slices of one expert after another, on the device."""
+    def _experts(
+        self,
+        groups: Sequence[Sequence[Cut]],
+        first: list[StoredSlice],
+        find_obstacle: Callable[[Sequence[StoredSlice]], str],
+    ) -> Iterator[list[StoredSlice]]:
+        """Slices of one expert after another, on the device.
+
+        Raises:
+            CheckpointError: the first one can be kept, and another cannot.
+        """
         for number, group in enumerate(groups):
             slices = first if number == 0 else self._slices(group)
-            assert slices is not None, "experts of a layer are stored alike"
+            obstacle = "" if number == 0 else "it is not quantised" if slices is None else find_obstacle(slices)
+            if slices is None or obstacle:
+                raise CheckpointError(
+                    f"{group[0].name} cannot be kept as {groups[0][0].name} is: {obstacle}; pass --weights bfloat16"
+                )
             for expert in each_expert(slices):
                 yield [one.to(self._device) for one in expert]
 
@@ -104,10 +118,6 @@ class KeptWeights:
             if one is None:
                 return None
             slices.append(one)
-        major, minor = torch.cuda.get_device_capability(self._device)
-        if major != 9:
-            self._refuse(cuts[0], f"no kernel for GPUs of compute capability {major}.{minor}")
-            return None
         return slices
 
     def _refuse(self, cut: Cut, reason: str) -> None:
@@ -131,6 +141,8 @@ def fp8_obstacle(slices: Sequence[StoredSlice]) -> str:
 def mx_obstacle(slices: Sequence[StoredSlice]) -> str:
     """Why slices of one matrix cannot be kept as MXFP4, or ""."""
     for one in slices:
+        if one.format is not Format.MXFP4:
+            return f"no kernel for {one.format.value} beside MXFP4"
         if one.block != (1, _MX_GROUP):
             return f"no kernel for MXFP4 in blocks of {one.block[0]} x {one.block[1]}"
         if int(one.scales.view(torch.uint8).max()) > _LARGEST_EXPONENT:

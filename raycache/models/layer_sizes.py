@@ -61,7 +61,8 @@ def layer_sizes(model: ModelConfig) -> LayerSizes:
 def layer_costs(model: ModelConfig) -> LayerCosts:
     """Bytes that a decode step reads per layer for one sequence of `CONTEXT` tokens, everything in 16 bits.
 
-    The first stage is charged the embedding, the last one the head and the draft, which lie there.
+    The first stage is charged the embedding, of which a step reads few rows but which takes its memory; the last one
+    the head and the draft.
     """
     sizes = layer_sizes(model).read
     costs = [_ITEMSIZE * size for size in sizes.layers]

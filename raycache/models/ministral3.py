@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raycache.errors import CheckpointError
 from raycache.models.config import ConfigFile
 from raycache.models.dense import DenseConfig
 from raycache.models.llama import Llama
@@ -16,7 +17,13 @@ class Ministral3(Llama):
     model_type = "ministral3"
 
     def read_config(self, file: ConfigFile) -> DenseConfig:
-        """How much queries grow, and after how many tokens, stands with the position embedding."""
+        """How much queries grow, and after how many tokens, stands with the position embedding.
+
+        Raises:
+            CheckpointError: see `models.base.Family`; there is no position embedding.
+        """
+        if file.raw("rope_parameters") is None:
+            raise CheckpointError(f"{file.path} has no rope_parameters; is the file damaged? Download it again")
         dense, said = read_mistral(file), file.section("rope_parameters")
         rope, growth = dense.rope, said.weight("llama_4_scaling_beta", 0.0)
         if growth:

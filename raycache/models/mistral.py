@@ -24,15 +24,15 @@ class Mistral(Llama):
         return replace(read_mistral(file), **read_window(file.having(sliding_window=window)))
 
 
-def read_mistral(file: ConfigFile) -> DenseConfig:
-    """Read all but windows; errors are those of `read_dense_config`."""
+def read_mistral(file: ConfigFile, *, theta: float = 10000.0) -> DenseConfig:
+    """Read all but windows, with the `theta` of files that do not say; errors are those of `read_dense_config`."""
     num_heads = file.integer("num_attention_heads")
     return read_dense_config(
         file,
         num_kv_heads=file.integer("num_key_value_heads", 8),
         head_dim=file.integer("head_dim", file.integer("hidden_size") // num_heads),
         has_qk_norm=False,
-        theta=10000.0,
+        theta=theta,
     )
 
 

@@ -42,7 +42,7 @@ class Mixtral:
             top_k=file.integer("num_experts_per_tok", 2),
             inner=file.integer("intermediate_size"),
         )
-        fields = {**vars(read_mistral(file)), **read_window(file)}
+        fields = {**vars(read_mistral(file, theta=1e6)), **read_window(file)}
         return MixtralConfig(**fields, experts=require_experts(file, experts))
 
     def components(self, config: MixtralConfig, fmt: CacheFormat) -> tuple[Component, ...]:

@@ -98,7 +98,7 @@ class NemotronH:
         num_heads = file.integer("num_attention_heads")
         num_kv_heads = file.integer("num_key_value_heads", num_heads)
         head_dim = file.integer("head_dim", file.integer("attention_head_dim", 128))
-        eps = file.number("layer_norm_epsilon", 1e-5)
+        eps = file.number("layer_norm_epsilon", file.number("norm_eps", 1e-5))
         require_heads(file, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         return NemotronHConfig(
             **read_common(file.having(num_hidden_layers=len(kinds), rms_norm_eps=eps)),
@@ -209,4 +209,6 @@ def _read_mamba(file: ConfigFile) -> Mamba2Config:
 
 def _read_experts(file: ConfigFile) -> ExpertConfig:
     # All shared experts are one, whose size is said by itself.
-    return replace(read_grouped_experts(file), shared_inner=file.integer("moe_shared_expert_intermediate_size"))
+    return replace(
+        read_grouped_experts(file, scale=1.0), shared_inner=file.integer("moe_shared_expert_intermediate_size")
+    )

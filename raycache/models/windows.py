@@ -36,7 +36,8 @@ def read_optional_windows(file: ConfigFile) -> dict[str, Any]:
     """
     kinds = read_given_layer_types(file, known=(FULL_ATTENTION, SLIDING_ATTENTION))
     is_on = file.flag("use_sliding_window", False)
-    window = 0 if file.raw("sliding_window") is None else file.integer("sliding_window")
+    has_window = file.raw("sliding_window") is not None or not file.says("sliding_window")
+    window = file.integer("sliding_window", 4096) if has_window else 0
     windowed = _windowed(kinds)
     if windowed and not (is_on and window):
         raise CheckpointError(

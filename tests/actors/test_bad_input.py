@@ -51,10 +51,10 @@ def broken_template(model: Path) -> None:
     ("damage", "flags", "said"),
     [
         (half_downloaded, [], "download is incomplete"),
-        (unknown_kind, [], "known are bailing_hybrid, deepseek_v3"),
+        (unknown_kind, [], "known are bailing_hybrid, bailing_moe_v2_5"),
         (broken_template, [], "chat template"),
-        (lambda model: (model / "tokenizer.json").unlink(), [], "tokenizer.json is missing"),
-        (shutil.rmtree, [], "is not a directory"),
+        (lambda model: (model / "tokenizer.json").unlink(), [], "has no tokenizer"),
+        (shutil.rmtree, [], "is neither a directory nor a name on the Hub"),
         (lambda model: None, ["--tp", "3"], "use one of [1, 2, 4, 8]"),
         (lambda model: None, ["--tp", "64"], "use one of [1, 2, 4, 8]"),
         (lambda model: None, ["--cp", "3"], "cp=3 does not divide page_size=64"),

@@ -14,6 +14,7 @@ from raycache.errors import CheckpointError
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_weights, components, read_config
 from raycache.models.checkpoint import Checkpoint
+from raycache.models.dense import DenseConfig
 from raycache.parallel.sharding import Split
 from tests.oracle.families import WINDOW, make_family
 from tests.oracle.gang import Piece, gang_logits
@@ -128,9 +129,30 @@ def test_a_mistral_that_says_nothing_of_windows_has_that_of_the_first_one(
     assert windows(rewritten(tiny("mistral"), tmp_path / "copy", sliding_window=None)) == [4096]
 
 
+@pytest.mark.parametrize(("variant", "theta"), [("mistral", 1e4), ("mixtral", 1e6)])
+def test_a_base_that_is_not_said_is_that_of_the_family(
+    tiny: Callable[[str], Path], tmp_path: Path, variant: str, theta: float
+) -> None:
+    without = dict.fromkeys(("rope_theta", "rope_parameters"))
+    config = read_config(rewritten(tiny(variant), tmp_path / "copy", **without))
+    assert isinstance(config, DenseConfig) and config.rope.theta == theta
+
+
+def test_windows_that_are_on_have_a_size_unless_it_is_null(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    given = json.loads((tiny("qwen2") / "config.json").read_text())
+    on = {**given, "use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
+    for name, change, window in (("absent", {}, 4096), ("null", {"sliding_window": None}, 0)):
+        (tmp_path / name).mkdir()
+        config = {key: value for key, value in on.items() if key != "sliding_window"} | change
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        read = read_config(tmp_path / name)
+        assert isinstance(read, DenseConfig) and read.window == window
+
+
 @pytest.mark.parametrize(
     ("variant", "change", "message"),
     [
+        ("ministral3", {"rope_parameters": None}, "has no rope_parameters"),
         ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer"),
         ("mixtral", {"num_experts_per_tok": 9}, "cannot choose 9 of 8 experts"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu', which is not supported"),

@@ -17,6 +17,7 @@ from raycache.errors import CheckpointError
 from raycache.memory.component import CacheFormat, Reuse
 from raycache.models.base import check_weights, components, read_config
 from raycache.models.checkpoint import Checkpoint
+from raycache.models.gemma4_text import Gemma4Config
 from raycache.parallel.sharding import Split
 from tests.oracle.families import WINDOW, make_family
 from tests.oracle.gang import Piece, gang_logits
@@ -167,6 +168,17 @@ def test_gemmas_of_other_kinds_are_refused(
         read_config(rewritten(tiny("gemma4"), tmp_path / "copy", values))
 
 
+def test_a_gemma_config_that_leaves_out_positions_and_layers(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """As transformers has it: a quarter of the full layers' heads turns, and the last layer sees everything."""
+    copy = rewritten(tiny("gemma4"), tmp_path / "copy", {}, without=("rope_parameters", "layer_types"))
+    config = read_config(rewritten(copy, tmp_path / "more", {"num_hidden_layers": 8}, without=("per_layer_config",)))
+    assert isinstance(config, Gemma4Config)
+    assert config.full.layers == (5, 7) and config.full.rope.share == 0.25
+    said = {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6}}
+    config = read_config(rewritten(copy, tmp_path / "said", {"rope_parameters": said}, without=("per_layer_config",)))
+    assert isinstance(config, Gemma4Config) and config.full.rope.share == 1.0
+
+
 def test_a_gemma_config_as_published_reads_the_same(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     published = {"global_head_dim": 32, "num_global_key_value_heads": 2}
     copy = rewritten(tiny("gemma4"), tmp_path / "copy", published, without=("per_layer_config",))
@@ -266,7 +278,7 @@ def test_what_a_family_does_not_have_is_refused_by_name(
         ("qwen3_moe", {"num_local_experts": 16}, r"mlp\.gate\.weight .* \[8, 64\], config\.json wants \[16, 64\]"),
         ("qwen3_moe", {"num_hidden_layers": 3}, r"has 33 tensors that a qwen3_moe .* model\.layers\.3"),
         ("qwen3_moe", {"mlp_only_layers": [2]}, r"has no tensor model\.layers\.2\.mlp\.gate_proj\.weight"),
-        ("gpt_oss", {"intermediate_size": 64}, r"gate_up_proj .* \[8, 64, 64\], config\.json wants \[8, 64, 128\]"),
+        ("gpt_oss", {"intermediate_size": 64}, r"gate_up_proj_bias .* \[8, 64\], config\.json wants \[8, 128\]"),
         ("gemma3", {"attention_bias": True}, r"has no tensor model\.layers\.0\.self_attn\.q_proj\.bias"),
     ],
     ids=str,

@@ -268,6 +268,25 @@ def test_who_waits_for_another_process_sees_its_bytes_arrive(hub: Hub, monkeypat
     assert seen[:3] == [here, here + 1000, here + 2000]
 
 
+def test_nobody_waits_for_others_when_its_own_files_are_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycache.checkpoint.hub._LOOK_S", 0.01)
+    repository = hub.find(HubId(_NAME))
+    folder = hub.fetch(repository, has_weights=False, on_progress=lambda done, total: None)
+    config = (folder / "config.json").read_bytes()
+    (folder / "config.json").unlink()
+    looks = []
+
+    def locked(number: int) -> bool:
+        looks.append(number)
+        if len(looks) == 2:
+            (folder / "config.json").write_bytes(config)  # and the other process goes on with the weights
+        return False
+
+    monkeypatch.setattr("raycache.checkpoint.hub._is_locked", locked)
+    assert hub.fetch(repository, has_weights=False, on_progress=lambda done, total: None) == folder
+    assert len(looks) == 2
+
+
 def test_what_killed_processes_left_is_removed(hub: Hub) -> None:
     blobs = hub.cache_dir / "models--acme--tiny/blobs"
     blobs.mkdir(parents=True)

@@ -16,7 +16,8 @@ from raycache.checkpoint.dummy import QuantisedDummyWeights
 from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.stored_slice import Format, StoredSlice
 from raycache.checkpoint.weights import open_weights
-from raycache.checkpoint.weights_form import weights_form, why_dequantised
+from raycache.checkpoint.weights_form import WeightsForm, check_kernels, weights_form, why_dequantised
+from raycache.errors import CheckpointError, ConfigError
 from raycache.models.kept_weights import (
     Cut,
     KeptWeights,
@@ -117,11 +118,11 @@ def test_what_no_kernel_takes_has_a_reason() -> None:
     assert "1 x 16" in mx_obstacle([replace(mx, block=(1, 16))])
 
 
-class OneSlice:
-    """A weight source that has a stored slice under every name."""
+class NamedSlices:
+    """A weight source that has stored slices only; None is for plain tensors."""
 
-    def __init__(self, one: StoredSlice) -> None:
-        self._one = one
+    def __init__(self, **slices: StoredSlice | None) -> None:
+        self._slices = slices
 
     def has(self, name: str) -> bool:
         raise NotImplementedError
@@ -129,26 +130,50 @@ class OneSlice:
     def read(self, name: str, **where: object) -> Tensor:
         raise NotImplementedError
 
-    def stored(self, name: str, **where: object) -> StoredSlice:
-        return self._one
+    def stored(self, name: str, **where: object) -> StoredSlice | None:
+        return self._slices[name]
 
 
-def test_nothing_is_kept_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_kept_without_kernels(caplog: pytest.LogCaptureFixture) -> None:
     fp8, _ = draw_fp8(136, 256, seed=1)
+    source = NamedSlices(**dict.fromkeys(("a.weight", "b.weight"), fp8))
     cuts = [Cut(f"{name}.weight", (136, 256), axis=0, taken=range(136)) for name in ("a", "b")]
     for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
-        assert KeptWeights(OneSlice(fp8), torch.device(device), dtype).matrix(cuts) is None
+        assert KeptWeights(source, torch.device(device), dtype).matrix(cuts) is None
     assert not caplog.records
-    for capability, reason in (((8, 9), "compute capability 8.9"), ((9, 0), "136 output features are no multiple")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-        kept = KeptWeights(OneSlice(fp8), torch.device("cuda"), torch.bfloat16)
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            for cut in cuts:
-                assert kept.matrix([cut]) is None
-        (record,) = caplog.records
-        assert "a.weight and others like it are dequantised" in record.message
-        assert reason in record.message
+    kept = KeptWeights(source, torch.device("cuda"), torch.bfloat16)
+    with caplog.at_level(logging.WARNING):
+        for cut in cuts:
+            assert kept.matrix([cut]) is None
+    (record,) = caplog.records
+    assert "a.weight and others like it are dequantised" in record.message
+    assert "136 output features are no multiple" in record.message
+
+
+def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = WeightsForm(frozenset({Format.MXFP4, Format.FP8_BLOCK}), torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    with pytest.raises(ConfigError, match=r"NVIDIA L40S \(compute capability 8\.9\); pass --weights bfloat16"):
+        check_kernels(kept, torch.device("cuda"))
+    check_kernels(replace(kept, stored=frozenset()), torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_kernels(kept, torch.device("cuda"))
+
+
+def test_experts_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoredSlice, "to", lambda one, device: one)
+    ((one,),) = each_expert([draw_mxfp4(1, 4, 64, seed=1)[0]])
+    other, _ = draw_fp8(4, 64, seed=1)
+    cuts = [[Cut(name, (4, 64), axis=0, taken=range(4))] for name in ("a", "b")]
+    for second, reason in (
+        (replace(one, scales=one.scales + 12), "scales above 2"),
+        (other, "beside MXFP4"),
+        (None, "it is not quantised"),
+    ):
+        kept = KeptWeights(NamedSlices(a=one, b=second), torch.device("cuda"), torch.bfloat16)
+        with pytest.raises(CheckpointError, match=f"b cannot be kept as a is: .*{reason}; pass --weights bfloat16"):
+            kept.experts(cuts)
 
 
 def test_a_source_gives_only_formats_that_are_kept(tmp_path: Path) -> None:

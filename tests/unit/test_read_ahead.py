@@ -121,6 +121,24 @@ def test_reads_that_nobody_asks_for_are_dropped_for_those_behind_them(
         assert not ahead._begun and not ahead._waiting
 
 
+def test_a_read_of_no_rows_leaves_the_plan_alone(
+    reads: list[tuple[Read, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, (second, rows), (third, columns) = reads[:3]
+    read_now = Read.now
+
+    def only_empty(read: Read) -> torch.Tensor:
+        assert not read.num_bytes, "it was planned"
+        return read_now(read)
+
+    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", second.num_bytes)
+    with ReadAhead([second, third], device=CPU, num_threads=2, on_bytes=lambda done, total: None) as ahead:
+        monkeypatch.setattr(Read, "now", only_empty)
+        assert ahead.take(replace(third, box=(range(0), *third.box[1:]))).shape == (0, 20, 50)
+        assert torch.equal(ahead.take(second), rows)
+        assert torch.equal(ahead.take(third), columns)
+
+
 def test_a_planned_box_is_handed_out_in_parts(reads: list[tuple[Read, torch.Tensor]]) -> None:
     read, wanted = reads[3]
     with ReadAhead([read], device=CPU, num_threads=2, on_bytes=lambda done, total: None) as ahead:

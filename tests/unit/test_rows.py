@@ -13,9 +13,12 @@ from raycache.cache.keys import Box
 from raycache.memory.component import ITEMSIZE, CacheFormat, Component, Reuse, index_keys, kv, latent, recurrent
 from raycache.memory.rows import ALIGN, EnvelopeLayout, groups, num_heads
 from raycache.parallel.sharding import Split
+from tests.oracle.staged import staged
 
 NUM_LAYERS, PAGE_SIZE = 6, 8
-SPLITS = st.builds(Split, tp=st.sampled_from([1, 2, 3, 4, 8]), pp=st.integers(1, 4), cp=st.sampled_from([1, 2, 4, 8]))
+SPLITS = st.builds(
+    Split, tp=st.sampled_from([1, 2, 3, 4, 8]), pp=st.integers(1, 4), cp=st.sampled_from([1, 2, 4, 8])
+).map(lambda split: staged(split, NUM_LAYERS))
 
 
 @st.composite
