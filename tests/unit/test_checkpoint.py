@@ -283,7 +283,10 @@ def test_qwen3_has_windows_where_the_file_says_so(
     ("changes", "message"),
     [
         ({"use_sliding_window": False, "sliding_window": 24, "layer_types": [FULL, SLIDING] * 2}, "use_sliding_window"),
-        ({"use_sliding_window": True, "layer_types": [FULL, SLIDING] * 2}, "sliding_window=None"),
+        (
+            {"use_sliding_window": True, "sliding_window": None, "layer_types": [FULL, SLIDING] * 2},
+            "sliding_window=None",
+        ),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a positive integer"),
         ({"head_dim": ...}, "does not say head_dim"),
     ],
