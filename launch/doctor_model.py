@@ -143,8 +143,8 @@ def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
     held = held_weights(config, model, device_type=device_type(config))
     quantisation = read_quantisation(Path(config.model))
     if quantisation is not None:
-        told = describe_quantisation(quantisation, held, config, device_type=device_type(config))
-        yield Finding("quantisation", Verdict.OK, told)
+        where = device_type(config)
+        yield attempt("quantisation", lambda: describe_quantisation(quantisation, held, config, device_type=where))
     yield Finding("weights per rank", Verdict.OK, str(held))
     try:
         plan = plan_memory(config, model=model, weight_bytes=held.total)

@@ -14,7 +14,7 @@ from raycache.checkpoint.counted import CountedWeights
 from raycache.checkpoint.layout import Layouts
 from raycache.checkpoint.quantisation import Quantisation, read_quantisation
 from raycache.checkpoint.stored_slice import Format
-from raycache.checkpoint.weights_form import weights_form
+from raycache.checkpoint.weights_form import check_kernels, weights_form
 from raycache.config import Config
 from raycache.engine.memory_plan import resolve_dtype
 from raycache.models.base import ModelConfig, load_model
@@ -101,12 +101,17 @@ def _source(config: Config, directory: Path, dtype: torch.dtype, *, device_type:
 
 
 def describe_quantisation(quantisation: Quantisation, held: HeldWeights, config: Config, *, device_type: str) -> str:
-    """How a checkpoint is quantised, and what becomes of it in memory."""
+    """How a checkpoint is quantised, and what becomes of it in memory.
+
+    Raises:
+        ConfigError: this machine's GPU has no kernels for it.
+    """
     formats = held.formats or tuple(dict.fromkeys(scheme.format for scheme in quantisation.schemes))
     names = (" and " if held.formats else " or ").join(form.value for form in formats)
     told = f"{names} ({quantisation.method}, {quantisation.path.name})"
     dtype = resolve_dtype(config, device_type=device_type)
     form = weights_form(quantisation, config.weights, dtype=dtype, device_type=device_type)
+    check_kernels(form, torch.device(device_type))
     kept = [one.value for one in formats if one in form.stored]
     if config.dummy_weights:
         drawn = f"quantised where a kernel takes the layer, and counted as {_name(dtype)}" if kept else _name(dtype)

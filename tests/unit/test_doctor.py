@@ -138,7 +138,7 @@ def test_an_unknown_setting_is_refused_and_the_rest_is_examined(tiny: Path) -> N
 
 def test_a_missing_directory_is_one_refusal(tmp_path: Path) -> None:
     found = examined(tmp_path / "nothing")
-    assert refused(found) == {"model"} and "not a directory" in found["model"].text
+    assert refused(found) == {"model"} and "neither a directory nor a name on the Hub" in found["model"].text
 
 
 def test_an_empty_directory_lacks_config_weights_and_tokenizer(tmp_path: Path) -> None:
