@@ -52,7 +52,7 @@ def test_a_directory_is_a_smaller_model_or_a_head(target: Path, head: Path) -> N
 
 
 def test_what_is_no_directory_is_refused(target: Path) -> None:
-    assert "use none, ngram, mtp, or the directory" in refusal(target, "turbo")
+    assert "is not a directory; use none, ngram, mtp, a directory" in refusal(target, "turbo")
 
 
 def test_a_model_without_prediction_layers_is_refused(target: Path, tmp_path: Path) -> None:
