@@ -70,7 +70,7 @@ setup(
     packages=find_packages(include=["raycache*", "actors*", "launch*"]),
     package_dir={"": "."},
     package_data={
-        "raycache": ["py.typed", "server/chat_templates/*.jinja"],
+        "raycache": ["py.typed", "api/chat_templates/*.jinja"],
         "actors": ["py.typed"],
         "launch": ["py.typed", "clusters/*.yaml"],
     },

@@ -1,8 +1,8 @@
 """The owners of a gang's host tier, an actor on each of its nodes, that outlive engine and ranks.
 
-Ray starts one again when it dies; the one after finds arena and storage in its directory (raycache/engine/
-host_directory.py). Until then its callers have misses. One whose node is lost does not come back: then all begin anew,
-because a page has rows on every node.
+Ray starts one again when it dies; the one after finds arena and storage in its directory
+(raycache/host/directory.py). Until then its callers have misses. One whose node is lost does not come back: then all
+begin anew, because a page has rows on every node.
 
     front end -> Arenas: operators' orders -+-> ArenaActor on node a
     engine    -> RemoteOwner, one per node -+-> ArenaActor on node b
@@ -22,13 +22,13 @@ from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.answers import ActorLostError, answer, answer_now
-from raycache import logs
-from raycache.cache.storage.orders import StorageAnswer, StorageOrder
+from raycache.cache.storage_orders import StorageAnswer, StorageOrder
 from raycache.config import Config
-from raycache.engine import host_directory
-from raycache.engine.host_service import HostService, Opened
-from raycache.engine.host_spec import HostSpec
 from raycache.errors import ConfigError
+from raycache.host import directory as host_directory
+from raycache.host.service import HostService, Opened
+from raycache.host.spec import HostSpec
+from raycache.observe import logs
 
 OWNER = "the arena's owner"
 """What messages call it."""
@@ -277,7 +277,7 @@ def _sum(found: Sequence[dict[str, Any]], *, count: int) -> dict[str, Any]:
 
 
 class RemoteOwner:
-    """An owner as the decider sees it, from any thread: an `Owner` of raycache/engine/host_nodes.py.
+    """An owner as the decider sees it, from any thread: an `Owner` of raycache/host/nodes.py.
 
     Args:
         actor: the `ArenaActor`.

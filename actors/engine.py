@@ -22,16 +22,16 @@ from actors.answers import ActorLostError
 from actors.arena import Arenas, RemoteOwner
 from actors.gang import Gang
 from actors.placement import Places
-from raycache import logs
 from raycache.checkpoint.hub_models import located
 from raycache.config import Config
-from raycache.engine.build import build_engine, check_model
-from raycache.engine.engine import Engine
-from raycache.engine.host_link import HostLink
-from raycache.engine.host_nodes import are_all_gone, open_all, work_on_all
-from raycache.engine.stages import with_stages
+from raycache.decider.engine import Engine
+from raycache.deployment.stages import with_stages
 from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
+from raycache.gang.build import build_engine, check_model
+from raycache.host.link import HostLink
+from raycache.host.nodes import are_all_gone, open_all, work_on_all
 from raycache.models.base import ModelConfig
+from raycache.observe import logs
 from raycache.types import CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 _log = logging.getLogger(__name__)

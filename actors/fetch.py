@@ -14,10 +14,10 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.answers import ActorLostError, ours
-from raycache import logs
 from raycache.checkpoint.hub_models import fetch, pinned_models
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError
+from raycache.observe import logs
 
 _LOOK_S = 0.5
 _STOP_S = 5.0

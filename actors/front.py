@@ -31,8 +31,8 @@ from actors.fetch import fetch_on
 from actors.placement import Places
 from actors.streams import Streams
 from raycache.config import Config
-from raycache.engine.host_directory import DirectoryGoneError
 from raycache.errors import ConfigError, EngineStoppedError, RankLostError, RayCacheError
+from raycache.host.directory import DirectoryGoneError
 from raycache.types import TIERS, CacheAction, CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 _log = logging.getLogger(__name__)

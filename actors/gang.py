@@ -17,17 +17,16 @@ from actors.answers import ActorLostError, ours
 from actors.placement import Places
 from actors.rank import RankActor
 from raycache.config import Config
-from raycache.engine.executors import GangExecutor
-from raycache.engine.host_directory import DirectoryGoneError
-from raycache.engine.memory_use import human_bytes
-from raycache.engine.runner import Seat
+from raycache.deployment.memory_use import human_bytes
 from raycache.errors import ConfigError, RankLostError
+from raycache.gang.executors import GangExecutor
+from raycache.host.directory import DirectoryGoneError
 from raycache.parallel.board import AckBoard
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import DECIDER, Store, build_group, group_handles
 from raycache.parallel.interfaces import link, require_reachable
 from raycache.parallel.relay import BoardReceiver, leaders, receive_boards
-from raycache.parallel.sharding import Split
+from raycache.rank.runner import Seat
 
 LOADING = "loading weights"
 
@@ -69,7 +68,7 @@ class Gang:
         on_progress: Callable[[str, float], None],
     ) -> None:
         self._config, self._epoch, self._replica = config, epoch, replica
-        self._split = Split.of(config)
+        self._split = config.split
         self._on_progress = on_progress
         self._running: list[Any] = []
         self._actors: list[Any] = []

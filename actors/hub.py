@@ -27,10 +27,10 @@ from actors.cluster import device_type
 from actors.metrics import publishing
 from actors.replicas import Replicas
 from actors.starter import Starter
+from raycache.api.replicas import ReplicaOrder
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RayCacheError
-from raycache.metrics import Metrics
-from raycache.server.replicas import ReplicaOrder
+from raycache.observe.metrics import Metrics
 from raycache.types import CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 Message = tuple[str, RequestOutput | RayCacheError]

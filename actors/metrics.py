@@ -20,9 +20,9 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from prometheus_client.metrics_core import Metric as Family
 from ray.util.metrics import Gauge
 
+from raycache.api.engine import AsyncEngine
 from raycache.errors import EngineStoppedError
-from raycache.metrics import Metrics
-from raycache.server.engine import AsyncEngine
+from raycache.observe.metrics import Metrics
 
 _EVERY_S = 2.0
 _ANSWER_S = 10.0

@@ -154,7 +154,7 @@ def _reserve(
     try:
         while True:
             nodes = ask(wish.nodes)
-            need = need_of(config, device=device, nodes=nodes)
+            need = need_of(config.split, replicas=config.replicas, device=device, nodes=nodes)
             places = ask(partial(wish.take, need, nodes))
             if places is not None:
                 return places
@@ -221,7 +221,7 @@ class _Wish:
         self._warnings: tuple[str, ...] = ()
         self.is_fixed = config.placement != "auto"
         nodes = self.nodes()
-        need = need_of(config, device=device, nodes=nodes)
+        need = need_of(config.split, replicas=config.replicas, device=device, nodes=nodes)
         if self.is_fixed:
             try:
                 chosen(config.placement, need=need, nodes=nodes)

@@ -10,15 +10,14 @@ from typing import Any
 
 import ray
 
-from raycache import logs
 from raycache.checkpoint.hub_models import located
 from raycache.config import Config
-from raycache.engine.host_directory import Lease
-from raycache.engine.runner import RankRunner, Seat
+from raycache.host.directory import Lease
+from raycache.observe import logs
 from raycache.parallel.board import AckBoard
 from raycache.parallel.context import GroupHandle
 from raycache.parallel.interfaces import link
-from raycache.parallel.sharding import Split
+from raycache.rank.runner import RankRunner, Seat
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class RankActor:
 
     def __repr__(self) -> str:
         """What the Ray dashboard and logs call it."""
-        split = Split.of(self._config)
+        split = self._config.split
         return f"rank {self._number} ({split.coords(self._number)}), {self._of}"
 
     def where(self) -> dict[str, Any]:
@@ -61,7 +60,7 @@ class RankActor:
 
     def new_board(self) -> Path:
         """Make the ack board of this rank's node, which it leads; returns where the node's ranks find it."""
-        split = Split.of(self._config)
+        split = self._config.split
         self._own_board = AckBoard.create(split.world_size)
         return self._own_board.share()
 

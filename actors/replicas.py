@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 from actors.front import RayEngine
 from actors.starter import REPLICA, Started, Starter, check_replicas, check_storage
 from actors.streams import Stream, Streams
+from raycache.api.replicas import ReplicaAction, ReplicaOrder
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError, QueueFullError, RayCacheError, RequestTimeoutError
-from raycache.server.replicas import ReplicaAction, ReplicaOrder
-from raycache.server.routing import Router
-from raycache.server.totals import total_answer, total_info, total_stats
+from raycache.routing.choice import Router
+from raycache.routing.totals import total_answer, total_info, total_stats
 from raycache.types import (
     TIERS,
     CacheAction,

@@ -27,13 +27,13 @@ from benchmarks.figures import write_json
 from raycache.attention.base import LatentProjection
 from raycache.attention.flashinfer import FlashInferBackend, FlashInferStaticStep
 from raycache.attention.flashinfer_selected import SlotChoice
-from raycache.engine.decode_batch import DecodeBatch
-from raycache.engine.inputs import StepInputs, build_inputs
-from raycache.engine.page_tables import PageTables
-from raycache.engine.plan import Row, StepPlan
 from raycache.memory.component import FULL, CacheFormat, Component, kv, latent
 from raycache.memory.device import DevicePool
 from raycache.parallel.context import ParallelContext
+from raycache.rank.decode_batch import DecodeBatch
+from raycache.step.inputs import StepInputs, build_inputs
+from raycache.step.page_tables import PageTables
+from raycache.wire.plan import Row, StepPlan
 
 FMT = CacheFormat("bfloat16")
 PAGE = 64

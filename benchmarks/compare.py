@@ -28,10 +28,10 @@ from benchmarks.oracle import Transformers
 from benchmarks.tokens import plain_token_ids
 from benchmarks.trace import Prompt
 from raycache.config import Config
-from raycache.engine.build import build_engine, check_model
-from raycache.engine.engine import Engine
-from raycache.engine.executors import LocalExecutor
-from raycache.engine.runner import RankRunner, Seat
+from raycache.decider.engine import Engine
+from raycache.gang.build import build_engine, check_model
+from raycache.gang.executors import LocalExecutor
+from raycache.rank.runner import RankRunner, Seat
 from raycache.types import GenerateRequest, SamplingParams
 
 _NUM_PAGES = 512

@@ -35,19 +35,19 @@ from raycache.cache.keys import Identity
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.config import Config
-from raycache.engine.batch import Batch
-from raycache.engine.control import answering_ranks, receive_plan, send_answer
-from raycache.engine.drafts import Drafts
-from raycache.engine.engine import Engine
-from raycache.engine.executors import GangExecutor
-from raycache.engine.plan import RowResult, StepPlan, answer_lens, answer_width, read_answers
-from raycache.engine.processes import Invitation, RankProcess, invite
-from raycache.engine.scheduler import Scheduler
+from raycache.decider.batch import Batch
+from raycache.decider.drafts import Drafts
+from raycache.decider.engine import Engine
+from raycache.decider.scheduler import Scheduler
+from raycache.gang.executors import GangExecutor
+from raycache.gang.processes import Invitation, RankProcess, invite
 from raycache.parallel.board import AckBoard, Acks, Lane
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import DECIDER, Store, build_group
 from raycache.parallel.sharding import Split
 from raycache.types import EngineInfo, GenerateRequest, RequestOutput, SamplingParams
+from raycache.wire.control import answering_ranks, receive_plan, send_answer
+from raycache.wire.plan import RowResult, StepPlan, answer_lens, answer_width, read_answers
 
 _HOST = "127.0.0.1"
 _PAGE_SIZE = 64
@@ -254,7 +254,7 @@ def null_gang(split: Split, *, device_s: float) -> Iterator[tuple[Group, AckBoar
 
 def _run_null_rank(connection: Connection, invitation: Invitation, *, device_s: float) -> None:
     config, seat = invitation.config, invitation.seat
-    split = Split.of(config)
+    split = config.split
     torch.set_num_threads(1)
     board = AckBoard(invitation.board, num_ranks=split.world_size)
     control = build_group(

@@ -26,9 +26,9 @@ from torch import Tensor
 from benchmarks.figures import write_json
 from benchmarks.model_shape import ModelShape
 from benchmarks.steps import Clock
-from raycache.engine import loading
+from raycache.checkpoint.dummy_weights import DummyWeights
 from raycache.llm import LLM
-from raycache.models.dummy import DummyWeights
+from raycache.rank import loading
 
 _SHAPE = "moonlight-16b-mtp"
 _PAGE_SIZE = 64

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from raycache.engine.sampler import SampleRow, sample
+from raycache.rank.sampler import SampleRow, sample
 from raycache.types import SamplingParams
 
 _PROMPT = "Tell me about the history of bread, and how it is made."

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 from raycache import LLM, SamplingParams
+from raycache.api.tokenizer import Tokenizer
 from raycache.errors import ConfigError
 from raycache.llm import Completion
 from raycache.models.base import ModelConfig, check_split, read_config
 from raycache.parallel.sharding import Split
-from raycache.server.tokenizer import Tokenizer
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SOURCES = ("LICENSE", "README.md", "CONTRIBUTING.md", "docs/adr/0001-layout.md", "docs/adr/0002-one-decider.md")

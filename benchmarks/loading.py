@@ -46,12 +46,12 @@ from torch import Tensor
 from benchmarks.figures import write_json
 from benchmarks.model_shape import SHAPES
 from raycache.config import Config
-from raycache.engine.loading import load_weights, read_threads
 from raycache.models.base import load_model, read_config
 from raycache.models.layer_sizes import AskedShapes, layer_sizes
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
+from raycache.rank.loading import load_weights, read_threads
 
 FILE_BYTES, BLOCK_BYTES = 4_000_000_000, 8 << 20
 ITEMSIZE = 2

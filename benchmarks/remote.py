@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from benchmarks.figures import write_json
-from raycache.cache.storage.base import Fetch
-from raycache.cache.storage.open import open_storage, storage_name
+from raycache.cache.storage_orders import Fetch
+from raycache.storage.open import open_storage, storage_name
 
 SIZES = {"64 KB": 64 << 10, "512 KB": 512 << 10, "4.5 MB": 64 * 576 * 2 * 61}
 _BATCH_BYTES = 16 << 20
@@ -55,7 +55,7 @@ def redis_alone(url: str) -> tuple[Put, Get]:
 def object_alone(url: str) -> tuple[Put, Get]:
     import obstore
 
-    from raycache.cache.storage.object import open_bucket
+    from raycache.storage.object import open_bucket
 
     options = {name: values[0] for name, values in parse_qs(urlsplit(url).query).items()}
     bucket = open_bucket(

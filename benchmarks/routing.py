@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.figures import percentile, write_json
 from benchmarks.trace import TRACE_BLOCK, TraceRequest, read_trace, synthetic_trace
-from raycache.server.routing import Route, Router
+from raycache.routing.choice import Route, Router
 from raycache.types import FinishReason, GenerateRequest, Miss, RequestOutput, SamplingParams
 
 POLICIES = ("random", "round_robin", "load", "prefix", "oracle")

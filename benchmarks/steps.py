@@ -13,7 +13,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from raycache.engine.engine import Engine
+from raycache.decider.engine import Engine
 from raycache.types import GenerateRequest, SamplingParams
 
 _WARM_STEPS = 8

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.figures import write_json
 from raycache.cache.keys import Identity, PageChain
-from raycache.cache.storage.file import FileStorage
+from raycache.storage.file import FileStorage
 
 SIZES = {"64 KB": 64 << 10, "512 KB": 512 << 10, "4.5 MB": 64 * 576 * 2 * 61}
 _BATCH_BYTES = 8 << 20

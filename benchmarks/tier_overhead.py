@@ -25,8 +25,8 @@ import torch
 
 from benchmarks.figures import write_json
 from raycache.config import Config
-from raycache.engine.build import check_model
-from raycache.engine.host_plan import envelope_layout
+from raycache.gang.build import check_model
+from raycache.host.plan import envelope_layout
 from raycache.llm import LLM
 from raycache.memory.component import FULL
 from raycache.types import CacheAction, CacheOrder, SamplingParams

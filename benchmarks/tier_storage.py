@@ -28,16 +28,16 @@ import numpy as np
 
 from benchmarks.figures import write_json
 from raycache.cache.keys import tag_of
-from raycache.cache.storage.base import Fetch, checksum_of
-from raycache.cache.storage.file import FileStorage
-from raycache.cache.storage.librarian import Librarian
-from raycache.cache.storage.orders import StoredUnit
+from raycache.cache.storage_orders import Fetch, StoredUnit
 from raycache.config import Config
-from raycache.engine.build import check_model
-from raycache.engine.host_plan import envelope_layout
-from raycache.engine.stages import with_stages
+from raycache.deployment.stages import with_stages
+from raycache.gang.build import check_model
+from raycache.host.plan import envelope_layout
 from raycache.memory.arena import Arena
+from raycache.memory.checksum import checksum_of
 from raycache.memory.component import FULL
+from raycache.storage.file import FileStorage
+from raycache.storage.librarian import Librarian
 
 _WANTED_RATIO = 0.8
 _PAGES_PER_ORDER = 16

@@ -21,18 +21,18 @@ from pathlib import Path
 
 from benchmarks.figures import write_json
 from raycache.config import Config
-from raycache.engine.build import build_engine, check_model
-from raycache.engine.engine import Engine
-from raycache.engine.executors import LocalExecutor
-from raycache.engine.memory_plan import cache_format, resolve_dtype
-from raycache.engine.plan import RowResult, StepPlan
-from raycache.engine.runner import RankRunner, Seat
+from raycache.decider.engine import Engine
+from raycache.deployment.memory_plan import cache_format, resolve_dtype
+from raycache.gang.build import build_engine, check_model
+from raycache.gang.executors import LocalExecutor
 from raycache.memory.component import FULL, Reuse
 from raycache.memory.device import unit_bytes
 from raycache.models.base import components
 from raycache.parallel.board import Acks
 from raycache.parallel.sharding import Coords, Split
+from raycache.rank.runner import RankRunner, Seat
 from raycache.types import GenerateRequest, SamplingParams
+from raycache.wire.plan import RowResult, StepPlan
 
 _NEW_TOKENS = 16
 _WINDOW = 512

@@ -23,14 +23,14 @@ from actors.ingress import ServedIngress, application
 from actors.metrics import publish_front
 from launch.environment import api_key, storage
 from launch.flags import from_yaml
-from launch.http import build_app
-from launch.http_replicas import ReplicasApi
-from launch.observe import observe
-from launch.serve import endpoint_of
-from raycache import logs
+from launch.http.app import build_app
+from launch.http.replicas import ReplicasApi
+from launch.http.serve import endpoint_of
+from launch.observe.requests import observe
+from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.hub_models import described, pinned
 from raycache.config import Config
-from raycache.server.tokenizer import Tokenizer
+from raycache.observe import logs
 from raycache.types import EngineInfo
 
 _log = logging.getLogger(__name__)

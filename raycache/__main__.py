@@ -21,7 +21,7 @@ def main() -> int:
             print(_shadowed(name, found=found, wanted=home / name), file=sys.stderr)
             return 2
 
-    from launch.cli import main as run
+    from launch.cli.main import main as run
 
     return run()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from raycache.errors import ConfigError
 from raycache.parallel.rank_map import parse_rank_map
+from raycache.parallel.sharding import Split
 from raycache.parallel.stages import parse_pp_layers
 
 _BYTES = re.compile(r"^\s*(\d{1,18}(?:\.\d{1,18})?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$", re.IGNORECASE)
@@ -307,6 +308,11 @@ class Config:
     def stages(self) -> tuple[int, ...]:
         """Layers per pipeline stage; none while they are not chosen."""
         return parse_pp_layers(self.pp_layers, pp=self.pp)
+
+    @property
+    def split(self) -> Split:
+        """How the model is split; with stages once they are chosen (deployment/stages.py)."""
+        return Split(tp=self.tp, pp=self.pp, cp=self.cp, stages=self.stages)
 
     @property
     def model_name(self) -> str:

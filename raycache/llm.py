@@ -13,25 +13,25 @@ from typing import Any
 
 import torch
 
+from raycache.api.chat import ChatTemplate
+from raycache.api.output_text import OutputText
+from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.hub_models import fetch, located, pinned
 from raycache.checkpoint.hub_progress import ProgressBar
 from raycache.config import Config
-from raycache.engine.build import build_engine, check_model
-from raycache.engine.engine import Engine, Executor
-from raycache.engine.executors import LocalExecutor
-from raycache.engine.host_directory import SHARED_MEMORY, new_name
-from raycache.engine.host_link import HostLink
-from raycache.engine.host_nodes import open_all
-from raycache.engine.host_service import HostService
-from raycache.engine.processes import ProcessGang
-from raycache.engine.runner import RankRunner, Seat
-from raycache.engine.stages import with_stages
+from raycache.decider.engine import Engine, Executor
+from raycache.deployment.stages import with_stages
 from raycache.errors import ConfigError, EngineStoppedError, RankLostError, RequestError
+from raycache.gang.build import build_engine, check_model
+from raycache.gang.executors import LocalExecutor
+from raycache.gang.processes import ProcessGang
+from raycache.host.directory import SHARED_MEMORY, new_name
+from raycache.host.link import HostLink
+from raycache.host.nodes import open_all
+from raycache.host.service import HostService
 from raycache.models.base import ModelConfig
 from raycache.parallel.board import AckBoard
-from raycache.server.chat import ChatTemplate
-from raycache.server.output_text import OutputText
-from raycache.server.tokenizer import Tokenizer
+from raycache.rank.runner import RankRunner, Seat
 from raycache.types import (
     TIERS,
     CacheAction,

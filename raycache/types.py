@@ -68,7 +68,7 @@ TIERS = ("device", "host", "storage")
 
 @dataclass(frozen=True, slots=True)
 class CacheOrder:
-    """An operator's order. The answer is a plain mapping, see AsyncEngine.admin in server/engine.py.
+    """An operator's order. The answer is a plain mapping, see AsyncEngine.admin in api/engine.py.
 
     Attributes:
         kind: which.

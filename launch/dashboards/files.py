@@ -14,7 +14,7 @@ from typing import Any
 from launch.dashboards.alerts import rules
 from launch.dashboards.grafana import dashboard
 from raycache.errors import ConfigError
-from raycache.figures import PREFIX
+from raycache.observe.figures import PREFIX
 
 RAY_FOLDER = Path("/tmp/ray/session_latest/metrics")
 """Of a Ray that was started with `ray start` or `ray up`."""

@@ -1,8 +1,8 @@
-"""Expressions of Prometheus over the metrics of raycache/figures.py. A name that is not there is refused."""
+"""Expressions of Prometheus over the metrics of raycache/observe/figures.py. A name that is not there is refused."""
 
 from __future__ import annotations
 
-from raycache.figures import ENGINE, FRONT, Kind
+from raycache.observe.figures import ENGINE, FRONT, Kind
 
 _KNOWN = {metric.name: metric for metric in (*ENGINE, *FRONT)}
 _OF_ENGINES = {metric.name for metric in ENGINE}

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from raycache.engine.inputs import StepInputs
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
+from raycache.step.inputs import StepInputs
 
 # Shapes in this file: T_local new tokens of this rank, T new tokens of all cp ranks, Hq query heads, Hkv key heads,
 # D head size.

@@ -12,8 +12,8 @@ from raycache.attention.base import (
     Selection,
     StaticStep,
 )
-from raycache.engine.inputs import StepInputs
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
+from raycache.step.inputs import StepInputs
 
 
 class CompositeBackend:

@@ -24,8 +24,8 @@ from raycache.attention.flashinfer_selected import SelectedKernels, SlotChoice, 
 from raycache.attention.layout import StepLayout
 from raycache.attention.sparse import TorchSelection
 from raycache.attention.torch_ref import TorchStep
-from raycache.engine.inputs import StepInputs
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
+from raycache.step.inputs import StepInputs
 
 if TYPE_CHECKING:
     from raycache.attention.recurrent_kernels import KernelRecurrence

@@ -37,8 +37,8 @@ from raycache.attention.flashinfer_tables import (
 )
 from raycache.attention.layout import Chunk, StepLayout
 from raycache.attention.merge import Part, no_keys
-from raycache.engine.inputs import Places
 from raycache.memory.views import KVView
+from raycache.step.inputs import Places
 
 FEW_QUERIES = 128
 """Rows with fewer have the kernel for few: one for many fills its tiles of 128 queries per head with nothing. On an

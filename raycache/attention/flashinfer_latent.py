@@ -27,8 +27,8 @@ from raycache.attention.flashinfer_kernels import Heads, LatentKernel, RaggedKer
 from raycache.attention.flashinfer_tables import Tokens, are_all, page_table, pieces, run_segments
 from raycache.attention.layout import StepLayout
 from raycache.attention.merge import Part, join, no_keys, wide
-from raycache.engine.inputs import Places
 from raycache.memory.views import LatentView
+from raycache.step.inputs import Places
 
 FEW_QUERIES = 256
 """Rows with fewer are absorbed."""

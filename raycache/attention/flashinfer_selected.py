@@ -25,8 +25,8 @@ from raycache.attention.flashinfer_latent import LatentLayers, attend_absorbed
 from raycache.attention.flashinfer_tables import Ints, Table, starts_of
 from raycache.attention.layout import StepLayout
 from raycache.attention.merge import Part, no_keys, wide
-from raycache.engine.inputs import StepInputs
 from raycache.memory.views import LatentView
+from raycache.step.inputs import StepInputs
 
 BLOCK_BYTES = 256 << 20  # of absorbed queries, or of the latents that torch takes for a block of them
 MAX_QUERIES = 8192  # of a kernel, whose plan has room for 16,384 parts: each query and a few that are split

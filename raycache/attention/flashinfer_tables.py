@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.layout import Chunk
-from raycache.engine.inputs import Pages, RowInputs
+from raycache.step.inputs import Pages, RowInputs
 
 Ints = NDArray[np.int32]
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from raycache.attention.layout import Chunk, StepLayout
 from raycache.attention.merge import Part, attend_all, attend_masked, attend_run, no_keys
-from raycache.engine.inputs import Prefix
 from raycache.memory.views import KVView, Runs
+from raycache.step.inputs import Prefix
 
 WINDOW_BLOCK = 128  # queries; a larger block masks more of what it computes, a smaller one starts more kernels
 

@@ -28,8 +28,8 @@ from raycache.attention.base import LatentProjection
 from raycache.attention.layout import Chunk, StepLayout
 from raycache.attention.merge import Part, attend_all, attend_masked, attend_run, join, no_keys, wide
 from raycache.attention.sparse import TorchSelection
-from raycache.engine.inputs import Prefix
 from raycache.memory.views import LatentView, Runs
+from raycache.step.inputs import Prefix
 
 
 @dataclass(frozen=True, slots=True)

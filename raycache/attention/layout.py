@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raycache.attention.merge import Part, merge
-from raycache.engine.inputs import StepInputs
+from raycache.step.inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)

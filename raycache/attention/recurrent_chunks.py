@@ -23,7 +23,7 @@ from torch import Tensor
 
 from raycache.attention.layout import StepLayout
 from raycache.attention.recurrent_plain import FORGOTTEN
-from raycache.engine.inputs import RowInputs
+from raycache.step.inputs import RowInputs
 
 TILES: Mapping[str, Mapping[str, int]] = {
     "utils.cumsum:chunk_local_cumsum_scalar_kernel": {"num_warps": 2},

@@ -23,8 +23,8 @@ from raycache.attention.recurrent_chunks import DeltaRows, has_library
 from raycache.attention.recurrent_plain import MAX_KEY_DIM, scan_plain
 from raycache.attention.recurrent_triton import BLOCK_TOKENS, Slots, convolve, step
 from raycache.attention.states import Recurrence
-from raycache.engine.inputs import RowInputs
 from raycache.memory.views import StateView
+from raycache.step.inputs import RowInputs
 
 _log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from raycache.attention.layout import Chunk, StepLayout
 from raycache.attention.merge import wide
-from raycache.engine.inputs import Prefix, RowInputs, StepInputs
 from raycache.memory.views import IndexView, Runs
+from raycache.step.inputs import Prefix, RowInputs, StepInputs
 
 MAX_SCORES = 1 << 25  # per-head scores that are held at once
 NO_TOKEN = (1 << 31) - 1  # position of what fills a table of candidates; its score is -inf

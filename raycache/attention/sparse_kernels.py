@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.layout import StepLayout
-from raycache.engine.inputs import Places, StepInputs
 from raycache.memory.views import IndexView
-from raycache.parallel.sharding import owned_prefix_len
+from raycache.parallel.owned_tokens import owned_prefix_len
+from raycache.step.inputs import Places, StepInputs
 
 SCORE_BYTES = 256 << 20  # of the float32 scores that are held at once
 MAX_TOP_K = 2048  # far fewer than what a program chooses from, so that choosing again and again ends soon

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from raycache.attention.layout import StepLayout
 from raycache.attention.recurrence import causal_conv, causal_conv_step, scan, step
-from raycache.engine.inputs import RowInputs
 from raycache.memory.views import StateView
+from raycache.step.inputs import RowInputs
 
 
 class Recurrence:

@@ -23,8 +23,8 @@ from raycache.attention.latent import LatentAttention, LatentLayer
 from raycache.attention.layout import StepLayout
 from raycache.attention.sparse import Indexer, TorchSelection, see_all
 from raycache.attention.states import Recurrence
-from raycache.engine.inputs import StepInputs
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
+from raycache.step.inputs import StepInputs
 
 EXPANDED_BYTES = 128 << 20
 

@@ -19,6 +19,7 @@ from hashlib import sha256
 
 import numpy as np
 
+from raycache.memory.box import BOX_BYTES, Box
 from raycache.memory.component import Component
 from raycache.types import PackedTokens
 
@@ -27,8 +28,7 @@ KEY_VERSION = 1
 
 DIGEST_BYTES = 32
 FORMAT_BYTES = 12
-KEY_BYTES = DIGEST_BYTES + FORMAT_BYTES + 12
-_BOX = struct.Struct("<6H")
+KEY_BYTES = DIGEST_BYTES + FORMAT_BYTES + BOX_BYTES
 
 
 @dataclass(frozen=True)
@@ -85,83 +85,6 @@ class PageChain:
         return digests
 
 
-@dataclass(frozen=True)
-class Box:
-    """The part of a page that an object holds: half-open ranges.
-
-    Attributes:
-        first_layer, end_layer: places in `Component.layers`, not model layers, so that layers of other kinds between
-            them do not tell equal objects apart.
-        first_token, end_token: within the page; (0, 1) for a state, of which a sequence has one.
-        first_head, end_head: of the whole model; (0, 1) for what has no heads.
-    Raises:
-        ValueError: a range is empty or does not fit 16 bits.
-    """
-
-    first_layer: int
-    end_layer: int
-    first_token: int
-    end_token: int
-    first_head: int
-    end_head: int
-
-    def __post_init__(self) -> None:
-        for first, end in self.ranges:
-            if not 0 <= first < end <= 0xFFFF:
-                raise ValueError(f"{self} has an empty or too large range {first}..{end}")
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """(first, end) of layers, tokens and heads."""
-        return (
-            (self.first_layer, self.end_layer),
-            (self.first_token, self.end_token),
-            (self.first_head, self.end_head),
-        )
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(layers, tokens, heads)."""
-        layers, tokens, heads = (end - first for first, end in self.ranges)
-        return layers, tokens, heads
-
-    def common(self, other: Box) -> Box | None:
-        """What both cover, None for nothing."""
-        ends = []
-        for (first, end), (other_first, other_end) in zip(self.ranges, other.ranges, strict=True):
-            low, high = max(first, other_first), min(end, other_end)
-            if low >= high:
-                return None
-            ends += [low, high]
-        return Box(*ends)
-
-    def minus(self, other: Box) -> list[Box]:
-        """What this covers and `other` does not, as at most six boxes without overlap."""
-        common = self.common(other)
-        if common is None:
-            return [self]
-        rest, ends = list[Box](), [end for bounds in self.ranges for end in bounds]
-        for axis, (low, high) in enumerate(common.ranges):
-            first, end = 2 * axis, 2 * axis + 1
-            before, after = list(ends), list(ends)
-            before[end], after[first] = low, high
-            rest += [Box(*part) for part in (before, after) if part[first] < part[end]]
-            ends[first], ends[end] = low, high
-        return rest
-
-    def within(self, outer: Box) -> tuple[slice, slice, slice]:
-        """Where it lies in an array [layers, tokens, heads, ...] that holds `outer`."""
-        layers, tokens, heads = (
-            slice(first - outer_first, end - outer_first)
-            for (first, end), (outer_first, _) in zip(self.ranges, outer.ranges, strict=True)
-        )
-        return layers, tokens, heads
-
-    def packed(self) -> bytes:
-        """The last 12 bytes of a key."""
-        return _BOX.pack(*(end for bounds in self.ranges for end in bounds))
-
-
 def row_format(component: Component) -> bytes:
     """Which rows an object is made of, 12 bytes: the component's name, fields and reuse rule, not its layers."""
     fields = ((field.name, field.dtype, field.head_axis, *field.shape) for field in component.fields)
@@ -204,29 +127,10 @@ def stored_boxes(suffixes: Iterable[bytes], *, rows: bytes, whole: Box) -> list[
     """
     boxes = set[Box]()
     for suffix in suffixes:
-        if suffix.startswith(rows) and len(suffix) == FORMAT_BYTES + _BOX.size:
+        if suffix.startswith(rows) and len(suffix) == FORMAT_BYTES + BOX_BYTES:
             with suppress(ValueError):
-                boxes.add(Box(*_BOX.unpack(suffix[FORMAT_BYTES:])))
-    return sorted((box for box in boxes if box.common(whole) == box), key=lambda box: (-_volume(box), astuple(box)))
-
-
-def cover(wanted: Box, stored: Iterable[Box]) -> list[tuple[Box, Box]]:
-    """Join stored boxes into one that is wanted, whatever split wrote them.
-
-    Args:
-        wanted: to be filled.
-        stored: boxes that are there, those to prefer first.
-    Returns:
-        (stored box, part of `wanted` to take from it), without overlap; empty when something would be missing.
-    """
-    missing, taken = [wanted], []
-    for box in stored:
-        parts = [part for part in (rest.common(box) for rest in missing) if part is not None]
-        taken += [(box, part) for part in parts]
-        missing = [rest for before in missing for rest in before.minus(box)]
-        if not missing:
-            return taken
-    return []
+                boxes.add(Box.unpack(suffix[FORMAT_BYTES:]))
+    return sorted((box for box in boxes if box.common(whole) == box), key=lambda box: (-box.volume, astuple(box)))
 
 
 def longest_stored(num_pages: int, has: Callable[[Sequence[int]], Sequence[bool]]) -> int:
@@ -254,11 +158,6 @@ def longest_stored(num_pages: int, has: Callable[[Sequence[int]], Sequence[bool]
 
 
 _FAN_OUT = 8  # parts of the rest that one question tells apart
-
-
-def _volume(box: Box) -> int:
-    layers, tokens, heads = box.shape
-    return layers * tokens * heads
 
 
 def _digest_of(*parts: object) -> bytes:

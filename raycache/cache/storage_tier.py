@@ -21,9 +21,16 @@ from raycache.cache.costs import Costs
 from raycache.cache.host_moves import Entered, HostParts
 from raycache.cache.host_tier import HostTier
 from raycache.cache.node import Parts
-from raycache.cache.storage.base import Fetch
-from raycache.cache.storage.lanes import StorageLanes
-from raycache.cache.storage.orders import Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.cache.storage_orders import (
+    Fetch,
+    Found,
+    OrderKind,
+    Outcome,
+    StorageAnswer,
+    StorageOrder,
+    StorageWorkers,
+    StoredUnit,
+)
 from raycache.cache.tree import PrefixHandle
 from raycache.memory.component import FULL
 from raycache.memory.pages import PageIds
@@ -122,7 +129,7 @@ class StorageTier:
     def __init__(
         self,
         host: HostTier,
-        lanes: StorageLanes,
+        lanes: StorageWorkers,
         *,
         waiting: Waiting,
         timeout_s: float,

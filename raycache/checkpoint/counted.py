@@ -11,8 +11,8 @@ from torch import Tensor
 
 from raycache.checkpoint.layout import Layouts
 from raycache.checkpoint.stored_slice import Format
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.checkpoint.weights_form import WeightsForm
-from raycache.models.checkpoint import Checkpoint
 
 
 class CountedWeights:

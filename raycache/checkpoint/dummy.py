@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from raycache.checkpoint.dummy_weights import DummyWeights
 from raycache.checkpoint.layout import QuantisedTensor
 from raycache.checkpoint.quantisation import Quantisation
 from raycache.checkpoint.slices import cut
 from raycache.checkpoint.stored_slice import Format, StoredSlice
-from raycache.models.dummy import DummyWeights
 
 _E2M1_SPREAD = 2.93
 """Standard deviation of what evenly drawn codes stand for."""

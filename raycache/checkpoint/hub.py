@@ -30,8 +30,8 @@ from raycache.checkpoint.hub_errors import FAILURES, broken, is_away, refusal
 from raycache.checkpoint.hub_files import HubFile, descriptions, weight_names
 from raycache.checkpoint.hub_id import HubId
 from raycache.checkpoint.hub_outline import outline
+from raycache.checkpoint.tensor_files import INDEX, SINGLE, read_index
 from raycache.errors import CheckpointError
-from raycache.models.checkpoint import INDEX, SINGLE, read_index
 
 _log = logging.getLogger(__name__)
 _ANSWER_S = 20.0

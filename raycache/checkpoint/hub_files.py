@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from raycache.checkpoint.tensor_files import INDEX, SINGLE, read_index, why_no_weights
 from raycache.errors import CheckpointError
-from raycache.models.checkpoint import INDEX, SINGLE, read_index, why_no_weights
 
 _DESCRIPTIONS = (
     "config.json",

@@ -16,7 +16,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from raycache.checkpoint.hub_files import HubFile
 from raycache.checkpoint.hub_id import HubId
-from raycache.models.checkpoint import OUTLINE
+from raycache.checkpoint.tensor_files import OUTLINE
 
 _AT_A_TIME = 8
 _FIRST_BYTES = 1 << 17

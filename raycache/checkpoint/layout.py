@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 from raycache.checkpoint.quantisation import Quantisation, Scheme
 from raycache.checkpoint.stored_slice import Format
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
-from raycache.models.checkpoint import Checkpoint
 
 _FLOAT_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 _CODE_TYPES = {

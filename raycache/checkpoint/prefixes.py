@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raycache.checkpoint.stored_slice import StoredSlice
-    from raycache.models.checkpoint import WeightSource
+    from raycache.checkpoint.tensor_files import WeightSource
 
 _ALWAYS_THERE = ("model.embed_tokens.weight", "model.norm.weight")
 """Tensors that tell which prefixes a checkpoint uses."""

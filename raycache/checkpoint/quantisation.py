@@ -16,9 +16,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.checkpoint.stored_slice import Format
 from raycache.errors import CheckpointError
-from raycache.models.config import ConfigFile
 
 SUPPORTED = "FP8 (block, per tensor, per channel), MXFP4, NVFP4 and INT4 in groups"
 """For people."""

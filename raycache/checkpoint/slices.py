@@ -10,8 +10,8 @@ from torch import Tensor
 
 from raycache.checkpoint.layout import QuantisedTensor
 from raycache.checkpoint.stored_slice import Format, StoredSlice, factors
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
-from raycache.models.checkpoint import Checkpoint
 
 Box = tuple[range, ...]
 """A run of every dimension of a tensor as it is stored."""

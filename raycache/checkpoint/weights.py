@@ -16,8 +16,8 @@ from raycache.checkpoint.quantisation import Quantisation, is_without_effect, re
 from raycache.checkpoint.read_ahead import Read, ReadAhead
 from raycache.checkpoint.slices import chunks, codes_box, cut, read_global_scale, read_scales, read_slice, within
 from raycache.checkpoint.stored_slice import Format, StoredSlice
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
-from raycache.models.checkpoint import Checkpoint
 
 _CHECKED_BYTES = 1 << 16
 """Scales of a tensor up to which they are looked at before anything is loaded; larger ones when they are used."""

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycache.cache.storage.base import checksum_of
 from raycache.memory.arena import Arena
+from raycache.memory.checksum import checksum_of
 from raycache.memory.device import DevicePool
 from raycache.memory.moves import Batch
 from raycache.memory.rows import EnvelopeLayout, FieldPlace, Piece

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from raycache.cache.keys import Box
+from raycache.memory.box import Box
 from raycache.memory.component import ITEMSIZE, Component, Reuse, RowField
 from raycache.parallel.sharding import Coords, Split, even_range, shared_head_range, state_part
 

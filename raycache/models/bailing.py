@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.activation import Activation, silu_clamped, silu_gated
 from raycache.layers.experts import MixtureOfExperts
-from raycache.models.config import ConfigFile
 from raycache.models.decoder import Names
 from raycache.models.feed_forward import (
     ExpertConfig,

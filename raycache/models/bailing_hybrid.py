@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile, read_rope
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import Projection
@@ -19,7 +20,6 @@ from raycache.models.bailing import (
     read_bailing_experts,
     read_limits,
 )
-from raycache.models.config import ConfigFile, read_rope
 from raycache.models.decoder import Decoder, Progress, pre_norm_layer
 from raycache.models.drafts import PredictionLayer
 from raycache.models.feed_forward import load_feed_forward

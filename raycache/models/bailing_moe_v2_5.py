@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common, read_rope
+from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.lightning import GroupNorm, LightningAttention, RotatedHeads, SplitNorm, alibi_rates
 from raycache.layers.norm import HeadNorm
-from raycache.layers.rope import RopeConfig, Rotary
+from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat, Component, latent, recurrent
 from raycache.models.bailing import WORD_EMBEDDINGS, load_bailing_moe, prediction_names, read_bailing_experts
-from raycache.models.config import ConfigFile, ModelConfig, read_common, read_rope
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.drafts import PredictionLayer
 from raycache.models.feed_forward import ExpertConfig, load_feed_forward, read_mlp_layers

@@ -12,15 +12,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig
 from raycache.checkpoint.config_keys import unknown_keys
 from raycache.checkpoint.prefixes import PrefixedSource, prefixes_of
 from raycache.checkpoint.quantisation import read_quantisation
+from raycache.checkpoint.tensor_files import Checkpoint, WeightSource
 from raycache.checkpoint.weights import CheckedNames, plain_dtype
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.checkpoint import Checkpoint, WeightSource
-from raycache.models.config import ConfigFile, ModelConfig
 from raycache.models.decoder import Progress
 from raycache.models.unsupported import NEEDS
 from raycache.models.weights import ShardedWeights

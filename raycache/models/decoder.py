@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ModelConfig
 from raycache.layers.embedding import VocabEmbedding, VocabHead
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.norm import RMSNorm
-from raycache.models.config import ModelConfig
 from raycache.models.weights import ShardedWeights
 
 if TYPE_CHECKING:

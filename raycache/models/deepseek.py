@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common, read_given_layer_types, read_rope
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.latent_attention import LatentAttention
 from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat, Component, index_keys, latent
-from raycache.models.config import ConfigFile, ModelConfig, read_common, read_given_layer_types, read_rope
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.drafts import PredictionLayer
 from raycache.models.feed_forward import (

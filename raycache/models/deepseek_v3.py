@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile, require_full_attention
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile, require_full_attention
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.deepseek import (
     DeepseekConfig,

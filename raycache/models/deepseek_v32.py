@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raycache.models.config import ConfigFile
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.models.deepseek import DeepseekConfig, read_deepseek, read_indexer
 from raycache.models.deepseek_v3 import DeepseekV3
 

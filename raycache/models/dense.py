@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import MAX_HEAD_DIM, ConfigFile, ModelConfig, read_common, read_rope
+from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.linear import ColumnLinear
 from raycache.layers.norm import HeadNorm
-from raycache.layers.rope import RopeConfig, Rotary
+from raycache.layers.rope import Rotary
 from raycache.layers.self_attention import NormedProjection, SelfAttention
 from raycache.memory.component import CacheFormat, Component, kv
-from raycache.models.config import MAX_HEAD_DIM, ConfigFile, ModelConfig, read_common, read_rope
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.feed_forward import load_feed_forward
 from raycache.models.weights import Columns, ShardedWeights, features

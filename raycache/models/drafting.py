@@ -8,6 +8,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
+from raycache.checkpoint.config_file import ConfigFile, DraftConfig, DraftKind
+from raycache.checkpoint.tensor_files import Checkpoint, WeightSource, has_tensor
 from raycache.checkpoint.weights import CheckedNames
 from raycache.errors import ConfigError
 from raycache.models.base import (
@@ -19,8 +21,6 @@ from raycache.models.base import (
     own_weights,
     read_config,
 )
-from raycache.models.checkpoint import Checkpoint, WeightSource, has_tensor
-from raycache.models.config import ConfigFile, DraftConfig, DraftKind
 from raycache.models.decoder import Decoder
 from raycache.models.drafts import DraftModel, PredictionLayer, SmallModel
 from raycache.models.eagle import EagleConfig, is_eagle, load_eagle, read_eagle

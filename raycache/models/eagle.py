@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.embedding import VocabEmbedding, VocabHead
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.linear import ColumnLinear
 from raycache.layers.norm import RMSNorm
 from raycache.layers.rope import Rotary
-from raycache.models.config import ConfigFile, ModelConfig
 from raycache.models.decoder import Decoder, Residual
 from raycache.models.dense import DenseConfig, load_attention, read_dense_config
 from raycache.models.drafts import DraftModel, PredictionLayer, widened

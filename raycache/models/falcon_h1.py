@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.activation import silu_scaled
 from raycache.layers.forward_pass import Mixer
@@ -18,7 +19,6 @@ from raycache.layers.norm import RMSNorm
 from raycache.layers.rope import Rotary
 from raycache.layers.scaled import Scaled, SideBySide
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile
 from raycache.models.decoder import Decoder, Names, Progress, Residual, load_decoder
 from raycache.models.dense import (
     DenseConfig,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ConfigFile, read_given_layer_types
 from raycache.errors import CheckpointError
 from raycache.layers.activation import Activation, silu_gated
 from raycache.layers.experts import Experts, MixtureOfExperts, RoutedExperts, SharedExpert
@@ -16,7 +17,6 @@ from raycache.layers.feed_forward import FeedForward
 from raycache.layers.linear import ColumnLinear
 from raycache.layers.quantised_experts import QuantisedExperts
 from raycache.layers.router import SigmoidRouter, SoftmaxRouter
-from raycache.models.config import ConfigFile, read_given_layer_types
 from raycache.models.kept_weights import Cut
 from raycache.models.weights import Columns, ShardedWeights
 from raycache.parallel.sharding import even_range

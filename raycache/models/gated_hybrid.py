@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common, read_rope
+from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.gated_attention import GatedAttention
 from raycache.layers.norm import CenteredNorm, HeadNorm
-from raycache.layers.rope import RopeConfig, Rotary
+from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat, Component, kv
-from raycache.models.config import ConfigFile, ModelConfig, read_common, read_rope
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.delta_net import (
     DeltaNetConfig,

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile, read_rope
+from raycache.checkpoint.rope_config import RopeConfig
 from raycache.layers.activation import gelu_tanh_gated
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.norm import CenteredNorm
-from raycache.layers.rope import RopeConfig, Rotary
+from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile, read_rope
 from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
 from raycache.models.dense import (
     DenseConfig,

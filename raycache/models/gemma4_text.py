@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common
+from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.activation import gelu_tanh_gated
 from raycache.layers.experts import RoutedExperts
@@ -20,10 +22,9 @@ from raycache.layers.forward_pass import Mixer
 from raycache.layers.mlp_and_experts import LayerScale, MlpAndExperts, ScaledRouter, Way
 from raycache.layers.norm import HeadNorm, RMSNorm
 from raycache.layers.normed_attention import NormedAttention
-from raycache.layers.rope import RopeConfig, Rotary
+from raycache.layers.rope import Rotary
 from raycache.layers.router import SoftmaxRouter
 from raycache.memory.component import CacheFormat, Component, kv
-from raycache.models.config import ConfigFile, ModelConfig, read_common
 from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
 from raycache.models.dense import require_heads
 from raycache.models.feed_forward import (

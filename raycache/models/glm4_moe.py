@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile, require_full_attention
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile, require_full_attention
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.dense import (
     DenseConfig,

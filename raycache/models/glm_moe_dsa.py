@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from raycache.checkpoint.config_file import ConfigFile, read_given_layer_types
 from raycache.errors import CheckpointError
-from raycache.models.config import ConfigFile, read_given_layer_types
 from raycache.models.deepseek import DeepseekConfig, read_deepseek, read_indexer
 from raycache.models.deepseek_v3 import DeepseekV3
 

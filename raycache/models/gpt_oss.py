@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.activation import clamped_swiglu
 from raycache.layers.experts import Experts, MixtureOfExperts, RoutedExperts
@@ -15,7 +16,6 @@ from raycache.layers.forward_pass import Mixer
 from raycache.layers.quantised_experts import QuantisedExperts
 from raycache.layers.router import SoftmaxRouter
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.dense import (
     DenseConfig,

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile, read_common, read_layer_types, read_rope
+from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.activation import silu_gated
 from raycache.layers.experts import MixtureOfExperts
 from raycache.layers.feed_forward import FeedForward
 from raycache.layers.forward_pass import Mixer
-from raycache.layers.rope import RopeConfig, Rotary
+from raycache.layers.rope import Rotary
 from raycache.layers.router import SoftmaxRouter
 from raycache.memory.component import CacheFormat, Component, kv
-from raycache.models.config import ConfigFile, read_common, read_layer_types, read_rope
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.dense import DenseConfig, attention_head_counts, load_attention, require_heads
 from raycache.models.feed_forward import (

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common
 from raycache.errors import CheckpointError
 from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import ForgetGate, KimiDeltaAttention, Projection
 from raycache.memory.component import CacheFormat, Component, latent, recurrent
-from raycache.models.config import ConfigFile, ModelConfig, read_common
 from raycache.models.decoder import Decoder, Names, Progress, load_decoder, pre_norm_layer
 from raycache.models.feed_forward import ExpertConfig, read_grouped_experts, read_mlp_layers
 from raycache.models.latent_attention import LatentConfig

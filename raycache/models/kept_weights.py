@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raycache.checkpoint.stored_slice import Format, StoredSlice
+from raycache.checkpoint.tensor_files import WeightSource
 from raycache.errors import CheckpointError
 from raycache.layers.quantised import GROUP, Fp8Matrix
 from raycache.layers.quantised_experts import ExpertMatrices, Fp8Matrices, MxMatrices
-from raycache.models.checkpoint import WeightSource
 
 _log = logging.getLogger(__name__)
 

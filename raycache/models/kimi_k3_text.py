@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.activation import Activation, situ
 from raycache.layers.attention_residual import AttentionResidual, MixedNorm, PlaneMixture
@@ -20,7 +21,6 @@ from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import LowRank, Projection
 from raycache.layers.norm import RMSNorm
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile
 from raycache.models.decoder import Decoder, Progress, load_decoder
 from raycache.models.feed_forward import (
     MIXTRAL,

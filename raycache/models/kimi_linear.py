@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import LowRank, Projection
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile
 from raycache.models.decoder import Decoder, Names, Progress
 from raycache.models.feed_forward import MIXTRAL, load_feed_forward, load_grouped_moe
 from raycache.models.kda import (

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raycache.attention.base import LatentProjection
+from raycache.checkpoint.config_file import ConfigFile
+from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.indexer import Indexer, Selector, SharedSelection
 from raycache.layers.latent_attention import LatentAttention, LatentInputs
 from raycache.layers.norm import RMSNorm
-from raycache.layers.rope import RopeConfig, Rotary
-from raycache.models.config import ConfigFile
+from raycache.layers.rope import Rotary
 from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raycache.models.config import ConfigFile, read_given_layer_types
+from raycache.checkpoint.config_file import ConfigFile, read_given_layer_types
 
 LINEAR, FULL = "linear_attention", "full_attention"
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.config_file import DraftKind, ModelConfig
 from raycache.memory.component import CacheFormat, Reuse
 from raycache.models.base import components, family_of
-from raycache.models.config import DraftKind, ModelConfig
 from raycache.models.feed_forward import ExpertConfig
 from raycache.models.weights import ShardedWeights
 from raycache.parallel.context import ParallelContext

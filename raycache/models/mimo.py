@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.layers.rope import Rotary
-from raycache.models.config import ConfigFile
 from raycache.models.decoder import Decoder, pre_norm_layer
 from raycache.models.dense import DenseConfig, load_attention
 from raycache.models.drafts import PredictionLayer

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.lightning import ActivatedHeads, LightningAttention, SplitNorm, slope_rates
 from raycache.layers.norm import RMSNorm
 from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat, Component, kv, recurrent
-from raycache.models.config import ConfigFile
 from raycache.models.decoder import Decoder, Norm, Progress, load_decoder
 from raycache.models.dense import DenseConfig, load_attention, read_dense_config, read_rotary_share
 from raycache.models.feed_forward import MIXTRAL, ExpertConfig, load_softmax_moe, require_experts

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile, require_full_attention
 from raycache.errors import CheckpointError
 from raycache.layers.experts import MixtureOfExperts
 from raycache.layers.forward_pass import Mixer
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile, require_full_attention
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.dense import (
     DenseConfig,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
-from raycache.models.config import ConfigFile
 from raycache.models.minimax import MiniMax, MiniMaxConfig
 
 

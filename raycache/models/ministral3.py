@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
-from raycache.models.config import ConfigFile
 from raycache.models.dense import DenseConfig
 from raycache.models.llama import Llama
 from raycache.models.mistral import read_mistral, read_window

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.layers.forward_pass import Mixer
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.config import ConfigFile
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.dense import DenseConfig, attention_head_counts, dense_components, load_attention_mlp
 from raycache.models.feed_forward import MIXTRAL, ExpertConfig, load_softmax_moe, require_experts

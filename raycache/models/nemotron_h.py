@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile, read_common, read_layer_types
+from raycache.checkpoint.rope_config import RopeConfig
 from raycache.layers.activation import relu2
 from raycache.layers.experts import LatentExperts, MixtureOfExperts
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.norm import RMSNorm
-from raycache.layers.rope import RopeConfig
 from raycache.memory.component import CacheFormat, Component, kv
-from raycache.models.config import ConfigFile, read_common, read_layer_types
 from raycache.models.decoder import Decoder, Names, Progress, Residual, load_decoder
 from raycache.models.dense import DenseConfig, attention_head_counts, load_attention, require_heads
 from raycache.models.feed_forward import (

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ModelConfig
 from raycache.layers.embedding import VocabEmbedding
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.norm import RMSNorm
-from raycache.models.config import ModelConfig
 from raycache.models.decoder import Decoder, Norm
 from raycache.models.drafts import PredictionLayer
 from raycache.models.weights import Columns, ShardedWeights

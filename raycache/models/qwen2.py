@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raycache.models.config import ConfigFile
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.models.dense import DenseConfig, read_dense_config
 from raycache.models.llama import Llama
 from raycache.models.windows import read_optional_windows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raycache.models.config import ConfigFile
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.models.delta_net import Packing, packed_by_kind
 from raycache.models.qwen3_next import Qwen3Next, Qwen3NextConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.layers.forward_pass import Mixer
-from raycache.models.config import ConfigFile
 from raycache.models.delta_net import Packing, packed_by_kind
 from raycache.models.feed_forward import load_feed_forward
 from raycache.models.gated_hybrid import GatedHybridConfig, GatedHybridFamily, read_gated_hybrid

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.layers.experts import MixtureOfExperts
 from raycache.layers.forward_pass import Mixer
-from raycache.models.config import ConfigFile
 from raycache.models.delta_net import Packing, packed_per_key_head
 from raycache.models.feed_forward import (
     ExpertConfig,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raycache.models.config import ConfigFile
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 
 

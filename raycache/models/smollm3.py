@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raycache.checkpoint.config_file import ConfigFile, require_full_attention
 from raycache.errors import CheckpointError
-from raycache.models.config import ConfigFile, require_full_attention
 from raycache.models.dense import DenseConfig, read_dense_config
 from raycache.models.llama import Llama
 

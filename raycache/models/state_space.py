@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.mamba2 import GatedGroupNorm, Mamba2, StateSpace, Taps, silu_gate
 from raycache.layers.scaled import ScaledProjection
 from raycache.memory.component import CacheFormat, Component, recurrent
-from raycache.models.config import ConfigFile
 from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range, shared_head_range, state_part
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from raycache.checkpoint.config_file import ConfigFile, read_given_layer_types
 from raycache.errors import CheckpointError
-from raycache.models.config import ConfigFile, read_given_layer_types
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raycache.checkpoint.config_file import ConfigFile
 from raycache.checkpoint.prefixes import Prefixes
 from raycache.errors import CheckpointError
-from raycache.models.config import ConfigFile
 
 ARCHITECTURE = "ForConditionalGeneration"
 """What names of vision models that write text end with."""

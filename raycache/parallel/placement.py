@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.parallel.rank_map import brief_ranks, parse_rank_map
 from raycache.parallel.sharding import Split
@@ -87,23 +86,23 @@ class Need:
         return f"{self.num_groups} x {self.split.tp} ranks ({unit})"
 
 
-def need_of(config: Config, *, device: str, nodes: Sequence[Node]) -> Need:
+def need_of(split: Split, *, replicas: int, device: str, nodes: Sequence[Node]) -> Need:
     """What a gang needs of these nodes.
 
     Args:
-        config: whose split to place, and how many gangs share the cluster.
+        split: of a gang.
+        replicas: gangs that share the cluster.
         device: "cpu" or "cuda".
         nodes: of the cluster.
     """
-    split = Split.of(config)
     if device == "cuda":
         cpus = [node.cpus for node in nodes if node.gpus] or [0.0]
         return Need(split, num_cpus=_whole_grains(min(1.0, min(cpus) / 8)), num_gpus=1)
     total = sum(node.cpus for node in nodes)
     # Ranks wait for each other most of the time, so several may share a core. Half of it is left to others, and one
     # gang more than asked for has room, since a new one starts before an old one ends.
-    share = min(1.0, total / (2 * split.world_size * (config.replicas + 1)))
-    density = max(1.0, split.world_size * config.replicas / max(total, 1.0))
+    share = min(1.0, total / (2 * split.world_size * (replicas + 1)))
+    density = max(1.0, split.world_size * replicas / max(total, 1.0))
     need = Need(split, num_cpus=max(_whole_grains(share), _GRAIN), num_gpus=0, ranks_per_cpu=density)
     largest = max((node.cpus for node in nodes), default=0.0)
     if need.num_cpus * split.tp > largest > 0:

@@ -12,13 +12,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from raycache.config import Config
 
 
 @dataclass(frozen=True)
@@ -49,11 +42,6 @@ class Split:
 
     def __post_init__(self) -> None:
         assert len(self.stages) in (0, self.pp), f"{self.stages} are not the layers of {self.pp} stages"
-
-    @classmethod
-    def of(cls, config: Config) -> Split:
-        """That of a service; with stages once they are chosen (engine/stages.py)."""
-        return cls(tp=config.tp, pp=config.pp, cp=config.cp, stages=config.stages)
 
     def stage_layers(self, num_layers: int, stage: int) -> range:
         """Layers of a stage, of a model with so many."""
@@ -141,33 +129,6 @@ def vocab_range(vocab_size: int, tp_rank: int, tp_size: int) -> range:
     """Rows of the embedding of a tp rank: ceil(vocab / tp) each, the last ones may be shorter or empty."""
     rows = -(-vocab_size // tp_size)
     return range(min(tp_rank * rows, vocab_size), min((tp_rank + 1) * rows, vocab_size))
-
-
-def owned_prefix_len(prefix_len: int, *, page_size: int, cp_rank: int, cp_size: int) -> int:
-    """How many of the first `prefix_len` tokens of a sequence a cp rank holds."""
-    pages, rest = divmod(prefix_len, page_size)
-    share = page_size // cp_size
-    return pages * share + min(max(rest - cp_rank * share, 0), share)
-
-
-def owned_slots(
-    positions: NDArray[np.int64], page_table: NDArray[np.int32], *, page_size: int, cp_rank: int, cp_size: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where a cp rank writes the tokens that it owns.
-
-    Args:
-        positions: positions in the sequence, length T.
-        page_table: page id per page of the sequence.
-    Returns:
-        (index, slot): index into `positions` of the owned ones, and their slot page_id * (S / cp) + offset in this
-        rank's pool; negative where the table has -1 for their page.
-    """
-    share = page_size // cp_size
-    offset = positions % page_size
-    index = np.flatnonzero(offset // share == cp_rank)
-    owned = positions[index]
-    pages: NDArray[np.int64] = page_table[owned // page_size].astype(np.int64)
-    return index, pages * share + owned % share
 
 
 def split_chunk(num_tokens: int, cp_rank: int, cp_size: int, *, turn: int = 0) -> tuple[range, ...]:

@@ -13,12 +13,12 @@ import openai
 
 from actors.front import RayEngine
 from actors.placement import reserve
-from launch.http import build_app
-from launch.observe import Observed
-from launch.serve import bind, serve
+from launch.http.app import build_app
+from launch.http.serve import bind, serve
+from launch.observe.requests import Observed
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
-from raycache.metrics import Metrics
-from raycache.server.tokenizer import Tokenizer
+from raycache.observe.metrics import Metrics
 from raycache.types import EngineInfo
 
 

@@ -18,7 +18,7 @@ from ray.util import placement_group_table
 
 from actors.cluster import Cluster
 from actors.placement import reserve
-from launch.cli import main
+from launch.cli.main import main
 from raycache.config import Config
 from raycache.errors import ConfigError
 from tests.actors.launched import endpoint_of, is_gone, start, traces
@@ -72,7 +72,7 @@ def test_a_mistake_is_refused_before_ray_starts(
     said: str,
 ) -> None:
     # It is for a process that starts its own Ray; here it would keep the nodes of later tests from their cluster.
-    monkeypatch.setattr("launch.cli.keep_ray_on_loopback", lambda: None)
+    monkeypatch.setattr("launch.cli.main.keep_ray_on_loopback", lambda: None)
     copy = shutil.copytree(model, tmp_path / "copy")
     damage(copy)
     assert main(["launch", str(copy), "--port", "0", *flags]) == 2

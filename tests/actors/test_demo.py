@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.demo_model import make_demo_model
+from launch.demo.model import make_demo_model
 
 
 @pytest.fixture(scope="module")

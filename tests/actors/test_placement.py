@@ -19,8 +19,8 @@ from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 from actors.placement import Places, cluster_nodes, reserve
-from launch.doctor_cluster import examine_nodes
-from launch.finding import Finding, Verdict
+from launch.doctor.cluster import examine_nodes
+from launch.doctor.finding import Finding, Verdict
 from raycache.config import Config
 from raycache.errors import ConfigError
 

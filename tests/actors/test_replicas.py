@@ -20,14 +20,14 @@ from actors import front
 from actors.cluster import Cluster
 from actors.replicas import Replicas
 from actors.starter import Starter
-from launch.http import build_app
-from launch.http_replicas import ReplicasApi
-from launch.serve import bind, serve
+from launch.http.app import build_app
+from launch.http.replicas import ReplicasApi
+from launch.http.serve import bind, serve
+from raycache.api.replicas import ReplicaAction, ReplicaOrder
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError
-from raycache.server.replicas import ReplicaAction, ReplicaOrder
-from raycache.server.tokenizer import Tokenizer
-from raycache.server.totals import total_info
+from raycache.routing.totals import total_info
 from raycache.types import CacheAction, CacheOrder
 from tests.unit.storage_media import redis_server
 

@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from raycache.config import Config
-from raycache.engine.plan import Admit, Row, StepPlan, emitted, local_positions
-from raycache.engine.processes import Invitation, RankProcess, invite
-from raycache.engine.runner import RankRunner
-from raycache.engine.stages import with_stages
+from raycache.deployment.stages import with_stages
+from raycache.gang.processes import Invitation, RankProcess, invite
 from raycache.memory.component import FULL
 from raycache.models.base import read_config
 from raycache.parallel.board import AckBoard
 from raycache.parallel.context import DECIDER, Store, build_group
+from raycache.rank.runner import RankRunner
 from raycache.types import SamplingParams
+from raycache.wire.plan import Admit, Row, StepPlan, emitted, local_positions
 
 PAGE_SIZE = 8
 NUM_PAGES = 96

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from raycache import LLM, SamplingParams
+from raycache.api.tokenizer import Tokenizer
 from raycache.llm import Completion
 from raycache.memory.component import window_pages
-from raycache.server.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "gemma3-270m"

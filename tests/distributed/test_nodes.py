@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raycache.engine.host_service import open_arena
 from raycache.errors import RankLostError
+from raycache.host.service import open_arena
 from raycache.types import Miss
 from tests.oracle.families import make_family
 from tests.oracle.golden import greedy

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.exactness import Case, make_prompts, reference, run_split
-from launch.demo_model import make_demo_model
+from launch.demo.model import make_demo_model
 
 pytestmark = pytest.mark.real_model
 

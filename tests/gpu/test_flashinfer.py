@@ -25,12 +25,12 @@ from raycache.attention.base import (
     StaticStep,
 )
 from raycache.attention.flashinfer_selected import SlotChoice
-from raycache.engine.decode_batch import DecodeBatch
-from raycache.engine.page_tables import PageTables
 from raycache.errors import ConfigError
 from raycache.memory.component import FULL, Component, kv, latent
 from raycache.memory.device import DevicePool
 from raycache.parallel.context import ParallelContext
+from raycache.rank.decode_batch import DecodeBatch
+from raycache.step.page_tables import PageTables
 from tests.oracle.attention import DTYPES, MIXED, Batch, Case, OnePerRank, Seat, on_ranks
 from tests.unit import test_attention as full
 from tests.unit import test_attention_latent as latents

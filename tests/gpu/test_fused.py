@@ -19,13 +19,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from raycache.attention.base import LatentProjection
+from raycache.checkpoint.rope_config import RopeConfig
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.layers import fused
 from raycache.layers.activation import Activation, clamped_swiglu, gelu_tanh_gated, silu_clamped, silu_gated, situ
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.norm import HeadNorm
-from raycache.layers.rope import RopeConfig, Rotary
+from raycache.layers.rope import Rotary
 from raycache.models.base import load_model, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.context import ParallelContext
 from tests.oracle.families import make_family
 

@@ -24,11 +24,11 @@ from transformers import CONFIG_MAPPING
 
 from raycache import LLM, SamplingParams
 from raycache.config import Config
-from raycache.engine.memory_plan import cache_format
-from raycache.engine.plan import StepPlan
-from raycache.engine.rank import Rank
-from raycache.engine.runner import RankRunner, Seat
+from raycache.deployment.memory_plan import cache_format
 from raycache.models.base import components
+from raycache.rank.rank import Rank
+from raycache.rank.runner import RankRunner, Seat
+from raycache.wire.plan import StepPlan
 from tests.oracle import tiny_tokenizers
 from tests.oracle.families import FAMILIES
 from tests.oracle.half import (

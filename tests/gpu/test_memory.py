@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from raycache import LLM, SamplingParams
-from raycache.engine.memory_use import MemoryUse, free_bytes, refusing_out_of_memory
+from raycache.deployment.memory_use import MemoryUse, free_bytes, refusing_out_of_memory
 from raycache.errors import ConfigError
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from raycache.cache.storage.base import checksum_of
+from raycache.memory.checksum import checksum_of
 from raycache.memory.component import CacheFormat, index_keys, kv
 from raycache.memory.moves import Moves, Unit
 from raycache.memory.streams import CopyEngine, PinnedSlabs

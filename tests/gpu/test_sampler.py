@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from raycache.engine.sampler import SampleRow, sample
+from raycache.rank.sampler import SampleRow, sample
 from raycache.types import SamplingParams
 
 pytestmark = pytest.mark.gpu

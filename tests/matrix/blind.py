@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raycache.engine.plan import Admit, Row
 from raycache.memory.component import FULL
+from raycache.wire.plan import Admit, Row
 from tests.matrix.controls import Control, Part, parts_of, units_of
 from tests.matrix.home import host_units, last_rank, open_home
 from tests.matrix.ranks import Damage

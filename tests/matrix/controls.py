@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from raycache.cache.holding import Holding
-from raycache.engine.plan import Admit, Row
 from raycache.memory.component import Component, Reuse
+from raycache.wire.plan import Admit, Row
 from tests.matrix.contents import LENGTH, Contents
 from tests.matrix.ranks import Damage, Repair
 from tests.matrix.scenarios import Setting

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
 from raycache.config import Config
-from raycache.engine.processes import RankProcess, invite
+from raycache.gang.processes import RankProcess, invite
 from raycache.parallel.board import AckBoard, Acks
 from raycache.parallel.context import Store
 from raycache.parallel.sharding import Split

@@ -14,17 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from raycache.cache.host_tier import HostTier
-from raycache.cache.storage.base import Fetch, Header
-from raycache.cache.storage.file import FileStorage
-from raycache.cache.storage.segment import Segment
+from raycache.cache.storage_orders import Fetch
 from raycache.config import Config
-from raycache.engine.host_link import HostLink
-from raycache.engine.host_plan import part_widths
-from raycache.engine.host_service import HostService, open_arena
-from raycache.engine.host_spec import host_spec
+from raycache.host.link import HostLink
+from raycache.host.plan import part_widths
+from raycache.host.service import HostService, open_arena
+from raycache.host.spec import host_spec
 from raycache.memory.arena import Arena
 from raycache.memory.component import FULL
 from raycache.models.base import read_config
+from raycache.storage.base import Header
+from raycache.storage.file import FileStorage
+from raycache.storage.segment import Segment
 from tests.matrix.ranks import Host
 from tests.matrix.scenarios import Setting
 from tests.matrix.trial import Trial

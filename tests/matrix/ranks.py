@@ -16,11 +16,9 @@ from torch import Tensor
 from raycache.attention.torch_ref import TorchBackend
 from raycache.checkpoint.weights import open_weights
 from raycache.config import Config
-from raycache.engine.host_service import open_arena
-from raycache.engine.memory_plan import cache_format, pool_sizes
-from raycache.engine.plan import StepPlan
-from raycache.engine.processes import Invitation
-from raycache.engine.rank import Rank
+from raycache.deployment.memory_plan import cache_format, pool_sizes
+from raycache.gang.processes import Invitation
+from raycache.host.service import open_arena
 from raycache.memory.device import DevicePool
 from raycache.memory.mover import LaneName, Mover
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
@@ -28,6 +26,8 @@ from raycache.models.base import components, load_model, read_config
 from raycache.parallel.board import AckBoard, Lane
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
+from raycache.rank.rank import Rank
+from raycache.wire.plan import StepPlan
 
 Rows = dict[tuple[int, str], NDArray[np.float32]]
 """(layer, field) -> what a rank keeps of it."""
@@ -265,7 +265,7 @@ class Bench:
 def load_rank(config: Config, ctx: ParallelContext) -> Rank:
     """A rank with this model, in float32."""
     model_dir, dtype = Path(config.model), torch.float32
-    ctx = replace(ctx, split=Split.of(config))
+    ctx = replace(ctx, split=config.split)
     model = read_config(model_dir)
     fmt = cache_format(config, dtype=dtype)
     pool = DevicePool(

@@ -19,16 +19,16 @@ from raycache.cache.costs import ENOUGH, Pace
 from raycache.cache.holding import Holding, Use
 from raycache.cache.sequences import SequenceCache
 from raycache.config import Config
-from raycache.engine.build import build_engine
-from raycache.engine.engine import Engine
-from raycache.engine.host_link import HostLink
-from raycache.engine.plan import Admit, Row, RowResult, StepPlan, emissions
-from raycache.engine.scheduler import Scheduler
-from raycache.engine.stages import with_stages
+from raycache.decider.engine import Engine
+from raycache.decider.scheduler import Scheduler
+from raycache.deployment.stages import with_stages
+from raycache.gang.build import build_engine
+from raycache.host.link import HostLink
 from raycache.models.base import read_config
 from raycache.parallel.board import Acks
 from raycache.parallel.sharding import Coords, Split
 from raycache.types import GenerateRequest, SamplingParams
+from raycache.wire.plan import Admit, Row, RowResult, StepPlan, emissions
 from tests.matrix.gang import TIMEOUT_S, Gang, RankFailedError
 from tests.matrix.ranks import Host, Load, Poison, Read, Rows, Run
 from tests.matrix.sequences import ANSWER, Corpus, Dialogue

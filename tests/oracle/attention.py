@@ -23,13 +23,13 @@ from torch.utils._pytree import tree_leaves
 from raycache.attention.base import AttentionBackend, AttentionStep, StaticStep
 from raycache.attention.composite import CompositeBackend
 from raycache.attention.torch_ref import TorchBackend
-from raycache.engine.inputs import StepInputs, build_inputs
-from raycache.engine.plan import Row, StepPlan, local_positions
 from raycache.memory.component import FULL, CacheFormat, Component, Reuse
 from raycache.memory.device import DevicePool
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
+from raycache.step.inputs import StepInputs, build_inputs
+from raycache.wire.plan import Row, StepPlan, local_positions
 
 BACKENDS: list[AttentionBackend] = [
     TorchBackend(),

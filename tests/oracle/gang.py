@@ -15,15 +15,15 @@ from torch import Tensor
 
 from raycache.attention.torch_ref import TorchBackend
 from raycache.checkpoint.weights import open_weights
-from raycache.engine.plan import Admit, Row, StepPlan, emissions
-from raycache.engine.rank import Rank
 from raycache.memory.component import FULL, CacheFormat
 from raycache.memory.device import DevicePool
 from raycache.models.base import components, load_model, read_config
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
+from raycache.rank.rank import Rank
 from raycache.types import SamplingParams
+from raycache.wire.plan import Admit, Row, StepPlan, emissions
 
 PAGE_SIZE = 8
 

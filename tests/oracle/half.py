@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from raycache.engine.plan import Admit, Row, StepPlan
 from raycache.types import SamplingParams
+from raycache.wire.plan import Admit, Row, StepPlan
 from tests.oracle.families import make_family
 
 PAGE_SIZE = 16

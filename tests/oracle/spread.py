@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raycache.config import Config
-from raycache.engine.build import build_engine, check_model
-from raycache.engine.engine import Engine
-from raycache.engine.host_directory import SHARED_MEMORY, new_name
-from raycache.engine.host_link import HostLink
-from raycache.engine.host_nodes import are_all_gone, open_all, work_on_all
-from raycache.engine.host_service import HostService, Opened
-from raycache.engine.processes import ProcessGang
-from raycache.engine.stages import with_stages
+from raycache.decider.engine import Engine
+from raycache.deployment.stages import with_stages
 from raycache.errors import RankLostError
+from raycache.gang.build import build_engine, check_model
+from raycache.gang.processes import ProcessGang
+from raycache.host.directory import SHARED_MEMORY, new_name
+from raycache.host.link import HostLink
+from raycache.host.nodes import are_all_gone, open_all, work_on_all
+from raycache.host.service import HostService, Opened
 from raycache.types import CacheAction, CacheOrder, GenerateRequest, RequestOutput, SamplingParams
 
 _TIMEOUT_S = 120.0

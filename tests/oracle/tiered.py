@@ -15,12 +15,12 @@ from raycache.cache.host_tier import HostTier
 from raycache.cache.keys import Identity
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
-from raycache.cache.storage.lanes import StorageLanes
 from raycache.cache.storage_tier import StorageTier, Waiting
-from raycache.engine.drafts import Drafts
-from raycache.engine.engine import Engine
-from raycache.engine.scheduler import Scheduler
+from raycache.decider.drafts import Drafts
+from raycache.decider.engine import Engine
+from raycache.decider.scheduler import Scheduler
 from raycache.memory.component import FULL, window_pages
+from raycache.storage.lanes import StorageLanes
 from raycache.types import EngineInfo, GenerateRequest, RequestOutput, SamplingParams
 from tests.oracle.drafters import KnownTexts
 from tests.oracle.twin import EOS, VOCAB, TwinExecutor, continuation

@@ -21,11 +21,11 @@ from dataclasses import replace
 import numpy as np
 
 from raycache.cache.spaces import SpaceSizes
-from raycache.engine.plan import UNKNOWN, Admit, Row, RowResult, StepPlan
 from raycache.errors import RankLostError
 from raycache.memory.component import FULL
 from raycache.parallel.board import Acks
 from raycache.types import FinishReason, SamplingParams, TokenLogprob
+from raycache.wire.plan import UNKNOWN, Admit, Row, RowResult, StepPlan
 from tests.oracle.twin_host import Content, TwinHost, TwinMover
 
 VOCAB = 13

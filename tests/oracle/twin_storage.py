@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from raycache.cache.storage.base import Fetch
-from raycache.cache.storage.orders import Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
 from raycache.memory.component import FULL
 from tests.oracle.twin_host import Content, Slot, TwinHost
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from raycache.cache.storage_tier import Waiting
-from raycache.engine.engine import Engine
-from raycache.engine.plan import RowResult, StepPlan
+from raycache.decider.engine import Engine
 from raycache.errors import RankLostError
 from raycache.types import FinishReason, GenerateRequest, Miss, SamplingParams
+from raycache.wire.plan import RowResult, StepPlan
 from tests.oracle.tiered import Setup, Tiered
 from tests.oracle.twin import EOS, VOCAB, TwinExecutor, continuation
 from tests.oracle.twin_storage import StorageTrouble

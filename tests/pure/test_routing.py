@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.routing import ExactCache, simulate
 from benchmarks.trace import synthetic_trace
-from raycache.server.routing import PrefixIndex, Route, Router
+from raycache.routing.choice import PrefixIndex, Route, Router
 from raycache.types import FinishReason, GenerateRequest, Miss, RequestOutput, SamplingParams
 
 _PAGE = 4

@@ -15,11 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from raycache.cache.keys import Identity
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
-from raycache.engine.batch import MAX_SCORED_TOKENS
-from raycache.engine.drafts import Drafts
-from raycache.engine.engine import Engine
-from raycache.engine.plan import StepPlan
-from raycache.engine.scheduler import Scheduler
+from raycache.decider.drafts import Drafts
+from raycache.decider.engine import Engine
+from raycache.decider.scheduler import Scheduler
 from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
 from raycache.memory.component import window_pages
 from raycache.types import (
@@ -30,6 +28,7 @@ from raycache.types import (
     SamplingParams,
     TokenLogprob,
 )
+from raycache.wire.plan import MAX_SCORED_TOKENS, StepPlan
 from tests.oracle.drafters import KnownTexts
 from tests.oracle.twin import EOS, VOCAB, TwinExecutor, continuation, logprob, prompt_scores
 

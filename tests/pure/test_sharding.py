@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycache.parallel.sharding import (
-    Coords,
-    Split,
-    even_range,
-    owned_prefix_len,
-    owned_slots,
-    shared_head_range,
-    split_chunk,
-    vocab_range,
-)
+from raycache.parallel.owned_tokens import owned_prefix_len, owned_slots
+from raycache.parallel.sharding import Coords, Split, even_range, shared_head_range, split_chunk, vocab_range
 from tests.oracle.staged import staged
 
 splits = st.builds(Split, tp=st.integers(1, 8), pp=st.integers(1, 8), cp=st.integers(1, 8))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raycache.cache.host_moves import WritePolicy
-from raycache.cache.storage.orders import OrderKind, StorageAnswer, StorageOrder
+from raycache.cache.storage_orders import OrderKind, StorageAnswer, StorageOrder
 from raycache.cache.storage_tier import Waiting
 from raycache.memory.component import FULL
 from raycache.types import CacheAction, CacheOrder, FinishReason, GenerateRequest, RequestOutput, SamplingParams

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from raycache.server.tokenizer import Tokenizer
+from raycache.api.tokenizer import Tokenizer
 from tests.oracle import tiny_tokenizers
 from tests.security import fuzz
 from tests.security.attack import BEHAVIOURS, attack

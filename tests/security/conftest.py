@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raycache.server.tokenizer import Tokenizer
+from raycache.api.tokenizer import Tokenizer
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine
 

@@ -22,7 +22,7 @@ from schemathesis.checks import (
     status_code_conformance,
 )
 
-from raycache.server.tokenizer import Tokenizer
+from raycache.api.tokenizer import Tokenizer
 from tests.unit.scripted import ScriptedEngine, over_port
 
 _CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]

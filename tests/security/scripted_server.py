@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from raycache.server.tokenizer import Tokenizer
+from raycache.api.tokenizer import Tokenizer
 from tests.oracle import tiny_tokenizers
 from tests.security.fuzz import served
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raycache.server.tokenizer import Tokenizer
+from raycache.api.tokenizer import Tokenizer
 from tests.security.fuzz import fuzz_bytes, fuzz_described, served
 
 

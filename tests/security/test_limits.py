@@ -13,10 +13,10 @@ import httpx
 import openai
 import pytest
 
-import launch.limits as limits
-from launch.wire import Bodies
+import launch.http.limits as limits
+from launch.http.wire import Bodies
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
-from raycache.server.tokenizer import Tokenizer
 from tests.security.raw import GET, answer, connection, error_of, is_ended, post
 from tests.unit.scripted import TEXT, ScriptedEngine, over_port, run
 

@@ -23,7 +23,7 @@ import openai
 import psutil
 import pytest
 
-from launch import auth
+from launch.http import auth
 from tests.actors.launched import endpoint_of, start
 from tests.oracle import tiny_tokenizers
 from tests.oracle.tiny import make_tiny

@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from launch import auth
-from launch.cli import main
-from launch.http import build_app
-from launch.serve import bind
+from launch.cli.main import main
+from launch.http import auth
+from launch.http.app import build_app
+from launch.http.serve import bind
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError
-from raycache.server.tokenizer import Tokenizer
 from tests.security.raw import connection, post
 from tests.unit.scripted import ScriptedEngine, over_asgi, over_port, run
 

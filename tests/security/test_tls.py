@@ -14,11 +14,11 @@ import httpx
 import openai
 import pytest
 
-from launch import client as own_client
-from launch.serve import bind
+from launch.cli import client as own_client
+from launch.http.serve import bind
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError
-from raycache.server.tokenizer import Tokenizer
 from tests.security.certificates import Authority, needs_openssl
 from tests.security.raw import GET, answer, connection, is_ended
 from tests.unit.scripted import TEXT, ScriptedEngine, over_port, run
@@ -121,7 +121,7 @@ def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("launch.serve._REFRESH_TICKS", 1)
+    monkeypatch.setattr("launch.http.serve._REFRESH_TICKS", 1)
     certificate, key = (Path(shutil.copy(path, tmp_path)) for path in authority.sign("first"))
     renewed = authority.sign("second")
     context = ssl.create_default_context(cafile=str(authority.certificate))

@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 
-from launch.http import build_app
-from launch.observe import Observed
-from launch.serve import bind, serve
+from launch.http.app import build_app
+from launch.http.serve import bind, serve
+from launch.observe.requests import Observed
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RayCacheError
-from raycache.server.tokenizer import Tokenizer
 from raycache.types import (
     CacheOrder,
     EngineInfo,

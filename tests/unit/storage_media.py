@@ -17,12 +17,12 @@ import pytest
 import redis
 from moto.server import ThreadedMotoServer
 
-from raycache.cache.storage.base import Storage
-from raycache.cache.storage.faulty import FaultRates, FaultyStorage
-from raycache.cache.storage.file import FileStorage
-from raycache.cache.storage.object import ObjectStorage, open_bucket
-from raycache.cache.storage.open import open_storage
-from raycache.cache.storage.redis import RedisServer, RedisStorage
+from raycache.storage.base import Storage
+from raycache.storage.faulty import FaultRates, FaultyStorage
+from raycache.storage.file import FileStorage
+from raycache.storage.object import ObjectStorage, open_bucket
+from raycache.storage.open import open_storage
+from raycache.storage.redis import RedisServer, RedisStorage
 from tests.unit.stored import MIB, payload_of
 
 TIMEOUT_S = 20.0  # longer than a busy machine takes

@@ -2,7 +2,8 @@
 
 import hashlib
 
-from raycache.cache.storage.base import Fetch, Storage
+from raycache.cache.storage_orders import Fetch
+from raycache.storage.base import Storage
 
 MIB = 1 << 20
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from raycache.api import chat as chat_module
+from raycache.api.chat import ChatTemplate
+from raycache.api.tokenizer import Tokenizer
 from raycache.errors import ConfigError, RequestError
-from raycache.server import chat as chat_module
-from raycache.server.chat import ChatTemplate
-from raycache.server.tokenizer import Tokenizer
 from tests.oracle import tiny_tokenizers
 
 _LLAMA = (

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raycache.api.chat import ChatTemplate
+from raycache.api.tokenizer import Tokenizer
 from raycache.errors import RequestError
-from raycache.server.chat import ChatTemplate
-from raycache.server.tokenizer import Tokenizer
 from tests.oracle import k3, tiny_kimi
 
 MARKS = ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from raycache.checkpoint.tensor_files import INDEX, SINGLE, Checkpoint, weights_fingerprint
 from raycache.errors import CheckpointError
 from raycache.models.base import read_config
-from raycache.models.checkpoint import INDEX, SINGLE, Checkpoint, weights_fingerprint
 from tests.oracle.tiny import make_tiny
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from raycache.attention.choose import choose_backend, device_obstacle, package_obstacle, version_number
 from raycache.attention.torch_ref import TorchBackend
 from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.models.base import ModelConfig, read_config
+from raycache.rank.backend import choose_backend, device_obstacle, package_obstacle, version_number
 from tests.oracle.tiny import make_tiny
 
 CPU = torch.device("cpu")

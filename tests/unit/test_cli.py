@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from launch import service
-from launch.cli import main
+from launch.cli.main import main
 from launch.flags import add_config_flags, settings
 from launch.table import human_bytes, render
 from raycache import __version__

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from launch import service
-from launch.cache import summary
-from launch.cli import main
+from launch.cli.cache import summary
+from launch.cli.main import main
+from raycache.api.tokenizer import Tokenizer
 from raycache.errors import ConfigError
-from raycache.server.tokenizer import Tokenizer
 from raycache.types import CacheAction, CacheOrder
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine, over_port, run

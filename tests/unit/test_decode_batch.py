@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycache.engine.decode_batch import DecodeBatch
-from raycache.engine.graphs import batch_sizes
-from raycache.engine.inputs import build_inputs
-from raycache.engine.page_tables import PageTables
-from raycache.engine.plan import Row, StepPlan
 from raycache.memory.component import FULL, CacheFormat, kv, recurrent
 from raycache.memory.device import DevicePool
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
+from raycache.rank.decode_batch import DecodeBatch
+from raycache.rank.graphs import batch_sizes
+from raycache.step.inputs import build_inputs
+from raycache.step.page_tables import PageTables
+from raycache.wire.plan import Row, StepPlan
 
 SIZE, WINDOW, NUM_PAGES, NUM_STATES = 8, 11, 60, 9
 FMT = CacheFormat("float32")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch.demo_model import make_demo_model
+from launch.demo.model import make_demo_model
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import ConfigError
 from raycache.models.base import read_config
-from raycache.models.checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raycache.api.detokenize import Detokenizer
+from raycache.api.output_text import OutputText, TextDelta
+from raycache.api.stops import StopMatcher
+from raycache.api.tokenizer import Tokenizer
 from raycache.errors import CheckpointError
-from raycache.server.detokenize import Detokenizer
-from raycache.server.output_text import OutputText, TextDelta
-from raycache.server.stops import StopMatcher
-from raycache.server.tokenizer import Tokenizer
 from raycache.types import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from tests.oracle import tiny_tokenizers
 

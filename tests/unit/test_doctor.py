@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from launch.cli import main
-from launch.doctor import examine, run
-from launch.doctor_gpu import missing_kernels, read_topology, wanted_kernels
-from launch.finding import Finding, Verdict
+from launch.cli.main import main
+from launch.doctor.command import examine, run
+from launch.doctor.finding import Finding, Verdict
+from launch.doctor.gpu import missing_kernels, read_topology, wanted_kernels
 from raycache.config import Config
-from raycache.engine.build import check_model
 from raycache.errors import ConfigError
+from raycache.gang.build import check_model
 from raycache.memory.component import CacheFormat, Component, kv, latent
 from tests.oracle import tiny_tokenizers
 from tests.oracle.families import make_family

@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.doctor import examine
-from launch.finding import Finding, Verdict
+from launch.doctor.command import examine
+from launch.doctor.finding import Finding, Verdict
 from raycache.checkpoint.counted import CountedWeights
 from raycache.checkpoint.layout import Layouts
 from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.stored_slice import Format
+from raycache.checkpoint.tensor_files import SINGLE, Checkpoint
 from raycache.checkpoint.weights_form import WeightsForm
 from raycache.models.base import load_model, read_config
-from raycache.models.checkpoint import SINGLE, Checkpoint
 from raycache.parallel.context import ParallelContext
 from tests.oracle.families import make_family
 from tests.oracle.quantised import PLAIN, nvfp4, write_quantised

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycache.engine.drafts import Luck
+from raycache.decider.drafts import Luck
 from raycache.llm import LLM
 from raycache.types import CacheAction, CacheOrder, SamplingParams
 from tests.oracle.draft_models import (

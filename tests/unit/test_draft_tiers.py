@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from raycache.engine.executors import LocalExecutor
-from raycache.engine.runner import RankRunner, Seat
+from raycache.gang.executors import LocalExecutor
 from raycache.llm import LLM
 from raycache.memory.component import CacheFormat
 from raycache.models.base import components
 from raycache.parallel.board import AckBoard
+from raycache.rank.runner import RankRunner, Seat
 from raycache.types import CacheAction, CacheOrder
 from tests.unit.test_draft_models import (
     PAIRS,

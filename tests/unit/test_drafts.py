@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycache.engine.drafts import Drafts, Luck, PromptLookup
+from raycache.decider.drafts import Drafts, Luck, PromptLookup
 from raycache.llm import LLM
 from raycache.types import SamplingParams
 from tests.oracle.drafters import KnownTexts

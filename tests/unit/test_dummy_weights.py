@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.model_shape import SHAPES, ModelShape
+from raycache.checkpoint.dummy_weights import DummyWeights
 from raycache.errors import CheckpointError, RequestError
 from raycache.layers.router import SigmoidRouter
 from raycache.llm import LLM
-from raycache.models.dummy import DummyWeights
 from raycache.types import SamplingParams
 from tests.oracle.families import FAMILIES, write_config
 from tests.oracle.tiny import make_tiny

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycache.engine.inputs import StepInputs, build_inputs
-from raycache.engine.plan import Row, StepPlan
 from raycache.memory.component import FULL
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import GroupHandle, ParallelContext, Store, build_group
 from raycache.parallel.sharding import Split, shared_head_range
+from raycache.step.inputs import StepInputs, build_inputs
+from raycache.wire.plan import Row, StepPlan
 from tests.oracle.gang import on_gang
 
 CPU = torch.device("cpu")

@@ -18,14 +18,14 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import Grani
 from transformers.models.minimax.modeling_minimax import MiniMaxTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from raycache.checkpoint.config_file import ConfigFile
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
 from raycache.layers.activation import gelu_tanh_gated, relu2, silu_gated
 from raycache.layers.experts import Experts, MixtureOfExperts
 from raycache.layers.router import Router, SigmoidRouter, SoftmaxRouter
 from raycache.models.bailing import load_bailing_moe, read_bailing_experts
 from raycache.models.base import read_config
-from raycache.models.checkpoint import Checkpoint
-from raycache.models.config import ConfigFile
 from raycache.models.feed_forward import (
     MIXTRAL,
     UNGATED,

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_weights, components, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.models.dense import DenseConfig
 from raycache.parallel.sharding import Split
 from tests.oracle.families import WINDOW, make_family

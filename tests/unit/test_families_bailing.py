@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
 from raycache.models.base import check_weights, read_config
-from raycache.models.checkpoint import Checkpoint
 from tests.oracle.families import FAMILIES, make_family
 from tests.oracle.ring_2_5 import experts
 from tests.oracle.single import single_rank_logits

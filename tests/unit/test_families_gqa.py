@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
 from raycache.memory.component import CacheFormat, Reuse
 from raycache.models.base import check_weights, components, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.models.gemma4_text import Gemma4Config
 from raycache.parallel.sharding import Split
 from tests.oracle.families import WINDOW, make_family

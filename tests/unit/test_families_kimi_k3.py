@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
 from raycache.models.base import check_weights, load_model, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from tests.oracle.families import make_family

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import MiniMaxConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.delta_rule import GatedHeadNorm, unit_length
 from raycache.layers.kda import ForgetGate
 from raycache.layers.lightning import SplitNorm, slope_rates
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, check_weights, components, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.models.delta_net import DeltaNetConfig, packed_by_kind, packed_per_key_head
 from raycache.models.weights import Columns
 from raycache.parallel.context import ParallelContext

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.mamba2 import GatedGroupNorm
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, check_weights, components, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split, shared_head_range

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import GlmMoeDsaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
+from raycache.checkpoint.rope_config import RopeConfig
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError, ConfigError
-from raycache.layers.rope import RopeConfig, Rotary
+from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, check_weights, components, load_model, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.models.deepseek import DeepseekConfig
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
 from raycache.layers.linear import ColumnLinear
 from raycache.layers.self_attention import NormedProjection
 from raycache.models.base import check_weights, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from tests.oracle.families import make_family

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.lightning import GroupNorm, LightningAttention, alibi_rates
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, check_weights, components, load_model, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.models.decoder import Decoder
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split

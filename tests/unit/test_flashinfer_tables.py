@@ -14,8 +14,8 @@ from raycache.attention.base import AttentionStep
 from raycache.attention.flashinfer_tables import Tokens, page_table, pieces, run_segments, together
 from raycache.attention.layout import StepLayout
 from raycache.attention.torch_ref import TorchBackend
-from raycache.engine.inputs import StepInputs
 from raycache.memory.component import FULL
+from raycache.step.inputs import StepInputs
 from tests.oracle.attention import Batch, Case, Seat
 
 

@@ -17,8 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from raycache.engine.control import FRAME, broadcast_plan, receive_answers, receive_plan, send_answer
-from raycache.engine.plan import Row, StepPlan
 from raycache.errors import ConfigError, RankLostError
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import (
@@ -30,6 +28,8 @@ from raycache.parallel.context import (
     group_handles,
 )
 from raycache.parallel.sharding import Coords, Split
+from raycache.wire.control import FRAME, broadcast_plan, receive_answers, receive_plan, send_answer
+from raycache.wire.plan import Row, StepPlan
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"

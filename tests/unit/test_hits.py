@@ -7,11 +7,10 @@ import pytest
 
 from raycache.cache.costs import ENOUGH, Costs
 from raycache.cache.host_moves import WritePolicy
-from raycache.cache.storage.base import Fetch
-from raycache.cache.storage.orders import OrderKind, StorageAnswer, StorageOrder
+from raycache.cache.storage_orders import Fetch, OrderKind, StorageAnswer, StorageOrder
 from raycache.cache.storage_tier import Waiting
-from raycache.engine.hits import Hits
-from raycache.engine.request import Request
+from raycache.decider.hits import Hits
+from raycache.decider.request import Request
 from raycache.types import CacheAction, CacheOrder, GenerateRequest, Miss, RequestOutput, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
 from tests.oracle.twin import VOCAB

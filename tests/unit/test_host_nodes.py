@@ -12,17 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raycache.cache.storage.base import Fetch
-from raycache.cache.storage.file import FileStorage
-from raycache.cache.storage.orders import Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
 from raycache.config import Config
-from raycache.engine.build import check_model
-from raycache.engine.host_directory import Lease
-from raycache.engine.host_nodes import are_all_gone, open_all, work_on_all
-from raycache.engine.host_service import HostService, Opened, open_arena
 from raycache.errors import ConfigError, RankLostError
+from raycache.gang.build import check_model
+from raycache.host.directory import Lease
+from raycache.host.nodes import are_all_gone, open_all, work_on_all
+from raycache.host.service import HostService, Opened, open_arena
 from raycache.models.base import ModelConfig
 from raycache.parallel.sharding import Split
+from raycache.storage.file import FileStorage
 from tests.oracle.spread import host_services
 from tests.oracle.tiny import make_tiny
 from tests.unit.stored import MIB
@@ -364,7 +363,7 @@ def test_a_storage_that_a_lost_owner_still_has_does_not_keep_a_later_engine_from
 def test_ranks_that_do_not_end_are_a_reason_to_try_again(
     served: tuple[Config, ModelConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycache.engine.host_nodes._GONE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("raycache.host.nodes._GONE_TIMEOUT_S", 0.05)
     with host_services(2) as owners:
         opened = opened_by(owners, served)
         owners[1].drop()  # so all begin anew

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from raycache.engine.host_directory import SHARED_MEMORY, Lease, are_ranks_gone, new_name
-from raycache.engine.host_service import HostService, open_arena
-from raycache.engine.host_spec import HostSpec
 from raycache.errors import ConfigError
+from raycache.host.directory import SHARED_MEMORY, Lease, are_ranks_gone, new_name
+from raycache.host.service import HostService, open_arena
+from raycache.host.spec import HostSpec
 from raycache.memory.component import CacheFormat, index_keys, kv, latent, recurrent
 from raycache.parallel.sharding import Split
 

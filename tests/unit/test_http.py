@@ -16,11 +16,11 @@ import httpx
 import openai
 import pytest
 
-from launch.http import build_app
-from launch.serve import bind, serve
+from launch.http.app import build_app
+from launch.http.serve import bind, serve
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError, QueueFullError
-from raycache.server.tokenizer import Tokenizer
 from raycache.types import FinishReason
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import TEXT, ScriptedEngine, over_asgi, over_port, run

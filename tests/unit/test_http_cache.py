@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from launch.http import build_app
+from launch.http.app import build_app
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError
-from raycache.server.tokenizer import Tokenizer
 from raycache.types import CacheAction, CacheOrder, Miss
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine, over_asgi, run

@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from launch.doctor import examine
-from launch.finding import Verdict
+from launch.doctor.command import examine
+from launch.doctor.finding import Verdict
 from raycache.checkpoint.hub import Hub
 from raycache.checkpoint.hub_id import HubId
 from raycache.checkpoint.hub_models import fetch, located, outlined, pinned
+from raycache.checkpoint.tensor_files import INDEX, weights_fingerprint
 from raycache.config import Config
-from raycache.engine.build import check_model
 from raycache.errors import CheckpointError, ConfigError
+from raycache.gang.build import check_model
 from raycache.llm import LLM
-from raycache.models.checkpoint import INDEX, weights_fingerprint
 from raycache.types import SamplingParams
 from tests.hub_server import Fault, HubServer
 from tests.oracle import tiny_tokenizers

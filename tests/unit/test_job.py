@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from launch import environment, job
-from launch.cli import main
+from launch import environment
+from launch.cli import job
+from launch.cli.main import main
 from launch.flags import settings
 from raycache import __version__
 from raycache.config import Config
@@ -34,7 +35,7 @@ def test_the_head_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     words = shlex.split(job._command(values))
     assert words[:2] == ["exec", "raycache"]
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr("launch.cli._launch", lambda options: seen.append(settings(options)) or 0)
+    monkeypatch.setattr("launch.cli.main._launch", lambda options: seen.append(settings(options)) or 0)
     assert main(words[2:]) == 0
     assert seen == [{**values, "address": "auto"}]
 

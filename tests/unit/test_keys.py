@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycache.cache.keys import (
-    KEY_BYTES,
-    Box,
-    Identity,
-    PageChain,
-    cover,
-    longest_stored,
-    object_keys,
-    row_format,
-    stored_boxes,
-)
+from raycache.cache.keys import KEY_BYTES, Identity, PageChain, longest_stored, object_keys, row_format, stored_boxes
+from raycache.memory.box import Box, cover
 from raycache.memory.component import CacheFormat, kv, latent
 
 BF16 = CacheFormat("bfloat16")

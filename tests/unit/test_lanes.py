@@ -12,9 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from raycache.cache.storage.base import Fetch
-from raycache.cache.storage.lanes import StorageLanes
-from raycache.cache.storage.orders import Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.storage.lanes import StorageLanes
 
 WAIT_S = 20.0  # longer than a busy machine takes
 UNIT = StoredUnit("full", 3, bytes(range(32)))

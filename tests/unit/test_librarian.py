@@ -16,17 +16,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from raycache.cache.keys import Identity, PageChain, object_keys, row_format, tag_of
-from raycache.cache.storage.base import Fetch, Storage, checksum_of
-from raycache.cache.storage.coverage import Coverage, groups_of
-from raycache.cache.storage.faulty import FaultRates, FaultyStorage
-from raycache.cache.storage.file import FileStorage
-from raycache.cache.storage.guard import Guarded
-from raycache.cache.storage.librarian import Librarian
-from raycache.cache.storage.orders import Found, OrderKind, Outcome, StorageOrder, StoredUnit
+from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageOrder, StoredUnit
 from raycache.memory.arena import Arena
+from raycache.memory.checksum import checksum_of
 from raycache.memory.component import ITEMSIZE, CacheFormat, Component, Reuse, index_keys, kv, latent, recurrent
 from raycache.memory.rows import EnvelopeLayout, groups
 from raycache.parallel.sharding import Split
+from raycache.storage.base import Storage
+from raycache.storage.coverage import Coverage, groups_of
+from raycache.storage.faulty import FaultRates, FaultyStorage
+from raycache.storage.file import FileStorage
+from raycache.storage.guard import Guarded
+from raycache.storage.librarian import Librarian
 from tests.oracle.staged import staged
 from tests.unit.stored import MIB
 

@@ -13,16 +13,15 @@ from safetensors.torch import load_file
 from raycache.checkpoint import file_reads
 from raycache.checkpoint.file_reads import OpenFile, Part
 from raycache.checkpoint.read_ahead import Read, ReadAhead
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.config import Config
-from raycache.engine.loading import load_weights
-from raycache.engine.stages import with_stages
+from raycache.deployment.stages import with_stages
 from raycache.errors import CheckpointError
 from raycache.models.base import Model, load_model, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.models.drafting import read_models
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
-from raycache.parallel.sharding import Split
+from raycache.rank.loading import load_weights
 from tests.oracle.draft_models import make_predicting
 from tests.oracle.families import FAMILIES, make_family
 from tests.oracle.tiny import make_tiny
@@ -33,7 +32,7 @@ CPU = torch.device("cpu")
 
 def rank_of(config: Config, rank: int) -> ParallelContext:
     """One whose groups only know their size."""
-    split = Split.of(with_stages(config, read_config(Path(config.model))))
+    split = with_stages(config, read_config(Path(config.model))).split
     at = split.coords(rank)
     groups = {axis: Group(rank=getattr(at, axis), size=getattr(split, axis)) for axis in ("tp", "pp", "cp")}
     return ParallelContext(split, rank, CPU, **groups)

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 import huggingface_hub
 import pytest
 
-from launch.observe import observe
-from raycache import logs
+from launch.observe.requests import observe
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
-from raycache.server.tokenizer import Tokenizer
+from raycache.observe import logs
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine, over_port, run
 
@@ -101,7 +101,7 @@ def test_each_request_gets_a_line_with_its_id(
     if log_format == "text":
         assert "/v1/completions" not in capsys.readouterr().err
         return
-    told = [line for line in lines(capsys) if line["logger"] in ("launch.observe", __name__)]
+    told = [line for line in lines(capsys) if line["logger"] in ("launch.observe.requests", __name__)]
     assert [line["message"] for line in told] == [
         *("engine at work", "POST /v1/completions 200", "engine at work", "POST /v1/completions 200"),
         "GET /v1/nothing 404",

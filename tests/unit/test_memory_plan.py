@@ -11,19 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycache.attention.torch_ref import TorchBackend
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.config import Config
-from raycache.engine.batch import MAX_SCORED_TOKENS
-from raycache.engine.memory_plan import cache_format, pages_that_fit, pool_bytes, pool_sizes
-from raycache.engine.memory_use import MemoryUse, refusing_out_of_memory
-from raycache.engine.peak import Largest
-from raycache.engine.plan import answer_lens, answer_width
-from raycache.engine.rank import Rank
+from raycache.deployment.memory_plan import cache_format, pages_that_fit, pool_bytes, pool_sizes
+from raycache.deployment.memory_use import MemoryUse, refusing_out_of_memory
 from raycache.errors import ConfigError
 from raycache.memory.device import DevicePool
 from raycache.models.base import components, load_model, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
+from raycache.rank.peak import Largest
+from raycache.rank.rank import Rank
+from raycache.wire.plan import MAX_SCORED_TOKENS, answer_lens, answer_width
 from tests.oracle.families import FAMILIES, make_family
 from tests.oracle.gang import on_gang
 from tests.oracle.tiny import make_tiny

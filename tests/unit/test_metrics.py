@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.metrics import publishing
 from launch.dashboards import panels
 from launch.dashboards.alerts import ALERTS
-from raycache.aliases import ALIASES
-from raycache.figures import ENGINE, FRONT, Kind
-from raycache.metrics import Metrics
+from raycache.observe.aliases import ALIASES
+from raycache.observe.figures import ENGINE, FRONT, Kind
+from raycache.observe.metrics import Metrics
 from raycache.types import EngineStats, FinishReason, GenerateRequest, Miss, RequestOutput
 
 _ROOT = Path(__file__).resolve().parents[2]

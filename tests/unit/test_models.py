@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.norm import CenteredNorm, HeadNorm, RMSNorm
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, components, load_model, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.models.decoder import Decoder, Residual
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from raycache.cache.storage.base import checksum_of
+from raycache.memory.checksum import checksum_of
 from raycache.memory.component import CacheFormat, kv
 from raycache.memory.mover import Loading, Mover
 from raycache.memory.moves import Moves, Unit

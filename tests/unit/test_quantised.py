@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from raycache.cache.keys import Identity
+from raycache.checkpoint.tensor_files import SINGLE, Checkpoint, weights_fingerprint
 from raycache.config import Config
-from raycache.engine.build import model_identity
+from raycache.gang.build import model_identity
 from raycache.llm import LLM
 from raycache.models.base import check_weights, read_config
-from raycache.models.checkpoint import SINGLE, Checkpoint, weights_fingerprint
 from raycache.parallel.sharding import Split
 from raycache.types import SamplingParams
 from tests.matrix.trial import FixedPace

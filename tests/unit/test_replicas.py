@@ -14,16 +14,16 @@ import pytest
 from starlette.routing import Route
 
 from actors.starter import check_replicas, check_storage
-from launch.cli import main
-from launch.http import build_app
-from launch.http_replicas import ReplicasApi
-from launch.serve import bind, serve
+from launch.cli.main import main
+from launch.http.app import build_app
+from launch.http.replicas import ReplicasApi
+from launch.http.serve import bind, serve
+from raycache.api.replicas import ReplicaAction, ReplicaOrder
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError
-from raycache.figures import samples
-from raycache.server.replicas import ReplicaAction, ReplicaOrder
-from raycache.server.tokenizer import Tokenizer
-from raycache.server.totals import total_answer, total_info, total_stats
+from raycache.observe.figures import samples
+from raycache.routing.totals import total_answer, total_info, total_stats
 from raycache.types import EngineInfo, EngineStats
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine

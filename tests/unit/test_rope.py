@@ -11,9 +11,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.norm import HeadNorm
-from raycache.layers.rope import RopeConfig, Rotary, inverse_frequencies
+from raycache.layers.rope import Rotary, inverse_frequencies
 from raycache.models.base import read_config
 from tests.oracle.tiny import ROPES, SIZES
 

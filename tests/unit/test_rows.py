@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycache.cache.keys import Box
+from raycache.memory.box import Box
 from raycache.memory.component import ITEMSIZE, CacheFormat, Component, Reuse, index_keys, kv, latent, recurrent
 from raycache.memory.rows import ALIGN, EnvelopeLayout, groups, num_heads
 from raycache.parallel.sharding import Split

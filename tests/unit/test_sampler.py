@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from raycache.engine.sampler import SampleRow, TokenCounts, logprobs, race_times, sample
+from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, race_times, sample
 from raycache.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)

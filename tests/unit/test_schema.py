@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from raycache.api import schema
+from raycache.api.schema import ChatBody, CompletionBody, parse_body, parse_json
 from raycache.errors import RequestError
-from raycache.server import schema
-from raycache.server.schema import ChatBody, CompletionBody, parse_body, parse_json
 
 
 def completion(**fields: Any) -> CompletionBody:

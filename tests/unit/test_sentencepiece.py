@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoTokenizer
 
+from raycache.api.detokenize import Detokenizer
+from raycache.api.tokenizer import Tokenizer
 from raycache.errors import CheckpointError
-from raycache.server.detokenize import Detokenizer
-from raycache.server.tokenizer import Tokenizer
 from tests.oracle import tiny_sentencepiece
 from tests.oracle.tiny_kimi import TEXTS
 from tests.oracle.tiny_sentencepiece import LLAMA

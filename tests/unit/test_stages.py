@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from launch.doctor import examine
-from launch.finding import Verdict
+from launch.doctor.command import examine
+from launch.doctor.finding import Verdict
 from raycache.config import Config
-from raycache.engine.build import check_model
-from raycache.engine.stages import with_stages
+from raycache.deployment.stages import with_stages
 from raycache.errors import ConfigError
+from raycache.gang.build import check_model
 from raycache.llm import LLM
 from raycache.models.base import read_config
 from raycache.models.drafting import read_models
 from raycache.models.layer_sizes import CONTEXT, layer_costs, layer_sizes
-from raycache.parallel.sharding import Split
 from raycache.types import SamplingParams
 from tests.oracle import tiny_tokenizers
 from tests.oracle.families import FAMILIES, make_family
@@ -91,10 +90,10 @@ def test_stages_are_chosen_once_and_written_down(tmp_path: Path) -> None:
     bound = make_family(tmp_path / "bound", "glm-bound")
     config = Config(model=str(bound), pp=2)
     chosen = with_stages(config, check_model(config))
-    assert (chosen.pp_layers, Split.of(chosen).stages) == ("4,2", (4, 2))
+    assert (chosen.pp_layers, chosen.split.stages) == ("4,2", (4, 2))
     assert with_stages(chosen, check_model(chosen)) == chosen
     with pytest.raises(AssertionError, match="has no stages for 6 layers"):
-        Split.of(config).stage_layers(6, 0)
+        config.split.stage_layers(6, 0)
     equal = Config(model=str(make_tiny(tmp_path / "equal")), pp=2)
     assert with_stages(equal, check_model(equal)).pp_layers == "2,2"
 

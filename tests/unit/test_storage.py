@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from raycache.cache.storage.base import Fetch, Storage, StorageStats, checksum_of
+from raycache.cache.storage_orders import Fetch
+from raycache.memory.checksum import checksum_of
+from raycache.storage.base import Storage, StorageStats
 from tests.unit.storage_media import (
     BucketMedium,
     FileMedium,

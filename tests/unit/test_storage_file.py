@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from raycache.cache.storage.base import HEADER_BYTES, Fetch, Header, checksum_of, read_header
-from raycache.cache.storage.file import FileStorage
+from raycache.cache.storage_orders import Fetch
 from raycache.errors import ConfigError
+from raycache.memory.checksum import checksum_of
+from raycache.storage.base import HEADER_BYTES, Header, read_header
+from raycache.storage.file import FileStorage
 from tests.unit.stored import MIB, get, has, key_of, put
 
 
@@ -303,7 +305,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from raycache.cache.storage.base import Fetch
+from raycache.storage.base import Fetch
 from tests.unit.test_storage_file import get, put, open_file
 storage = open_file(Path({path!r}))
 assert put(storage, list(range(5)), 20_000) == [True] * 5

@@ -15,13 +15,15 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
-from raycache.cache.storage.base import Fetch, Storage, checksum_of
-from raycache.cache.storage.guard import Guarded
-from raycache.cache.storage.object import ObjectStorage, open_bucket
-from raycache.cache.storage.open import open_storage
-from raycache.cache.storage.redis import RedisServer, RedisStorage
-from raycache.cache.storage.workers import Workers
+from raycache.cache.storage_orders import Fetch
 from raycache.errors import ConfigError
+from raycache.memory.checksum import checksum_of
+from raycache.storage.base import Storage
+from raycache.storage.guard import Guarded
+from raycache.storage.object import ObjectStorage, open_bucket
+from raycache.storage.open import open_storage
+from raycache.storage.redis import RedisServer, RedisStorage
+from raycache.storage.workers import Workers
 from tests.unit.storage_media import BucketMedium, Line, RedisMedium, credentials, free_port, redis_server, s3_server
 from tests.unit.stored import MIB, get, has, key_of, put
 
@@ -362,6 +364,6 @@ def test_requests_that_have_not_begun_in_time_never_do() -> None:
 
 
 def test_clients_are_loaded_only_for_a_url_that_needs_them() -> None:
-    code = "import sys, raycache.cache.storage.open; print([m for m in ('redis', 'obstore') if m in sys.modules])"
+    code = "import sys, raycache.storage.open; print([m for m in ('redis', 'obstore') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from raycache.cache.storage.base import Fetch, Storage
-from raycache.cache.storage.faulty import FaultRates, FaultyStorage
-from raycache.cache.storage.file import FileStorage
-from raycache.cache.storage.guard import Guarded
-from raycache.cache.storage.open import open_storage, storage_name
+from raycache.cache.storage_orders import Fetch
 from raycache.errors import ConfigError
+from raycache.storage.base import Storage
+from raycache.storage.faulty import FaultRates, FaultyStorage
+from raycache.storage.file import FileStorage
+from raycache.storage.guard import Guarded
+from raycache.storage.open import open_storage, storage_name
 from tests.unit.stored import MIB, get, has, key_of, payload_of, put
 
 

@@ -8,16 +8,17 @@ from hashlib import sha256
 from pathlib import Path
 
 from raycache.cache.catalog import Catalog
-from raycache.cache.keys import Box, Identity, PageChain, object_keys, row_format, tag_of
-from raycache.cache.storage.base import HEADER_BYTES, pack_object
-from raycache.cache.storage.file import FileStorage
-from raycache.engine.host_spec import HostSpec
-from raycache.engine.plan import Admit, Row, StepPlan
+from raycache.cache.keys import Identity, PageChain, object_keys, row_format, tag_of
+from raycache.host.spec import HostSpec
+from raycache.memory.box import Box
 from raycache.memory.component import CacheFormat, Component, index_keys, kv, latent, recurrent
 from raycache.memory.moves import Moves, Unit
 from raycache.memory.rows import EnvelopeLayout
 from raycache.parallel.sharding import Split
+from raycache.storage.base import HEADER_BYTES, pack_object
+from raycache.storage.file import FileStorage
 from raycache.types import SamplingParams
+from raycache.wire.plan import Admit, Row, StepPlan
 
 FMT = CacheFormat("bfloat16")
 COMPONENTS = (

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.integrations.mistral.tokenizer import MistralConverter
 
+from raycache.api.tokenizer import Tokenizer
 from raycache.errors import CheckpointError
-from raycache.server.tokenizer import Tokenizer
 from tests.oracle import tiny_kimi
 
 SPECIAL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]

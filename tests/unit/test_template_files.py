@@ -12,12 +12,12 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.doctor import examine
-from launch.finding import Verdict
+from launch.doctor.command import examine
+from launch.doctor.finding import Verdict
+from raycache.api.chat import ChatTemplate
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import CheckpointError, RequestError
-from raycache.server.chat import ChatTemplate
-from raycache.server.tokenizer import Tokenizer
 from tests.oracle import dsv32
 from tests.oracle.tiny_tokenizers import byte_level
 
@@ -49,7 +49,7 @@ def deepseek(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
     folder = byte_level(tmp_path_factory.mktemp("deepseek"), chat_template=None)
-    source = (Path(__file__).parents[2] / "raycache/server/chat_templates/deepseek_v32.jinja").read_text()
+    source = (Path(__file__).parents[2] / "raycache/api/chat_templates/deepseek_v32.jinja").read_text()
     return ChatTemplate({"default": source}, special_tokens=Tokenizer(folder).special_tokens)
 
 

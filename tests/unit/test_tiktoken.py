@@ -11,10 +11,10 @@ import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from raycache.api.chat import ChatTemplate
+from raycache.api.detokenize import Detokenizer
+from raycache.api.tokenizer import Tokenizer
 from raycache.errors import CheckpointError
-from raycache.server.chat import ChatTemplate
-from raycache.server.detokenize import Detokenizer
-from raycache.server.tokenizer import Tokenizer
 from raycache.vocabulary.byte_pairs import MAX_RUN_CHARS, bounded_runs
 from raycache.vocabulary.tiktoken_model import PATTERN
 from tests.oracle import tiny_kimi

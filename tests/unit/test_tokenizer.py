@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import tokenizers
 
-from launch.doctor import examine
-from launch.finding import Verdict
+from launch.doctor.command import examine
+from launch.doctor.finding import Verdict
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import CheckpointError
 from raycache.llm import LLM
 from raycache.models.base import read_config
-from raycache.server.tokenizer import Tokenizer
 from raycache.types import FinishReason, SamplingParams
 from tests.oracle import tiny_kimi, tiny_sentencepiece
 from tests.oracle.tiny import make_tiny

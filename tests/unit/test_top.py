@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launch.cli import main
-from launch.top_view import Look, view
-from raycache.server.tokenizer import Tokenizer
+from launch.cli.main import main
+from launch.cli.top_view import Look, view
+from raycache.api.tokenizer import Tokenizer
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine, over_port, run
 

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from launch.http import build_app
-from launch.observe import observe
-from launch.tracing import Tracer
+from launch.http.app import build_app
+from launch.observe.requests import observe
+from launch.observe.tracing import Tracer
+from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError
-from raycache.server.tokenizer import Tokenizer
 from raycache.types import FinishReason, Miss
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine, run
@@ -172,8 +172,8 @@ def test_errors_and_new_starts_are_told(tokenizer: Tokenizer, collector: Collect
 
 
 def test_a_collector_that_is_away_costs_no_answer(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.tracing._FLUSH_MS", 200)
-    monkeypatch.setattr("launch.tracing._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("launch.observe.tracing._FLUSH_MS", 200)
+    monkeypatch.setattr("launch.observe.tracing._TIMEOUT_S", 0.5)
 
     async def scenario() -> None:
         away = Collector("http://127.0.0.1:9")
@@ -202,6 +202,6 @@ def test_the_packages_are_imported_only_when_asked_for() -> None:
     import subprocess
     import sys
 
-    code = "import sys, launch.http, launch.observe; sys.exit('opentelemetry' in sys.modules)"
+    code = "import sys, launch.http.app, launch.observe.requests; sys.exit('opentelemetry' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0

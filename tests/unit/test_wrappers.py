@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
 from raycache.models.base import check_weights, read_config
-from raycache.models.checkpoint import Checkpoint
 from raycache.models.wrappers import WRAPPERS
 from raycache.parallel.sharding import Split
 from tests.oracle import wrappers

@@ -1,0 +1,170 @@
+"""`raycache cache`: an operator's orders to the cache of a running server, over its HTTP endpoints (http_cache.py)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from launch.cli.orders import add_order_flags, give_order
+from launch.table import human_bytes, render
+from raycache.errors import ConfigError
+from raycache.types import TIERS
+
+_MARGIN_S = 60.0
+"""For an answer on top of the time that the order itself may take."""
+_EXAMPLES = """\
+examples:
+  raycache cache status
+  raycache cache attach 'file:///var/cache/raycache?size=50GiB'
+  raycache cache inspect 'The capital of France is'
+  raycache cache inspect --file request.json       the body of a completion or a chat
+"""
+
+
+def add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the orders. Imports nothing heavy: --help has to answer at once."""
+    parser.epilog, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
+    orders = parser.add_subparsers(title="orders", metavar="ORDER", required=True, dest="order")
+
+    def add(name: str, text: str, show: Callable[[Mapping[str, Any]], str] = _show) -> argparse.ArgumentParser:
+        added = orders.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+        add_order_flags(added, timeout_s=600.0)
+        added.add_argument("--replica", metavar="NAME", default="", help="only this one; default: all")
+        added.set_defaults(show=show)
+        return added
+
+    add("status", "show settings, what each tier holds and counts, and warnings", _show_status)
+    attach = add("attach", "use a storage tier; it needs a host tier")
+    attach.add_argument("storage_url", metavar="STORAGE", help="such as file:///var/cache/raycache?size=50GiB")
+    attach.add_argument("--size", metavar="SIZE", help="most bytes that it may take, if the URL does not say")
+    add("detach", "stop using the storage tier; it keeps what it has")
+    clear = add("clear", "forget what is cached; what running requests use stays")
+    clear.add_argument("--tier", action="append", choices=TIERS, dest="tiers", help="only this one; can be repeated")
+    add("resize", "change the bound of the storage tier").add_argument("size", metavar="SIZE", help="such as 50GiB")
+    add("scrub", "read everything in the storage tier and drop what is damaged, for --timeout-s at most")
+    add("flush", "write what device and host hold to the storage tier, for --timeout-s at most")
+    inspect = add("inspect", "say what of a prompt would be hit in which tier, and why not more", _show_inspected)
+    inspect.add_argument("prompt", metavar="PROMPT", nargs="?", help="text")
+    inspect.add_argument("--file", metavar="FILE", type=Path, help="text, or a whole request if its name ends in .json")
+    inspect.add_argument("--cache-salt", metavar="TEXT", default="", help="of the prompt's tenant")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Give one order and print the answer.
+
+    Returns:
+        Exit code.
+    Raises:
+        RayCacheError: it cannot be given, or was refused.
+    """
+    is_status = options.order == "status"
+    return give_order(
+        options,
+        path=f"/cache{'' if is_status else '/' + options.order}{_only(options)}",
+        body=None if is_status else _body(options),
+        show=options.show,
+        margin_s=_MARGIN_S if options.order in ("flush", "scrub") else 0.0,
+    )
+
+
+def _only(options: argparse.Namespace) -> str:
+    return f"?replica={quote(options.replica)}" if options.replica else ""
+
+
+def _body(options: argparse.Namespace) -> dict[str, Any]:
+    match options.order:
+        case "attach":
+            return {"url": options.storage_url, "size": options.size}
+        case "clear":
+            return {"tiers": options.tiers}
+        case "resize":
+            return {"size": options.size}
+        case "flush" | "scrub":
+            return {"timeout_s": options.timeout_s}
+        case "inspect":
+            return _inspected(options)
+    return {}
+
+
+def _inspected(options: argparse.Namespace) -> dict[str, Any]:
+    if (options.prompt is None) == (options.file is None):
+        raise ConfigError("inspect needs either a PROMPT or --file FILE")
+    body: Any = {"prompt": options.prompt}
+    if options.file is not None:
+        try:
+            text = options.file.read_text(encoding="utf-8")
+            body = json.loads(text) if options.file.suffix == ".json" else {"prompt": text}
+        except (OSError, ValueError) as cause:
+            raise ConfigError(f"cannot read the prompt in {options.file}: {' '.join(str(cause).split())}") from cause
+    if not isinstance(body, dict):
+        raise ConfigError(f'{options.file} must hold the body of a request, such as {{"prompt": "..."}}')
+    return {**body, "cache_salt": options.cache_salt} if options.cache_salt else body
+
+
+def _show(answer: Mapping[str, Any]) -> str:
+    """Any answer."""
+    if not answer:
+        return "done"
+    return render(("WHAT", "VALUE"), rows=[(name, _value(name, value)) for name, value in _flat(answer)])
+
+
+def _show_status(answer: Mapping[str, Any]) -> str:
+    settings = answer.get("settings", {})
+    tiers = answer.get("tiers", {})
+    rows = [(tier, name, _value(name, value)) for tier in tiers for name, value in _flat(tiers[tier])]
+    parts = [
+        "settings  " + "  ".join(f"{name}={value}" for name, value in settings.items()),
+        *summary(answer.get("capacity", {})),
+        "",
+        render(("TIER", "WHAT", "VALUE"), rows=rows),
+    ]
+    if warnings := answer.get("warnings"):
+        parts += ["", *(f"warning: {text}" for text in warnings)]
+    return "\n".join(parts)
+
+
+def _show_inspected(answer: Mapping[str, Any]) -> str:
+    num_tokens = answer.get("prompt_tokens", 0)
+    tiers: Mapping[str, int] = answer.get("tiers", {})
+    rows = [(tier, hit, f"{100 * hit / num_tokens:.1f} %" if num_tokens else "-") for tier, hit in tiers.items()]
+    why = answer.get("miss") or "nothing is missing"
+    by = f" ({answer['cut_by']})" if answer.get("cut_by") else ""
+    table = render(("TIER", "TOKENS HIT", "OF THE PROMPT"), rows=rows)
+    return f"{num_tokens} tokens\n\n{table}\n\nnot more because: {why}{by}"
+
+
+def summary(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line per tier of EngineInfo.tiers, such as "host  131,072 tokens, 1.0 GiB (full 0.9 GiB, state 0.1 GiB)"."""
+    lines = []
+    for tier, facts in tiers.items():
+        name, tokens, size = facts.get("name"), facts.get("tokens"), facts.get("bytes")
+        parts = ", ".join(f"{part} {human_bytes(count)}" for part, count in facts.get("components", {}).items())
+        told = [str(name)] if name else []
+        told += [f"{tokens:,} tokens"] if tokens else []
+        told += [human_bytes(size)] if size else []
+        lines.append(f"{tier:<8}  {', '.join(told)}" + (f" ({parts})" if parts else ""))
+    return lines
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Names and values, those of inner mappings with a dot between."""
+    found: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found += _flat(value, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, value))
+    return found
+
+
+def _value(name: str, value: object) -> str:
+    """A figure as people read it."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if "bytes" in name:
+            return human_bytes(value)
+        return f"{value:,.0f}" if isinstance(value, int) or value.is_integer() else f"{value:.3f}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,252 @@
+"""`raycache launch`: from settings to a server that answers, and back to nothing.
+
+bind port -> check model -> Ray -> replicas (places, engine actor, ranks) -> HTTP server -> table -> ... -> stop in
+reverse. With ingress=serve, replicas and HTTP server are Ray Serve's (ray_serve.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from actors.cluster import Cluster, connect, device_type, disconnect
+from actors.metrics import publishing
+from actors.replicas import Replicas
+from actors.starter import Starter
+from launch import table
+from launch.cli import cache
+from launch.environment import hub_variables, keep_job_variables
+from launch.http.app import build_app
+from launch.http.replicas import ReplicasApi
+from launch.http.serve import bind, serve
+from launch.observe.requests import Observed, observe
+from launch.service import register
+from raycache.api.chat import ChatTemplate
+from raycache.api.tokenizer import Tokenizer
+from raycache.checkpoint.hub_models import outlined, pinned, pinned_models
+from raycache.config import Config
+from raycache.gang.build import check_model
+from raycache.observe import logs
+from raycache.routing.totals import total_info
+from raycache.types import EngineInfo
+
+_TOKEN_HINT = " (if it asks for a token: `ray get-auth-token` prints it)"
+
+
+class Service(Protocol):
+    """Engines and a server over them.
+
+    Attributes:
+        info: facts of the engines.
+    """
+
+    info: EngineInfo
+
+    async def run(self, *, stop: asyncio.Event, on_started: Callable[[str], None]) -> None:
+        """Serve until `stop` is set.
+
+        Args:
+            stop: set it to end.
+            on_started: told the endpoint when clients can connect.
+        Raises:
+            RayCacheError: it cannot serve on.
+        """
+        ...
+
+
+def run(config: Config) -> int:
+    """Serve a model until SIGINT, SIGTERM or SIGHUP, or until its engines fail for good.
+
+    Args:
+        config: of the service.
+    Returns:
+        Exit status.
+    Raises:
+        RayCacheError: why it cannot serve, or serve on; nothing is left running.
+    """
+    logs.set_up(config.log_format)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.enter_context(_signals_unwind())
+        seen = cleanup.enter_context(observe(config))
+        sock = cleanup.enter_context(contextlib.closing(bind(config)))
+        progress = cleanup.enter_context(_Progress())
+        progress.show("checking the model", 0.0)
+        config = pinned(config)
+        with outlined(config) as here:
+            tokenizer = Tokenizer.of(here, vocab_size=check_model(here).vocab_size)
+        ChatTemplate.load(tokenizer, path=config.chat_template)  # or it would be refused after the weights are loaded
+        progress.show("starting Ray", 0.0)
+        keep_job_variables()
+        cluster = connect(config, variables=hub_variables() if pinned_models(config) else {})
+        cleanup.callback(disconnect, cluster.temp_dir)
+        if config.ingress == "serve":
+            from launch.ray_serve import serving
+
+            service: Service = cleanup.enter_context(serving(config, sock=sock, on_progress=progress.show))
+        else:
+            service = cleanup.enter_context(_Builtin(config, sock, tokenizer=tokenizer, seen=seen, progress=progress))
+        progress.close()
+        cleanup.callback(_ignore, _stop_signals())
+        asyncio.run(_serve(service, config=config, cluster=cluster))
+    return 0
+
+
+class _Builtin:
+    """Engines of this process, and a server in it."""
+
+    def __init__(
+        self, config: Config, sock: socket.socket, *, tokenizer: Tokenizer, seen: Observed, progress: _Progress
+    ) -> None:
+        self._config, self._sock, self._seen = config, sock, seen
+        self._starter = Starter(config, device=device_type(config))
+        try:
+            started = self._starter.start_all(on_progress=progress.show)
+            self._engine = Replicas(config, self._starter, started)
+            self.info = total_info({name: facts for name, (_, facts) in started.items()})
+            routes = ReplicasApi(self._engine, config=config).routes()
+            self._app = build_app(
+                self._engine, config=config, info=self.info, tokenizer=tokenizer, routes=routes, observed=seen
+            )
+        except BaseException:
+            self._starter.stop()
+            raise
+
+    def __enter__(self) -> _Builtin:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._starter.stop()
+
+    async def run(self, *, stop: asyncio.Event, on_started: Callable[[str], None]) -> None:
+        watch = asyncio.create_task(self._engine.watch())
+        # Whoever runs this command can start it again; a server that only answers 503 helps nobody.
+        watch.add_done_callback(lambda ended: stop.set())
+        async with publishing(self._engine, self._seen.metrics):
+            await serve(self._app, sock=self._sock, stop=stop, on_started=on_started, config=self._config)
+        if watch.done():
+            watch.result()
+        watch.cancel()
+
+
+async def _serve(service: Service, *, config: Config, cluster: Cluster) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _stop_signals():
+        loop.add_signal_handler(number, stop.set)
+    with contextlib.ExitStack() as registered:
+
+        def on_started(endpoint: str) -> None:
+            registered.enter_context(
+                register(
+                    endpoint,
+                    model=service.info.model,
+                    ray_address=cluster.address,
+                    dashboard=cluster.dashboard_url,
+                    certificate=config.tls_cert,
+                )
+            )
+            print(_summary(service.info, endpoint=endpoint, dashboard=cluster.dashboard_url, config=config), flush=True)
+
+        try:
+            await service.run(stop=stop, on_started=on_started)
+        finally:
+            print("stopping", file=sys.stderr, flush=True)
+
+
+def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config) -> str:
+    rows = [
+        [
+            *([row["replica"]] if config.replicas > 1 else []),
+            row["rank"],
+            row["coords"],
+            row["node"],
+            row["device"],
+            row["pages"],
+            row["pages"] * info.page_size // config.cp,
+        ]
+        for row in info.ranks
+    ]
+    tokens = info.num_pages * info.page_size
+    each = ["replica"] if config.replicas > 1 else []
+    return "\n".join(
+        [
+            table.render([*each, "rank", "place", "node", "device", "pages", "tokens held"], rows=rows),
+            "",
+            f"model      {info.model} (context of {info.max_model_len} tokens)",
+            f"cache      {info.num_pages} pages of {info.page_size} tokens: {tokens} tokens fit"
+            + (" into each replica" if each else ""),
+            *cache.summary(info.tiers),
+            f"endpoint   {endpoint}/v1",
+            f"dashboard  {dashboard + _TOKEN_HINT if dashboard else 'none'}",
+            "Ctrl-C stops it.",
+        ]
+    )
+
+
+class _Progress:
+    """What the start is doing: one line that is rewritten on a terminal, a line per phase elsewhere."""
+
+    def __init__(self) -> None:
+        self._topic = ""
+        self._width = 0
+        self._is_terminal = sys.stderr.isatty()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def show(self, phase: str, share: float) -> None:
+        """Tell the phase, and the share of it that is done (0 to 1; 0 when it is not known)."""
+        has_share = share and phase.startswith(("loading", "downloading"))
+        line = f"{phase} [{'#' * round(20 * share):20}] {share:.0%}" if has_share else phase
+        if self._is_terminal:
+            print(f"\r{line.ljust(self._width)}", end="", file=sys.stderr, flush=True)
+            self._width = len(line)
+        elif (topic := phase.partition(":")[0]) != self._topic:
+            print(topic, file=sys.stderr, flush=True)
+            self._topic = topic
+
+    def close(self) -> None:
+        """End the line."""
+        if self._is_terminal and self._width:
+            print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
+        self._width = 0
+
+
+@contextlib.contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """Let the signals that stop unwind the stack, so that what was started is stopped.
+
+    SIGINT too: a shell starts background jobs with SIGINT ignored, and Python keeps that.
+    """
+    numbers = _stop_signals()
+
+    def interrupt(number: int, frame: object) -> None:
+        _ignore(numbers)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """SIGHUP is one (the terminal was closed), unless it is ignored: then nohup wants us to go on."""
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    return numbers if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*numbers, signal.SIGHUP]
+
+
+def _ignore(numbers: list[signal.Signals]) -> None:
+    """An impatient second signal must not end the stopping half-way, with Ray's processes left; it has deadlines."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,214 @@
+"""The command line. What a command needs is imported when it runs, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launch.cli.cache import add_cache_flags
+from launch.cli.replicas import add_replicas_flags
+from launch.environment import keep_ray_on_loopback
+from launch.flags import add_config_flags, seconds, settings
+from raycache import __version__
+from raycache.config import Config
+from raycache.errors import RayCacheError
+
+_EXAMPLES = """\
+examples:
+  raycache demo-model models/smollm2        a small real model, without a download
+  raycache doctor models/smollm2 --cp 2     what would run, and what would not
+  raycache launch models/smollm2 --cp 2     serve it, until Ctrl-C
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: without the program's name; None for those of this process.
+    Returns:
+        Exit code: 0 done, 1 the answer is no, 2 what was asked cannot work, 130 interrupted.
+    """
+    options = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except RayCacheError as error:
+        print(f"raycache: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="raycache",
+        description="Serve large language models on Ray; cache hits do not depend on how the model is split.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+        added.set_defaults(command=command)
+        return added
+
+    add_config_flags(add("launch", _launch, "serve a model, in the foreground, until Ctrl-C"))
+    status = add("status", _status, "show the services that run on this machine")
+    status.add_argument("--endpoint", metavar="URL", help="ask this one instead, such as http://HOST:8000")
+    status.add_argument("--json", action="store_true", help="print all figures as JSON")
+    status.add_argument(
+        "--timeout-s", type=seconds, metavar="SECONDS", default=5.0, help="for an answer (default: %(default)s)"
+    )
+    top = add("top", _top, "watch a running service, until q")
+    top.add_argument("--endpoint", metavar="URL", help="of another machine, such as http://HOST:8000")
+    for flag, default, text in (("--interval-s", 2.0, "between two looks"), ("--timeout-s", 5.0, "for an answer")):
+        top.add_argument(flag, type=seconds, metavar="SECONDS", default=default, help=f"{text} (default: %(default)s)")
+    top.add_argument("--once", action="store_true", help="print a single frame")
+    boards = add("dashboards", _dashboards, "write a Grafana dashboard, alert rules and settings for Prometheus")
+    boards.add_argument(
+        "directory", metavar="DIR", type=Path, nargs="?", help="default: Ray's, where its Grafana finds the dashboard"
+    )
+    boards.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        action="append",
+        default=[],
+        help="read /metrics of this server, instead of Ray's metrics; may be given several times",
+    )
+    add_cache_flags(add("cache", _cache, "look into the cache of a running server, and change its tiers"))
+    add_replicas_flags(add("replicas", _replicas, "start, drain and replace the replicas of a running server"))
+    stop = add("stop", _stop, "stop the services that run on this machine")
+    stop.add_argument("--port", type=int, metavar="N", help="only the one on this port")
+    stop.add_argument(
+        "--grace-s",
+        type=seconds,
+        metavar="SECONDS",
+        default=30.0,
+        help="to end cleanly before it is killed (default: %(default)s)",
+    )
+    key = add("key", _key, "make an API key for a tenant, and its line for the file of --api-keys")
+    key.add_argument("name", metavar="NAME", help="of the tenant")
+    key.add_argument("rights", metavar="RIGHT", nargs="*", help="admin, metrics or requests=N (most at a time)")
+    key.add_argument("--file", metavar="FILE", type=Path, help="add the line to this file; made if it is not there")
+    add_config_flags(add("doctor", _doctor, "check what launch would do, without loading weights"))
+    demo = add("demo-model", _demo_model, "write a small real model as a Hugging Face directory")
+    demo.add_argument("directory", metavar="DIR", type=Path)
+    add("version", _version, "print the versions that matter")
+    return parser
+
+
+def _launch(options: argparse.Namespace) -> int:
+    values = settings(options)
+    config = Config.from_mapping(values)
+    from launch.cli import job
+
+    job.check_client()
+    if job.is_remote(config.address):
+        return job.run(values)
+    if config.address == "local":
+        keep_ray_on_loopback()
+    from launch.cli.cluster import run
+
+    return run(config)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    values = settings(options)
+    from launch.doctor.command import run
+
+    return run(values)
+
+
+def _demo_model(options: argparse.Namespace) -> int:
+    from launch.demo.model import make_demo_model
+
+    make_demo_model(options.directory)
+    print(f"{options.directory} is ready; serve it with: raycache launch {options.directory}")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from launch.cli import status
+    from launch.service import running
+
+    if options.endpoint:
+        asked = [status.ask(options.endpoint, service=None, timeout_s=options.timeout_s)]
+    else:
+        asked = [status.ask(one.endpoint, service=one, timeout_s=options.timeout_s) for one in running()]
+    if options.json:
+        print(status.as_json(asked))
+    elif asked:
+        print(status.as_table(asked))
+    else:
+        print("no service runs on this machine")
+    return 0 if asked and not any(report.error for report in asked) else 1
+
+
+def _top(options: argparse.Namespace) -> int:
+    from launch.cli.top import run
+
+    return run(options.endpoint, interval_s=options.interval_s, timeout_s=options.timeout_s, is_once=options.once)
+
+
+def _dashboards(options: argparse.Namespace) -> int:
+    from launch.dashboards.files import RAY_FOLDER, write
+
+    for path in write(options.directory or RAY_FOLDER, servers=tuple(options.server)):
+        print(path)
+    return 0
+
+
+def _cache(options: argparse.Namespace) -> int:
+    from launch.cli.cache import run
+
+    return run(options)
+
+
+def _replicas(options: argparse.Namespace) -> int:
+    from launch.cli.replicas import run
+
+    return run(options)
+
+
+def _key(options: argparse.Namespace) -> int:
+    from launch.http.auth import add_line, new_key
+
+    key, line = new_key(options.name, rights=tuple(options.rights))
+    if options.file is None:
+        print(f"line for the file of --api-keys:\n{line}", file=sys.stderr)
+    else:
+        add_line(options.file, line)
+        print(f"added {options.name} to {options.file}; a running server reads it by itself", file=sys.stderr)
+    print("API key, shown only now:", file=sys.stderr)
+    print(key)
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from launch.service import running, stop
+
+    chosen = [one for one in running() if options.port in (None, one.port)]
+    if not chosen:
+        where = "on this machine" if options.port is None else f"on port {options.port}"
+        print(f"no service runs {where}", file=sys.stderr)
+        return 1
+    for service in chosen:
+        print(f"{service.model} at {service.endpoint} (pid {service.pid}): {stop(service, grace_s=options.grace_s)}")
+    return 0
+
+
+def _version(options: argparse.Namespace) -> int:
+    from importlib.metadata import PackageNotFoundError, version
+
+    print("raycache", __version__)
+    for package in ("ray", "torch"):
+        try:
+            print(package, version(package))
+        except PackageNotFoundError:
+            print(package, "not installed")
+    print("python", ".".join(map(str, sys.version_info[:3])))
+    return 0

@@ -1,0 +1,84 @@
+"""What commands share that give an operator's orders to a running server. Light, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from launch.environment import api_key
+from launch.flags import seconds
+from raycache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launch.service import Service
+
+
+def add_order_flags(parser: argparse.ArgumentParser, *, timeout_s: float) -> None:
+    """Add which server gets the order, and how its answer is shown."""
+    parser.add_argument("--endpoint", "--url", metavar="URL", help="of the server; default: the one on this machine")
+    parser.add_argument("--api-key", metavar="TEXT", default="", help="of the server (or set RAYCACHE_API_KEY)")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument(
+        "--timeout-s", type=seconds, metavar="SECONDS", default=timeout_s, help="for an answer (default: %(default)s)"
+    )
+
+
+def give_order(
+    options: argparse.Namespace,
+    *,
+    path: str,
+    body: Mapping[str, Any] | None,
+    show: Callable[[Mapping[str, Any]], str],
+    margin_s: float = 0.0,
+) -> int:
+    """Give one order and print the answer.
+
+    Args:
+        options: with the flags of `add_order_flags`.
+        path: of the order.
+        body: of the order; None for one that only asks.
+        show: makes the answer a text, where JSON is not wanted.
+        margin_s: for an answer on top of `--timeout-s`.
+    Returns:
+        Exit code.
+    Raises:
+        RayCacheError: it cannot be given, or was refused.
+    """
+    from launch.cli.client import AnswerError, ask
+
+    service = None if options.endpoint else only_service()
+    endpoint = service.endpoint if service else options.endpoint
+    try:
+        answer = ask(
+            endpoint,
+            path=path,
+            key=options.api_key or api_key(),
+            timeout_s=options.timeout_s + margin_s,
+            body=body,
+            certificate=service.certificate if service else "",
+        )
+    except AnswerError as refusal:
+        raise AnswerError(f"{endpoint}: {refusal}") from refusal
+    print(json.dumps(answer, indent=2, ensure_ascii=False) if options.json else show(answer))
+    return 0
+
+
+def only_service() -> Service:
+    """The service that runs on this machine.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    from launch.service import running
+
+    found = running()
+    if len(found) != 1:
+        what = (
+            f"several services run here, {', '.join(one.endpoint for one in found)}"
+            if found
+            else "no service runs on this machine"
+        )
+        raise ConfigError(f"{what}; name one with --endpoint http://HOST:PORT")
+    return found[0]

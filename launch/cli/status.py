@@ -1,0 +1,93 @@
+"""What running services do, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from launch.cli import client
+from launch.environment import api_key
+from launch.service import Service
+from launch.table import render
+
+
+@dataclass(frozen=True)
+class Report:
+    """One service and its answer.
+
+    Attributes:
+        endpoint: its URL.
+        service: its state file, or None for a remote one.
+        figures: fields of EngineInfo and EngineStats, empty when it did not answer.
+        error: why it did not answer, or empty.
+    """
+
+    endpoint: str
+    service: Service | None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def ask(endpoint: str, *, service: Service | None, timeout_s: float) -> Report:
+    """GET its /status; a service that does not answer is a report too.
+
+    Raises:
+        ConfigError: the endpoint is not an HTTP URL.
+    """
+    try:
+        certificate = service.certificate if service else ""
+        figures = client.ask(endpoint, path="/status", key=api_key(), timeout_s=timeout_s, certificate=certificate)
+    except client.AnswerError as cause:
+        return Report(endpoint, service, error=str(cause))
+    return Report(endpoint, service, figures=figures)
+
+
+def as_json(reports: Sequence[Report]) -> str:
+    """All that is known, for programs."""
+    return json.dumps([asdict(report) for report in reports], indent=2)
+
+
+def as_table(reports: Sequence[Report]) -> str:
+    """The most telling figures, one service a line."""
+    header = (
+        "ENDPOINT",
+        "MODEL",
+        "PID",
+        "RANKS",
+        "RUNNING",
+        "WAITING",
+        "PAGES USED",
+        "CACHED PROMPT",
+        "OUTPUT TOKENS",
+        "STATE",
+    )
+    return render(header, rows=[row for report in reports for row in (_row(report), *_replica_rows(report))])
+
+
+def _replica_rows(report: Report) -> list[tuple[object, ...]]:
+    """A line for each of several replicas, below that of their service."""
+    rows = []
+    for name, figures in report.figures.get("replicas", {}).items():
+        ranks = [rank for rank in report.figures.get("ranks", ()) if rank.get("replica") == name]
+        own = Report("", None, {**figures, "model": "", "ranks": ranks})
+        rows.append((f"  replica {name}", "", "", *_row(own)[3:]))
+    return rows
+
+
+def _row(report: Report) -> tuple[object, ...]:
+    figures, service = report.figures, report.service
+    model = figures.get("model") or (service.model if service else "?")
+    head = (report.endpoint, model, service.pid if service else "-")
+    if report.error:
+        return (*head, *["-"] * 6, f"no answer: {report.error}")
+    pages = f"{figures.get('pages_in_use', 0)}/{figures.get('pages_total', 0)}"
+    prompt, cached = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
+    share = f"{100 * cached / prompt:.1f} %" if prompt else "-"
+    if len(tiers := figures.get("cached_by_tier", {})) > 1 and prompt:
+        share += f" ({', '.join(f'{tier} {100 * count / prompt:.1f}' for tier, count in tiers.items())})"
+    counts = (len(figures.get("ranks", ())), figures.get("running", 0), figures.get("waiting", 0))
+    warnings = figures.get("warnings")
+    state = f"ok, warnings: {len(warnings)}, see raycache cache status" if warnings else "ok"
+    return (*head, *counts, pages, share, figures.get("output_tokens", 0), state)

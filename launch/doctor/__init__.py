@@ -1,0 +1,1 @@
+"""`raycache doctor`: whether a service can run, before it is launched."""

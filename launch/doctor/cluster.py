@@ -1,0 +1,145 @@
+"""The doctor's look at a running cluster: what each node has, and where ranks would go."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+
+from actors.cluster import connect, device_type, disconnect
+from actors.placement import cluster_nodes
+from actors.survey import Survey, survey
+from launch.doctor.finding import Finding, Verdict, attempt
+from launch.doctor.hub import say
+from launch.environment import hub_variables, keep_job_variables
+from launch.table import human_bytes
+from raycache import __version__
+from raycache.checkpoint.hub_models import pinned_models
+from raycache.config import Config
+from raycache.errors import ConfigError
+from raycache.parallel.interfaces import Link, require_reachable
+from raycache.parallel.placement import (
+    Need,
+    Node,
+    chosen,
+    describe,
+    has_room,
+    missing,
+    need_of,
+    plan,
+    refuse_impossible,
+    split_groups,
+    without,
+)
+
+_ASK_S = 60.0
+"""For nodes to answer; Ray starts a process on each."""
+
+
+def examine_cluster(config: Config) -> Iterator[Finding]:
+    """Connect to the cluster that the settings name, look at it, and leave it as it was.
+
+    Args:
+        config: of the service, with pinned models of the Hub.
+    """
+    if config.address.startswith(("http://", "https://")):
+        yield Finding("cluster", Verdict.WARNING, "a remote one is not looked at from here; run the doctor there")
+        return
+    try:
+        keep_job_variables()
+        cluster = connect(config, variables=hub_variables() if pinned_models(config) else {})
+    except ConfigError as refusal:
+        yield Finding("cluster", Verdict.REFUSED, str(refusal))
+        return
+    try:
+        yield Finding("cluster", Verdict.OK, f"at {cluster.address}")
+        yield from examine_nodes(config, device=device_type(config))
+    finally:
+        disconnect(cluster.temp_dir)
+
+
+def examine_nodes(config: Config, *, device: str) -> Iterator[Finding]:
+    """Look at the nodes of the cluster that this process is connected to.
+
+    Args:
+        config: whose ranks to place.
+        device: "cpu" or "cuda".
+    """
+    nodes = cluster_nodes()
+    need = need_of(config.split, replicas=config.replicas, device=device, nodes=nodes)
+    placing, ranks = _place(config, need, nodes)
+    said = survey(config, nodes, timeout_s=_ASK_S)
+    used = {node.node_id: those for node, those in ranks}
+    for node in sorted(nodes, key=lambda one: (one.address, one.node_id)):
+        yield _node(node, said[node.node_id], ranks=used.get(node.node_id, ""), config=config)
+    yield from placing
+    links = {f"node {node.address}": one.link for node, _ in ranks if isinstance(one := said[node.node_id], Survey)}
+    if len(used) > 1:
+        yield attempt("network", lambda: _network(links))
+
+
+def _place(config: Config, need: Need, nodes: Sequence[Node]) -> tuple[list[Finding], list[tuple[Node, str]]]:
+    """What to say of the places, and each used node with its ranks."""
+    name, findings, used = "placement", [], list[tuple[Node, str]]()
+    left = list(nodes)
+    for number in range(config.replicas):
+        of = f"replica {number}: " if config.replicas > 1 else ""
+        try:
+            if config.placement == "auto":
+                refuse_impossible(need, nodes)
+                ranks = plan(need, left)
+            else:
+                ranks = chosen(config.placement, need=need, nodes=left)
+                findings += [Finding(name, Verdict.WARNING, line) for line in split_groups(need.split, ranks)]
+        except ConfigError as refusal:
+            findings.append(_refused(name, refusal, config))
+            return findings, used
+        if ranks is None or not has_room(need, ranks):
+            lacks = missing(need, left, ranks=ranks or ())
+            text = f"{of}no room now: {lacks}; launch would wait up to {config.start_timeout_s:.0f} s"
+            findings.append(Finding(name, Verdict.WARNING, text))
+            return findings, used
+        layout = describe(ranks)
+        text = "; ".join(f"ranks {those} on {node.address}" for node, those in layout)
+        findings.append(Finding(name, Verdict.OK, of + text))
+        used += [(node, of + those) for node, those in layout]
+        left = without(left, need, ranks)
+    return findings, used
+
+
+def _refused(name: str, refusal: ConfigError, config: Config) -> Finding:
+    if config.placement != "auto":
+        return Finding(name, Verdict.REFUSED, str(refusal))
+    text = f"{refusal}; launch would wait up to {config.start_timeout_s:.0f} s for nodes that join"
+    return Finding(name, Verdict.WARNING, text)
+
+
+def _node(node: Node, said: Survey | str, *, ranks: str, config: Config) -> Finding:
+    """A line per node: refused where ranks go and would not start."""
+    has = f"{node.hostname}, {node.cpus:g} CPU ({node.free_cpus:g} free), {node.gpus:g} GPU ({node.free_gpus:g} free)"
+    hints, copied, refusals = ["it is draining"] if node.is_draining else [], list[str](), []
+    if isinstance(said, str):
+        refusals.append(said)
+    else:
+        has += f", {human_bytes(said.memory_bytes)} of memory free, reached by {said.link.host}"
+        has += f" ({said.link.interface})" if said.link.interface else ""
+        has += f", {human_bytes(said.shared_bytes)} free for a host tier" if config.has_host_tier else ""
+        hints += _other_versions(said)
+        copied = [say(copy) for copy in said.copies]
+        refusals += [f"{copy.model.repo} does not fit there" for copy in said.copies if not copy.fits]
+        refusals += [f"{path} is not there; every node needs it at the same path" for path in said.missing]
+    verdict = Verdict.WARNING if hints or refusals else Verdict.OK
+    text = "; ".join([has, *([f"ranks {ranks}"] if ranks else []), *copied, *hints, *refusals])
+    return Finding(f"node {node.address}", Verdict.REFUSED if ranks and refusals else verdict, text)
+
+
+def _other_versions(said: Survey) -> list[str]:
+    here = (__version__, platform.python_version())
+    if said.versions == here:
+        return []
+    theirs, ours = (f"raycache {found[0]} with Python {found[1]}" for found in (said.versions, here))
+    return [f"it has {theirs}, this machine {ours}; install the same"]
+
+
+def _network(links: Mapping[str, Link]) -> str:
+    require_reachable(links)
+    return ", ".join(sorted({one.host for one in links.values()}))

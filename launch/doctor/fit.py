@@ -1,0 +1,138 @@
+"""What of a model fits on this machine, before its weights are loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from raycache.config import Config
+from raycache.deployment.memory_plan import (
+    auto_bytes,
+    cache_format,
+    pages_that_fit,
+    pages_within,
+    pool_bytes,
+    pool_sizes,
+    resolve_dtype,
+)
+from raycache.memory.component import FULL
+from raycache.memory.device import unit_bytes
+from raycache.models.base import ModelConfig, components
+from raycache.models.layer_sizes import layer_sizes
+from raycache.parallel.collectives import Group
+from raycache.parallel.context import ParallelContext
+
+_MANY_PAGES = 1 << 16
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of the rank that holds most, if all ranks are on this machine.
+
+    Attributes:
+        weight_bytes: about.
+        page_bytes: one page of the sequence on this rank, without what restore points need.
+        cache_bytes: all pools of this rank.
+        slots: window and state spaces -> (pages or slots, bytes of one) on this rank.
+        num_pages: pages that every rank can hold.
+        page_size: tokens per page.
+        free_bytes: memory of the device now, divided among the ranks that share it.
+    """
+
+    weight_bytes: int
+    page_bytes: int
+    cache_bytes: int
+    slots: Mapping[str, tuple[int, int]]
+    num_pages: int
+    page_size: int
+    free_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the whole cache holds."""
+        return self.num_pages * self.page_size
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether weights and cache need more than there is."""
+        return self.weight_bytes + self.cache_bytes > self.free_bytes
+
+
+def device_type(config: Config) -> str:
+    """Where ranks on this machine would compute, "cpu" or "cuda"."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def plan_memory(config: Config, *, model: ModelConfig, weight_bytes: int) -> MemoryPlan:
+    """Work out what the fullest rank would hold.
+
+    Args:
+        config: a split that `check_split` has accepted, with stages.
+        model: to serve.
+        weight_bytes: of that rank.
+    Raises:
+        ConfigError: not even one page fits.
+    """
+    where = device_type(config)
+    dtype = resolve_dtype(config, device_type=where)
+    sharing = config.world_size if where == "cpu" else 1
+    free = _free_bytes(where) // sharing
+    contexts = _contexts(config, where=where)
+    fmt = cache_format(config, dtype=dtype)
+
+    def cache_bytes(ctx: ParallelContext, num_pages: int) -> int:
+        return pool_bytes(config, model, num_pages=num_pages, fmt=fmt, ctx=ctx)
+
+    fullest = max(contexts, key=lambda ctx: cache_bytes(ctx, _MANY_PAGES))
+    pages = pages_that_fit(config, model, ctx=fullest, dtype=dtype, ranks_on_node=sharing)
+    if config.num_pages == 0 and config.kv_memory == "auto":
+        # "auto" is a share of what is free once the weights are loaded, which they are not yet.
+        memory = int(auto_bytes(torch.device(where), sharing) * max(0.0, 1 - weight_bytes / free))
+        pages = min(pages, pages_within(config, model, ctx=fullest, dtype=dtype, memory=memory))
+    sizes = pool_sizes(config, model, num_pages=pages, fmt=fmt)
+    units: Counter[str] = Counter()
+    for part in components(model, fmt):
+        units[part.space] += unit_bytes(
+            part, num_layers=model.num_layers, page_size=config.page_size, split=fullest.split, at=fullest.coords
+        )
+    slots = {space: (sizes[space], size) for space, size in units.items() if space != FULL}
+    return MemoryPlan(weight_bytes, units[FULL], cache_bytes(fullest, pages), slots, pages, config.page_size, free)
+
+
+def stage_weights(config: Config, model: ModelConfig) -> tuple[int, ...]:
+    """Numbers in the weights of each pipeline stage.
+
+    Args:
+        config: of the service, with stages.
+        model: to serve.
+    """
+    return layer_sizes(model).held.of_stages(config.stages or (model.num_layers,))
+
+
+def _contexts(config: Config, *, where: str) -> list[ParallelContext]:
+    """Coordinates of every rank, in groups that only know their size."""
+    split = config.split
+    places = [split.coords(rank) for rank in range(split.world_size)]
+    return [
+        ParallelContext(
+            split=split,
+            rank=rank,
+            device=torch.device(where),
+            tp=Group(rank=at.tp, size=split.tp),
+            pp=Group(rank=at.pp, size=split.pp),
+            cp=Group(rank=at.cp, size=split.cp),
+        )
+        for rank, at in enumerate(places)
+    ]
+
+
+def _free_bytes(where: str) -> int:
+    if where == "cuda":
+        return min(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,207 @@
+"""The doctor's checks of GPUs and of what computes on them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from launch.doctor.finding import Finding, Verdict
+from launch.table import human_bytes
+from raycache.attention.flashinfer import HEAD_DIMS, LATENT_DIMS
+from raycache.config import Config
+from raycache.errors import ConfigError
+from raycache.memory.component import Component
+from raycache.parallel.devices import require_gpus
+from raycache.rank.backend import device_obstacle, package_obstacle
+
+_TIMEOUT_S = 10.0
+_BUSY_BYTES = 1 << 30
+_HOPPER = 9  # major compute capability
+
+
+def examine_gpus(config: Config) -> Iterator[Finding]:
+    """Check this machine's GPUs, one after another, and how they are connected.
+
+    Args:
+        config: with ranks on GPUs.
+    """
+    wanted = config.world_size if config.address == "local" else 1
+    try:
+        require_gpus(wanted)
+    except ConfigError as refusal:
+        yield Finding("device", Verdict.REFUSED, str(refusal))
+        return
+    count = torch.cuda.device_count()
+    yield Finding("device", Verdict.OK, f"cuda, {count} GPUs for {config.world_size} ranks, {_driver()}")
+    for index in range(count):
+        yield _gpu(index)
+    if config.world_size > 1 and count > 1:
+        yield _links(min(count, config.world_size))
+
+
+def _driver() -> str:
+    said = ask_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    driver = f"driver {said[0].strip()}" if said else "driver unknown, there is no nvidia-smi"
+    return f"{driver}, torch for CUDA {torch.version.cuda}"
+
+
+def ask_smi(*arguments: str) -> str:
+    """What `nvidia-smi` prints, or "" without it."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ""
+    try:
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (subprocess.TimeoutExpired, OSError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _gpu(index: int) -> Finding:
+    about = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    room = f"{human_bytes(free)} of {human_bytes(total)} free"
+    text = f"{about.name}, compute capability {about.major}.{about.minor}, {room}"
+    if total - free > _BUSY_BYTES:
+        return Finding(f"cuda:{index}", Verdict.WARNING, f"{text}; others use it too, see `nvidia-smi`")
+    return Finding(f"cuda:{index}", Verdict.OK, text)
+
+
+def _links(count: int) -> Finding:
+    links = read_topology(ask_smi("topo", "-m"))
+    ways = {links.get((a, b), "") for a in range(count) for b in range(a)}
+    if "" in ways:
+        return Finding("links", Verdict.WARNING, "`nvidia-smi topo -m` does not say how the GPUs are connected")
+    if all(way.startswith("NV") for way in ways):
+        return Finding("links", Verdict.OK, f"NVLink between all pairs ({', '.join(sorted(ways))})")
+    found = f"{', '.join(sorted(ways))}, see `nvidia-smi topo -m`"
+    return Finding("links", Verdict.WARNING, f"not all pairs have NVLink ({found}); tp and cp are slow over PCIe")
+
+
+def read_topology(matrix: str) -> Mapping[tuple[int, int], str]:
+    """(GPU, GPU) -> how they are connected, such as "NV18" or "SYS", from what `nvidia-smi topo -m` prints."""
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()]
+    columns: list[str] = next((words for words in lines if words and words[0] == "GPU0" and "GPU0" in words), [])
+    links = {}
+    for words in lines:
+        if words is columns or not words or not re.fullmatch(r"GPU\d+", words[0]):
+            continue
+        for column, way in zip(columns, words[1:], strict=False):
+            if re.fullmatch(r"GPU\d+", column):
+                links[int(words[0][3:]), int(column[3:])] = way
+    return links
+
+
+def examine_attention(config: Config, parts: Sequence[Component], *, dtype: torch.dtype) -> Iterator[Finding]:
+    """Check what would compute attention on this machine's GPUs, and whether its kernels are built.
+
+    Args:
+        config: with ranks on GPUs that can be used.
+        parts: what the model leaves behind.
+        dtype: of activations.
+    """
+    if config.attention == "torch":
+        yield Finding("attention", Verdict.WARNING, "torch, as asked for; it is slower than flashinfer")
+        return
+    if obstacle := device_obstacle(torch.device("cuda:0"), dtype) or package_obstacle():
+        is_refused = config.attention == "flashinfer"
+        text = obstacle if is_refused else f"torch, which is slower: {obstacle}"
+        yield Finding("attention", Verdict.REFUSED if is_refused else Verdict.WARNING, text)
+        return
+    from flashinfer import __version__
+    from flashinfer.jit import env
+
+    yield Finding("attention", Verdict.OK, f"flashinfer {__version__}: {str(dtype).removeprefix('torch.')} on cuda")
+    kernels, strange = wanted_kernels(parts, dtype=dtype, capability=torch.cuda.get_device_capability(0))
+    if strange:
+        text = f"flashinfer has none for {', '.join(strange)}: torch computes that, which is slower"
+        yield Finding("kernels", Verdict.WARNING, text)
+    folders = [Path(folder) for folder in (*env.FLASHINFER_AOT_DIRS, env.FLASHINFER_JIT_DIR)]
+    yield _kernels(missing_kernels(kernels, folders), Path(env.FLASHINFER_JIT_DIR))
+
+
+def _kernels(missing: Sequence[str], folder: Path) -> Finding:
+    if not missing:
+        return Finding("kernels", Verdict.OK, "built for this model")
+    tools = [tool for tool in ("nvcc", "ninja") if not _has_tool(tool)]
+    text = f"{', '.join(missing)} will be built at the first start, about a minute each, into {folder}"
+    if tools:
+        text += f"; {' and '.join(tools)} not found: install the CUDA toolkit and ninja, or use attention=torch"
+    return Finding("kernels", Verdict.WARNING, text)
+
+
+def _has_tool(name: str) -> bool:
+    """Whether a compiler's tool is where FlashInfer looks for it."""
+    return shutil.which(name) is not None or (name == "nvcc" and Path("/usr/local/cuda/bin/nvcc").exists())
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An attention kernel of FlashInfer.
+
+    Attributes:
+        name: for people.
+        words: that are in the name of its library.
+        end: of that name.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    end: str
+
+    def is_in(self, library: str) -> bool:
+        """Whether a library holds it."""
+        return library.endswith(self.end) and all(word in library for word in self.words)
+
+
+def wanted_kernels(
+    parts: Sequence[Component], *, dtype: torch.dtype, capability: tuple[int, int]
+) -> tuple[list[Kernel], list[str]]:
+    """What FlashInfer computes of a model, and what of it there is no kernel for.
+
+    Args:
+        parts: what the model leaves behind.
+        dtype: of activations, a half type.
+        capability: of the GPU.
+    """
+    kernels: list[Kernel] = []
+    strange: list[str] = []
+    number = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+
+    def want(name: str, library: str, *words: str, end: str) -> None:
+        words = (f"{library}_", f"dtype_q_{number}_", f"dtype_kv_{number}_", *words)
+        kernels.append(Kernel(f"{name} (fa2)", words, end))
+        if capability[0] == _HOPPER:
+            kernels.append(Kernel(f"{name} (fa3)", words, "_sm90"))
+
+    for part in parts:
+        shapes = {field.name: field.shape for field in part.fields}
+        if "k" in shapes:
+            size = shapes["k"][-1]
+            name = f"heads of {size}{' with a window' if part.window else ''}"
+            if size not in HEAD_DIMS:
+                strange.append(name)
+            else:
+                head = f"head_dim_qk_{size}_head_dim_vo_{size}_"
+                swa = f"use_swa_{bool(part.window)}_"
+                want(name, "batch_prefill_with_kv_cache", head, swa, end="_kv_stride_equal")
+        if "latent" in shapes:
+            dims = (shapes["latent"][0], shapes["rope"][0])
+            if dims != LATENT_DIMS or "scale" in shapes:
+                strange.append(f"latents of {dims[0]} + {dims[1]}{' in fp8' if 'scale' in shapes else ''}")
+            else:
+                head = f"head_dim_ckv_{dims[0]}_head_dim_kpe_{dims[1]}_"
+                want("latents", "batch_mla_attention", head, end="_planabi2")
+    return kernels, strange
+
+
+def missing_kernels(kernels: Sequence[Kernel], folders: Sequence[Path]) -> list[str]:
+    """Names of those of which no folder has a library."""
+    built = [library.stem for folder in folders for library in folder.glob("*/*.so")]
+    return [kernel.name for kernel in kernels if not any(map(kernel.is_in, built))]

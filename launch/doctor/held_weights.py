@@ -1,0 +1,125 @@
+"""Weights in the memory of a rank, counted from config.json and the headers of the weight files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from launch.table import human_bytes
+from raycache.checkpoint.counted import CountedWeights
+from raycache.checkpoint.layout import Layouts
+from raycache.checkpoint.quantisation import Quantisation, read_quantisation
+from raycache.checkpoint.stored_slice import Format
+from raycache.checkpoint.tensor_files import Checkpoint
+from raycache.checkpoint.weights_form import check_kernels, weights_form
+from raycache.config import Config
+from raycache.deployment.memory_plan import resolve_dtype
+from raycache.models.base import ModelConfig, load_model
+from raycache.models.drafting import load_draft
+from raycache.parallel.collectives import Group
+from raycache.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """Weights of the pipeline stage that holds most.
+
+    Attributes:
+        num_bytes: of a rank, by how the numbers are held: the name of a format, or a dtype.
+        formats: in which the checkpoint has quantised ones, the most frequent first.
+    """
+
+    num_bytes: Mapping[str, int]
+    formats: tuple[Format, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return sum(self.num_bytes.values())
+
+    def __str__(self) -> str:
+        """Bytes, and of what where there are several kinds."""
+        parts = [f"{human_bytes(size)} in {kind}" for kind, size in sorted(self.num_bytes.items()) if size]
+        return f"about {' + '.join(parts)}"
+
+
+def held_weights(config: Config, model: ModelConfig, *, device_type: str) -> HeldWeights:
+    """Count what the fullest stage reads; takes no memory for it.
+
+    Args:
+        config: of the service, with stages.
+        model: to serve.
+        device_type: "cpu" or "cuda".
+    Raises:
+        CheckpointError: the weights are damaged or not the model's.
+    """
+    split, counted = config.split, []
+    for stage in range(split.pp):
+        rank = next(rank for rank in range(split.world_size) if split.coords(rank).pp == stage)
+        at = split.coords(rank)
+        ctx = ParallelContext(
+            split=split,
+            rank=rank,
+            device=torch.device("meta"),
+            tp=Group(rank=at.tp, size=split.tp),
+            pp=Group(rank=at.pp, size=split.pp),
+            cp=Group(rank=at.cp, size=split.cp),
+        )
+        counted.append(_count(config, model, ctx, device_type=device_type))
+    return max(counted, key=lambda held: held.total)
+
+
+def _count(config: Config, model: ModelConfig, ctx: ParallelContext, *, device_type: str) -> HeldWeights:
+    dtype = resolve_dtype(config, device_type=device_type)
+    own = _source(config, Path(config.model), dtype, device_type=device_type)
+    target = load_model(replace(model, draft=None), own, ctx, torch.float32, on_progress=lambda done, total: None)
+    sources = [own]
+    if model.draft is not None and ctx.is_last_stage:
+        theirs = _source(config, model.draft.directory, dtype, device_type=device_type)
+        load_draft(model, theirs, ctx, torch.float32, target=target, target_source=own)
+        sources.append(theirs)
+    num_bytes, formats = Counter[str](), Counter[Format]()
+    for one in sources:
+        num_bytes.update(one.num_bytes)
+        formats.update(one.formats)
+    return HeldWeights(num_bytes, tuple(form for form, _ in formats.most_common()))
+
+
+def _source(config: Config, directory: Path, dtype: torch.dtype, *, device_type: str) -> CountedWeights:
+    if config.dummy_weights:
+        return CountedWeights(None, None, form=None, dtype=dtype)
+    checkpoint, quantisation = Checkpoint(directory), read_quantisation(directory)
+    form = None
+    if quantisation is not None:
+        form = weights_form(quantisation, config.weights, dtype=dtype, device_type=device_type)
+    return CountedWeights(checkpoint, Layouts(checkpoint, quantisation), form=form, dtype=dtype)
+
+
+def describe_quantisation(quantisation: Quantisation, held: HeldWeights, config: Config, *, device_type: str) -> str:
+    """How a checkpoint is quantised, and what becomes of it in memory.
+
+    Raises:
+        ConfigError: this machine's GPU has no kernels for it.
+    """
+    formats = held.formats or tuple(dict.fromkeys(scheme.format for scheme in quantisation.schemes))
+    names = (" and " if held.formats else " or ").join(form.value for form in formats)
+    told = f"{names} ({quantisation.method}, {quantisation.path.name})"
+    dtype = resolve_dtype(config, device_type=device_type)
+    form = weights_form(quantisation, config.weights, dtype=dtype, device_type=device_type)
+    check_kernels(form, torch.device(device_type))
+    kept = [one.value for one in formats if one in form.stored]
+    if config.dummy_weights:
+        drawn = f"quantised where a kernel takes the layer, and counted as {_name(dtype)}" if kept else _name(dtype)
+        return f"{told}; random weights are {drawn}"
+    if not kept:
+        return f"{told}; dequantised to {_name(form.dtype)} in memory"
+    rest = f", others are dequantised to {_name(form.dtype)}" if len(kept) < len(formats) else ""
+    return f"{told}; kept as {' and '.join(kept)} where a kernel takes the layer{rest}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

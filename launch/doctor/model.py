@@ -1,0 +1,178 @@
+"""The doctor's checks that need the model and torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from launch.doctor.finding import Finding, Verdict, attempt
+from launch.doctor.fit import device_type, plan_memory, stage_weights
+from launch.doctor.gpu import examine_attention, examine_gpus
+from launch.doctor.held_weights import describe_quantisation, held_weights
+from launch.doctor.tiers import examine_tiers
+from launch.table import human_bytes
+from raycache.api.chat import ChatTemplate
+from raycache.api.tokenizer import Tokenizer
+from raycache.checkpoint.quantisation import read_quantisation
+from raycache.checkpoint.tensor_files import Checkpoint
+from raycache.config import Config
+from raycache.deployment.memory_plan import cache_format, context_len, resolve_dtype, served_model
+from raycache.deployment.stages import with_stages
+from raycache.errors import ConfigError
+from raycache.models.base import ModelConfig, check_split, check_weights, components, head_counts, read_config
+from raycache.models.drafting import check_draft
+from raycache.parallel.sharding import Split
+from raycache.rank.backend import device_obstacle
+
+
+def examine_model(config: Config) -> Iterator[Finding]:
+    """Check the device, the model's directory, the split and the memory that it needs."""
+    devices = list(_devices(config))
+    yield from devices
+    try:
+        model = served_model(config)
+    except ConfigError as refusal:
+        model = None
+        yield Finding("model", Verdict.REFUSED, str(refusal))
+    if not Path(config.model).is_dir():
+        return
+    has_devices = all(one.verdict is not Verdict.REFUSED for one in devices)
+    found = [*_files(config, model), *(_splits(config, model, has_devices=has_devices) if model else [])]
+    yield from found
+    if model and has_devices and all(one.verdict is not Verdict.REFUSED for one in found):
+        yield from _memory(with_stages(config, model), model)
+
+
+def _devices(config: Config) -> Iterator[Finding]:
+    if device_type(config) == "cuda":
+        yield from examine_gpus(config)
+    else:
+        yield Finding("device", Verdict.OK, "cpu")
+
+
+def _files(config: Config, model: ModelConfig | None) -> Iterator[Finding]:
+    folder = Path(config.model)
+    if config.dummy_weights:
+        yield Finding("weights", Verdict.OK, "random ones of the shapes that config.json says")
+    else:
+        yield attempt("weights", lambda: _weights(folder))
+    if model is not None and model.draft is not None and not config.dummy_weights:
+        yield attempt("draft", lambda: _draft(model, folder))
+    try:
+        tokenizer = Tokenizer(folder, is_optional=config.dummy_weights)
+        if model is not None and not config.dummy_weights:
+            tokenizer.check_fits(model.vocab_size)
+        template = ChatTemplate.load(tokenizer, path=config.chat_template)
+    except ConfigError as refusal:
+        yield Finding("tokenizer", Verdict.REFUSED, str(refusal))
+        return
+    yield Finding("tokenizer", Verdict.OK, f"{tokenizer.vocab_size} tokens, {tokenizer.description}")
+    if template.origin:
+        yield Finding("chat template", Verdict.OK, template.origin)
+    else:
+        yield Finding(
+            "chat template", Verdict.WARNING, "none; chat completions are refused without --chat-template FILE"
+        )
+
+
+def _draft(model: ModelConfig, folder: Path) -> str:
+    assert model.draft is not None, "there is one"
+    check_draft(model, folder)
+    return f"{model.draft.model.name}: {model.draft.model.num_layers} layers of {model.draft.model.model_type}"
+
+
+def _weights(folder: Path) -> str:
+    checkpoint = Checkpoint(folder)
+    check_weights(read_config(folder), checkpoint)
+    return f"{human_bytes(checkpoint.num_bytes)} in safetensors files"
+
+
+def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterator[Finding]:
+    def tensor() -> str:
+        check_split(model, Split(tp=config.tp, cp=config.cp))
+        counts = ", ".join(f"{count.name} {count.count}" for count in head_counts(model))
+        return f"tp={config.tp}, cp={config.cp} suit {counts}"
+
+    def pipeline() -> str:
+        check_split(model, Split(pp=config.pp, stages=config.stages))
+        staged = with_stages(config, model)
+        if config.pp == 1:
+            return f"pp=1: all {model.num_layers} layers on every rank"
+        dtype = resolve_dtype(config, device_type=device_type(config))
+        sizes = ", ".join(human_bytes(size * dtype.itemsize) for size in stage_weights(staged, model))
+        in_type = str(dtype).removeprefix("torch.")
+        return f"pp={config.pp}: stages of {staged.pp_layers} layers, with {sizes} of weights in {in_type}"
+
+    share = config.page_size // config.cp
+    part = f"; the text part of a {model.part_of}, whose vision part is not loaded" if model.part_of else ""
+    told = f"{model.name}: {model.model_type}, {model.num_layers} layers, {model.dtype}{part}"
+    yield Finding("model", Verdict.OK, told)
+    if model.doubt:
+        yield Finding("config", Verdict.WARNING, model.doubt)
+    yield attempt("tensor split", tensor)
+    yield attempt("pipeline split", pipeline)
+    yield Finding(
+        "context split", Verdict.OK, f"cp={config.cp}: {share} of the {config.page_size} tokens of a page per rank"
+    )
+    yield attempt("context", lambda: f"{context_len(config, model)} tokens of prompt and output")
+    yield from _attention(config, model, has_devices=has_devices)
+
+
+def _attention(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterator[Finding]:
+    where = device_type(config)
+    try:
+        dtype = resolve_dtype(config, device_type=where)
+    except ConfigError as refusal:
+        yield Finding("attention", Verdict.REFUSED, str(refusal))
+        return
+    if where == "cpu":
+        yield attempt("attention", lambda: _attention_on_cpu(config, dtype))
+    elif has_devices:
+        yield from examine_attention(config, components(model, cache_format(config, dtype=dtype)), dtype=dtype)
+
+
+def _attention_on_cpu(config: Config, dtype: torch.dtype) -> str:
+    if config.attention == "flashinfer":
+        raise ConfigError(f"attention=flashinfer cannot be used: {device_obstacle(torch.device('cpu'), dtype)}")
+    return f"backend torch: {str(dtype).removeprefix('torch.')} on cpu"
+
+
+def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
+    held = held_weights(config, model, device_type=device_type(config))
+    quantisation = read_quantisation(Path(config.model))
+    if quantisation is not None:
+        where = device_type(config)
+        yield attempt("quantisation", lambda: describe_quantisation(quantisation, held, config, device_type=where))
+    yield Finding("weights per rank", Verdict.OK, str(held))
+    try:
+        plan = plan_memory(config, model=model, weight_bytes=held.total)
+    except ConfigError as refusal:
+        yield Finding("cache", Verdict.REFUSED, str(refusal))
+        return
+    used = plan.weight_bytes + plan.cache_bytes
+    need = f"about {human_bytes(used)} per rank for weights and cache, {human_bytes(plan.free_bytes)} are free"
+    if device_type(config) == "cuda":
+        need += "; what a step takes beside them is measured at the start"
+    per_token = human_bytes(plan.page_bytes / plan.page_size)
+    yield Finding("cache per rank", Verdict.OK, f"{per_token} per token, {human_bytes(plan.page_bytes)} per page")
+    for space, (count, size) in plan.slots.items():
+        text = f"{count} of {human_bytes(size)}: for {config.max_running} running requests, and for restore points"
+        yield Finding(f"{space} cache", Verdict.OK, text)
+    if plan.num_pages == 0:
+        yield Finding("cache", Verdict.REFUSED, f"no page fits beside the weights: {need}; split further")
+        return
+    if plan.weight_bytes > plan.free_bytes:
+        yield Finding("memory", Verdict.REFUSED, f"{need}; split further")
+    else:
+        yield Finding("memory", Verdict.WARNING if plan.is_too_large else Verdict.OK, need)
+    holds = f"{plan.num_pages} pages, {plan.num_tokens} tokens in whole"
+    if plan.num_tokens < context_len(config, model):
+        text = f"{holds}, fewer than the context: longer requests are refused; raise kv_memory or cp"
+        yield Finding("cache", Verdict.WARNING, text)
+    else:
+        yield Finding("cache", Verdict.OK, holds)
+    where = device_type(config)
+    fmt = cache_format(config, dtype=resolve_dtype(config, device_type=where))
+    yield from examine_tiers(config, model, fmt=fmt, taken=used * config.world_size if where == "cpu" else 0)

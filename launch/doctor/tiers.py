@@ -1,0 +1,93 @@
+"""The doctor's checks of the tiers beside the device. It writes nothing: storage in files is looked at from outside."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import psutil
+
+from launch.doctor.finding import Finding, Verdict, attempt
+from launch.table import human_bytes
+from raycache.config import Config, parse_bytes
+from raycache.errors import ConfigError
+from raycache.host.plan import check_host_tier
+from raycache.memory.component import FULL, CacheFormat
+from raycache.memory.rows import EnvelopeLayout
+from raycache.models.base import ModelConfig, components
+from raycache.storage.open import open_storage, storage_name
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def examine_tiers(config: Config, model: ModelConfig, *, fmt: CacheFormat, taken: int) -> Iterator[Finding]:
+    """Check host memory and storage.
+
+    Args:
+        config: of the service.
+        model: to serve.
+        fmt: of the rows.
+        taken: bytes of this machine's memory that weights and device tier will need.
+    """
+    if config.has_host_tier:
+        yield attempt("host tier", lambda: _host(config, _page_bytes(config, model, fmt), taken))
+    if config.storage:
+        yield _storage(config)
+
+
+def _page_bytes(config: Config, model: ModelConfig, fmt: CacheFormat) -> int:
+    """One page of the sequence on all ranks together, each replica's rows once."""
+    check_host_tier(config, model)
+    split = config.split
+    layout = EnvelopeLayout(
+        components(model, fmt), num_layers=model.num_layers, page_size=config.page_size, split=split
+    )
+    return layout.unit_bytes(FULL)
+
+
+def _host(config: Config, page_bytes: int, taken: int) -> str:
+    free = max(0, psutil.virtual_memory().available - taken)
+    if _SHARED_MEMORY.is_dir():
+        free = min(free, shutil.disk_usage(_SHARED_MEMORY).free)
+    each = f"{human_bytes(page_bytes / config.page_size)} per token"
+    if config.host_memory == "auto":
+        return f"a share of the {human_bytes(free)} that can be had, {each}"
+    wanted = parse_bytes("host_memory", config.host_memory)
+    if wanted > free:
+        raise ConfigError(
+            f"host_memory={config.host_memory} is more than the {human_bytes(free)} that can be had beside weights and "
+            f"device tier, in memory and in {_SHARED_MEMORY}; use host_memory=auto"
+        )
+    if wanted < page_bytes:
+        raise ConfigError(f"host_memory={config.host_memory} holds no page; one takes {human_bytes(page_bytes)}")
+    return f"at most {wanted // page_bytes * config.page_size} tokens, {each}"
+
+
+def _storage(config: Config) -> Finding:
+    name = storage_name(config.storage)
+    try:
+        if urlsplit(config.storage).scheme == "file":
+            return _directory(config.storage, name)
+        opened = open_storage(config.storage, timeout_s=config.prefetch_timeout_s)
+    except ConfigError as refusal:
+        return Finding("storage", Verdict.REFUSED, str(refusal))
+    is_up = opened.is_up
+    opened.close()
+    if is_up:
+        return Finding("storage", Verdict.OK, f"{name} answers")
+    return Finding("storage", Verdict.WARNING, f"{name} cannot be reached now; it is used once it can")
+
+
+def _directory(url: str, name: str) -> Finding:
+    parts = urlsplit(url)
+    size, directory = dict(parse_qsl(parts.query)).get("size"), Path(unquote(parts.path))
+    if size is None or not directory.is_absolute():
+        raise ConfigError(f"storage {name} needs a whole path and a bound, such as file:///DIRECTORY?size=50GiB")
+    wanted = parse_bytes(f"size of storage {name}", size)
+    near = next(place for place in (directory, *directory.parents) if place.is_dir())
+    held = sum(file.stat().st_size for file in directory.glob("*.segment"))
+    free = shutil.disk_usage(near).free + held
+    text = f"{name}: up to {human_bytes(wanted)}, its disk has room for {human_bytes(free)}"
+    return Finding("storage", Verdict.WARNING if wanted > free else Verdict.OK, text)

@@ -1,0 +1,293 @@
+"""The HTTP server: the OpenAI API over an AsyncEngine, health, metrics and status; http_cache.py has operators' orders.
+
+A client that goes away is noticed while its request runs, streamed or not, and the request is cancelled in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from launch.http.auth import Authentication, keys_of, salted
+from launch.http.cache import CacheApi
+from launch.http.openapi import openapi
+from launch.http.wire import Bodies, ProblemError, json_response, problem_response
+from launch.observe.requests import Observed
+from raycache.api.chat import ChatTemplate
+from raycache.api.engine import AsyncEngine
+from raycache.api.prepare import Generation, prepare_chat, prepare_completion
+from raycache.api.problem import Problem, problem_of, unknown_model
+from raycache.api.responses import AnswerForm, to_json
+from raycache.api.run import answer, answer_stream, event
+from raycache.api.schema import ChatBody, CompletionBody, parse_body, parse_json
+from raycache.api.tokenizer import Tokenizer
+from raycache.config import Config
+from raycache.errors import EngineStoppedError, RayCacheError, RequestError
+from raycache.observe.logs import REQUEST_ID
+from raycache.observe.metrics import Metrics
+from raycache.types import EngineInfo, EngineStats
+
+_HEALTH_TIMEOUT_S = 5.0
+_THREAD_BYTES = 32 * 1024  # larger bodies are read and tokenised in a thread, so that other streams go on
+_CLIENT_GONE = 499  # no standard code exists; nobody reads it
+
+T = TypeVar("T")
+
+
+def build_app(
+    engine: AsyncEngine,
+    *,
+    config: Config,
+    info: EngineInfo,
+    tokenizer: Tokenizer,
+    routes: Sequence[Route] = (),
+    observed: Observed | None = None,
+) -> Starlette:
+    """The ASGI application.
+
+    Args:
+        engine: what runs the requests; it must be ready.
+        config: group "server".
+        info: of the engine.
+        tokenizer: of the model.
+        routes: more of them; outside /v1 they need an operator's key.
+        observed: how it is watched; by default it keeps metrics and nothing else.
+    Raises:
+        ConfigError: the chat template or the file of tenants cannot be used.
+    """
+    keys = keys_of(config)
+    observed = observed or Observed(Metrics(info.model))
+    api = _Api(engine, config=config, info=info, tokenizer=tokenizer, metrics=observed.metrics)
+    cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
+    app = Starlette(
+        routes=[
+            Route("/v1/models", api.list_models),
+            Route("/v1/models/{model:path}", api.show_model),
+            Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+            Route("/health", api.health),
+            Route("/metrics", api.metrics),
+            Route("/status", api.status),
+            Route("/openapi.json", api.openapi),
+            *cache.routes(),
+            *routes,
+        ],
+        middleware=[observed.middleware, *([Middleware(Authentication, keys=keys)] if keys else [])],
+        exception_handlers={
+            RayCacheError: _on_error,
+            ProblemError: _on_problem,
+            _ClientGoneError: _on_client_gone,
+            ClientDisconnect: _on_client_gone,
+            HTTPException: _on_http_error,
+            Exception: _on_bug,
+        },
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Api:
+    """The endpoints."""
+
+    def __init__(
+        self, engine: AsyncEngine, *, config: Config, info: EngineInfo, tokenizer: Tokenizer, metrics: Metrics
+    ) -> None:
+        self._engine = engine
+        self._info = info
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate.load(tokenizer, path=config.chat_template)
+        self._metrics = metrics
+        self._bodies = Bodies(config)
+        self._timeout_s = config.request_timeout_s
+        self._eviction = config.eviction
+
+    async def list_models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model_card()]})
+
+    async def show_model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._info.model:
+            raise ProblemError(unknown_model(name, self._info.model))
+        return json_response(self._model_card())
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, CompletionBody)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, ChatBody)
+
+    async def health(self, request: Request) -> Response:
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                await self._engine.stats()
+        except TimeoutError as error:
+            raise EngineStoppedError(f"the engine has not answered for {_HEALTH_TIMEOUT_S:.0f} s") from error
+        return PlainTextResponse("ok\n")
+
+    async def metrics(self, request: Request) -> Response:
+        # Also while there is no engine: then it is the time to look at them.
+        with suppress(EngineStoppedError, TimeoutError):
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                self._metrics.show(await self._engine.stats())
+                return self._shown()
+        self._metrics.show(None)
+        return self._shown()
+
+    def _shown(self) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def status(self, request: Request) -> Response:
+        info, stats = await self._engine.info(), await self._engine.stats()
+        return json_response({**_plain(info), **_plain(stats)})
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(openapi(self._info))
+
+    async def prepare(self, body: CompletionBody | ChatBody, *, size: int) -> Generation:
+        """From a checked body to requests for the engine; `size` is that of the body in bytes."""
+        if body.model != self._info.model:
+            raise ProblemError(unknown_model(body.model, self._info.model))
+        if body.cache_priority and self._eviction != "priority":
+            raise RequestError(
+                f"cache_priority has no effect here, the server evicts by {self._eviction}; "
+                "start it with --eviction priority, or leave cache_priority out",
+                field="cache_priority",
+            )
+        given: dict[str, Any] = {"tokenizer": self._tokenizer, "info": self._info, "timeout_s": self._timeout_s}
+        match body:
+            case CompletionBody():
+                work = partial(prepare_completion, body, **given)
+            case ChatBody():
+                work = partial(prepare_chat, body, template=self._template, **given)
+        return work() if size < _THREAD_BYTES else await asyncio.to_thread(work)
+
+    async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
+        async with self._bodies.read(request) as raw:
+            work = partial(_parse, kind, raw)
+            body = work() if len(raw) < _THREAD_BYTES else await asyncio.to_thread(work)
+            body = salted(body, request)
+            return await self._respond(request, await self.prepare(body, size=len(raw)))
+
+    async def _respond(self, request: Request, generation: Generation) -> Response:
+        REQUEST_ID.set(generation.generation_id)
+        form = AnswerForm(generation, tokenizer=self._tokenizer)
+        headers = {"X-Request-Id": generation.generation_id}
+        if not generation.body.stream:
+            whole = answer(self._engine, generation, form=form, metrics=self._metrics)
+            return Response(await _unless_gone(request.receive, whole), headers=headers, media_type="application/json")
+        events = answer_stream(self._engine, generation, form=form, metrics=self._metrics)
+        # Wait for the first event before any header is sent: until then an error still has an HTTP status.
+        first = await _unless_gone(request.receive, _next(events))
+        return _EventStream(first, events, headers=headers)
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._info.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "raycache",
+            "max_model_len": self._info.max_model_len,
+        }
+
+
+class _EventStream(Response):
+    """Sends server-sent events until they end or the client goes away."""
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], *, headers: dict[str, str]) -> None:
+        super().__init__(
+            headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type="text/event-stream"
+        )
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(_ClientGoneError):
+            await _unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            last = b""
+            try:
+                async for data in self._events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except RayCacheError as error:  # the status is sent already
+                last = event(to_json(problem_of(error).body), name=b"error")
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class _ClientGoneError(Exception):
+    """The client closed its connection."""
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Result of `work`, which is cancelled when the client goes away.
+
+    Raises:
+        _ClientGoneError: it went.
+    """
+    task, watch = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events)
+
+
+def _parse(kind: type[CompletionBody] | type[ChatBody], raw: bytes) -> CompletionBody | ChatBody:
+    return parse_body(kind, parse_json(raw))
+
+
+def _plain(facts: EngineInfo | EngineStats) -> dict[str, Any]:
+    return dataclasses.asdict(facts)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RayCacheError)
+    return problem_response(problem_of(error))
+
+
+async def _on_problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ProblemError)
+    return problem_response(error.problem)
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return problem_response(Problem(error.status_code, message, headers=error.headers or {}))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    return problem_response(Problem(500, "the server failed; its log has the reason"))

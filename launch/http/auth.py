@@ -1,0 +1,340 @@
+"""Who a request is from and what it may do: one API key for all, or a file of tenants.
+
+    # name     SHA-256 of its API key, in hex                                      rights
+    alice      5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8
+    bob        6ca13d52ca70c883e0f0bb101e425a89e8624de51db2d2392593af6a84118090    requests=32
+    prometheus 2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae    metrics
+    operator   fcde2b2edba56bf408601fb721fe9b5c338d10ee429ea04fae5511b68fbf8fb9    admin
+
+Tenants never share cached tokens: what a client sends as `cache_salt` divides the cache within its own tenant. A tenant
+may have several lines, so that a key can be replaced without a gap; the first one decides where its cached tokens are.
+The file is read again when it changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from starlette._utils import get_route_path
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from launch.http.wire import ProblemError, problem_response
+from raycache.api.problem import Problem
+from raycache.api.schema import GenerationBody
+from raycache.config import Config
+from raycache.errors import ConfigError
+
+ADMIN, METRICS = "admin", "metrics"
+_LOOK_AGAIN_S = 1.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_MAX_RUNNING = re.compile(r"requests=([1-9][0-9]{0,8})")
+_TENANT = "raycache.tenant"  # in the ASGI scope
+_OPEN_TO_ALL = frozenset({"/health", "/openapi.json"})
+
+_log = logging.getLogger(__name__)
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Whom a key belongs to.
+
+    Attributes:
+        name: for people; empty for everybody, where there is no file of tenants.
+        rights: of ADMIN and METRICS.
+        max_requests: that may run at a time; 0 is no limit.
+        secret: what its salts are made from; empty where clients say the salt.
+    """
+
+    name: str
+    rights: frozenset[str]
+    max_requests: int = 0
+    secret: bytes = field(default=b"", repr=False)
+
+    def salt(self, sent: str) -> str:
+        """The cache's salt for what a client sent: without the secret, nobody can find one that another tenant has."""
+        if not self.secret:
+            return sent
+        return hmac.new(self.secret, sent.encode("utf-8"), hashlib.sha256).hexdigest()
+
+
+_EVERYBODY = Tenant("", frozenset({ADMIN, METRICS}))
+
+
+class Keys(Protocol):
+    """The keys that are good."""
+
+    is_of_tenants: bool
+
+    def find(self, key: bytes) -> Tenant | None:
+        """Whose key it is; the time that it takes tells nothing about the good ones."""
+        ...
+
+
+def keys_of(config: Config) -> Keys | None:
+    """The keys that the settings name; None if everybody may come in.
+
+    Raises:
+        ConfigError: the file of tenants cannot be used.
+    """
+    if config.api_keys:
+        return _KeyFile(Path(config.api_keys))
+    return _OneKey(config.api_key) if config.api_key else None
+
+
+class Authentication:
+    """ASGI middleware: a request needs a good key, with the right that its path asks for.
+
+    Only what _OPEN_TO_ALL lists needs none, so a route that somebody adds is guarded. Any key may go to /v1; the rest
+    is the operator's.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Keys) -> None:
+        self._app, self._keys = app, keys
+        self._running: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        path = get_route_path(scope)  # what the routes are found by; a prefix of Ray Serve's is not in it
+        if path in _OPEN_TO_ALL:
+            return await self._app(scope, receive, send)
+        if path == "/metrics" and not self._keys.is_of_tenants:
+            return await self._app(scope, receive, send)
+        tenant = self._keys.find(_bearer(scope))
+        if tenant is None:
+            return await _refuse(_WRONG_KEY, scope, receive, send)
+        if needed := _missing_right(path, tenant):
+            return await _refuse(_no_right(tenant, needed), scope, receive, send)
+        if tenant.max_requests and self._running[tenant.name] >= tenant.max_requests:
+            return await _refuse(_too_many(tenant), scope, receive, send)
+        self._running[tenant.name] += 1
+        try:
+            await self._app({**scope, _TENANT: tenant}, receive, send)
+        finally:
+            self._running[tenant.name] -= 1
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Whom a request is from; everybody is one tenant where there is no file of them."""
+    found = request.scope.get(_TENANT, _EVERYBODY)
+    assert isinstance(found, Tenant)
+    return found
+
+
+def salted(body: Body, request: Request) -> Body:
+    """A request's body with the salt of its tenant."""
+    return body.model_copy(update={"cache_salt": tenant_of(request).salt(body.cache_salt)})
+
+
+def check_operator(request: Request, config: Config) -> None:
+    """Without API keys, take orders from this machine's own commands only: not from others and not from a browser.
+
+    Raises:
+        ProblemError: 403.
+    """
+    if config.api_key or config.api_keys:
+        return  # Authentication has asked for the right
+    if not _is_from_here(request):
+        text = "without an API key this server takes orders from its own machine only; set RAYCACHE_API_KEY for it"
+        raise ProblemError(Problem(403, text, code="api_key_needed"))
+    if "origin" in request.headers:  # a web page that this machine's browser shows
+        raise ProblemError(Problem(403, "orders of web pages need an API key", code="api_key_needed"))
+
+
+def new_key(name: str, *, rights: tuple[str, ...] = ()) -> tuple[str, str]:
+    """A key, and the line for the file of tenants that makes it good.
+
+    Raises:
+        ConfigError: the name or a right cannot be used.
+    """
+    key = f"rck-{secrets.token_urlsafe(32)}"
+    words = [name, hashlib.sha256(key.encode()).hexdigest(), *rights]
+    _parse_line(words)
+    return key, "  ".join(words)
+
+
+def add_line(path: Path, line: str) -> None:
+    """Add a line to a file of tenants, for this user's eyes if it is new.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "r+", encoding="utf-8") as file:
+            text = file.read()
+            file.write(f"{line}\n" if not text or text.endswith("\n") else f"\n{line}\n")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"cannot add a line to {path}: {cause}") from cause
+
+
+class _OneKey:
+    """One key, that everybody shares."""
+
+    is_of_tenants = False
+
+    def __init__(self, key: str) -> None:
+        self._wanted = key.encode("utf-8")
+
+    def find(self, key: bytes) -> Tenant | None:
+        return _EVERYBODY if hmac.compare_digest(key, self._wanted) else None
+
+
+class _KeyFile:
+    """The tenants of a file."""
+
+    is_of_tenants = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # Tables are searched by what attackers cannot compute, so that the time of a search is no hint.
+        self._blind = secrets.token_bytes(32)
+        self._version, self._tenants = self._read()
+        self._looked_s = time.monotonic()
+
+    def find(self, key: bytes) -> Tenant | None:
+        if time.monotonic() - self._looked_s >= _LOOK_AGAIN_S:
+            self._look_again()
+        return self._tenants.get(self._blinded(hashlib.sha256(key).digest()))
+
+    def _look_again(self) -> None:
+        self._looked_s = time.monotonic()
+        try:
+            if _version(self._path) != self._version:
+                self._version, self._tenants = self._read()
+                _log.warning("read %s again: %d API keys", self._path, len(self._tenants))
+        except (ConfigError, OSError) as cause:
+            _log.error("%s; the API keys read before stay good", cause)
+
+    def _read(self) -> tuple[tuple[int, ...], dict[bytes, Tenant]]:
+        try:
+            version = _version(self._path)
+            text = self._path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as cause:
+            raise ConfigError(f"api_keys={str(self._path)!r} cannot be read: {cause}") from cause
+        _check_permissions(self._path)
+        tenants = parse_tenants(text, name=str(self._path))
+        return version, {self._blinded(digest): tenant for digest, tenant in tenants.items()}
+
+    def _blinded(self, digest: bytes) -> bytes:
+        return hmac.digest(self._blind, digest, "sha256")
+
+
+def parse_tenants(text: str, *, name: str) -> dict[bytes, Tenant]:
+    """The tenants in the text of a file, by the SHA-256 of their keys.
+
+    Args:
+        text: of the file.
+        name: of the file, for errors.
+    Raises:
+        ConfigError: names the line.
+    """
+    found: dict[bytes, Tenant] = {}
+    secret_of: dict[str, bytes] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not (words := line.partition("#")[0].split()):
+            continue
+        try:
+            digest, rights, max_requests = _parse_line(words)
+            if digest in found:
+                raise ConfigError("this key is in the file already, with the name " + found[digest].name)
+        except ConfigError as cause:
+            raise ConfigError(f"{name}, line {number}: {cause}; `raycache key NAME` makes a line") from cause
+        tenant, own = words[0], hmac.digest(digest, b"raycache tenant " + words[0].encode(), "sha256")
+        found[digest] = Tenant(tenant, rights, max_requests, secret_of.setdefault(tenant, own))
+    if not found:
+        raise ConfigError(f"{name} names no tenant, nobody could come in; `raycache key NAME` makes a line for it")
+    return found
+
+
+def _parse_line(words: list[str]) -> tuple[bytes, frozenset[str], int]:
+    name, digest = (*words, "", "")[:2]
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is no name; use letters, digits, '.', '_' and '-', at most 64")
+    if not _DIGEST.fullmatch(digest):
+        raise ConfigError(f"after the name {name} stands the SHA-256 of its key, 64 hex digits")
+    rights, max_requests = set(), 0
+    for word in words[2:]:
+        if limit := _MAX_RUNNING.fullmatch(word):
+            max_requests = int(limit[1])
+        elif word in (ADMIN, METRICS):
+            rights.add(word)
+        else:
+            raise ConfigError(f"{word!r} is no right; there are {ADMIN}, {METRICS} and requests=N")
+    return bytes.fromhex(digest), frozenset(rights), max_requests
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _check_permissions(path: Path) -> None:
+    """Whoever can write to the file can let himself in; those who can read it learn names, and guess poor keys."""
+    found = path.stat()
+    if found.st_uid not in (0, os.getuid()) or stat.S_IMODE(found.st_mode) & 0o022:
+        raise ConfigError(f"others than you may write to {path}; make it yours, and `chmod 600` it")
+    if stat.S_IMODE(found.st_mode) & 0o004:
+        _log.warning("everybody on this machine can read %s; `chmod 600` it", path)
+
+
+_WRONG_KEY = Problem(
+    401,
+    "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+
+
+def _no_right(tenant: Tenant, needed: str) -> Problem:
+    return Problem(403, f"the API key of {tenant.name!r} lacks the right {needed!r}", code="missing_right")
+
+
+def _too_many(tenant: Tenant) -> Problem:
+    text = f"{tenant.max_requests} requests of {tenant.name!r} run already, and no more may; wait until one ends"
+    return Problem(429, text, code="tenant_limit", headers={"Retry-After": "1"})
+
+
+async def _refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
+    await problem_response(problem)(scope, receive, send)
+
+
+def _bearer(scope: Scope) -> bytes:
+    """The key that was sent; empty for none, or for one that is not of this kind."""
+    sent: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    kind, _, key = sent.partition(b" ")
+    return key.strip() if kind.lower() == b"bearer" else b""
+
+
+def _missing_right(path: str, tenant: Tenant) -> str:
+    """The right that a path needs and the tenant lacks; empty if it lacks none."""
+    if path == "/v1" or path.startswith("/v1/") or ADMIN in tenant.rights:
+        return ""
+    if path == "/metrics":
+        return "" if METRICS in tenant.rights else METRICS
+    return ADMIN
+
+
+def _is_from_here(request: Request) -> bool:
+    if request.client is None:
+        return False
+    try:
+        address = ipaddress.ip_address(request.client.host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -1,0 +1,106 @@
+"""The operator's endpoints: GET /cache, and POST /cache/{attach,detach,clear,resize,scrub,inspect,flush}.
+
+Who has the API key may also give orders; of tenants, those with the right "admin". A server without keys takes orders
+from this machine only, because an order can name a directory of it or empty the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from launch.http.auth import check_operator, salted
+from launch.http.wire import ProblemError, json_response, read_body
+from raycache.api.admin import inspect_order, parse_inspected, parse_order
+from raycache.api.engine import AsyncEngine
+from raycache.api.prepare import Generation
+from raycache.api.problem import Problem
+from raycache.api.schema import ChatBody, CompletionBody, parse_json
+from raycache.config import Config, parse_bytes
+from raycache.errors import ConfigError, RequestError
+from raycache.types import CacheAction, CacheOrder
+
+_SETTINGS = (
+    "host_memory",
+    "write_policy",
+    "eviction",
+    "prefetch",
+    "prefetch_timeout_s",
+    "prefetch_share",
+    "storage_lanes",
+)
+"""Shown to operators. Not the storage: it can be another one by now, and its URL can hold a password."""
+
+
+class Prepare(Protocol):
+    """Makes a request ready to run, as its own endpoint would."""
+
+    def __call__(self, body: CompletionBody | ChatBody, *, size: int) -> Awaitable[Generation]:
+        """`size` is that of the whole body, in bytes."""
+        ...
+
+
+class CacheApi:
+    """The endpoints.
+
+    Args:
+        engine: that has the cache.
+        config: of the service.
+        model: name that clients use.
+        prepare: for the prompts that are inspected.
+    """
+
+    def __init__(self, engine: AsyncEngine, *, config: Config, model: str, prepare: Prepare) -> None:
+        self._engine = engine
+        self._settings = {name: getattr(config, name) for name in _SETTINGS}
+        self._model = model
+        self._prepare = prepare
+        self._max_body = parse_bytes("max_body", config.max_body)
+        self._config = config
+
+    def routes(self) -> list[Route]:
+        """For the application."""
+        return [Route("/cache", self.status), Route("/cache/{action}", self.order, methods=["POST"])]
+
+    async def status(self, request: Request) -> Response:
+        """Settings, what the tiers hold, their counters, and warnings."""
+        order = CacheOrder(CacheAction.STATUS, replica=request.query_params.get("replica", ""))
+        info, found = await self._engine.info(), await self._carry_out(order)
+        return json_response({"settings": self._settings, "capacity": _plain(info.tiers), **_plain(found)})
+
+    async def order(self, request: Request) -> Response:
+        """Carry out one order, and answer with what was done."""
+        action = _action(request.path_params["action"])
+        check_operator(request, self._config)
+        raw = await read_body(request, limit=self._max_body)
+        values = parse_json(raw or b"{}")
+        if action is CacheAction.INSPECT:
+            body = salted(parse_inspected(values, model=self._model), request)
+            order = inspect_order(await self._prepare(body, size=len(raw)))
+        else:
+            order = parse_order(action, values)
+        order = replace(order, replica=request.query_params.get("replica", ""))
+        return json_response(_plain(await self._carry_out(order)))
+
+    async def _carry_out(self, order: CacheOrder) -> Mapping[str, Any]:
+        try:
+            return await self._engine.admin(order)
+        except ConfigError as refusal:
+            raise RequestError(str(refusal)) from refusal
+
+
+def _action(name: str) -> CacheAction:
+    known = [action for action in CacheAction if action is not CacheAction.STATUS]
+    if name not in known:
+        raise ProblemError(Problem(404, f"no order to the cache is called {name!r}; known: {', '.join(known)}"))
+    return CacheAction(name)
+
+
+def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Dictionaries all the way down, as JSON wants them."""
+    return {name: _plain(item) if isinstance(item, Mapping) else item for name, item in value.items()}

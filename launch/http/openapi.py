@@ -1,0 +1,190 @@
+"""The OpenAPI description of the endpoint, made from the bodies that it checks: GET /openapi.json.
+
+It describes what every client may use. Operators' orders are in docs/security.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raycache import __version__
+from raycache.api.schema import (
+    IGNORED,
+    MAX_CHOICES,
+    MAX_SALT_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+)
+from raycache.types import MAX_TOP_LOGPROBS, EngineInfo
+
+_ERRORS = {
+    "400": "a field is wrong; `param` names it",
+    "401": "the API key is missing or wrong",
+    "403": "the API key lacks a right",
+    "404": "no such model or path",
+    "405": "the path has no such method",
+    "408": "the request took longer than it may, or came too slowly",
+    "413": "the body is too large",
+    "415": "the body is not JSON by its type",
+    "429": "too many requests wait, or run for this key; Retry-After says when to come back",
+    "431": "the headers are too large",
+    "500": "the request failed",
+    "503": "the engine, or the server, takes no requests now",
+}
+_TEXT = {"type": "string"}
+_COUNT = {"type": "integer", "minimum": 0}
+_LOGPROBS = {"type": ["object", "null"]}
+_FINISH = {"type": ["string", "null"]}
+
+
+def openapi(info: EngineInfo) -> dict[str, Any]:
+    """The description, of version 3.1.
+
+    Args:
+        info: of the engine: its model, and its limits.
+    """
+    model = info.model
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "RayCache", "version": __version__, "description": f"Serves the model {model}."},
+        "security": [{"key": []}, {}],
+        "paths": {
+            "/v1/completions": {"post": _generation("Continue prompts.", CompletionBody, "Completion")},
+            "/v1/chat/completions": {"post": _generation("Answer in a chat.", ChatBody, "ChatCompletion")},
+            "/v1/models": {"get": _get("List the model.", "Models")},
+            "/v1/models/{model}": {"get": _get("Show the model.", "Model", parameters=[_model_parameter(model)])},
+            "/health": {"get": _text("Whether the engine answers.", errors=("503",))},
+            "/metrics": {"get": _text("Counters, in Prometheus' text form.", errors=("401", "403", "503"))},
+        },
+        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}, "schemas": _schemas(info)},
+    }
+
+
+def _generation(summary: str, kind: type[GenerationBody], answer: str) -> dict[str, Any]:
+    # Without a type: some read a schema here as that of the whole text, others as that of each event.
+    streamed = {"text/event-stream": {"schema": {"description": "Chunks as server-sent events, the last is [DONE]."}}}
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": _json(kind.__name__)},
+        "responses": {
+            "200": {"description": "The answer; with stream=true its events.", "content": _json(answer) | streamed},
+            **_errors(list(_ERRORS)),
+        },
+    }
+
+
+def _get(summary: str, answer: str, *, parameters: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    responses = {
+        "200": {"description": "It.", "content": _json(answer)},
+        **_errors(("401", "403", "404", "431", "503")),
+    }
+    return {"summary": summary, "parameters": list(parameters), "responses": responses}
+
+
+def _text(summary: str, *, errors: Sequence[str]) -> dict[str, Any]:
+    found = {"description": "Text.", "content": {"text/plain": {"schema": _TEXT}}}
+    return {"summary": summary, "responses": {"200": found, **_errors((*errors, "431"))}}
+
+
+def _errors(statuses: Sequence[str]) -> dict[str, Any]:
+    return {status: {"description": _ERRORS[status], "content": _json("Error")} for status in statuses}
+
+
+def _json(schema: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+
+
+def _model_parameter(model: str) -> dict[str, Any]:
+    return {"name": "model", "in": "path", "required": True, "schema": _TEXT, "example": model}
+
+
+def _schemas(info: EngineInfo) -> dict[str, Any]:
+    schemas: dict[str, Any] = {}
+    for kind in (CompletionBody, ChatBody):
+        found = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= found.pop("$defs", {})
+        schemas[kind.__name__] = _as_accepted(found, info=info)
+    completion = _object(index=_COUNT, text=_TEXT, logprobs=_LOGPROBS, finish_reason=_FINISH)
+    chat = _object(index=_COUNT, message={"type": "object"}, logprobs=_LOGPROBS, finish_reason=_FINISH)
+    card = _object(id=_TEXT, object=_TEXT, created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT)
+    error = _object(message=_TEXT, type=_TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
+    return schemas | {
+        "Completion": _answer("text_completion", completion),
+        "ChatCompletion": _answer("chat.completion", chat),
+        "Model": card,
+        "Models": _object(object={"const": "list"}, data={"type": "array", "items": card}),
+        "Error": _object(error={**error, "additionalProperties": False}),
+    }
+
+
+def _as_accepted(schema: dict[str, Any], *, info: EngineInfo) -> dict[str, Any]:
+    """The schema of a body as the server takes it.
+
+    Null is the same as absent, some fields change nothing, and what SamplingParams, the model and the engine demand
+    is said too.
+    """
+    required = set(schema.get("required", ()))
+    demands = _demands(info)
+    schema["properties"] = {name: found | demands.get(name, {}) for name, found in schema["properties"].items()}
+    fields = {
+        name: found if name in required else {"anyOf": [found, {"type": "null"}]}
+        for name, found in schema["properties"].items()
+    }
+    return {**schema, "properties": fields | {name: {} for name in sorted(IGNORED)}}
+
+
+def _demands(info: EngineInfo) -> dict[str, dict[str, Any]]:
+    """What is checked beside the types of the fields, see types.SamplingParams and api/prepare.py."""
+    token = {"type": "integer", "minimum": 0, "maximum": info.vocab_size - 1}
+    text = {"type": "string", "minLength": 1}
+    ids = {"type": "array", "items": token, "minItems": 1, "maxItems": info.max_model_len - 1}
+    message = {"type": "object", "properties": {"role": text, "content": _TEXT}, "required": ["role", "content"]}
+    logprobs = {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}
+    return {
+        "model": {"const": info.model},
+        "prompt": {"anyOf": [text, ids, _several(text), _several(ids)]},
+        "messages": {"items": message, "minItems": 1},
+        "n": {"maximum": min(MAX_CHOICES, info.max_queue)},
+        "temperature": {"minimum": 0, "maximum": 100},
+        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "top_k": {"minimum": 0, "maximum": 2**31 - 1},
+        "min_p": {"minimum": 0, "maximum": 1},
+        "repetition_penalty": {"minimum": 0.01, "maximum": 100},
+        "presence_penalty": {"minimum": -2, "maximum": 2},
+        "frequency_penalty": {"minimum": -2, "maximum": 2},
+        "logit_bias": {
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        "stop": {"anyOf": [_stop(), {"type": "array", "items": _stop(), "maxItems": MAX_STOPS}]},
+        "stop_token_ids": {"items": token},
+        "prompt_logprobs": {"anyOf": [{"type": "integer", **logprobs}, {"type": "null"}]},
+        "best_of": {"anyOf": [{"type": "null"}], "description": "only the value of n, which is what it is without"},
+        "suffix": {"const": ""},
+        "tool_choice": {"enum": ["auto", "none"]},
+        "response_format": {"anyOf": [_object(type={"const": "text"}), {"type": "null"}]},
+        "cache_salt": {"maxLength": MAX_SALT_CHARS},
+    }
+
+
+def _several(item: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+def _stop() -> dict[str, Any]:
+    return {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+
+
+def _answer(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    usage = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+    choices = {"type": "array", "items": choice, "minItems": 1}
+    return _object(id=_TEXT, object={"const": kind}, created=_COUNT, model=_TEXT, choices=choices, usage=usage)
+
+
+def _object(**fields: dict[str, Any]) -> dict[str, Any]:
+    """All fields are there; others may be."""
+    return {"type": "object", "properties": fields, "required": list(fields)}

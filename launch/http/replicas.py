@@ -1,0 +1,59 @@
+"""The operator's endpoints of replicas: GET /replicas, and POST /replicas/{scale,restart}.
+
+Who may give orders to the cache may give these. An order is answered when it is done, which can take as long as ranks
+take to start; one whose client goes away is carried out all the same.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from launch.http.auth import check_operator
+from launch.http.wire import ProblemError, json_response, read_body
+from raycache.api.problem import Problem
+from raycache.api.replicas import ReplicaAction, ReplicaOrder, ReplicaSet, parse_replica_order
+from raycache.api.schema import parse_json
+from raycache.config import Config, parse_bytes
+from raycache.errors import ConfigError, RequestError
+
+
+class ReplicasApi:
+    """The endpoints.
+
+    Args:
+        replicas: of the service.
+        config: of the service.
+    """
+
+    def __init__(self, replicas: ReplicaSet, *, config: Config) -> None:
+        self._replicas = replicas
+        self._config = config
+        self._max_body = parse_bytes("max_body", config.max_body)
+
+    def routes(self) -> list[Route]:
+        """For the application."""
+        return [Route("/replicas", self.status), Route("/replicas/{action}", self.order, methods=["POST"])]
+
+    async def status(self, request: Request) -> Response:
+        """Which replicas there are, and what each has to do."""
+        return json_response(dict(await self._replicas.order(ReplicaOrder(ReplicaAction.STATUS))))
+
+    async def order(self, request: Request) -> Response:
+        """Carry out one order, and answer with what was done."""
+        action = _action(request.path_params["action"])
+        check_operator(request, self._config)
+        raw = await read_body(request, limit=self._max_body)
+        order = parse_replica_order(action, parse_json(raw or b"{}"))
+        try:
+            return json_response(dict(await self._replicas.order(order)))
+        except ConfigError as refusal:
+            raise RequestError(str(refusal)) from refusal
+
+
+def _action(name: str) -> ReplicaAction:
+    known = [action for action in ReplicaAction if action is not ReplicaAction.STATUS]
+    if name not in known:
+        raise ProblemError(Problem(404, f"no order to replicas is called {name!r}; known: {', '.join(known)}"))
+    return ReplicaAction(name)

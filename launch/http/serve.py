@@ -1,0 +1,174 @@
+"""Binding the port and running the HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from launch.http.auth import keys_of
+from launch.http.limits import Connection, Door, Limits
+from launch.http.tls import Identity, identity_of
+from raycache.config import Config
+from raycache.errors import ConfigError
+
+_BACKLOG = 2048
+_REFRESH_TICKS = 100  # of a tenth of a second
+_log = logging.getLogger(__name__)
+
+
+def bind(config: Config) -> socket.socket:
+    """Take the port, before the model is loaded. It does not listen yet, so clients are refused until it serves.
+
+    Returns:
+        The socket; hand it to `serve`, or close it.
+    Raises:
+        ConfigError: the port is in use, the address is not of this machine, or the certificate or the file of tenants
+            cannot be used.
+    """
+    identity_of(config)
+    keys_of(config)
+    where = f"{config.host}:{config.port}"
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"host={config.host!r} is not an address of this machine: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        # Connections of an earlier server that are not quite closed must not stop this one ...
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        # ... but another server that also binds and does not listen yet must be told that the port is taken.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"{where} is in use; choose another --port, or --port 0 for a free one") from error
+        raise ConfigError(f"cannot bind to {where}: {error.strerror}; choose another --host or --port") from error
+    sock.set_inheritable(False)
+    _warn_if_open(config, sock)
+    return sock
+
+
+def endpoint_of(sock: socket.socket, *, scheme: str = "http") -> str:
+    """URL of a bound socket, as a client on this machine writes it, such as "http://127.0.0.1:8000"."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _warn_if_open(config: Config, sock: socket.socket) -> None:
+    if ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback:
+        return
+    if not (config.api_key or config.api_keys):
+        _log.warning(
+            "%s is reached from other machines, and anybody may use it: set RAYCACHE_API_KEY or --api-keys", config.host
+        )
+    elif not config.tls_cert:
+        _log.warning(
+            "%s is reached from other machines, and API keys travel as they are: set --tls-cert and --tls-key, or let "
+            "only a proxy that speaks https reach it",
+            config.host,
+        )
+
+
+async def serve(
+    app: ASGIApp,
+    *,
+    sock: socket.socket,
+    stop: asyncio.Event,
+    on_started: Callable[[str], None],
+    config: Config,
+    grace_s: float = 5.0,
+) -> None:
+    """Serve until `stop` is set, then let running requests end. Signals are the caller's.
+
+    Args:
+        app: see http.build_app.
+        sock: from `bind`; closed at the end.
+        stop: set it to end.
+        on_started: called with the endpoint when clients can connect.
+        config: limits of connections, and the server's certificate.
+        grace_s: seconds that running requests have to end after `stop`; then they are cancelled.
+    Raises:
+        ConfigError: another process has taken the port meanwhile, or the certificate cannot be used.
+    """
+    identity = identity_of(config)
+    settings = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        http="httptools",
+        log_config=None,
+        log_level="error",  # else a line for each request that is no HTTP
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # whose address a client claims to have must not make it one of this machine
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=max(1, round(grace_s)),
+    )
+    endpoint = endpoint_of(sock, scheme="https" if identity else "http")
+    server = _Server(settings, limits=Limits.of(config), identity=identity, on_started=lambda: on_started(endpoint))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await running
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; choose another --port") from error
+    finally:
+        running.cancel()
+        stopping.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
+        sock.close()
+
+
+class _Server(uvicorn.Server):
+    """Lets clients in through a door, tells when it serves, and leaves signals alone."""
+
+    def __init__(
+        self, config: uvicorn.Config, *, limits: Limits, identity: Identity | None, on_started: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._limits, self._identity, self._on_started = limits, identity, on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then tell."""
+        assert sockets is not None
+        doors = [self._door(sock) for sock in sockets]
+        self.servers = cast("list[asyncio.base_events.Server]", doors)  # of which uvicorn calls close and wait_closed
+        for door in doors:
+            door.open(backlog=self.config.backlog)
+        self.started = True
+        self._on_started()
+
+    async def on_tick(self, counter: int) -> bool:
+        """What is done every tenth of a second."""
+        if self._identity is not None and counter % _REFRESH_TICKS == 0:
+            self._identity.refresh()
+        return await super().on_tick(counter)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do nothing: the caller decides what a signal means."""
+        yield
+
+    def _door(self, sock: socket.socket) -> Door:
+        return Door(
+            sock,
+            limits=self._limits,
+            tls=self._identity.context if self._identity else None,
+            connection=lambda door: Connection(door, config=self.config, state=self.server_state, app_state={}),
+            state=self.server_state,
+        )

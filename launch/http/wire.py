@@ -1,0 +1,123 @@
+"""JSON over HTTP: reading request bodies within bounds, and writing answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psutil
+from starlette.requests import Request
+from starlette.responses import Response
+
+from raycache.api.problem import Problem
+from raycache.api.responses import to_json
+from raycache.config import Config, parse_bytes
+
+BODY_TIMEOUT_S = 10.0
+LEAST_BYTES_PER_S = 64 * 1024
+"""A body may take this much longer than the timeout; a client that sends a byte now and then cannot stay."""
+_LEAST_BODIES, _SHARE_OF_MEMORY = 64, 1 / 16
+
+
+class ProblemError(Exception):
+    """Ends a request with an error answer."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+class Bodies:
+    """The bodies that are in memory. Each is bounded in size and time, and all together in size.
+
+    Args:
+        config: max_body and header_timeout_s.
+        room: bytes of all; 0 for a sixteenth of this machine's memory, or 64 of the largest.
+    """
+
+    def __init__(self, config: Config, *, room: int = 0) -> None:
+        self._limit = parse_bytes("max_body", config.max_body)
+        self._timeout_s = config.header_timeout_s
+        share = int(psutil.virtual_memory().total * _SHARE_OF_MEMORY)
+        self._room = room or max(_LEAST_BODIES * self._limit, share)
+        self._used = 0
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """A request's body, which counts until the block is left.
+
+        Raises:
+            ProblemError: see read_body; or the bodies of others leave no room.
+        """
+        held = 0
+
+        def count(num_bytes: int) -> None:
+            nonlocal held
+            if self._used + num_bytes > self._room:
+                text = "the bodies of requests that are served already leave no memory for this one; try again"
+                raise ProblemError(Problem(503, text, code="busy", headers={"Retry-After": "1"}))
+            held += num_bytes
+            self._used += num_bytes
+
+        try:
+            yield await read_body(request, limit=self._limit, timeout_s=self._timeout_s, count=count)
+        finally:
+            self._used -= held
+
+
+async def read_body(
+    request: Request,
+    *,
+    limit: int,
+    timeout_s: float = BODY_TIMEOUT_S,
+    count: Callable[[int], None] = lambda num_bytes: None,
+) -> bytes:
+    """Read the body, and never more than `limit` bytes of it.
+
+    Args:
+        request: whose.
+        limit: in bytes.
+        timeout_s: that it may take, and a second more for LEAST_BYTES_PER_S of it.
+        count: told of each part's bytes before it is kept; may raise.
+    Raises:
+        ProblemError: it is not JSON by its type, too large or too slow.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # Also keeps web pages out: a browser sends this type to another site only if that site agrees.
+        raise ProblemError(Problem(415, f"send the header Content-Type: application/json, got {kind or 'none'!r}"))
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdigit() or int(announced) > limit:
+        raise _too_large(limit)
+    parts, size = [], 0
+    begin_s = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout_at(begin_s + timeout_s) as deadline:
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                count(len(part))
+                parts.append(part)
+                deadline.reschedule(begin_s + timeout_s + size / LEAST_BYTES_PER_S)
+    except TimeoutError as error:
+        text = f"of the body {size} bytes came within {timeout_s:g} s; send it faster"
+        raise ProblemError(Problem(408, text, code="body_too_slow")) from error
+    return b"".join(parts)
+
+
+def json_response(value: dict[str, Any]) -> Response:
+    """200 with an object."""
+    return Response(to_json(value), media_type="application/json")
+
+
+def problem_response(problem: Problem) -> Response:
+    """An error."""
+    return Response(to_json(problem.body), problem.status, dict(problem.headers), "application/json")
+
+
+def _too_large(limit: int) -> ProblemError:
+    message = f"the body is larger than {limit} bytes; the server's setting is --max-body"
+    return ProblemError(Problem(413, message, code="body_too_large"))

@@ -1,0 +1,1 @@
+"""What an HTTP server does, as metrics, log lines and traces."""

@@ -1,0 +1,194 @@
+"""A trace per request for an OpenTelemetry collector.
+
+    POST /v1/chat/completions   server span; continues the client's trace if it sends one (W3C traceparent)
+      |- queue                  until the engine begins to run it
+      |- prefill                until its first token: prompt tokens, those from the cache by tier, why not more
+      `- decode                 until its last one: output tokens, finish reason
+
+A request of several choices has these three for each. Spans are sent by a thread of their own, in batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from starlette._utils import get_route_path
+
+from raycache.errors import ConfigError
+from raycache.types import GenerateRequest, RequestOutput
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span
+    from starlette.types import Scope
+
+_FLUSH_MS = 5000
+_TIMEOUT_S = 10.0
+_PATH = "/v1/traces"
+
+
+class Tracer:
+    """Makes and sends spans.
+
+    Args:
+        endpoint: URL of the collector; the path of traces is added where it has none.
+        model: name that clients use.
+    Raises:
+        ConfigError: it is not an HTTP URL, or the package is not installed.
+    """
+
+    def __init__(self, endpoint: str, *, model: str) -> None:
+        url = urlsplit(endpoint)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ConfigError(f"otlp_endpoint={endpoint!r} is not an HTTP URL; write it as http://HOST:4318")
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as cause:
+            raise ConfigError(
+                f"otlp_endpoint needs packages that are not installed ({cause}); pip install 'raycache[tracing]'"
+            ) from cause
+        target = endpoint if url.path.strip("/") else endpoint.rstrip("/") + _PATH
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "raycache"}), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(target, timeout=_TIMEOUT_S)))
+        self._tracer = self._provider.get_tracer("raycache")
+        self._model = model
+
+    @contextmanager
+    def serve(self, scope: Scope) -> Iterator[ServerSpan | None]:
+        """The span of an HTTP request; of those that generate nothing there is none."""
+        if not get_route_path(scope).startswith("/v1/") or scope["method"] != "POST":
+            yield None
+            return
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        facts = {"http.request.method": scope["method"], "url.path": scope["path"], "gen_ai.request.model": self._model}
+        with self._tracer.start_as_current_span(
+            f"{scope['method']} {scope['path']}",
+            context=TraceContextTextMapPropagator().extract(headers),
+            kind=SpanKind.SERVER,
+            attributes=facts,
+        ) as span:
+            yield ServerSpan(span)
+
+    def begin(self, request: GenerateRequest) -> RequestTrace:
+        """One choice of the request whose span is the current one."""
+        from opentelemetry.context import get_current
+
+        return RequestTrace(self, request, get_current())
+
+    def add(
+        self,
+        name: str,
+        *,
+        within: Context,
+        start_ns: int,
+        end_ns: int,
+        facts: dict[str, str | int],
+        events: list[tuple[str, int]],
+        error: str = "",
+    ) -> None:
+        """A span that is over; times in nanoseconds since 1970."""
+        from opentelemetry.trace import Status, StatusCode
+
+        span = self._tracer.start_span(name, context=within, start_time=start_ns, attributes=facts)
+        for event, at_ns in events:
+            span.add_event(event, timestamp=at_ns)
+        if error:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(end_time=end_ns)
+
+    def close(self) -> None:
+        """Send what was not sent yet; what the collector does not take within seconds is lost."""
+        self._provider.force_flush(_FLUSH_MS)
+        self._provider.shutdown()
+
+
+class ServerSpan:
+    """The span of an HTTP request, while it runs."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def answered(self, status: int, request_id: str) -> None:
+        """It was answered."""
+        from opentelemetry.trace import Status, StatusCode
+
+        self._span.set_attribute("http.response.status_code", status)
+        if request_id:
+            self._span.set_attribute("raycache.request_id", request_id)
+        if status >= 500:
+            self._span.set_status(Status(StatusCode.ERROR, f"HTTP {status}"))
+
+
+class RequestTrace:
+    """One choice of a request on its way; an `Observation`, see raycache/observe/metrics.py."""
+
+    def __init__(self, tracer: Tracer, request: GenerateRequest, within: Context) -> None:
+        self._tracer, self._request, self._within = tracer, request, within
+        self._start_ns = self._last_ns = time.time_ns()
+        self._first: RequestOutput | None = None
+        self._first_ns = 0
+        self._num_tokens = 0
+        self._num_starts = 1
+        self._reason = ""
+        self._events: list[tuple[str, int]] = []
+
+    def take(self, output: RequestOutput) -> None:
+        """An increment came."""
+        self._last_ns = time.time_ns()
+        if output.num_starts > self._num_starts:
+            self._num_starts = output.num_starts
+            self._events.append(("begun again, after it was preempted or its ranks were lost", self._last_ns))
+        self._num_tokens += len(output.token_ids)
+        self._reason = str(output.finish_reason or "")
+        if self._first is None and output.token_ids:
+            self._first, self._first_ns = output, self._last_ns
+            self._add_prefill(output)
+
+    def end(self, error: BaseException | None) -> None:
+        """It is over."""
+        text = "" if error is None or isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
+        if self._first is None:
+            self._add("queue", self._start_ns, time.time_ns(), {}, error=text)
+            return
+        facts: dict[str, str | int] = {"gen_ai.usage.output_tokens": self._num_tokens}
+        if self._reason:
+            facts["gen_ai.response.finish_reason"] = self._reason
+        self._add("decode", self._first_ns, time.time_ns(), facts, error=text)
+
+    def _add_prefill(self, first: RequestOutput) -> None:
+        begin_ns = min(self._start_ns + int(1e9 * first.queued_s), self._first_ns)
+        self._add("queue", self._start_ns, begin_ns, {})
+        facts: dict[str, str | int] = {
+            "gen_ai.usage.input_tokens": len(self._request.prompt),
+            "raycache.cached_tokens": first.cached_tokens,
+            **{f"raycache.cached_tokens.{tier}": count for tier, count in first.cached_by_tier.items()},
+        }
+        if first.miss:
+            facts["raycache.miss"] = str(first.miss)
+        if first.cut_by:
+            facts["raycache.cut_by"] = first.cut_by
+        self._add("prefill", begin_ns, self._first_ns, facts)
+
+    def _add(self, name: str, start_ns: int, end_ns: int, facts: dict[str, str | int], *, error: str = "") -> None:
+        facts = {"raycache.request_id": self._request.request_id, **facts}
+        self._tracer.add(
+            name,
+            within=self._within,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            facts=facts,
+            events=[] if name == "queue" else self._events,
+            error=error,
+        )
+        if name != "queue":
+            self._events = []

@@ -1,0 +1,234 @@
+"""From a checked request body to the requests that the engine runs.
+
+One HTTP request is a `Generation` of several choices: n for each of its prompts.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from raycache.api.chat import ChatTemplate
+from raycache.api.output_text import OutputText
+from raycache.api.schema import ChatBody, CompletionBody, GenerationBody
+from raycache.api.tokenizer import Tokenizer
+from raycache.errors import PromptTooLongError, RequestError
+from raycache.types import EngineInfo, GenerateRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One output that is asked for.
+
+    Attributes:
+        index: its place in the answer.
+        is_first: first of the n choices of its prompt.
+        request: for the engine.
+        text: collects its output.
+    """
+
+    index: int
+    is_first: bool
+    request: GenerateRequest
+    text: OutputText
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One HTTP request, ready to run.
+
+    Attributes:
+        generation_id: such as "cmpl-...".
+        model: name for the answer.
+        choices: at least one.
+        body: what was asked.
+        is_score_only: max_tokens=0: the prompt's log-probabilities are wanted and no output.
+        created: seconds since the epoch.
+    """
+
+    generation_id: str
+    model: str
+    choices: tuple[Choice, ...]
+    body: CompletionBody | ChatBody
+    is_score_only: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def prepare_completion(body: CompletionBody, *, tokenizer: Tokenizer, info: EngineInfo, timeout_s: float) -> Generation:
+    """Tokenise the prompts of a /v1/completions request.
+
+    Args:
+        body: checked by parse_body.
+        tokenizer: of the model.
+        info: limits of the engine.
+        timeout_s: longest time that a request may take; 0 is no limit.
+    Raises:
+        RequestError: a value is out of range; names the field.
+    """
+    _check_count(len(body.prompt), body, info=info)
+    prompts = [p if isinstance(p, list) else tokenizer.encode(p, add_special_tokens=True) for p in body.prompt]
+    is_score_only = body.max_tokens == 0
+    wanted = 1 if is_score_only else body.max_tokens
+    sampling = _Sampling(
+        # The API's default of 16 tokens is not a wish: it gives way to the context length.
+        max_tokens=16 if wanted is None else wanted,
+        is_max_explicit=body.max_tokens is not None,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
+    )
+    generation_id = f"cmpl-{uuid.uuid4().hex}"
+    choices = _choices(
+        generation_id, body, prompts, sampling, tokenizer=tokenizer, info=info, timeout_s=timeout_s, echo=body.echo
+    )
+    return Generation(generation_id, info.model, choices, body, is_score_only)
+
+
+def prepare_chat(
+    body: ChatBody, *, tokenizer: Tokenizer, template: ChatTemplate, info: EngineInfo, timeout_s: float
+) -> Generation:
+    """Render and tokenise the messages of a /v1/chat/completions request.
+
+    Args:
+        body: checked by parse_body.
+        tokenizer: of the model.
+        template: of the model.
+        info: limits of the engine.
+        timeout_s: longest time that a request may take; 0 is no limit.
+    Raises:
+        RequestError: a value is out of range, or the template refuses the messages.
+    """
+    variables = dict(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    opens_answer = body.add_generation_prompt
+    text = template.render(
+        body.messages,
+        tools=body.tools if body.tool_choice == "auto" else None,
+        add_generation_prompt=not body.continue_final_message if opens_answer is None else opens_answer,
+        continue_final_message=body.continue_final_message,
+        variables=variables,
+    )
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    sampling = _Sampling(
+        max_tokens=max_tokens,
+        is_max_explicit=max_tokens is not None,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    generation_id = f"chatcmpl-{uuid.uuid4().hex}"
+    choices = _choices(
+        generation_id, body, [prompt], sampling, tokenizer=tokenizer, info=info, timeout_s=timeout_s, echo=False
+    )
+    return Generation(generation_id, info.model, choices, body)
+
+
+@dataclass(frozen=True)
+class _Sampling:
+    """The settings that the two endpoints spell differently."""
+
+    max_tokens: int | None
+    is_max_explicit: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
+def _choices(
+    generation_id: str,
+    body: GenerationBody,
+    prompts: Sequence[list[int]],
+    sampling: _Sampling,
+    *,
+    tokenizer: Tokenizer,
+    info: EngineInfo,
+    timeout_s: float,
+    echo: bool,
+) -> tuple[Choice, ...]:
+    _check_count(len(prompts), body, info=info)
+    field_name = "prompt" if isinstance(body, CompletionBody) else "messages"
+    for prompt in prompts:
+        _check_prompt(prompt, sampling, info=info, field_name=field_name)
+    per_choice = [_sampling_params(body, sampling, number=number, info=info) for number in range(body.n)]
+    choices = []
+    for index in range(len(prompts) * body.n):
+        prompt, params = prompts[index // body.n], per_choice[index % body.n]
+        request = GenerateRequest(
+            request_id=f"{generation_id}-{index}",
+            prompt=prompt,
+            sampling=params,
+            priority=body.priority,
+            timeout_s=min(filter(None, (body.timeout_s, timeout_s)), default=None),
+            cache_salt=body.cache_salt,
+            cache_priority=body.cache_priority,
+            cache_ttl_s=body.cache_ttl_s,
+        )
+        text = OutputText(
+            tokenizer, prompt=prompt, sampling=params, echo=echo, skip_special_tokens=body.skip_special_tokens
+        )
+        choices.append(Choice(index, index % body.n == 0, request, text))
+    return tuple(choices)
+
+
+def _check_count(num_prompts: int, body: GenerationBody, *, info: EngineInfo) -> None:
+    if num_prompts * body.n > info.max_queue:
+        raise RequestError(
+            f"{num_prompts} prompts with n={body.n} are more choices than may wait (max_queue={info.max_queue})",
+            field="prompt" if num_prompts > 1 else "n",
+        )
+
+
+def _check_prompt(prompt: Sequence[int], sampling: _Sampling, *, info: EngineInfo, field_name: str) -> None:
+    if not prompt:
+        raise RequestError(f"{field_name} must not be empty: it has no tokens", field=field_name)
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= info.vocab_size:
+        wrong = low if low < 0 else high
+        raise RequestError(f"{field_name} holds token id {wrong}; ids lie in [0, {info.vocab_size})", field=field_name)
+    limit, asked = info.max_model_len, sampling.max_tokens
+    if len(prompt) >= limit:
+        raise PromptTooLongError(
+            f"{field_name} has {len(prompt)} tokens; the model's context is {limit} tokens and one must be left "
+            "for the output",
+            field=field_name,
+        )
+    if sampling.is_max_explicit and asked is not None and len(prompt) + asked > limit:
+        raise PromptTooLongError(
+            f"{len(prompt)} prompt tokens and max_tokens={asked} are more than the model's context of {limit} tokens; "
+            f"use max_tokens of at most {limit - len(prompt)}",
+            field="max_tokens",
+        )
+
+
+def _sampling_params(body: GenerationBody, sampling: _Sampling, *, number: int, info: EngineInfo) -> SamplingParams:
+    """Settings of choice `number` of n: choices with a seed differ, and the first is that of n=1."""
+    return SamplingParams(
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        seed=None if body.seed is None else (body.seed + number + 2**63) % 2**64 - 2**63,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias={_bias_id(text, info): bias for text, bias in body.logit_bias.items()},
+        stop=tuple(body.stop),
+        stop_token_ids=tuple(_known_id("stop_token_ids", token_id, info) for token_id in body.stop_token_ids),
+        max_tokens=sampling.max_tokens,
+        ignore_eos=body.ignore_eos,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+    )
+
+
+def _bias_id(text: str, info: EngineInfo) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise RequestError(f"logit_bias must map token ids to numbers, got the key {text[:40]!r}", field="logit_bias")
+    return _known_id("logit_bias", int(text), info)
+
+
+def _known_id(name: str, token_id: int, info: EngineInfo) -> int:
+    if not 0 <= token_id < info.vocab_size:
+        raise RequestError(f"{name} holds token id {token_id}; ids lie in [0, {info.vocab_size})", field=name)
+    return token_id

@@ -1,0 +1,136 @@
+"""Runs a generation on an engine: all its choices at once, their increments in the order in which they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from raycache.api.engine import AsyncEngine
+from raycache.api.output_text import TextDelta
+from raycache.api.prepare import Choice, Generation
+from raycache.api.responses import AnswerForm, to_json
+from raycache.errors import EngineStoppedError, RequestFailedError, RequestTimeoutError
+from raycache.observe.metrics import Metrics
+from raycache.types import FinishReason, RequestOutput
+
+
+async def answer(engine: AsyncEngine, generation: Generation, *, form: AnswerForm, metrics: Metrics) -> bytes:
+    """Run to the end; returns the JSON answer. Cancelling the task cancels all its requests.
+
+    Raises:
+        RayCacheError: the engine refused or failed; nothing runs on.
+    """
+    outputs: list[list[TextDelta]] = [[] for _ in generation.choices]
+    async with aclosing(_increments(engine, generation, metrics)) as increments:
+        async for choice, delta in increments:
+            outputs[choice.index].append(delta)
+    return to_json(form.whole(outputs))
+
+
+async def answer_stream(
+    engine: AsyncEngine, generation: Generation, *, form: AnswerForm, metrics: Metrics
+) -> AsyncGenerator[bytes, None]:
+    """Run and give server-sent events. Closing the generator cancels all its requests.
+
+    Nothing is given before the engine's first increment, so a request that it refuses can still get an HTTP status.
+
+    Raises:
+        RayCacheError: the engine refused or failed; nothing runs on.
+    """
+    seen: set[int] = set()
+    async with aclosing(_increments(engine, generation, metrics)) as increments:
+        async for choice, delta in increments:
+            if not seen:
+                for chunk in form.opening():
+                    yield event(to_json(chunk))
+            is_first = choice.index not in seen
+            seen.add(choice.index)
+            for chunk in form.chunks(choice, delta, is_first=is_first):
+                yield event(to_json(chunk))
+    for chunk in form.closing():
+        yield event(to_json(chunk))
+    yield event(b"[DONE]")
+
+
+def event(data: bytes, *, name: bytes = b"") -> bytes:
+    """One server-sent event."""
+    return (b"event: " + name + b"\n" if name else b"") + b"data: " + data + b"\n\n"
+
+
+async def _increments(
+    engine: AsyncEngine, generation: Generation, metrics: Metrics
+) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
+    runs = [_run(engine, choice, metrics, is_score_only=generation.is_score_only) for choice in generation.choices]
+    async with aclosing(runs[0] if len(runs) == 1 else _interleave(runs)) as merged:
+        async for item in merged:
+            yield item
+
+
+async def _run(
+    engine: AsyncEngine, choice: Choice, metrics: Metrics, *, is_score_only: bool
+) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
+    """One request. Leaving it before the engine has ended the request cancels it."""
+    with metrics.watch(choice.request) as watch:
+        async with aclosing(engine.generate(choice.request)) as outputs:
+            async for output in outputs:
+                watch.take(output)
+                _raise_if_failed(output, choice)
+                delta = choice.text.push(_without_tokens(output) if is_score_only else output)
+                yield choice, delta
+                if delta.finish_reason is not None and output.finish_reason is None:
+                    return  # a stop string ended it; closing the outputs cancels the request
+    if choice.text.finish_reason is None:
+        raise RequestFailedError(f"the engine dropped request {choice.request.request_id} before its end")
+
+
+def _raise_if_failed(output: RequestOutput, choice: Choice) -> None:
+    match output.finish_reason:
+        case FinishReason.ERROR:
+            raise RequestFailedError(output.error or "the engine failed while it ran the request")
+        case FinishReason.TIMEOUT:
+            raise RequestTimeoutError(
+                f"the request was not done after {choice.request.timeout_s} s and has {choice.text.num_tokens} tokens; "
+                "raise timeout_s (the server bounds it by --request-timeout-s) or lower max_tokens"
+            )
+        case FinishReason.CANCELLED:
+            raise EngineStoppedError("the engine cancelled the request because it stops")
+
+
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    """The engine generates one token at least; the client asked for none."""
+    return replace(output, token_ids=(), logprobs=None, finish_reason=FinishReason.LENGTH)
+
+
+async def _interleave(
+    runs: Sequence[AsyncGenerator[tuple[Choice, TextDelta], None]],
+) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
+    """Items of several generators as they come. The first error ends all; so does closing this one."""
+    # Not bounded: a choice gives at most max_tokens items, and a full queue could not take the end of a task.
+    queue: asyncio.Queue[tuple[Choice, TextDelta] | asyncio.Task[None]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_forward(run, queue)) for run in runs]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    running = len(tasks)
+    try:
+        while running:
+            item = await queue.get()
+            if isinstance(item, asyncio.Task):
+                running -= 1
+                item.result()
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(
+    run: AsyncGenerator[tuple[Choice, TextDelta], None],
+    queue: asyncio.Queue[tuple[Choice, TextDelta] | asyncio.Task[None]],
+) -> None:
+    async with aclosing(run) as items:
+        async for item in items:
+            queue.put_nowait(item)

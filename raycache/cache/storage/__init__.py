@@ -1,1 +1,0 @@
-"""The storage tier: objects by content key, behind one small interface (base.py)."""

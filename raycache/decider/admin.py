@@ -1,0 +1,130 @@
+"""An operator's orders to the tiers of a cache that serves, carried out between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from raycache.cache.flush import Flush
+from raycache.cache.holding import Use
+from raycache.cache.sequences import SequenceCache
+from raycache.cache.storage_tier import StorageTier
+from raycache.decider.hits import explain
+from raycache.errors import ConfigError
+from raycache.types import TIERS, CacheAction, CacheOrder, EngineStats, Miss
+
+Answer = Future[Mapping[str, Any]]
+
+
+def carry_out(order: CacheOrder, cache: SequenceCache, *, stats: EngineStats, root: bytes, now: int) -> Answer:
+    """Do what the decider has to do for an order; the storage itself belongs to the owner of the host tier.
+
+    Args:
+        order: of the operator.
+        cache: of the engine.
+        stats: of the engine, now.
+        root: seed of the order's tenant.
+        now: step number.
+    Returns:
+        What to tell the operator, see `AsyncEngine.admin`; INSPECT and FLUSH wait for the storage.
+    Raises:
+        ConfigError: there is no such tier.
+    """
+    match order.kind:
+        case CacheAction.INSPECT:
+            return _inspect(order, cache, root=root, now=now)
+        case CacheAction.CLEAR:
+            return _done(_clear(order, cache))
+        case CacheAction.STATUS:
+            return _done({"tiers": {"device": _device(stats), **stats.tiers}, "warnings": list(stats.warnings)})
+        case CacheAction.ATTACH | CacheAction.DETACH:
+            _storage(cache).attach(is_attached=order.kind is CacheAction.ATTACH)
+        case CacheAction.FLUSH:
+            return _flush(order, cache)
+    return _done({})
+
+
+def _storage(cache: SequenceCache) -> StorageTier:
+    if cache.storage is None:
+        raise ConfigError("a storage needs a host tier, through which all that is stored goes; use --host-memory")
+    return cache.storage
+
+
+def _clear(order: CacheOrder, cache: SequenceCache) -> dict[str, Any]:
+    before = cache.counts()["pages_cached"]
+    cleared: dict[str, Any] = {}
+    if "device" in (order.tiers or TIERS):
+        cache.clear()
+        cleared["device"] = before - cache.counts()["pages_cached"]
+    if "host" in (order.tiers or TIERS) and cache.host is not None:
+        cached = cache.host.counts()["pages_cached"]
+        cache.host.clear()
+        cleared["host"] = cached - cache.host.counts()["pages_cached"]
+    if "storage" in (order.tiers or TIERS) and cache.storage is not None:
+        cache.storage.attach(is_attached=cache.storage.is_attached)  # which its owner empties
+    return {"cleared_pages": cleared}
+
+
+def _flush(order: CacheOrder, cache: SequenceCache) -> Answer:
+    storage = _storage(cache)
+    if not storage.is_attached:
+        raise ConfigError("there is no storage tier to flush to; attach one first")
+    flush = Flush(cache, storage, deadline_s=time.monotonic() + order.timeout_s)
+    storage.attend(flush.go_on)
+    return flush.answer
+
+
+def _device(stats: EngineStats) -> dict[str, float]:
+    names = ("pages_total", "pages_free", "pages_in_use", "pages_cached", "evicted_pages", "restore_points")
+    values = (
+        stats.pages_total,
+        stats.pages_free,
+        stats.pages_in_use,
+        stats.pages_cached,
+        stats.evicted_pages,
+        stats.restore_points,
+    )
+    return dict(zip(names, values, strict=True))
+
+
+def _inspect(order: CacheOrder, cache: SequenceCache, *, root: bytes, now: int) -> Answer:
+    """How far each tier reaches, the tiers above included, without changing what will be evicted first by much."""
+    tokens = np.asarray(order.prompt, np.int32).tobytes()
+    holding = cache.begin(tokens, is_matched=True, now=now, use=Use(root))
+    device = holding.handle
+    host = None if holding.cursor is None else holding.cursor.found
+    reached = {"device": device.length}
+    if host is not None:
+        reached["host"] = max(device.length, host.length)
+    cached = max(reached.values())
+    wanted = (len(order.prompt) - 1) // cache.page_size * cache.page_size
+    miss, cut_by = explain(wanted, cached, device, host, None)
+    cache.end(holding, tokens, now=now)
+    if cache.storage is None or not cache.storage.is_attached:
+        return _done(_inspected(order, reached, miss, cut_by))
+    answer: Answer = Future()
+
+    def take(stored: int | None) -> None:
+        if stored is not None:
+            reached["storage"] = max(cached, stored)
+        is_all = reached.get("storage", cached) >= wanted
+        answer.set_result(
+            _inspected(order, reached, Miss.NONE if is_all and wanted else miss, "" if is_all else cut_by)
+        )
+
+    cache.storage.find(tokens, root=root, then=take)
+    return answer
+
+
+def _inspected(order: CacheOrder, reached: Mapping[str, int], miss: Miss, cut_by: str) -> dict[str, Any]:
+    return {"prompt_tokens": len(order.prompt), "tiers": dict(reached), "cut_by": cut_by, "miss": miss}
+
+
+def _done(found: Mapping[str, Any]) -> Answer:
+    answer: Answer = Future()
+    answer.set_result(found)
+    return answer

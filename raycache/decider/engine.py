@@ -1,0 +1,280 @@
+"""The decider of one replica: takes requests in, plans steps, hands out tokens.
+
+Not thread safe: one thread owns it. What executes the plans is behind `Executor`: the caller's own rank, processes,
+    or Ray actors.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from raycache.cache.holding import Use
+from raycache.cache.keys import Identity
+from raycache.decider.admin import Answer
+from raycache.decider.batch import Batch
+from raycache.decider.request import Request
+from raycache.decider.scheduler import Scheduler
+from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
+from raycache.parallel.board import Acks
+from raycache.types import CacheOrder, EngineInfo, EngineStats, FinishReason, GenerateRequest, RequestOutput
+from raycache.wire.plan import RowResult, StepPlan
+
+_POLL_S = 0.0001
+"""Between two looks at the board, when a rank is later with its loads than with its answer."""
+_DRAIN_S = 5.0
+_BEATS_PER_TIMEOUT = 4
+"""Signs of life that ranks get within the time after which they give up."""
+_IDLE_S = 0.002
+"""How long a step without rows waits for pages on their way between tiers."""
+
+
+class Executor(Protocol):
+    """The ranks of one gang, as the decider sees them."""
+
+    @property
+    def depth(self) -> int:
+        """Plans that may be in flight: one per pipeline stage, or two so that one is ready when another is done."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send a plan to all ranks; returns before it is executed."""
+        ...
+
+    def collect(self, plan: StepPlan) -> list[RowResult]:
+        """Wait for the oldest plan that was submitted.
+
+        Raises:
+            RankLostError: a rank died, failed or missed its deadline.
+        """
+        ...
+
+    def acks(self) -> Acks:
+        """How far all ranks are with page moves; waits for nobody."""
+        ...
+
+    def close(self) -> None:
+        """End the ranks."""
+        ...
+
+
+class Engine:
+    """Scheduler and executor, put together.
+
+    Args:
+        executor: of a gang that has joined and loaded.
+        info: facts about the model and the pool.
+        scheduler: with the same pool and page size.
+        identity: what cached state depends on beside the tokens.
+        timeout_s: after which a rank that does not acknowledge its loads counts as lost.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        identity: Identity,
+        timeout_s: float,
+    ) -> None:
+        self._identity = identity
+        self._timeout_s = timeout_s
+        self._load_s = self._collect_s = 0.0
+        self._told_s = time.monotonic()
+        self.info = info
+        self._executor = executor
+        self._scheduler = scheduler
+        self._in_flight: deque[Batch] = deque()
+        # Kept over a step that fails: these increments are told once.
+        self._outputs: list[RequestOutput] = []
+        self._arrivals = self._refused = self._rebuilds = 0
+        self._random = random.SystemRandom()
+        self._finish_times: deque[float] = deque(maxlen=64)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything waits or runs."""
+        return self._scheduler.has_requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would have something to do: requests, plans in flight, or pages on their way between tiers."""
+        return self._scheduler.has_requests or bool(self._in_flight) or self._scheduler.has_moves
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: something in it is wrong; nothing was queued.
+            PromptTooLongError: it can never run.
+            QueueFullError: too many wait.
+        """
+        self._validate(request)
+        if self._scheduler.num_waiting >= self.info.max_queue:
+            self._refused += 1
+            raise QueueFullError(self.info.max_queue, self._retry_after_s())
+        self._arrivals += 1
+        until_s = time.monotonic() + request.cache_ttl_s if request.cache_ttl_s else 0.0
+        use = Use(self.root(request.cache_salt), request.cache_priority, until_s)
+        created = Request.create(
+            request,
+            seed=self._random.getrandbits(62),
+            arrival=self._arrivals,
+            now_s=time.monotonic(),
+            max_model_len=self.info.max_model_len,
+        )
+        created.use = use
+        self._scheduler.add(created, now_s=time.monotonic())
+
+    def root(self, cache_salt: str) -> bytes:
+        """Seed of the chains of a tenant's prefixes."""
+        return replace(self._identity, salt=cache_salt).seed()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its pages are free in the next step."""
+        self._scheduler.end(request_id, FinishReason.CANCELLED)
+
+    def step(self) -> list[RequestOutput]:
+        """Plan and collect one step, keeping every pipeline stage busy: what can be planned is under way before the
+        oldest plan is waited for.
+
+        Returns:
+            Increments of requests; empty when nothing could run.
+        Raises:
+            RankLostError: the gang is lost; `restart` goes on with another.
+        """
+        self._scheduler.acknowledge(self._executor.acks(), now_s=time.monotonic())
+        while len(self._in_flight) < self._executor.depth:
+            self._outputs += self._scheduler.take_ended(time.monotonic())
+            batch = self._scheduler.schedule()
+            if batch is None:
+                break
+            batch.start_s = time.monotonic()
+            self._executor.submit(batch.plan)
+            self._told_s = batch.start_s
+            self._in_flight.append(batch)
+        if self._in_flight:
+            batch = self._in_flight[0]
+            results = self._executor.collect(batch.plan)
+            acks = self._loaded(batch)
+            self._in_flight.popleft()
+            self._note_pace(batch, acks)
+            self._outputs += self._scheduler.complete(batch, results, acks)
+        else:
+            # Ranks without a plan end themselves, and nobody would notice, however long moves and orders take.
+            if time.monotonic() - self._told_s > self._timeout_s / _BEATS_PER_TIMEOUT:
+                self.heartbeat()
+            if self._scheduler.has_moves:
+                self._scheduler.wait_for_moves(_IDLE_S)
+        outputs, self._outputs = self._outputs, []
+        self._finish_times.extend(time.monotonic() for output in outputs if output.finish_reason is not None)
+        return outputs
+
+    def heartbeat(self) -> None:
+        """Tell idle ranks that the decider lives; an idle gang ends itself without."""
+        if not self._in_flight:
+            plan = self._scheduler.heartbeat()
+            self._executor.submit(plan)
+            self._told_s = time.monotonic()
+            self._executor.collect(plan)
+
+    def _loaded(self, batch: Batch) -> Acks:
+        """Wait until all ranks have said what became of a plan's loads: some may be later than the answer."""
+        deadline = time.monotonic() + self._timeout_s
+        while (acks := self._executor.acks()).loads < max(batch.loads, default=0):
+            if time.monotonic() > deadline:
+                raise RankLostError(-1, "unknown", batch.plan.step, "its loads from the host are not acknowledged")
+            time.sleep(_POLL_S)
+        return acks
+
+    def _note_pace(self, batch: Batch, acks: Acks) -> None:
+        """Learn what computing and loading take."""
+        costs, now_s = self._scheduler.costs, time.monotonic()
+        if batch.loads:
+            costs.load.note(acks.load_s - self._load_s, batch.num_loaded)
+            self._load_s = acks.load_s
+        elif batch.rows and not batch.is_catching_up:
+            # One that was sent while another ran began when that one ended.
+            num_tokens, took_s = sum(row.num_tokens for row in batch.rows), now_s - max(batch.start_s, self._collect_s)
+            if batch.is_decode:
+                num_passes = max(row.num_guesses for row in batch.rows)
+                self._scheduler.drafts.costs.note(took_s, num_tokens, num_rows=len(batch.rows), num_passes=num_passes)
+            elif self._scheduler.plans_ahead:
+                costs.compute.note(took_s, num_tokens)
+        self._collect_s = now_s
+
+    def restart(self, executor: Executor) -> None:
+        """Go on with another gang, whose pools are empty; requests keep the tokens that they have."""
+        self._in_flight.clear()
+        self._rebuilds += 1
+        acks = executor.acks()
+        self._executor, self._load_s = executor, acks.load_s
+        self._scheduler.restart(acks)
+
+    def evict(self, space: str) -> bool:
+        """Evict the least recently used page ("full") or restore point (a window or state space); False if none."""
+        return self._scheduler.evict(space)
+
+    def admin(self, order: CacheOrder) -> Answer:
+        """Carry out an operator's order; the answer comes with the next steps.
+
+        Raises:
+            ConfigError: there is no such tier.
+        """
+        return self._scheduler.admin(order, root=self.root(order.cache_salt))
+
+    def stats(self) -> EngineStats:
+        """Counters and balances."""
+        return replace(self._scheduler.stats(), refused=self._refused, rebuilds=self._rebuilds)
+
+    def check(self) -> None:
+        """Assert all balances."""
+        self._scheduler.check()
+
+    def close(self) -> None:
+        """End the ranks in good order. Pages that are on their way to other tiers get a moment to arrive there."""
+        deadline = time.monotonic() + _DRAIN_S
+        while self.has_work and not self._scheduler.has_requests and time.monotonic() < deadline:
+            self.step()
+        while self._in_flight:
+            self._executor.collect(self._in_flight.popleft().plan)
+        self._scheduler.close()
+        self._executor.submit(self._scheduler.heartbeat(is_last=True))
+        self._executor.close()
+
+    def _validate(self, request: GenerateRequest) -> None:
+        vocab, longest = self.info.vocab_size, self.info.max_model_len
+        if request.request_id in self._scheduler:
+            raise RequestError(f"request_id {request.request_id!r} is in use already", field="request_id")
+        if len(request.prompt) == 0:
+            raise RequestError("prompt is empty; it needs at least one token", field="prompt")
+        if len(request.prompt) >= longest:
+            raise PromptTooLongError(
+                f"prompt has {len(request.prompt)} tokens, this server takes at most {longest - 1} "
+                f"(context of {longest} tokens, at least one for the output); shorten it, or raise --max-model-len "
+                "and --kv-memory",
+                field="prompt",
+            )
+        _check_ids("prompt", request.prompt, vocab)
+        _check_ids("output", request.output, vocab)
+        _check_ids("logit_bias", list(request.sampling.logit_bias), vocab)
+        _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab)
+        if request.timeout_s is not None and not request.timeout_s > 0:
+            raise RequestError(f"timeout_s must be above 0, got {request.timeout_s}", field="timeout_s")
+
+    def _retry_after_s(self) -> float:
+        """Time in which the recent pace finishes a tenth of the queue, 1 to 60 s."""
+        if len(self._finish_times) < 2:
+            return 1.0
+        pace = (self._finish_times[-1] - self._finish_times[0]) / (len(self._finish_times) - 1)
+        return min(max(pace * self.info.max_queue / 10, 1.0), 60.0)
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        raise RequestError(f"{field} has a token id outside the vocabulary, [0, {vocab_size})", field=field)

@@ -1,0 +1,122 @@
+"""What requests found in the cache: tokens per tier, why it was not more, and whether a tier is of any use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_tier import Prefetch
+from raycache.cache.tree import PrefixHandle
+from raycache.decider.request import Request
+from raycache.types import TIERS, Miss
+
+_LEAST_REQUESTS = 50
+"""Before so many requests have come, a tier that was not hit says nothing."""
+
+_BAD: Mapping[Fetch, Miss] = {
+    Fetch.CORRUPT: Miss.CHECKSUM,
+    Fetch.FOREIGN: Miss.IDENTITY,
+    Fetch.MISSING: Miss.EVICTED_STORAGE,
+    Fetch.UNAVAILABLE: Miss.TIMEOUT,
+}
+_CAUSES: Mapping[str, str] = {
+    Miss.NEVER_SEEN: "prompts share no prefix; check that what they share stands at their beginning",
+    Miss.SHORTER_THAN_PAGE: "shared prefixes are shorter than a page; use a smaller --page-size",
+    Miss.EVICTED_HOST: "prefixes leave before they are used again; raise --host-memory",
+    Miss.EVICTED_STORAGE: "prefixes leave before they are used again; raise the storage's size",
+    Miss.STATE_MISSING: "restore points are lost; lower --restore-interval or raise --restore-points",
+    Miss.CHECKSUM: "what it stores comes back damaged; run `raycache cache scrub` and check the medium",
+    Miss.IDENTITY: "it holds prefixes of other weights or formats; give each model a storage of its own",
+    Miss.TIMEOUT: "it is too slow or cannot be reached; raise --prefetch-timeout-s or use prefetch=wait_complete",
+    Miss.SLOWER: "computing is faster than moving here; smaller models may not need this tier",
+}
+
+
+class Hits:
+    """Counts over all requests."""
+
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        self._num_requests = 0
+
+    def count(self, request: Request) -> None:
+        """A request has got its first token."""
+        self.tokens.update(request.cached_by_tier)
+        self._num_requests += 1
+        if request.miss:
+            self.misses[request.miss] += 1
+
+    def warnings(self, tiers: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
+        """Tiers that store and never hit, with the likely cause."""
+        found = []
+        for tier, counts in tiers.items():
+            stored = counts["saved_pages" if tier == "host" else "persisted_pages"]
+            if stored and not self.tokens[tier] and self._num_requests >= _LEAST_REQUESTS:
+                (reason, count), *_ = [*self.misses.most_common(1), ("nothing missed", self._num_requests)]
+                cause = _CAUSES.get(reason, "the tiers above hold all that is used again")
+                found.append(
+                    f"tier inert: {tier} has stored {stored:.0f} pages and served none to {self._num_requests} "
+                    f"requests; most often: {reason} ({count}): {cause}"
+                )
+        return tuple(found)
+
+
+def note_hit(request: Request, *, is_load_worth: bool, page_size: int) -> None:
+    """Write down what a request that starts takes from which tier, and why it is not more."""
+    holding = request.holding
+    assert holding is not None, "requests that start hold something of the cache"
+    cached = request.num_computed
+    on_device = cached if holding.load is None else holding.load.num_device
+    fetched = 0
+    if request.prefetch is not None:
+        fetched = max(0, min(cached, request.prefetch.end) - max(on_device, request.prefetch.begin))
+    counts = dict(zip(TIERS, (on_device, cached - on_device - fetched, fetched), strict=True))
+    request.cached_len = cached
+    request.cached_by_tier = {tier: count for tier, count in counts.items() if count}
+    wanted = (request.num_tokens - 1) // page_size * page_size
+    host = None if holding.cursor is None else holding.cursor.found
+    if not request.may_load and cached < wanted:
+        request.miss = Miss.CHECKSUM
+    elif host is not None and host.length > cached:
+        request.miss = Miss.NO_ROOM if is_load_worth else Miss.SLOWER
+    else:
+        request.miss, request.cut_by = explain(wanted, cached, holding.handle, host, request.prefetch)
+
+
+def count_more(request: Request, num_tokens: int, *, page_size: int) -> None:
+    """Storage has brought tokens of a prompt while the ones before them were computed."""
+    if num_tokens and request.num_output == 0:
+        request.cached_len += num_tokens
+        if request.num_computed >= (request.num_tokens - 1) // page_size * page_size:
+            request.miss = Miss.NONE
+        by_tier = request.cached_by_tier
+        request.cached_by_tier = {**by_tier, "storage": by_tier.get("storage", 0) + num_tokens}
+
+
+def explain(
+    wanted: int, cached: int, device: PrefixHandle, host: PrefixHandle | None, prefetch: Prefetch | None
+) -> tuple[Miss, str]:
+    """Why no more than `cached` of the `wanted` tokens of a prompt is reused, and the component that is to blame.
+
+    Args:
+        wanted: the whole pages of a prompt, in tokens.
+        cached: tokens of them that are.
+        device, host: the prompt's prefix in each tier, as it was matched.
+        prefetch: of the prompt, if storage was asked.
+    """
+    if cached >= wanted:
+        return (Miss.NONE if wanted else Miss.SHORTER_THAN_PAGE), ""
+    if prefetch is not None and prefetch.worst in _BAD:
+        return _BAD[prefetch.worst], ""
+    if prefetch is not None and prefetch.end > cached:
+        return Miss.EVICTED_HOST, ""  # between its coming and its use
+    if prefetch is not None and (prefetch.num_stored > cached or not prefetch.is_known):
+        return prefetch.why_short, ""
+    known = device.known_length if host is None else max(device.known_length, host.known_length)
+    if known > cached:
+        return Miss.STATE_MISSING, device.cut_by or ("" if host is None else host.cut_by)
+    if host is not None and host.known_length >= device.known_length and host.was_evicted:
+        return (Miss.EVICTED_HOST if prefetch is None else Miss.EVICTED_STORAGE), ""
+    return (Miss.EVICTED_DEVICE if device.was_evicted else Miss.NEVER_SEEN), ""

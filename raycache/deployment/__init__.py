@@ -1,0 +1,1 @@
+"""What a service's settings come to for its model: number formats, pages, stages, memory."""

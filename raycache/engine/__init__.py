@@ -1,1 +1,0 @@
-"""The decider (scheduler, plans) and the executors (ranks)."""

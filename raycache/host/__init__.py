@@ -1,0 +1,1 @@
+"""The host tier of a node: its arena, the owner of that, and where its files lie."""

@@ -1,0 +1,172 @@
+"""The host tier of a gang whose ranks are on several nodes: one owner and one arena per node, used as if they were one.
+
+    node 0   arena: catalog, slabs of ranks 0 1   <- owner <-+
+    node 1   arena:          slabs of ranks 2 3   <- owner <-+-- decider, on node 0: asks all at the same time
+
+A page has rows on every node, so it is there when all nodes have it, and gone when one has lost it. Nodes are numbered
+by their lowest rank; the decider is on the first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder
+from raycache.config import Config
+from raycache.errors import EngineStoppedError, RankLostError
+from raycache.host.plan import host_sizes
+from raycache.host.service import Opened
+from raycache.host.spec import HostSpec, host_spec
+from raycache.models.base import ModelConfig
+
+_GONE_TIMEOUT_S = 60.0
+"""For ranks of a gang before to be dead, before memory that they have mapped is given up."""
+_WORST_LAST = list(Fetch)
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+Work = Callable[[StorageOrder], StorageAnswer]
+"""Carries out a storage order; raises OSError when there is nobody who can."""
+
+
+class Owner(Protocol):
+    """The owner of one node's host tier: a `HostService`, or what stands for one on another node."""
+
+    def spec(self) -> HostSpec | None:
+        """What is open; None for nothing."""
+
+    def budget(self, host_memory: str) -> int:
+        """Bytes that the node can give. Raises ConfigError if a size was set that it does not have."""
+
+    def are_ranks_gone(self, timeout_s: float) -> bool:
+        """Wait until no process can move rows in the arena any more."""
+
+    def drop(self) -> None:
+        """Let go of arena and storage."""
+
+    def open(self, spec: HostSpec, *, epoch: int) -> Opened:
+        """Make the arena, or go on with what suits. Raises ConfigError."""
+
+    def work(self, order: StorageOrder) -> StorageAnswer:
+        """Carry out one order of a storage lane. Raises OSError."""
+
+
+def open_all(
+    owners: Sequence[Owner],
+    config: Config,
+    model: ModelConfig,
+    *,
+    device_type: str,
+    epoch: int,
+    nodes: tuple[int, ...] = (),
+) -> list[Opened]:
+    """Have one arena opened on every node: those that are there if all suit, else all anew.
+
+    What one node has lost, the others need not keep: every page has rows on all of them.
+
+    Args:
+        owners: one per node.
+        config: of the service; it has a host tier.
+        model: to serve.
+        device_type: "cpu" or "cuda".
+        epoch: of the decider that asks, above those before.
+        nodes: node of each rank; may be empty when there is one.
+    Raises:
+        ConfigError: a node has no memory for it, or the storage refuses us.
+        RankLostError: ranks of a gang before do not end.
+        EngineStoppedError: arenas are lost while they are opened.
+    """
+    places = nodes if len(owners) > 1 else ()
+    found = _of_all(owners, lambda owner, _: owner.spec())
+    known = next((spec for spec in found if spec is not None), None)
+
+    def wanted(node: int, sizes: Mapping[str, int]) -> HostSpec:
+        at = node if places else None
+        spec = host_spec(config, model, device_type=device_type, sizes=sizes, nodes=places, node=at)
+        # Another storage may have been attached since the start.
+        return spec if known is None else replace(spec, storage=known.storage, storage_bytes=known.storage_bytes)
+
+    def open_with(sizes: Mapping[str, int]) -> list[Opened]:
+        return _of_all(owners, lambda owner, node: owner.open(wanted(node, sizes), epoch=epoch))
+
+    if known is not None:
+        if all(spec is not None and _suits(spec, wanted(node, known.sizes)) for node, spec in enumerate(found)):
+            opened = open_with(known.sizes)
+            if len({each.is_fresh for each in opened}) == 1:
+                return opened
+        if not are_all_gone(owners, timeout_s=_GONE_TIMEOUT_S):
+            cause = f"ranks of the gang before still use the host tier after {_GONE_TIMEOUT_S:.0f} s"
+            raise RankLostError(-1, "unknown", 0, cause)
+        _of_all(owners, lambda owner, _: owner.drop())
+    budgets = _of_all(owners, lambda owner, _: owner.budget(config.host_memory))
+    opened = open_with(host_sizes(config, model, device_type=device_type, budgets=budgets, nodes=places))
+    if not all(each.is_fresh for each in opened):
+        raise EngineStoppedError("a node's host tier came back while the others were made anew; start again")
+    return opened
+
+
+def are_all_gone(owners: Sequence[Owner], *, timeout_s: float) -> bool:
+    """Wait until no process on any node can move rows in its arena any more; with no owners there is nothing to do."""
+    return all(_of_all(owners, lambda owner, _: owner.are_ranks_gone(timeout_s)))
+
+
+def work_on_all(works: Sequence[Work]) -> Work:
+    """One `work` out of those of all nodes' owners; with one owner it is that owner's.
+
+    It raises OSError when one of them is away: then nothing is found, fetched or stored for any.
+    """
+    return works[0] if len(works) == 1 else partial(_work_on_all, works)
+
+
+def _suits(spec: HostSpec, wanted: HostSpec) -> bool:
+    return spec.suits(wanted) and spec.sizes == wanted.sizes
+
+
+def _work_on_all(works: Sequence[Work], order: StorageOrder) -> StorageAnswer:
+    answers = _of_all(works, lambda work, node: work(order))
+    for answer in answers:
+        if answer.outcome is not Outcome.DONE:
+            return order.not_done(answer.outcome, answer.error)
+    joined = replace(
+        answers[0],
+        seconds=max(answer.seconds for answer in answers),
+        num_bytes=sum(answer.num_bytes for answer in answers),
+    )
+    match order.kind:
+        case OrderKind.FIND:
+            return replace(joined, found=_found_by_all(works, order, [answer.found for answer in answers]))
+        case OrderKind.FETCH:
+            fetches = zip(*(answer.fetches for answer in answers), strict=True)
+            return replace(joined, fetches=tuple(max(each, key=_WORST_LAST.index) for each in fetches))
+        case OrderKind.PERSIST:
+            stored = zip(*(answer.stored for answer in answers), strict=True)
+            return replace(joined, stored=tuple(all(each) for each in stored))
+
+
+def _found_by_all(works: Sequence[Work], order: StorageOrder, found: Sequence[Found]) -> Found:
+    """What of a prefix all nodes have. They can continue together where each of them can: who could only further on is
+    asked again for what it has up to there, until all agree."""
+    num_pages = min(each.num_pages for each in found)
+    is_foreign = any(each.is_foreign for each in found if each.num_pages == num_pages)
+    points = [each.point_pages for each in found]
+    while (shortest := min(points)) < max(points):
+        if not shortest or time.monotonic() >= order.deadline_s:
+            return Found(num_pages, 0, is_foreign)
+        longer = [node for node, length in enumerate(points) if length > shortest]
+        less = replace(order, digests=order.digests[:shortest])
+        answers = _of_all([partial(works[node], less) for node in longer], lambda ask, _: ask())
+        for node, answer in zip(longer, answers, strict=True):
+            points[node] = answer.found.point_pages  # 0 if it was not done
+    return Found(num_pages, points[0], is_foreign)
+
+
+def _of_all(items: Sequence[S], ask: Callable[[S, int], T]) -> list[T]:
+    """Answers of all (item, place), asked at the same time; the first error, once all have ended."""
+    with ThreadPoolExecutor(max(len(items), 1)) as pool:
+        return list(pool.map(ask, items, range(len(items))))

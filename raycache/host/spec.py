@@ -1,0 +1,140 @@
+"""What a host tier has to be: from the settings of a service and its model, and as its owner keeps it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any
+
+from raycache.cache.catalog import Catalog
+from raycache.config import Config
+from raycache.host.plan import model_components, part_widths
+from raycache.memory.component import Component, Reuse, RowField
+from raycache.memory.rows import EnvelopeLayout
+from raycache.models.base import ModelConfig
+from raycache.parallel.sharding import Split
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """What a host tier is made for, and which storage it has.
+
+    Attributes:
+        components: of the model, as the device holds them.
+        num_layers: of the whole model.
+        page_size: tokens per page.
+        split: of the gang.
+        sizes: component space -> units on the host.
+        catalog_bytes: of the arena's catalog.
+        storage: URL, or "" for none.
+        storage_timeout_s: for one call across a network.
+        storage_bytes: bound that an operator has set since, 0 for that of the URL.
+        nodes: node of each rank, by number; empty when all are on one.
+        node: whose host tier it is; None when all ranks are on one.
+    """
+
+    components: tuple[Component, ...]
+    num_layers: int
+    page_size: int
+    split: Split
+    sizes: Mapping[str, int]
+    catalog_bytes: int
+    storage: str = ""
+    storage_timeout_s: float = 2.0
+    storage_bytes: int = 0
+    nodes: tuple[int, ...] = ()
+    node: int | None = None
+
+    @property
+    def layout(self) -> EnvelopeLayout:
+        """Envelopes of the node's ranks."""
+        return EnvelopeLayout(
+            self.components,
+            num_layers=self.num_layers,
+            page_size=self.page_size,
+            split=self.split,
+            nodes=self.nodes,
+            node=self.node,
+        )
+
+    @property
+    def own_storage(self) -> str:
+        """URL of the storage with the node's number for {node}: a directory that nodes share has one place for each."""
+        return self.storage.replace("{node}", str(self.node or 0))
+
+    def suits(self, other: HostSpec) -> bool:
+        """Whether an arena of the one, whatever its size, can be used by the other."""
+        return replace(self, **_CHANGEABLE) == replace(other, **_CHANGEABLE)
+
+    def packed(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self), default=_plain).encode()
+
+    @classmethod
+    def read(cls, data: bytes) -> HostSpec:
+        """From what `packed` gave.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is something else.
+        """
+        values = json.loads(data)
+        parts = tuple(_component(part) for part in values.pop("components"))
+        sizes = values.pop("split")
+        split = Split(**{**sizes, "stages": tuple(sizes["stages"])})
+        return cls(components=parts, split=split, nodes=tuple(values.pop("nodes")), **values)
+
+
+_CHANGEABLE: dict[str, Any] = {
+    "sizes": {},
+    "catalog_bytes": 0,
+    "storage": "",
+    "storage_timeout_s": 0.0,
+    "storage_bytes": 0,
+}
+
+
+def host_spec(
+    config: Config,
+    model: ModelConfig,
+    *,
+    device_type: str,
+    sizes: Mapping[str, int],
+    nodes: Sequence[int] = (),
+    node: int | None = None,
+) -> HostSpec:
+    """What to open.
+
+    Args:
+        config: of the service; it has a host tier.
+        model: to serve.
+        device_type: "cpu" or "cuda".
+        sizes: component space -> units.
+        nodes: node of each rank; empty when all are on one.
+        node: whose; None when all ranks are on one. The first one keeps the catalog.
+    """
+    widths = part_widths(config, model, device_type=device_type)
+    catalog_bytes = Catalog.num_bytes(sizes=sizes, page_size=config.page_size, part_widths=widths)
+    return HostSpec(
+        components=tuple(model_components(config, model, device_type=device_type)),
+        num_layers=model.num_layers,
+        page_size=config.page_size,
+        split=config.split,
+        sizes=sizes,
+        catalog_bytes=0 if node else catalog_bytes,
+        storage=config.storage,
+        storage_timeout_s=config.prefetch_timeout_s,
+        nodes=tuple(nodes),
+        node=node,
+    )
+
+
+def _plain(value: object) -> object:
+    assert isinstance(value, Enum)
+    return value.value
+
+
+def _component(values: dict[str, Any]) -> Component:
+    fields = tuple(RowField(**{**field, "shape": tuple(field["shape"])}) for field in values["fields"])
+    return Component(**{**values, "layers": tuple(values["layers"]), "fields": fields, "reuse": Reuse(values["reuse"])})

@@ -1,0 +1,13 @@
+"""Checksums of what lies outside the device."""
+
+from __future__ import annotations
+
+import xxhash
+
+Buffer = bytes | bytearray | memoryview
+"""C-contiguous bytes; where they are read into, writable ones."""
+
+
+def checksum_of(payload: Buffer) -> int:
+    """XXH3-64."""
+    return xxhash.xxh3_64_intdigest(payload)

@@ -1,0 +1,74 @@
+"""Metrics shown once more by the names that dashboards of other servers read, so that those show this one as well.
+
+Names as of vLLM 0.12 to 0.32 (vllm/v1/metrics/loggers.py) and SGLang 0.5 (srt/metrics/collector.py). Only what means
+the same here; all of them have the labels model_name and engine, the replica's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.metrics_core import Metric as Family
+
+from raycache.observe.figures import PREFIX
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name.
+
+    Attributes:
+        name: there, without _total, _bucket, _sum and _count.
+        of: the name in figures.py.
+        labels: ours -> theirs; others keep their names.
+    """
+
+    name: str
+    of: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+ALIASES = (
+    Alias("vllm:num_requests_running", "requests_running"),
+    Alias("vllm:num_requests_waiting", "requests_waiting"),
+    Alias("vllm:kv_cache_usage_perc", "pages_used_share"),
+    Alias("vllm:prefix_cache_queries", "prompt_tokens"),
+    Alias("vllm:prefix_cache_hits", "cached_prompt_tokens"),
+    Alias("vllm:prompt_tokens", "prompt_tokens"),
+    Alias("vllm:generation_tokens", "output_tokens"),
+    Alias("vllm:num_preemptions", "preemptions"),
+    Alias("vllm:request_success", "requests_finished", {"reason": "finished_reason"}),
+    Alias("vllm:time_to_first_token_seconds", "time_to_first_token_seconds"),
+    Alias("vllm:inter_token_latency_seconds", "inter_token_latency_seconds"),
+    Alias("vllm:e2e_request_latency_seconds", "request_duration_seconds"),
+    Alias("vllm:request_queue_time_seconds", "queue_time_seconds"),
+    Alias("sglang:num_running_reqs", "requests_running"),
+    Alias("sglang:num_queue_reqs", "requests_waiting"),
+    Alias("sglang:token_usage", "pages_used_share"),
+    Alias("sglang:cache_hit_rate", "cached_prompt_share"),
+    Alias("sglang:prompt_tokens", "prompt_tokens"),
+    Alias("sglang:generation_tokens", "output_tokens"),
+    Alias("sglang:cached_tokens", "cached_prompt_tokens_by_tier", {"tier": "cache_source"}),
+    Alias("sglang:time_to_first_token_seconds", "time_to_first_token_seconds"),
+    Alias("sglang:inter_token_latency_seconds", "inter_token_latency_seconds"),
+    Alias("sglang:e2e_request_latency_seconds", "request_duration_seconds"),
+)
+
+
+def aliases(families: Iterable[Family]) -> list[Family]:
+    """Those of the given families that have other names, under these."""
+    known = {family.name: family for family in families}
+    return [_renamed(known[PREFIX + alias.of], alias) for alias in ALIASES if PREFIX + alias.of in known]
+
+
+def _renamed(family: Family, alias: Alias) -> Family:
+    renamed = Family(alias.name, family.documentation, family.type)
+    for sample in family.samples:
+        suffix = sample.name.removeprefix(family.name)
+        if suffix == "_created":  # a gauge beside it, which nobody there reads
+            continue
+        labels = {alias.labels.get(name, name): value for name, value in sample.labels.items() if name != "replica"}
+        engine = {"engine": sample.labels.get("replica", "0")}
+        renamed.add_sample(alias.name + suffix, {**labels, **engine}, sample.value)
+    return renamed

@@ -1,0 +1,90 @@
+"""Which attention backend a rank computes with."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import torch
+
+from raycache.attention.base import AttentionBackend
+from raycache.attention.torch_ref import TorchBackend
+from raycache.config import Config
+from raycache.deployment.memory_plan import context_len
+from raycache.errors import ConfigError
+from raycache.models.base import ModelConfig
+
+_log = logging.getLogger(__name__)
+
+OLDEST = (0, 7, 2)
+"""Of FlashInfer: what tests/gpu has run with. Before it, planning took other arguments."""
+NEWEST = (0, 7)
+_LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
+
+
+def choose_backend(config: Config, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """FlashInfer where it can be used and is not refused, else torch.
+
+    Args:
+        config: of the service; `attention` is the wish.
+        model: to serve.
+        device: of the rank.
+        dtype: of activations.
+    Raises:
+        ConfigError: FlashInfer is wished for and cannot be used here.
+    """
+    if config.attention == "torch":
+        return TorchBackend()
+    obstacle = device_obstacle(device, dtype) or package_obstacle()
+    if not obstacle:
+        from raycache.attention.flashinfer import FlashInferBackend
+
+        return FlashInferBackend(device, max_pages=-(-context_len(config, model) // config.page_size))
+    if config.attention == "flashinfer":
+        raise ConfigError(f"attention=flashinfer cannot be used: {obstacle}; or use attention=torch")
+    if device.type == "cuda":
+        _log.warning("attention is computed by torch, which is slower: %s", obstacle)
+    return TorchBackend()
+
+
+def device_obstacle(device: torch.device, dtype: torch.dtype) -> str:
+    """Why FlashInfer computes nothing there, or ""."""
+    if device.type != "cuda":
+        return f"it runs on CUDA, ranks are on {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 and float16, wanted is {str(dtype).removeprefix('torch.')}; see dtype"
+    if (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        return f"it needs a GPU of compute capability 8.0, {device} has {found[0]}.{found[1]}"
+    return ""
+
+
+def package_obstacle() -> str:
+    """Why the FlashInfer that is installed cannot be used, or ""; a version that is newer than tested is only noted."""
+    wanted = f"pip install 'flashinfer-python>={_dotted(OLDEST)}'"
+    try:
+        from flashinfer import __version__ as version
+    except ModuleNotFoundError as cause:
+        return f"{cause}; {wanted} (or raycache[gpu])"
+    except (ImportError, OSError, RuntimeError) as cause:
+        # It loads libraries of CUDA, and compares the versions of its parts, while it is imported.
+        return f"flashinfer cannot be imported: {_first_line(cause)}; {wanted}"
+    if (number := version_number(version)) < OLDEST:
+        return f"flashinfer {version} is too old; {wanted}"
+    if number[: len(NEWEST)] > NEWEST:
+        _log.warning("flashinfer %s is newer than %s, with which this was tested", version, _dotted(NEWEST))
+    return ""
+
+
+def version_number(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version such as "0.7.2.post1"; what only begins like one counts as the numbers it has."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,80 @@
+"""The token that each slot sampled last, kept on the device: a row may begin with it before the decider knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raycache.parallel.context import ParallelContext
+from raycache.step.inputs import StepInputs
+from raycache.wire.plan import Row, StepPlan, emissions
+
+# Shapes in this file: M tokens that this cp rank sampled in a step.
+
+
+class LastTokens:
+    """Of one rank; the same on all ranks of a stage.
+
+    No row is fed behind one with drafts: which of its tokens is the last is not known here.
+
+    Args:
+        num_slots: of the plans.
+        ctx: of the rank.
+    Attributes:
+        tokens: int64 [num_slots].
+    """
+
+    def __init__(self, num_slots: int, ctx: ParallelContext) -> None:
+        self._ctx = ctx
+        self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=ctx.device)
+
+    def fill(self, plan: StepPlan, inputs: StepInputs) -> None:
+        """Put them where the plan has rows that are fed."""
+        fed = [
+            (mine.local.start, row.slot)
+            for row, mine in zip(plan.rows, inputs.rows, strict=True)
+            if row.is_fed and len(mine.local)
+        ]
+        if fed:
+            places, slots = self._on_device([place for place, _ in fed]), self._on_device([slot for _, slot in fed])
+            inputs.ids[places] = self.tokens[slots]
+
+    def keep(self, plan: StepPlan, tokens: Tensor) -> None:
+        """Remember what a step sampled. Collective over cp.
+
+        Args:
+            plan: of the step.
+            tokens: int64 [M], in the order of the answer.
+        """
+        slots = sampled_slots(plan, cp_size=self._ctx.cp.size)
+        longest = max(map(len, slots))
+        if not longest:
+            return
+        if self._ctx.cp.size > 1:
+            padded = tokens.new_zeros(longest)
+            padded[: len(tokens)] = tokens
+            parts = self._ctx.cp.all_gather(padded)
+            tokens = torch.cat([part[: len(mine)] for part, mine in zip(parts, slots, strict=True)])
+        self.tokens[self._on_device([slot for mine in slots for slot in mine])] = tokens
+
+    def _on_device(self, numbers: Sequence[int]) -> Tensor:
+        return self._ctx.on_device(np.array(numbers, np.int64))
+
+
+def sampled_slots(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
+    """Slots of the tokens that each cp rank samples, in the order of its answer; a row with drafts samples several."""
+    return [
+        [plan.rows[i].slot for i, positions in of_rank for _ in range(_num_sampled(plan.rows[i], positions))]
+        for of_rank in emissions(plan, cp_size=cp_size)
+    ]
+
+
+def _num_sampled(row: Row, positions: NDArray[np.int64]) -> int:
+    """How many of a rank's emitted positions of a row are sampled from."""
+    if row.output_position < 0:
+        return 0
+    return int((positions >= row.first_sampled).sum()) if row.num_tokens > 1 else 1

@@ -1,0 +1,148 @@
+"""Reading a rank's weights: what it will read is planned first, so that threads can read ahead of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from raycache.checkpoint.config_file import DraftKind
+from raycache.checkpoint.dummy import QuantisedDummyWeights
+from raycache.checkpoint.dummy_weights import DummyWeights
+from raycache.checkpoint.quantisation import read_quantisation
+from raycache.checkpoint.read_ahead import MAX_THREADS, ReadAhead
+from raycache.checkpoint.read_plan import ReadPlan
+from raycache.checkpoint.tensor_files import Checkpoint
+from raycache.checkpoint.weights import CheckpointWeights
+from raycache.checkpoint.weights_form import check_kernels, weights_form
+from raycache.config import Config
+from raycache.deployment.memory_plan import usable_cpus
+from raycache.deployment.memory_use import human_bytes
+from raycache.models.base import Model, ModelConfig, load_model
+from raycache.models.drafting import load_draft
+from raycache.models.drafts import DraftModel
+from raycache.parallel.context import ParallelContext
+
+_log = logging.getLogger(__name__)
+
+Loaded = tuple[Model, DraftModel | None]
+
+
+def load_weights(
+    config: Config,
+    model: ModelConfig,
+    ctx: ParallelContext,
+    dtype: torch.dtype,
+    *,
+    num_threads: int,
+    on_progress: Callable[[int, int], None],
+) -> Loaded:
+    """Read a rank's share of a model, and of its draft on the last stage.
+
+    Args:
+        config: of the service.
+        model: to serve.
+        ctx: of the rank.
+        dtype: of weights and activations.
+        num_threads: that read files.
+        on_progress: told (bytes read, bytes that the rank reads); with random weights (layers made, layers).
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or cannot be read.
+    """
+    if config.dummy_weights:
+        random = _random_weights(config, ctx, dtype)
+        made = load_model(model, random, ctx, dtype, on_progress=on_progress)
+        if model.draft is None or not ctx.is_last_stage:
+            return made, None
+        return made, load_draft(model, random, ctx, dtype, target=made, target_source=random)
+    return _Loading(config, model, ctx, dtype, num_threads=num_threads, on_progress=on_progress).load()
+
+
+def read_threads(*, ranks_on_node: int) -> int:
+    """Threads that read files in each of the ranks of a node; they wait more than they compute."""
+    return min(MAX_THREADS, max(4, usable_cpus() // ranks_on_node))
+
+
+class _Loading:
+    """Of a rank's checkpoints; see `load_weights`."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        *,
+        num_threads: int,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._config, self._model, self._ctx, self._dtype = config, model, ctx, dtype
+        self._num_threads, self._on_progress = num_threads, on_progress
+        self._source = self._draft_source = self._open(Path(config.model))
+        self._draft = model.draft if ctx.is_last_stage else None
+        if self._draft is not None and self._draft.kind is not DraftKind.LAYER:
+            self._draft_source = self._open(self._draft.directory)
+
+    def load(self) -> Loaded:
+        """Plan and read."""
+        begin_s, draft = time.monotonic(), None
+        plan, draft_plan = self._plans()
+        total = plan.num_bytes + draft_plan.num_bytes
+        with self._reading_ahead(self._source, plan, before=0, total=total):
+            made = load_model(self._model, self._source, self._ctx, self._dtype, on_progress=_ignore)
+        if self._draft is not None:
+            with self._reading_ahead(self._draft_source, draft_plan, before=plan.num_bytes, total=total):
+                sources = {"source": self._draft_source, "target_source": self._source}
+                draft = load_draft(self._model, ctx=self._ctx, dtype=self._dtype, target=made, **sources)
+        _log.info("read %s of weights in %.1f s", human_bytes(total), time.monotonic() - begin_s)
+        return made, draft
+
+    def _plans(self) -> tuple[ReadPlan, ReadPlan]:
+        """Of the model, and of its draft."""
+        plan, draft_plan = ReadPlan(self._source), ReadPlan(self._draft_source)
+        nowhere = replace(self._ctx, device=torch.device("meta"))
+        target = load_model(self._model, plan, nowhere, self._dtype, on_progress=_ignore)
+        if self._draft is not None:
+            beside = draft_plan if self._draft_source is self._source else ReadPlan(self._source)
+            sources = {"source": draft_plan, "target_source": beside}
+            load_draft(self._model, ctx=nowhere, dtype=self._dtype, target=target, **sources)
+        return plan, draft_plan
+
+    def _reading_ahead(
+        self, source: CheckpointWeights, plan: ReadPlan, *, before: int, total: int
+    ) -> AbstractContextManager[None]:
+        return source.reading_ahead(
+            ReadAhead(
+                plan.reads,
+                device=self._ctx.device,
+                num_threads=self._num_threads,
+                on_bytes=lambda done, _: self._on_progress(before + done, total),
+            )
+        )
+
+    def _open(self, directory: Path) -> CheckpointWeights:
+        quantisation, device = read_quantisation(directory), self._ctx.device
+        if quantisation is None:
+            return CheckpointWeights(Checkpoint(directory), None, dtype=self._dtype, device=device)
+        form = weights_form(quantisation, self._config.weights, dtype=self._dtype, device_type=device.type)
+        check_kernels(form, device)
+        return CheckpointWeights(Checkpoint(directory), quantisation, dtype=form.dtype, device=device, kept=form.stored)
+
+
+def _random_weights(config: Config, ctx: ParallelContext, dtype: torch.dtype) -> DummyWeights:
+    """Quantised ones where the model's are, and are kept so."""
+    quantisation = read_quantisation(Path(config.model))
+    if quantisation is None:
+        return DummyWeights(ctx.device, dtype)
+    form = weights_form(quantisation, config.weights, dtype=dtype, device_type=ctx.device.type)
+    check_kernels(form, ctx.device)
+    return QuantisedDummyWeights(ctx.device, dtype, quantisation, kept=form.stored)
+
+
+def _ignore(done: int, total: int) -> None:
+    """Progress is told in bytes."""

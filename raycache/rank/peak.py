@@ -1,0 +1,135 @@
+"""The most memory that a step takes beside weights and pages: found by running the largest steps on the real model.
+
+The steps are made up: their pages are one and the same page over and over, so that the longest prefix needs no room.
+What is computed is of no use, but takes what a real step of that shape takes. Two shapes are run, since either can be
+the larger: as many new tokens as a step may have and may score, behind the longest prefix; and a full batch of decodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from raycache.config import Config
+from raycache.deployment.memory_plan import cache_format, context_len, step_tokens
+from raycache.deployment.memory_use import MemoryUse, free_bytes, refusing_out_of_memory
+from raycache.memory.device import DevicePool
+from raycache.models.base import ModelConfig, components
+from raycache.rank.rank import Rank
+from raycache.types import MAX_TOP_LOGPROBS, SamplingParams
+from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
+
+_GRAPH_BYTES = 32 << 20
+"""Of each recorded step beside what they share: the driver's, and its attention's plan (measured: 32 MiB)."""
+_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest steps of a service.
+
+    Attributes:
+        tokens: of a step.
+        rows: of a step.
+        drafts: of a row.
+        longest: tokens of a sequence.
+        page_size: tokens of a page.
+        vocab_size: token ids are below.
+        spaces: component spaces of pages.
+    """
+
+    tokens: int
+    rows: int
+    drafts: int
+    longest: int
+    page_size: int
+    vocab_size: int
+    spaces: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Config, model: ModelConfig, *, pool: DevicePool) -> Largest:
+        """What the settings allow."""
+        longest = context_len(config, model)
+        if config.num_pages:
+            longest = min(longest, config.num_pages * config.page_size)
+        return cls(
+            tokens=step_tokens(config, device_type=pool.device.type),
+            rows=config.max_running,
+            drafts=config.most_drafts,
+            longest=longest,
+            page_size=config.page_size,
+            vocab_size=model.vocab_size,
+            spaces=tuple(pool.windows),
+        )
+
+    def prefill(self) -> StepPlan:
+        """Chunks that end where the longest sequence ends, as many of their tokens scored as a step may score."""
+        rows: list[Row] = []
+        left, scores_left = self.tokens, MAX_SCORED_TOKENS + self.rows
+        while left and len(rows) < self.rows:
+            count = min(left, self.longest)
+            start = self.longest - count
+            ids = (np.arange(count, dtype=np.int32) % self.vocab_size).tobytes()
+            targets = ids[4:][: 4 * scores_left]
+            rows.append(self._row(len(rows), start, ids, targets=targets))
+            left, scores_left = left - count, scores_left - len(targets) // 4
+        return self._plan(rows)
+
+    def decode(self) -> StepPlan:
+        """As many sequences as can run, one token each, sampled; and as many more as they can have drafts, each of
+        which is a row of its own where steps are recorded."""
+        last, most = np.zeros(1, np.int32).tobytes(), self.rows * (1 + self.drafts)
+        return self._plan([self._row(slot, self.longest - 1, last) for slot in range(min(most, self.tokens))])
+
+    def _row(self, slot: int, start: int, tokens: bytes, *, targets: bytes = b"") -> Row:
+        read = 0 if start else -1
+        return Row(slot, start, tokens, output_position=0, targets=targets, read_state=read, write_state=0)
+
+    def _plan(self, rows: list[Row]) -> StepPlan:
+        pages = {space: [0] * -(-self.longest // self.page_size) for space in self.spaces}
+        admits = [Admit(row.slot, pages, _SAMPLING, seed=0) for row in rows]
+        return StepPlan(1, rows=rows, admits=admits, num_top=MAX_TOP_LOGPROBS)
+
+
+def measure_peak(config: Config, rank: Rank, *, use: MemoryUse, num_graphs: int) -> None:
+    """Run the largest steps, and keep memory free for what they take. Collective: all ranks of a gang do it together.
+
+    What is built, chosen or allocated once at first use is so now: it is noted as "kernels".
+
+    Args:
+        config: of the service.
+        rank: on a GPU, with a pool of one page and one slot, to be thrown away.
+        use: of the rank's GPU; "activations" and "graphs" are kept free.
+        num_graphs: decode steps that will be recorded. They share the memory of one decode step, which is not returned;
+            those of a draft that of another.
+    Raises:
+        ConfigError: a largest step does not fit beside the weights.
+    """
+    for part in components(rank.config, cache_format(config, dtype=rank.dtype)):
+        for rows in rank.pool.rows(part.name).values():
+            rows.view(torch.uint8).zero_()  # numbers that are none would take other ways through the model
+    largest = Largest.of(config, rank.config, pool=rank.pool)
+    plans = {"prefill": largest.prefill(), "decode": largest.decode()}
+    for kind, plan in plans.items():
+        num_tokens = sum(row.num_tokens for row in plan.rows)
+        doing = f"trying the largest {kind} step: {num_tokens} tokens of sequences of {largest.longest}"
+        with refusing_out_of_memory(rank.ctx.device, doing=doing):
+            rank.execute(plan)
+    use.note("kernels")
+    peaks = {kind: _peak(rank, plan) for kind, plan in plans.items()}
+    use.keep("activations", max(peaks.values()))
+    shared = peaks["decode"] * (1 if rank.guesser is None else 2)
+    use.keep("graphs", shared + num_graphs * _GRAPH_BYTES if num_graphs else 0)
+
+
+def _peak(rank: Rank, plan: StepPlan) -> int:
+    """Bytes that torch takes of the GPU for a step, which is more than what is in use at any time of it."""
+    device = rank.ctx.device
+    free_bytes(device)  # gives back what earlier steps have left
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    rank.execute(plan)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_reserved(device) - before

@@ -1,0 +1,315 @@
+"""A rank: executes plans and decides nothing.
+
+Holds its part of the weights, its part of every page, and a table of slots that plans refer to. A plain class: an
+actor, a process or the caller itself runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raycache.attention.base import AttentionBackend
+from raycache.layers.forward_pass import ForwardPass
+from raycache.memory.device import DevicePool
+from raycache.memory.mover import Mover
+from raycache.memory.streams import Event, Passed, after_compute
+from raycache.models.base import Model, ModelConfig
+from raycache.parallel.context import ParallelContext
+from raycache.rank.answer import PendingAnswer
+from raycache.rank.graphs import DecodeGraphs, in_single_rows
+from raycache.rank.guesser import Followed, Guesser
+from raycache.rank.last_tokens import LastTokens
+from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, sample
+from raycache.step.inputs import StepInputs, step_inputs
+from raycache.step.page_tables import PageTables
+from raycache.types import SamplingParams
+from raycache.wire.plan import Admit, Row, StepPlan, answer_width, emissions
+
+
+@dataclass(slots=True)
+class Slot:
+    """What a rank remembers of a running request.
+
+    Attributes:
+        sampling, seed: how to choose its tokens.
+        counts: of tokens so far, if penalties need them.
+        num_counted: tokens of the sequence that `counts` knows.
+    """
+
+    sampling: SamplingParams
+    seed: int
+    counts: TokenCounts | None = None
+    num_counted: int = 0
+
+    def count(self, row: Row) -> None:
+        """Learn the output tokens that come back as input. Under cp another rank may have sampled them."""
+        if self.counts is not None:
+            first = row.start - len(row.accepted) // 4
+            known = np.frombuffer(row.accepted + row.tokens, np.int32)[: row.start - first + row.first_sampled + 1]
+            tokens = known[max(self.num_counted - first, 0) :].tolist()
+            for token in tokens:
+                self.counts.add(token)
+            self.num_counted += len(tokens)
+
+    def counts_before(self, row: Row, num_drafts: int) -> TokenCounts | None:
+        """What penalties look at behind so many drafts of a row that is counted."""
+        if self.counts is None or not num_drafts:
+            return self.counts
+        counts = self.counts.copy()
+        for token in np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :][:num_drafts].tolist():
+            counts.add(token)
+        return counts
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its next token is the likeliest, whatever came before."""
+        return self.sampling.is_greedy and not self.sampling.logit_bias and self.counts is None
+
+
+@dataclass
+class Rank:
+    """Executor of one rank.
+
+    Attributes:
+        ctx: coordinates and groups.
+        config: of the model.
+        model: this stage and shard of it.
+        pool: this rank's part of the pages.
+        backend: attention.
+        dtype: of activations.
+        mover: between the pool and the host, None without a host tier.
+        last: what slots sampled, where plans may have rows that are fed.
+        graphs: recorded decode steps, None where there are none.
+        guesser: a draft model, on the last stage of a gang that has one.
+    """
+
+    ctx: ParallelContext
+    config: ModelConfig
+    model: Model
+    pool: DevicePool
+    backend: AttentionBackend
+    dtype: torch.dtype
+    mover: Mover | None = None
+    last: LastTokens | None = None
+    graphs: DecodeGraphs | None = None
+    guesser: Guesser | None = None
+    _slots: dict[int, Slot] = field(default_factory=dict)
+    _tables: dict[str, PageTables] = field(init=False)
+    _unsent: Callable[[], None] = lambda: None
+    _planned: Event = field(default_factory=Passed)
+
+    def __post_init__(self) -> None:
+        self._tables = {space: PageTables() for space in self.pool.windows}
+
+    def execute(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Run one step.
+
+        Returns:
+            The answer, [answer_len, answer_width]; empty on ranks that are not of the last stage.
+        """
+        return self.start(plan).answer()
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> PendingAnswer:
+        """Give the device one step to do; on the CPU it is done on return."""
+        done = self._run(plan)
+        if done.logits is None:
+            return PendingAnswer(torch.empty((0, answer_width(plan)), dtype=torch.int64))
+        return PendingAnswer(self._answer(plan, done))
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> Tensor | None:
+        """Run the model.
+
+        Returns:
+            Logits [N, vocab] in float32 of the positions that this cp rank emits; None before the last stage.
+        """
+        return self._run(plan).logits
+
+    def _run(self, plan: StepPlan) -> _Done:
+        """Move pages, take in what the plan changes, and run the model."""
+        self._move(plan)
+        for admit in plan.admits:
+            self._slots[admit.slot] = _new_slot(admit)
+            if self.guesser is not None:
+                self.guesser.forget(admit.slot)
+            for space, tables in self._tables.items():
+                tables.begin(admit.slot, admit.pages.get(space, ()))
+        for row in plan.rows:
+            for space, ids in row.new_pages.items():
+                self._tables[space].append(row.slot, ids)
+            self._slots[row.slot].count(row)
+        if not plan.rows:
+            return _Done()
+        # Plans of kernels are copied from memory that the next one overwrites. A plan of an eager step is made when the
+        # first layer of its kind comes, so only the end of such a step is safe.
+        self._planned.synchronize()
+        if self.graphs is not None and self.graphs.can_run(plan):
+            self.graphs.prepare(in_single_rows(plan), self._tables)
+            self._planned = after_compute(self.ctx.device)
+            logits, found = self.graphs.replay()
+            return _Done(logits, found, recorded=self.graphs)
+        done = self._run_layers(plan)
+        self._planned = after_compute(self.ctx.device)
+        return done
+
+    def _run_layers(self, plan: StepPlan) -> _Done:
+        inputs = step_inputs(plan, self._tables, self.pool.windows, page_size=self.pool.page_size, ctx=self.ctx)
+        if self.last is not None:
+            self.last.fill(plan, inputs)
+        hidden, run = self._run_stage(inputs)
+        if not self.ctx.is_last_stage:
+            return _Done()
+        return _Done(self.model.logits(hidden[inputs.logits]), _for_draft(hidden, run), inputs)
+
+    def layers(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
+        """All of a model that has one stage: logits [T, vocab], and what a draft takes. See `graphs.Layers`."""
+        hidden = self.model.forward(self.model.embed(ids), run)
+        return self.model.logits(hidden), _for_draft(hidden, run)
+
+    def _move(self, plan: StepPlan) -> None:
+        """Start the plan's page moves. Views wait for the loads of their layer."""
+        if not (plan.saves or plan.loads):
+            return
+        assert self.mover is not None, "moves are planned only with a host tier"
+        for moves in plan.saves:
+            self.mover.save(moves)
+        if plan.is_saved_first:
+            self.mover.wait_saved(plan.saves[-1].number)
+        for moves in plan.loads:
+            self.mover.load(moves)
+
+    def _run_stage(self, inputs: StepInputs) -> tuple[Tensor, ForwardPass]:
+        """The hidden states behind this stage's layers, and the pass, which has those of earlier ones for a draft."""
+        records = () if self.config.draft is None else self.config.draft.recorded
+        run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records)
+        if self.ctx.is_first_stage:
+            hidden = self.model.embed(inputs.ids)
+        else:
+            size, first = self.config.hidden_size, self.ctx.layers(self.config.num_layers).start
+            widths = [self.config.stream_width(first)] + [size] * sum(layer < first for layer in records)
+            together = torch.empty((len(inputs.ids), sum(widths)), dtype=self.dtype, device=self.ctx.device)
+            if len(inputs.ids):
+                self.ctx.pp.recv(together, source=self.ctx.pp.rank - 1)
+            hidden, *run.recorded = (part.contiguous() for part in together.split(widths, dim=1))
+        hidden = self.model.forward(hidden, run)
+        if not self.ctx.is_last_stage and len(inputs.ids):
+            # One send stays in flight, so that this stage takes the next micro-batch while the next stage is still
+            # busy.
+            self._unsent()
+            together = torch.cat([hidden, *run.recorded], dim=1) if run.recorded else hidden
+            self._unsent = self.ctx.pp.isend(together, to=self.ctx.pp.rank + 1)
+        return hidden, run
+
+    def _answer(self, plan: StepPlan, done: _Done) -> Tensor:
+        """What is sampled, scored and guessed, int64 [answer_len, answer_width]."""
+        logits = done.logits
+        assert logits is not None, "the last stage answers"
+        if plan.loads:
+            # A load that failed leaves whatever was there. The decider throws such rows away; sampling must bear them.
+            logits = logits.nan_to_num()
+        tokens = self._tokens(plan, logits)
+        guesses = self._guess(plan, done, tokens)
+        if plan.num_top is None:
+            return torch.cat([tokens, guesses])[:, None]
+        chosen_logprob, top_ids, top = logprobs(logits, tokens, num_top=plan.num_top)
+        bits = [values.double().view(torch.int64) for values in (chosen_logprob[:, None], top)]
+        lines = torch.cat([tokens[:, None], bits[0], top_ids, bits[1]], dim=1)
+        return torch.cat([lines, F.pad(guesses[:, None], (0, lines.shape[1] - 1))])
+
+    def _guess(self, plan: StepPlan, done: _Done, tokens: Tensor) -> Tensor:
+        """Let the draft follow, and guess what is wanted."""
+        if self.guesser is None or done.found is None:
+            return tokens[:0]
+        self.guesser.planned = self._planned
+        step = Followed(plan, tokens, done.found, done.inputs, done.recorded, self._tables)
+        guesses = self.guesser.guess(step, self._wish)
+        self._planned = self.guesser.planned
+        return guesses
+
+    def _wish(self, row: Row, behind: int) -> SampleRow:
+        slot = self._slots[row.slot]
+        # Penalties for the newest tokens are left out: a guess may be wrong.
+        return SampleRow(slot.sampling, seed=slot.seed, position=row.output_position + behind, token_counts=slot.counts)
+
+    def _tokens(self, plan: StepPlan, logits: Tensor) -> Tensor:
+        """Per emitted position the token that is sampled there, or the target that is scored: int64 [emitted]."""
+        if all(not row.targets and self._slots[row.slot].is_plain for row in plan.rows):
+            tokens = sampled_tokens = logits.argmax(-1)
+        else:
+            targets, sampled, rows = self._emissions(plan)
+            tokens = self.ctx.on_device(np.array(targets, np.int64))
+            sampled_tokens = tokens[:0]
+            if rows:
+                sampled_tokens = sample(logits if len(rows) == len(targets) else logits[sampled], rows)
+                tokens[sampled] = sampled_tokens
+        if self.last is not None:
+            self.last.keep(plan, sampled_tokens)
+        return tokens
+
+    def _emissions(self, plan: StepPlan) -> tuple[list[int], list[int], list[SampleRow]]:
+        """Per emitted position its target (0: to be sampled); which positions are sampled, and how."""
+        targets: list[int] = []
+        sampled: list[int] = []
+        rows: list[SampleRow] = []
+        for i, positions in emissions(plan, cp_size=self.ctx.cp.size)[self.ctx.cp.rank]:
+            row = plan.rows[i]
+            wanted = np.frombuffer(row.targets, np.int32)
+            for position in positions.tolist():
+                if position < len(wanted):
+                    targets.append(int(wanted[position]))
+                    continue
+                slot, num_drafts = self._slots[row.slot], position - row.first_sampled
+                sampled.append(len(targets))
+                targets.append(0)
+                rows.append(
+                    SampleRow(
+                        slot.sampling,
+                        seed=slot.seed,
+                        position=row.output_position + num_drafts,
+                        token_counts=slot.counts_before(row, num_drafts),
+                    )
+                )
+        return targets, sampled, rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What the layers of a step left; nothing of a step without rows, or before the last stage.
+
+    Attributes:
+        logits: [N, vocab].
+        found: what a draft takes of them, [T_local, C] of each layer that it takes.
+        inputs: of the step; None if it was recorded.
+        recorded: what was replayed, if it was.
+    """
+
+    logits: Tensor | None = None
+    found: Tensor | None = None
+    inputs: StepInputs | None = None
+    recorded: DecodeGraphs | None = None
+
+
+def _for_draft(hidden: Tensor, run: ForwardPass) -> Tensor:
+    return torch.cat(run.recorded, dim=-1) if run.recorded else hidden
+
+
+def _new_slot(admit: Admit) -> Slot:
+    counts = None
+    if admit.sampling.has_penalties:
+        counts = TokenCounts(
+            prompt=np.frombuffer(admit.prompt, np.int32).tolist(), output=np.frombuffer(admit.output, np.int32).tolist()
+        )
+    return Slot(
+        sampling=admit.sampling,
+        seed=admit.seed,
+        counts=counts,
+        num_counted=(len(admit.prompt) + len(admit.output)) // 4,
+    )

@@ -1,0 +1,1 @@
+"""A plan as arrays: what one rank computes, reads and writes in a step."""

@@ -1,0 +1,290 @@
+"""A plan as arrays, for one rank: which tokens it computes, where it writes, what it reads.
+
+    plan rows    [ row 0: 5 new tokens ][ row 1: 1 ][ row 2: 1 ]        all tokens, T of them, row after row
+    cp rank 0    [ 0 4             ][ row 1: 0 ]                        local tokens, in this order
+    cp rank 1    [ 1 2 3           ][ row 2: 0 ]
+
+How tokens travel between cp ranks is in exchange.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raycache.parallel.context import ParallelContext
+from raycache.parallel.owned_tokens import owned_prefix_len, owned_slots
+from raycache.step import page_tables
+from raycache.step.exchange import Exchange
+from raycache.wire.plan import StepPlan, emitted, local_positions
+
+PageTables = Mapping[str, NDArray[np.int32]]
+"""Component space -> page id per page of the sequence; -1 for one that is not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """One row, for attention.
+
+    Attributes:
+        start: position of its first new token.
+        tokens: where its new tokens lie among all T of the step.
+        local: where this rank's new tokens of the row lie among its local tokens.
+        runs: this rank's new tokens of the row as runs of the chunk, in local order; none for a single token.
+        read_state, write_state, draft_states: slots of recurrent states, see plan.Row.
+    """
+
+    start: int
+    tokens: range
+    local: range
+    runs: tuple[range, ...]
+    read_state: int
+    write_state: int
+    draft_states: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What this rank's pages hold of a row: its tokens before the chunk; of a single new token, itself too.
+
+    Attributes:
+        runs: slots, as (first, count) runs, oldest token first.
+        positions: int64 [L], of those tokens in the sequence.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    positions: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages of this rank that hold what the queries of each row see; columns over n rows.
+
+    All pages of a row but its last one are full, page_size / cp tokens on each rank.
+
+    Attributes:
+        indptr: int32 [n + 1]; row i has the pages ids[indptr[i]:indptr[i + 1]].
+        ids: int32, oldest first, up to the page of the last new token. The last ones may be still empty on this rank.
+        first: int32 [n]; index of a row's first one among the pages of its sequence. Not 0 where a window begins later.
+        cached: int32 [n]; tokens of this rank in them before the new ones. A single new token counts: it is written
+            before it is attended to.
+        total: int32 [n]; the same with all new tokens.
+    """
+
+    indptr: NDArray[np.int32]
+    ids: NDArray[np.int32]
+    first: NDArray[np.int32]
+    cached: NDArray[np.int32]
+    total: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the rows of one component space are written and read.
+
+    Attributes:
+        owned: int64; those of the T tokens that this rank's cache keeps.
+        slots: int64; where they are written.
+        pages: that are read.
+        page_size, cp_rank, cp_size: how tokens lie in them.
+    """
+
+    owned: Tensor
+    slots: Tensor
+    pages: Pages
+    page_size: int
+    cp_rank: int = 0
+    cp_size: int = 1
+
+    @cached_property
+    def prefixes(self) -> tuple[Prefix, ...]:
+        """The cached tokens of each row one by one, for readable backends: slow to make."""
+        return tuple(self._prefixes())
+
+    def _prefixes(self) -> Iterator[Prefix]:
+        pages, share = self.pages, self.page_size // self.cp_size
+        for row, (first, count) in enumerate(zip(pages.first.tolist(), pages.cached.tolist(), strict=True)):
+            ids = pages.ids[pages.indptr[row] : pages.indptr[row] + -(-count // share)].astype(np.int64)
+            if not len(ids):
+                yield Prefix((), np.empty(0, np.int64))
+                continue
+            assert ids.min() >= 0, "a page that a query sees is not kept"
+            missing = len(ids) * share - count
+            breaks = np.flatnonzero(np.diff(ids) != 1) + 1
+            runs = [(int(part[0]) * share, len(part) * share) for part in np.split(ids, breaks)]
+            runs[-1] = (runs[-1][0], runs[-1][1] - missing)
+            numbers = np.arange(first, first + len(ids))
+            positions = (numbers[:, None] * self.page_size + self.cp_rank * share + np.arange(share)).ravel()
+            yield Prefix(tuple(runs), positions[: len(positions) - missing])
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Everything that a rank's forward pass needs of a plan.
+
+    Attributes:
+        ctx: of the rank.
+        ids, positions: int64 [T_local].
+        num_tokens: T, of all cp ranks.
+        rows: of the plan.
+        exchange: tokens between cp ranks.
+        places: per component space.
+        read_states, write_states: int64 [rows]; as in `rows`, 0 where there is none.
+        logits: int64 [N]; the local tokens whose logits are used.
+        is_decode: every row has one new token.
+    """
+
+    ctx: ParallelContext
+    ids: Tensor
+    positions: Tensor
+    num_tokens: int
+    rows: tuple[RowInputs, ...]
+    exchange: Exchange
+    places: Mapping[str, Places]
+    read_states: Tensor
+    write_states: Tensor
+    logits: Tensor
+    is_decode: bool
+
+
+def step_inputs(
+    plan: StepPlan,
+    tables: Mapping[str, page_tables.PageTables],
+    windows: Mapping[str, int],
+    *,
+    page_size: int,
+    ctx: ParallelContext,
+) -> StepInputs:
+    """As `build_inputs`, with tables of all slots by component space; only those of `windows` are laid out."""
+    of_slots = {row.slot: {space: tables[space].of(row.slot) for space in windows} for row in plan.rows}
+    return build_inputs(plan, of_slots, page_size=page_size, windows=windows, ctx=ctx)
+
+
+def build_inputs(
+    plan: StepPlan,
+    page_tables: Mapping[int, PageTables],
+    *,
+    page_size: int,
+    windows: Mapping[str, int],
+    ctx: ParallelContext,
+) -> StepInputs:
+    """Lay a plan out for one rank.
+
+    Args:
+        plan: the step.
+        page_tables: slot -> component space -> page ids, the plan's new pages included.
+        page_size: tokens per page.
+        windows: component space -> tokens that a query sees, itself included; 0 for all before it.
+        ctx: of the rank.
+    """
+    cp_rank, cp_size = ctx.cp.rank, ctx.cp.size
+    locals_ = [local_positions(plan, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
+    starts = np.cumsum([0, *(row.num_tokens for row in plan.rows)])
+    rows, ids, positions, logits = [], [], [], []
+    local_start = 0
+    for i, row in enumerate(plan.rows):
+        mine = locals_[cp_rank][i]
+        ids.append(np.frombuffer(row.tokens, np.int32)[mine])
+        positions.append(row.start + mine)
+        logits.append(local_start + np.flatnonzero(np.isin(mine, emitted(row, mine))))
+        rows.append(
+            RowInputs(
+                start=row.start,
+                tokens=range(int(starts[i]), int(starts[i + 1])),
+                local=range(local_start, local_start + len(mine)),
+                runs=_runs(mine) if row.num_tokens > 1 else (),
+                read_state=row.read_state,
+                write_state=row.write_state,
+                draft_states=row.draft_states,
+            )
+        )
+        local_start += len(mine)
+    tables = [page_tables[row.slot] for row in plan.rows]
+    return StepInputs(
+        ctx=ctx,
+        ids=_on_device(ids, ctx),
+        positions=_on_device(positions, ctx),
+        num_tokens=int(starts[-1]),
+        rows=tuple(rows),
+        exchange=Exchange.between(locals_, starts, ctx),
+        places={
+            space: _places(
+                plan, [table[space] for table in tables], starts, page_size=page_size, window=window, ctx=ctx
+            )
+            for space, window in windows.items()
+        },
+        read_states=_on_device([np.array([max(row.read_state, 0) for row in plan.rows])], ctx),
+        write_states=_on_device([np.array([max(row.write_state, 0) for row in plan.rows])], ctx),
+        logits=_on_device(logits, ctx),
+        is_decode=all(row.num_tokens == 1 for row in plan.rows),
+    )
+
+
+def _places(
+    plan: StepPlan,
+    tables: Sequence[NDArray[np.int32]],
+    starts: NDArray[np.int64],
+    *,
+    page_size: int,
+    window: int,
+    ctx: ParallelContext,
+) -> Places:
+    cp = {"cp_rank": ctx.cp.rank, "cp_size": ctx.cp.size}
+    owned, slots = [], []
+    for i, (row, table) in enumerate(zip(plan.rows, tables, strict=True)):
+        chunk = np.arange(row.start, row.start + row.num_tokens)
+        index, where = owned_slots(chunk, table, page_size=page_size, **cp)
+        kept = where >= 0
+        owned.append(index[kept] + starts[i])
+        slots.append(where[kept])
+    return Places(
+        owned=_on_device(owned, ctx),
+        slots=_on_device(slots, ctx),
+        pages=_pages(plan, tables, page_size=page_size, window=window, ctx=ctx),
+        page_size=page_size,
+        **cp,
+    )
+
+
+def _pages(
+    plan: StepPlan, tables: Sequence[NDArray[np.int32]], *, page_size: int, window: int, ctx: ParallelContext
+) -> Pages:
+    share = page_size // ctx.cp.size
+    ids: list[NDArray[np.int32]] = []
+    first: list[int] = []
+    cached: list[int] = []
+    total: list[int] = []
+    for row, table in zip(plan.rows, tables, strict=True):
+        # A single new token sees itself and all before it: it is part of what is in the pages, no causal part is left.
+        seen, end = row.start + (row.num_tokens == 1), row.start + row.num_tokens
+        # Pages before the window may be others' by now.
+        begin = max(0, row.start - window + 1) // page_size if window else 0
+        ids.append(table[begin : -(-end // page_size)])
+        first.append(begin)
+        for counts, tokens in ((cached, seen), (total, end)):
+            held = owned_prefix_len(tokens, page_size=page_size, cp_rank=ctx.cp.rank, cp_size=ctx.cp.size)
+            counts.append(max(held - begin * share, 0))
+    return Pages(
+        indptr=np.cumsum([0, *map(len, ids)], dtype=np.int32),
+        ids=np.concatenate([np.empty(0, np.int32), *ids]),
+        first=np.array(first, np.int32),
+        cached=np.array(cached, np.int32),
+        total=np.array(total, np.int32),
+    )
+
+
+def _on_device(parts: Sequence[NDArray[np.generic]], ctx: ParallelContext) -> Tensor:
+    joined = np.concatenate(parts) if parts else np.empty(0)
+    return ctx.on_device(np.ascontiguousarray(joined, dtype=np.int64))
+
+
+def _runs(positions: NDArray[np.int64]) -> tuple[range, ...]:
+    if not len(positions):
+        return ()
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return tuple(range(int(part[0]), int(part[-1]) + 1) for part in np.split(positions, breaks))

@@ -1,0 +1,1 @@
+"""Storage media, and the workers that move rows between them and the host tier."""

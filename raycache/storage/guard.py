@@ -1,0 +1,259 @@
+"""A storage that may be away: at the start, now, or from now on. What cannot be reached is a miss.
+
+    up --OSError--> down: everything misses at once --pause over--> opened again by whoever comes next
+
+While it is down nobody waits for it. The operator reads of it once a minute and sees it in the counters. A backend that
+is given up closes when the last call that is in it has come back: a file number that is closed early may be another
+file's by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from raycache.cache.storage_orders import Fetch
+from raycache.errors import ConfigError
+from raycache.memory.checksum import Buffer
+from raycache.storage.base import Scrub, Storage, StorageStats
+
+_LOG = logging.getLogger(__name__)
+_WARN_EVERY_S = 60.0
+
+
+@dataclass(eq=False)
+class _Opened:
+    """A backend in use.
+
+    Attributes:
+        storage: the backend.
+        num_calls: that are in it.
+        is_over: nobody new may come in; whoever leaves last closes it.
+    """
+
+    storage: Storage
+    num_calls: int = 0
+    is_over: bool = False
+
+
+class Guarded:
+    """A backend that never raises for being away, but to the operator who resizes or scrubs it.
+
+    Args:
+        open_storage: connects; raises OSError when there is nothing to connect to. ConfigError passes through the first
+            time, when somebody is there to read it.
+        name: for warnings, such as "file:/var/cache/raycache".
+        retry_s: pause after a failure.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        open_storage: Callable[[], Storage],
+        *,
+        name: str,
+        retry_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self._open, self._retry_s, self._clock = open_storage, retry_s, clock
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._opened: _Opened | None = None
+        self._max_bytes = 0  # as resized
+        self._last = StorageStats()
+        self._retry_at_s = self._warn_at_s = clock()
+        self._num_unavailable = 0
+        self._is_closed = False
+        try:
+            self._opened = _Opened(open_storage())
+        except OSError as error:
+            self._pause(error)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the last call reached it."""
+        return self._opened is not None
+
+    def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
+        """See `Storage.put`."""
+        with self._ask() as storage:
+            if storage is not None:
+                return storage.put(keys, payloads=payloads, checksums=checksums)
+        return [False] * self._away(len(keys))
+
+    def get(self, keys: Sequence[bytes], *, into: Sequence[Buffer]) -> list[Fetch]:
+        """See `Storage.get`."""
+        with self._ask() as storage:
+            if storage is not None:
+                return storage.get(keys, into=into)
+        return [Fetch.UNAVAILABLE] * self._away(len(keys))
+
+    def contains(self, keys: Sequence[bytes], *, touch: bool) -> list[bool]:
+        """See `Storage.contains`."""
+        with self._ask() as storage:
+            if storage is not None:
+                return storage.contains(keys, touch=touch)
+        return [False] * self._away(len(keys))
+
+    def checksums(self, keys: Sequence[bytes]) -> list[int]:
+        """See `Storage.checksums`; none is known while it is away."""
+        with self._ask() as storage:
+            if storage is not None:
+                return storage.checksums(keys)
+        return [0] * len(keys)
+
+    def suffixes(self) -> set[bytes]:
+        """See `Storage.suffixes`; none while it is away."""
+        with self._ask() as storage:
+            if storage is not None:
+                return storage.suffixes()
+        return set()
+
+    def stats(self) -> StorageStats:
+        """See `Storage.stats`; the last that were seen, while it is away."""
+        with self._ask() as storage:
+            if storage is not None:
+                self._last = storage.stats()
+        return replace(self._last, unavailable=self._last.unavailable + self._num_unavailable)
+
+    def close(self) -> None:
+        """See `Storage.close`."""
+        with self._lock:
+            self._is_closed = True
+            opened, self._opened = self._opened, None
+            if opened is None:
+                return
+            opened.is_over = True
+            is_empty = not opened.num_calls
+        if is_empty:
+            _close(opened.storage)
+
+    def clear(self) -> None:
+        """See `Storage.clear`.
+
+        Raises:
+            ConfigError: it is away, or went away meanwhile, and keeps what it has.
+        """
+        with self._ask() as storage:
+            if storage is not None:
+                storage.clear()
+                return
+        raise ConfigError(f"storage {self.name} cannot be reached now and keeps what it has; clear it when it is back")
+
+    def resize(self, max_bytes: int) -> None:
+        """See `Storage.resize`; holds when it is opened again, too.
+
+        Raises:
+            ConfigError: as there, or it is away.
+        """
+        with self._ask() as storage:
+            if storage is not None:
+                storage.resize(max_bytes)
+                self._max_bytes = max_bytes
+                return
+        raise ConfigError(f"storage {self.name} cannot be reached now and keeps its bound; try again when it is back")
+
+    def scrub(self, *, until_s: float = math.inf) -> Scrub:
+        """See `Storage.scrub`.
+
+        Raises:
+            ConfigError: it is away, or went away meanwhile.
+        """
+        with self._ask() as storage:
+            if storage is not None:
+                return storage.scrub(until_s=until_s)
+        raise ConfigError(f"storage {self.name} cannot be reached now; scrub it when it is back")
+
+    @contextlib.contextmanager
+    def _ask(self) -> Iterator[Storage | None]:
+        """The backend for one call, None while it is away; an OSError of the call ends the block, and the backend."""
+        opened = self._enter()
+        if opened is None:
+            yield None
+            return
+        try:
+            yield opened.storage
+        except OSError as error:
+            self._lose(opened, error)
+        finally:
+            self._leave(opened)
+
+    def _away(self, num_keys: int) -> int:
+        with self._lock:
+            self._num_unavailable += num_keys
+        return num_keys
+
+    def _enter(self) -> _Opened | None:
+        if self._opened is None and not self._is_closed and self._clock() >= self._retry_at_s:
+            self._open_again()
+        with self._lock:
+            opened = self._opened
+            if opened is not None:
+                opened.num_calls += 1
+        return opened
+
+    def _open_again(self) -> None:
+        """Whoever comes while another opens it does not wait."""
+        if not self._opening.acquire(blocking=False):
+            return
+        try:
+            if self._opened is not None:
+                return
+            storage = self._open_resized()
+            with self._lock:
+                if not self._is_closed:
+                    self._opened = _Opened(storage)
+                    return
+            _close(storage)
+        except (OSError, ConfigError) as error:
+            self._pause(error)
+        finally:
+            self._opening.release()
+
+    def _open_resized(self) -> Storage:
+        storage = self._open()
+        try:
+            if self._max_bytes:
+                storage.resize(self._max_bytes)
+        except OSError:
+            _close(storage)
+            raise
+        return storage
+
+    def _lose(self, opened: _Opened, error: OSError) -> None:
+        with self._lock:
+            if self._opened is not opened:
+                return  # another thread saw it first
+            self._opened = None
+            opened.is_over = True
+        self._pause(error)
+
+    def _leave(self, opened: _Opened) -> None:
+        with self._lock:
+            opened.num_calls -= 1
+            is_last = opened.is_over and not opened.num_calls
+        if is_last:
+            _close(opened.storage)
+
+    def _pause(self, error: OSError | ConfigError) -> None:
+        self._retry_at_s = self._clock() + self._retry_s
+        if self._clock() >= self._warn_at_s:
+            self._warn_at_s = self._clock() + _WARN_EVERY_S
+            _LOG.warning(
+                "storage %s cannot be reached (%s): prefixes that only it has are computed again; next try in %.0f s",
+                self.name,
+                error,
+                self._retry_s,
+            )
+
+
+def _close(storage: Storage) -> None:
+    # What was asked last is unknown, and so is whether closing can work.
+    with contextlib.suppress(OSError):
+        storage.close()

@@ -1,0 +1,252 @@
+"""Carries units between the host tier and a storage, for all ranks of a node; decides nothing.
+
+    persist    slots of units -> objects, one per piece
+    find       chain of digests -> how much of the prefix is stored, under whatever split
+    fetch      objects -> slots of units
+
+Lives with the owner of the host memory (the arena). What it is told to move belongs to the one who told it until it
+answers: nobody else writes or reuses those slots.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from raycache.cache.keys import longest_stored, object_keys
+from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.memory.arena import Arena
+from raycache.memory.checksum import checksum_of
+from raycache.memory.component import FULL
+from raycache.memory.rows import EnvelopeLayout
+from raycache.storage.base import Storage, suffix_of
+from raycache.storage.coverage import Coverage, Lookup, formats_of, groups_of
+from raycache.storage.reader import UnitReader, ranks_of
+
+_FIRST_POSITIONS = 16
+_FOREIGN_SUFFIXES = 64
+
+
+class Librarian:
+    """Safe to be called from several threads, for different units.
+
+    Args:
+        arena: slabs and headers of the node.
+        layout: of its envelopes.
+        storage: to write to and read from.
+        page_size: tokens per page.
+        windows: space -> window in tokens.
+        state_space: of recurrent states, empty for none.
+        epoch: of the decider whose orders it does; earlier ones' are refused.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        layout: EnvelopeLayout,
+        storage: Storage,
+        *,
+        page_size: int,
+        windows: Mapping[str, int],
+        state_space: str = "",
+        epoch: int = 0,
+    ) -> None:
+        self._arena, self._layout, self._storage = arena, layout, storage
+        self._page_size, self._windows, self._state_space = page_size, dict(windows), state_space
+        self._groups = {space: groups_of(layout, space) for space in layout.spaces}
+        self._formats = formats_of(layout)
+        known = {FULL, *windows, state_space}
+        assert set(layout.spaces) <= known, f"spaces {layout.spaces}, of which only {known} are explained"
+        self._coverage = Coverage(storage)
+        self._reader = UnitReader(arena, storage, coverage=self._coverage, groups=self._groups)
+        self._epoch, self._num_begun = epoch, 0
+        self._working: set[int] = set()
+        self._changed = threading.Condition()
+
+    def work(self, order: StorageOrder) -> StorageAnswer:
+        """Do one order."""
+        if order.deadline_s <= time.monotonic():
+            return order.not_done(Outcome.LATE)
+        turn = self._enter(order.epoch)
+        if not turn:
+            return order.not_done(Outcome.CANCELLED, f"of epoch {order.epoch}, now is {self._epoch}")
+        start_s = time.monotonic()
+        try:
+            answer = self._do(order)
+        except OSError as error:
+            answer = order.not_done(Outcome.UNAVAILABLE, str(error) or type(error).__name__)
+        finally:
+            self._leave(turn)
+        return replace(answer, seconds=time.monotonic() - start_s)
+
+    def fence(self, epoch: int, *, timeout_s: float) -> bool:
+        """Refuse orders of earlier epochs from now on, and wait for those that are being done.
+
+        Whoever takes over from a decider that died calls this before it uses any slot.
+
+        Returns:
+            Whether they are done.
+        """
+        with self._changed:
+            self._epoch = max(self._epoch, epoch)
+            return self._changed.wait_for(lambda: not self._working, timeout_s)
+
+    def settle(self, *, timeout_s: float) -> bool:
+        """Wait for the orders that are being done now; whether they are done."""
+        with self._changed:
+            begun = set(self._working)
+            return self._changed.wait_for(lambda: begun.isdisjoint(self._working), timeout_s)
+
+    def persist(self, units: Sequence[StoredUnit]) -> list[bool]:
+        """Store units; pieces that are there already are not written again.
+
+        Args:
+            units: parents before children; the first ones are the last to be evicted.
+        Returns:
+            Which are stored whole now. Not those whose slots hold something else, by their headers. Where an object is
+            a whole envelope its checksum goes along, and what was damaged is found out by whoever reads it.
+        Raises:
+            OSError: the storage cannot be reached.
+        """
+        keys, payloads, checksums, items = list[bytes](), list[memoryview](), list[int](), list[int]()
+        stored = [self._is_held(unit) for unit in units]
+        for item, unit in enumerate(units):
+            for group in self._groups.get(unit.space, ()) if stored[item] else ():
+                for place in group.places:
+                    envelope = self._arena.slab(place.rank, unit.space)[unit.host]
+                    keys.append(unit.digest + place.suffix)
+                    payload = envelope[place.span].data
+                    header = self._arena.headers(place.rank, unit.space)[unit.host]
+                    payloads.append(payload)
+                    # Taken now, while the slot is known to hold it: a storage that is so slow that the slot is reused
+                    # before it has read it stores what its checksum then disowns.
+                    checksums.append(int(header[1]) if place.is_whole else checksum_of(payload))
+                    items.append(item)
+        done = self._storage.put(keys, payloads=payloads, checksums=checksums) if keys else []
+        for item, is_stored in zip(items, done, strict=True):
+            stored[item] &= is_stored
+        self._coverage.learn({suffix_of(key) for key, is_stored in zip(keys, done, strict=True) if is_stored})
+        return stored
+
+    def find(self, digests: Sequence[bytes]) -> Found:
+        """How much of a prefix is stored, whoever wrote it; counts as a use of what is found.
+
+        Args:
+            digests: of all pages of the prefix, from its first one on.
+        Raises:
+            OSError: the storage cannot be reached.
+        """
+        lookup = Lookup(self._coverage, self._groups)
+        num_pages = longest_stored(
+            len(digests), lambda pages: lookup.are_stored((FULL, digests[page]) for page in pages)
+        )
+        point_pages = self._longest_point(digests, num_pages, lookup)
+        is_foreign = num_pages < len(digests) and self._is_foreign(digests[num_pages])
+        if self._coverage.is_bounded:
+            self._touch(digests, num_pages, point_pages, lookup)
+        return Found(num_pages, point_pages, is_foreign)
+
+    def fetch(self, units: Sequence[StoredUnit]) -> list[Fetch]:
+        """Read units into their slots, from objects of whatever boxes; see `UnitReader.read`."""
+        return self._reader.read(units)
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def _do(self, order: StorageOrder) -> StorageAnswer:
+        answer = StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE)
+        match order.kind:
+            case OrderKind.FIND:
+                return replace(answer, found=self.find(order.digests))
+            case OrderKind.FETCH:
+                fetches = self.fetch(order.units)
+                are_hits = [fetch is Fetch.HIT for fetch in fetches]
+                return replace(answer, fetches=tuple(fetches), num_bytes=self._num_bytes(order.units, are_hits))
+            case OrderKind.PERSIST:
+                stored = self.persist(order.units)
+                return replace(answer, stored=tuple(stored), num_bytes=self._num_bytes(order.units, stored))
+
+    def _num_bytes(self, units: Sequence[StoredUnit], counted: Sequence[bool]) -> int:
+        spaces = [unit.space for unit, is_counted in zip(units, counted, strict=True) if is_counted]
+        return sum(self._layout.unit_bytes(space) for space in spaces if space in self._groups)
+
+    def _enter(self, epoch: int) -> int:
+        """Number of the order that begins, 0 if it is refused."""
+        with self._changed:
+            if epoch < self._epoch:
+                return 0
+            self._num_begun += 1
+            self._working.add(self._num_begun)
+            return self._num_begun
+
+    def _leave(self, turn: int) -> None:
+        with self._changed:
+            self._working.remove(turn)
+            self._changed.notify_all()
+
+    # --- how ----------------------------------------------------------------------------------------------------------
+
+    def _is_held(self, unit: StoredUnit) -> bool:
+        """Whether the slots of all ranks hold a unit; and undamaged, where their checksums do not go along."""
+        groups = self._groups.get(unit.space, ())
+        whole = {place.rank for group in groups for place in group.places if place.is_whole}
+        for rank in ranks_of(groups):
+            tag, checksum = self._arena.headers(rank, unit.space)[unit.host].tolist()
+            if tag != unit.tag:
+                return False
+            if rank not in whole and checksum != checksum_of(self._arena.slab(rank, unit.space)[unit.host].data):
+                return False
+        return True
+
+    def _longest_point(self, digests: Sequence[bytes], num_pages: int, lookup: Lookup) -> int:
+        """The longest of the lengths up to `num_pages` that the model can continue from."""
+        if not self._windows and not self._state_space:
+            return num_pages
+        end, count = num_pages, _FIRST_POSITIONS
+        while end > 0:
+            lengths = range(end, max(0, end - count), -1)
+            # Points are few: whether their last parts are there leaves hardly any.
+            last = [[(space, digests[page]) for space, page in self._parts(n) if page == n - 1] for n in lengths]
+            lookup.are_stored(part for parts in last for part in parts)
+            left = [n for n, parts in zip(lengths, last, strict=True) if all(lookup.are_stored(parts))]
+            whole = {n: [(space, digests[page]) for space, page in self._parts(n)] for n in left}
+            lookup.are_stored(part for parts in whole.values() for part in parts)
+            for length, parts in whole.items():
+                if all(lookup.are_stored(parts)):
+                    return length
+            end, count = lengths[-1] - 1, 2 * count
+        return 0
+
+    def _parts(self, length: int) -> Iterator[tuple[str, int]]:
+        """(space, page number) of what continuing after `length` pages needs beside the pages of the sequence."""
+        for space, window in self._windows.items():
+            first = max(0, length * self._page_size - window + 1) // self._page_size
+            yield from ((space, page) for page in range(first, length))
+        if self._state_space:
+            yield self._state_space, length - 1
+
+    def _is_foreign(self, digest: bytes) -> bool:
+        """Whether a page is stored, but not in rows that this model reads."""
+        others = sorted(suffix for suffix in self._coverage.suffixes if not suffix.startswith(self._formats))
+        return bool(others) and any(
+            self._storage.contains([digest + suffix for suffix in others[:_FOREIGN_SUFFIXES]], touch=False)
+        )
+
+    def _touch(self, digests: Sequence[bytes], num_pages: int, point_pages: int, lookup: Lookup) -> None:
+        """Count a use of what was found, so that no prefix leaves before what was stored after it."""
+        keys = list(self._keys(FULL, digests[:num_pages], lookup))
+        if point_pages:
+            for space, page in self._parts(point_pages):
+                keys += self._keys(space, [digests[page]], lookup)
+        if keys:
+            self._storage.contains(keys, touch=True)
+
+    def _keys(self, space: str, digests: Sequence[bytes], lookup: Lookup) -> Iterable[bytes]:
+        """Of the objects that units would be read from, all alike the last of them."""
+        chains = [
+            object_keys(digests, rows=group.rows, box=box)
+            for group in self._groups.get(space, ())
+            for box in (lookup.boxes(group, digests[-1]) if digests else ())
+        ]
+        return (key for keys in zip(*chains, strict=True) for key in keys)

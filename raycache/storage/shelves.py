@@ -1,0 +1,295 @@
+"""Which object lies where in the files, and which leaves when there is no room. Moves no payload; not thread safe.
+
+Objects of one slot size share a shelf, whose slots come in segments (segment.py). The least recently used object of a
+shelf makes room for a new one. When a whole segment of another shelf has been of no use for longer than that object,
+the segment goes instead, so that sizes share the disk by use and the bound holds at every moment.
+
+A place is one int: segment number << 24 | slot.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raycache.cache.storage_orders import Fetch
+from raycache.storage.base import Header, StorageStats, suffix_of
+from raycache.storage.segment import SUFFIX, UNFINISHED, Segment, segment_bytes_for, slot_bytes_for
+
+SLOT_MASK = (1 << 24) - 1
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_SEGMENTS = 64  # that the bound is divided into, so few files are open
+_MIN_SEGMENT_BYTES = 256 << 10  # its first blocks take 8 KiB
+_MAX_SEGMENT_BYTES = 4 << 30
+_DISK_FULL_PAUSE_S = 5.0
+
+
+@dataclass(eq=False)
+class Shelf:
+    """Objects of one slot size.
+
+    Attributes:
+        slot_bytes: of each.
+        index: key -> place, least recently used first.
+        free: places that hold nothing and are written by nobody; the last one is taken first.
+        segments: by number.
+        look_again: use number at which other shelves are looked at again for a colder segment.
+        least_bytes: of a segment, with one slot.
+    """
+
+    slot_bytes: int
+    index: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    free: list[int] = field(default_factory=list)
+    segments: dict[int, Segment] = field(default_factory=dict)
+    look_again: int = 0
+    least_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.least_bytes = segment_bytes_for(self.slot_bytes, num_slots=1)
+
+    def at(self, place: int) -> tuple[Segment, int]:
+        """The segment and slot of a place."""
+        return self.segments[place >> 24], place & SLOT_MASK
+
+    def length(self, key: bytes) -> int:
+        """Bytes of an object's payload."""
+        segment, slot = self.at(self.index[key])
+        return segment.lengths[slot]
+
+    def checksum(self, key: bytes) -> int:
+        """Of an object's payload."""
+        segment, slot = self.at(self.index[key])
+        return segment.checksums[slot]
+
+
+class Shelves:
+    """All that is stored in a directory, up to a bound.
+
+    Args:
+        directory: of the segments that are there already.
+        max_bytes: of all files.
+        counts: where evictions and damage are counted.
+
+    Attributes:
+        num_bytes: of the files now.
+        is_disk_full: the last new segment found no room on the disk.
+        suffixes: of all keys that there are or were since the start or the last `clear` (base.py).
+    """
+
+    def __init__(self, directory: Path, *, max_bytes: int, counts: StorageStats) -> None:
+        self._directory, self._max_bytes, self._counts = directory, max_bytes, counts
+        self._shelves: dict[int, Shelf] = {}
+        self.num_bytes = 0
+        self.is_disk_full = False
+        self.suffixes = set[bytes]()
+        self._grow_again_s = 0.0
+        self._next_use = self._next_number = 1
+        self._recover()
+        self.bound(max_bytes)
+
+    @property
+    def num_objects(self) -> int:
+        """Objects that can be found."""
+        return sum(len(shelf.index) for shelf in self._shelves.values())
+
+    def keys(self) -> list[bytes]:
+        """Of all objects, in no order."""
+        return [key for shelf in self._shelves.values() for key in shelf.index]
+
+    def segments(self) -> Iterator[Segment]:
+        """All of them."""
+        for shelf in self._shelves.values():
+            yield from shelf.segments.values()
+
+    def find(self, key: bytes) -> Shelf | None:
+        """The shelf that has an object."""
+        for shelf in self._shelves.values():
+            if key in shelf.index:
+                return shelf
+        return None
+
+    def touch(self, shelf: Shelf, key: bytes) -> None:
+        """It is now the most recently used."""
+        segment, slot = shelf.at(shelf.index[key])
+        shelf.index.move_to_end(key)
+        segment.touch(slot, self._next_use)
+        self._next_use += 1
+
+    def uses(self, count: int) -> int:
+        """The first of so many new use numbers."""
+        first = self._next_use
+        self._next_use += count
+        return first
+
+    def take(self, num_bytes: int) -> tuple[Shelf, int] | None:
+        """A place for a payload, which nobody else has and no key leads to; evicts for it.
+
+        Returns:
+            Shelf and place, to be given to `publish` or `give_back`; None when there can be none now.
+        """
+        slot_bytes = slot_bytes_for(num_bytes)
+        shelf = self._shelves.get(slot_bytes) or self._shelves.setdefault(slot_bytes, Shelf(slot_bytes))
+        if shelf.free:
+            return shelf, shelf.free.pop()
+        if self._make_room(shelf) and self._grow(shelf):
+            return shelf, shelf.free.pop()
+        if not shelf.index and self._push_out(shelf) and self._grow(shelf):
+            return shelf, shelf.free.pop()
+        if not shelf.index:
+            return None  # nothing of this size may leave, and no other size may give way
+        _, place = shelf.index.popitem(last=False)
+        segment, slot = shelf.at(place)
+        segment.forget(slot)
+        self._counts.evicted += 1
+        return shelf, place
+
+    def publish(self, shelf: Shelf, place: int, key: bytes) -> None:
+        """A key now leads to a written place; to the one that was there first if somebody else was faster."""
+        if key in shelf.index:
+            self.give_back(shelf, place)
+        else:
+            shelf.index[key] = place
+            self.suffixes.add(suffix_of(key))
+
+    def give_back(self, shelf: Shelf, place: int) -> None:
+        """A taken place was not used after all."""
+        if place >> 24 in shelf.segments:
+            segment, slot = shelf.at(place)
+            segment.forget(slot)
+            shelf.free.append(place)
+
+    def erase(self, shelf: Shelf, key: bytes) -> None:
+        """Forget an object, on disk too."""
+        place = shelf.index.pop(key)
+        segment, slot = shelf.at(place)
+        segment.erase(slot)
+        shelf.free.append(place)
+
+    def bound(self, max_bytes: int) -> None:
+        """Change the bound; segments used least recently go until it holds."""
+        self._max_bytes = max_bytes
+        while self.num_bytes > max_bytes:
+            self._drop(min(self.segments(), key=_last_used))
+
+    def clear(self) -> None:
+        """Give up everything."""
+        for segment in list(self.segments()):
+            self._drop(segment, is_eviction=False)
+        self.suffixes.clear()
+
+    def _make_room(self, shelf: Shelf) -> bool:
+        """Whether the bound leaves room for a segment; gives up those of other shelves that are colder than all here.
+
+        Looking costs a pass over the segments, so a full shelf does it once in a while only.
+        """
+        needed = shelf.least_bytes
+        if self.num_bytes + needed <= self._max_bytes:
+            return True
+        if needed > self._max_bytes or (shelf.index and self._next_use < shelf.look_again):
+            return False
+        shelf.look_again = self._next_use + 64
+        limit = self._next_use
+        if shelf.index:
+            segment, slot = shelf.at(next(iter(shelf.index.values())))
+            limit = segment.used[slot]
+        others = [s for s in self.segments() if s.slot_bytes != shelf.slot_bytes and not s.num_held]
+        for segment in sorted(others, key=_last_used):
+            if segment.last_used >= limit:
+                return False
+            self._drop(segment)
+            if self.num_bytes + needed <= self._max_bytes:
+                return True
+        return False
+
+    def _push_out(self, shelf: Shelf) -> bool:
+        """On a full disk, let the coldest segment of another shelf go for the first one of this."""
+        others = [segment for segment in self.segments() if segment.slot_bytes != shelf.slot_bytes]
+        free = [segment for segment in others if not segment.num_held and segment.num_bytes >= shelf.least_bytes]
+        if not free or not self.is_disk_full:
+            return False
+        self._drop(min(free, key=_last_used))
+        self._grow_again_s = 0.0
+        return True
+
+    def _grow(self, shelf: Shelf) -> bool:
+        """Add a segment to a shelf, if the disk has room."""
+        if self.is_disk_full and time.monotonic() < self._grow_again_s:
+            return False
+        size = min(max(self._max_bytes // _SEGMENTS, _MIN_SEGMENT_BYTES), _MAX_SEGMENT_BYTES)
+        size = max(size, shelf.least_bytes)
+        path = self._directory / f"{self._next_number:08d}{SUFFIX}"
+        self._next_number += 1
+        try:
+            segment = Segment.create(
+                path, slot_bytes=shelf.slot_bytes, max_bytes=min(size, self._max_bytes - self.num_bytes)
+            )
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            self.is_disk_full, self._grow_again_s = True, time.monotonic() + _DISK_FULL_PAUSE_S
+            return False
+        self.is_disk_full = False
+        segment.last_used = self._next_use
+        self._add(shelf, segment)
+        shelf.free += [segment.number << 24 | slot for slot in reversed(range(segment.num_slots))]
+        return True
+
+    def _add(self, shelf: Shelf, segment: Segment) -> None:
+        shelf.segments[segment.number] = segment
+        self.num_bytes += segment.num_bytes
+
+    def _drop(self, segment: Segment, *, is_eviction: bool = True) -> None:
+        shelf, number = self._shelves[segment.slot_bytes], segment.number
+        gone = [key for key, place in shelf.index.items() if place >> 24 == number]
+        for key in gone:
+            del shelf.index[key]
+        if is_eviction:
+            self._counts.evicted += len(gone)
+        shelf.free = [place for place in shelf.free if place >> 24 != number]
+        del shelf.segments[number]
+        self.num_bytes -= segment.num_bytes
+        segment.drop()
+
+    def _recover(self) -> None:
+        """Rebuild the index from the records of all segments; what is not readable is given up and counted."""
+        found: list[tuple[int, bytes, Shelf, int]] = []
+        for path in self._directory.glob(f"*{UNFINISHED}"):
+            path.unlink()
+        for path in sorted(path for path in self._directory.glob(f"*{SUFFIX}") if path.stem.isdecimal()):
+            segment = Segment.open(path)
+            self._next_number = max(self._next_number, int(path.stem) + 1)
+            if segment is None:
+                self._counts.foreign += 1
+                path.unlink()
+                continue
+            shelf = self._shelves.setdefault(segment.slot_bytes, Shelf(segment.slot_bytes))
+            self._add(shelf, segment)
+            found += self._recover_segment(shelf, segment)
+        found.sort(key=lambda entry: entry[0])
+        for use, key, shelf, place in found:
+            if (older := shelf.index.pop(key, None)) is not None:
+                self.give_back(shelf, older)
+            shelf.index[key] = place
+            self.suffixes.add(suffix_of(key))
+            self._next_use = max(self._next_use, use + 1)
+
+    def _recover_segment(self, shelf: Shelf, segment: Segment) -> list[tuple[int, bytes, Shelf, int]]:
+        """(use, key, shelf, place) of its objects; its other slots become free."""
+        found, first = [], segment.number << 24
+        for slot, header in segment.recover():
+            if isinstance(header, Header):
+                found.append((segment.used[slot], header.key, shelf, first | slot))
+            elif header is Fetch.CORRUPT:
+                self._counts.corrupt += 1
+            else:
+                self._counts.foreign += 1
+        shelf.free += [first | slot for slot in reversed(range(segment.num_slots)) if not segment.lengths[slot]]
+        return found
+
+
+def _last_used(segment: Segment) -> int:
+    return segment.last_used

@@ -1,0 +1,1 @@
+"""What the decider and the ranks say to each other."""

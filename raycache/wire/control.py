@@ -1,0 +1,106 @@
+"""The wire between decider and ranks: plans out by broadcast, answers back from the last stage.
+
+A plan is framed as [length: 8 bytes | msgpack]. A frame of FRAME bytes holds the plans of nearly all decode steps,
+so that one
+broadcast is enough; a longer plan is followed by a second broadcast with the rest, known from the length on all
+ranks alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raycache.errors import RankLostError
+from raycache.parallel.collectives import Group
+from raycache.parallel.sharding import Coords, Split
+from raycache.wire.plan import StepPlan, answer_lens, answer_width
+
+FRAME = 16 * 1024
+_POLL_S = 0.00002
+"""Between two looks at what is under way; other threads of the process want to run as well."""
+_DECIDER = 0
+
+
+def broadcast_plan(plan: StepPlan, control: Group) -> Callable[[], None]:
+    """Start to send a plan to all ranks (decider's side).
+
+    Does not wait: a rank takes a plan when it is done with the one before, and the last stage is only done when its
+    answer is taken, so a decider that waited here with several plans in flight would wait forever.
+
+    Returns:
+        To be called once the plan is answered: raises RankLostError if a rank did not take it.
+    """
+    packed = plan.pack()
+    frame = np.zeros(FRAME, np.uint8)
+    frame[:8] = np.frombuffer(np.int64(len(packed)).tobytes(), np.uint8)
+    head = np.frombuffer(packed[: FRAME - 8], np.uint8)
+    frame[8 : 8 + len(head)] = head
+    sent = [control.ibroadcast(torch.from_numpy(frame), root=_DECIDER)]
+    if len(packed) > FRAME - 8:
+        rest = torch.frombuffer(bytearray(packed[FRAME - 8 :]), dtype=torch.uint8)
+        sent.append(control.ibroadcast(rest, root=_DECIDER))
+
+    def wait() -> None:
+        for part in sent:
+            part()
+
+    return wait
+
+
+def receive_plan(control: Group, *, meanwhile: Callable[[], bool] = lambda: False) -> StepPlan:
+    """Wait for the next plan (a rank's side).
+
+    Args:
+        control: the group.
+        meanwhile: called again and again while no plan comes, as long as it says that there is more to do.
+    Raises:
+        RankLostError: the decider is gone or has been silent for longer than the group's deadline.
+    """
+    head = torch.empty(FRAME, dtype=torch.uint8)
+    started = control.ibroadcast(head, root=_DECIDER)
+    while not started.is_done() and meanwhile():
+        time.sleep(_POLL_S)
+    started()
+    frame = head.numpy()
+    length = int(frame[:8].view(np.int64)[0])
+    packed = frame[8 : 8 + length].tobytes()
+    if length > FRAME - 8:
+        rest = torch.empty(length - (FRAME - 8), dtype=torch.uint8)
+        packed += control.broadcast(rest, root=_DECIDER).numpy().tobytes()
+    return StepPlan.unpack(packed)
+
+
+def answering_ranks(split: Split) -> list[int]:
+    """World ranks that answer, by cp rank: the last stage's, first tp rank."""
+    return [split.rank(Coords(pp=split.pp - 1, cp=cp, tp=0)) for cp in range(split.cp)]
+
+
+def send_answer(plan: StepPlan, answer: NDArray[np.int64], control: Group) -> None:
+    """Send what a cp rank found to the decider.
+
+    Args:
+        plan: that was executed; its number goes first, so that even an empty answer tells that the step is done.
+        answer: [answer_len, answer_width].
+    """
+    control.send(torch.from_numpy(np.concatenate([[plan.step], answer.reshape(-1)])), to=_DECIDER)
+
+
+def receive_answers(plan: StepPlan, control: Group, *, split: Split) -> list[NDArray[np.int64]]:
+    """Wait for the answers of all cp ranks to a plan.
+
+    Raises:
+        RankLostError: a rank is gone, late, or answers another step.
+    """
+    answers = []
+    width = answer_width(plan)
+    for rank, count in zip(answering_ranks(split), answer_lens(plan, cp_size=split.cp), strict=True):
+        answer = control.recv(torch.empty(1 + count * width, dtype=torch.int64), source=rank + 1).numpy()
+        if answer[0] != plan.step:
+            raise RankLostError(rank, str(split.coords(rank)), plan.step, f"it answers step {answer[0]}")
+        answers.append(answer[1:].reshape(count, width))
+    return answers

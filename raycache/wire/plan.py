@@ -1,0 +1,333 @@
+"""One numbered step: the only message from the decider to the ranks, and the answer to it.
+
+The plan travels as msgpack. Ranks keep a table of slots (page table, sampling state), so a plan holds only what
+changed:
+
+    StepPlan 17
+      admits  slot 3: pages of its cached prefix, sampling          overwrites what the slot held
+      saves   device page 7 -> host page 12, ...                    before anything of this step is written
+      loads   host page 3 -> device page 9, ...                     before a row reads them, layer by layer
+      rows    slot 3: positions 128..383, 256 tokens, 4 new pages   a prefill chunk
+              slot 0: position 901, 1 token                         decode
+              slot 5: position 77, fed                              decode, before its token is known here
+              slot 6: position 40, 1 token and 3 drafts             decode, up to 4 tokens may come of it
+                      3 guesses                                     wanted at what follows those
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from raycache.memory.moves import Moves, Unit
+from raycache.parallel.sharding import split_chunk
+from raycache.types import PackedTokens, SamplingParams, TokenLogprob
+
+_NONE: NDArray[np.int64] = np.empty(0, np.int64)
+_FIRST: NDArray[np.int64] = np.zeros(1, np.int64)
+
+PageLists = Mapping[str, Sequence[int]]
+"""Component space -> page ids, in the order of the sequence; -1 stands for a page that is not kept."""
+
+NO_PAGES: PageLists = MappingProxyType({})
+
+_DRAFT_STATES = 10  # place of a row on the wire that is a tuple
+
+MAX_SCORED_TOKENS = 1024
+"""Of a step whose every position is scored: each takes several rows of the size of the vocabulary. Rows that find no
+room among them are scored token by token."""
+
+UNKNOWN: PackedTokens = (-1).to_bytes(4, "little", signed=True)
+"""Stands in a row that is fed for the token that the decider does not know yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A slot gets a new owner.
+
+    Attributes:
+        slot: index into the ranks' table.
+        pages: of the cached prefix.
+        sampling: of the request.
+        seed: of its random numbers.
+        prompt, output: packed tokens so far; empty unless penalties need them.
+    """
+
+    slot: int
+    pages: PageLists
+    sampling: SamplingParams
+    seed: int
+    prompt: PackedTokens = b""
+    output: PackedTokens = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """New tokens of one request.
+
+    Attributes:
+        slot: index into the ranks' table.
+        start: position of the first new token; so many tokens are in the pages already.
+        tokens: packed ids of the new tokens, at least one.
+        new_pages: to append to the slot's page tables first.
+        output_position: index of the token to sample after the last new one, or -1 to sample none.
+        targets: packed ids to report the log-probability of, the first for the distribution after the first new
+            token; empty for none.
+        read_state: slot of the recurrent states after `start` tokens, -1 at the beginning of a sequence.
+        write_state: slot for the states after the last new token; may be the same. -1 when the model has none.
+        is_fed: its one new token is the one that the plan before sampled for this slot; `tokens` is UNKNOWN.
+        num_drafts: how many of the new tokens, the last ones, are guesses. A token is sampled behind the last that is
+            none, and behind each guess.
+        draft_states: slots for the states after each guess; `write_state` then is for those after the last token that
+            is none. Empty when the model has none.
+        accepted: packed guesses of the row before that turned out to be right, where penalties count them.
+        num_guesses: tokens to guess behind the last one that is sampled and right, by the ranks' draft model. There is
+            room for as many, wherever that is.
+        next_token: what follows the last new token, where that is known; -1 where it is sampled. For draft models.
+    """
+
+    slot: int
+    start: int
+    tokens: PackedTokens
+    new_pages: PageLists = field(default_factory=lambda: NO_PAGES)
+    output_position: int = -1
+    targets: PackedTokens = b""
+    read_state: int = -1
+    write_state: int = -1
+    is_fed: bool = False
+    num_drafts: int = 0
+    draft_states: Sequence[int] = ()
+    accepted: PackedTokens = b""
+    num_guesses: int = 0
+    next_token: int = -1
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the chunk."""
+        return len(self.tokens) // 4
+
+    @property
+    def num_targets(self) -> int:
+        """Positions to score."""
+        return len(self.targets) // 4
+
+    @property
+    def first_sampled(self) -> int:
+        """Position in the chunk behind which the first token is sampled, if any is; the drafts follow it."""
+        return self.num_tokens - 1 - self.num_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What every rank does next.
+
+    Attributes:
+        step: number of the plan, without gaps from 1 within an epoch.
+        rows: the batch; empty for a heartbeat.
+        admits: slots that change owner first.
+        num_top: None when no row wants log-probabilities, else the most alternatives that one wants.
+        is_last: the ranks end after it.
+        saves: units to copy to the host; they were written in earlier steps.
+        loads: units to copy to the device; rows of this step read them.
+        is_saved_first: what is saved is overwritten in this step, so saves end before loads and rows begin.
+    """
+
+    step: int
+    rows: Sequence[Row] = ()
+    admits: Sequence[Admit] = ()
+    num_top: int | None = None
+    is_last: bool = False
+    saves: Sequence[Moves] = ()
+    loads: Sequence[Moves] = ()
+    is_saved_first: bool = False
+
+    def pack(self) -> bytes:
+        """Encode for the wire."""
+        admits = [
+            [a.slot, _lists(a.pages), asdict(a.sampling), a.seed, bytes(a.prompt), bytes(a.output)] for a in self.admits
+        ]
+        rows = [
+            [
+                r.slot,
+                r.start,
+                bytes(r.tokens),
+                _lists(r.new_pages) if r.new_pages else {},
+                r.output_position,
+                bytes(r.targets),
+                r.read_state,
+                r.write_state,
+                r.is_fed,
+                r.num_drafts,
+                list(r.draft_states),
+                bytes(r.accepted),
+                r.num_guesses,
+                r.next_token,
+            ]
+            for r in self.rows
+        ]
+        moves = [[[m.number, m.units] for m in lane] for lane in (self.saves, self.loads)]
+        packed: bytes = msgpack.packb(
+            [self.step, rows, admits, self.num_top, self.is_last, *moves, self.is_saved_first]
+        )
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes | memoryview) -> StepPlan:
+        """Inverse of `pack`."""
+        step, rows, admits, num_top, is_last, saves, loads, is_saved_first = msgpack.unpackb(
+            packed, strict_map_key=False
+        )
+        return cls(
+            step=step,
+            rows=[_row(row) for row in rows],
+            admits=[Admit(a[0], a[1], _sampling(a[2]), *a[3:]) for a in admits],
+            num_top=num_top,
+            is_last=is_last,
+            saves=_moves(saves),
+            loads=_moves(loads),
+            is_saved_first=is_saved_first,
+        )
+
+
+def _row(wire: list[Any]) -> Row:
+    wire[_DRAFT_STATES] = tuple(wire[_DRAFT_STATES])
+    return Row(*wire)
+
+
+def _moves(lane: list[tuple[int, list[list[Any]]]]) -> tuple[Moves, ...]:
+    return tuple(Moves(number, [Unit(*unit) for unit in units]) for number, units in lane)
+
+
+def _lists(pages: PageLists) -> dict[str, list[int]]:
+    return {space: list(ids) for space, ids in pages.items()}
+
+
+def _sampling(wire: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{**wire, "stop": tuple(wire["stop"]), "stop_token_ids": tuple(wire["stop_token_ids"])})
+
+
+def local_positions(plan: StepPlan, *, cp_rank: int, cp_size: int) -> list[NDArray[np.int64]]:
+    """Which new tokens of each row a cp rank computes: indices into the row's chunk, in the order of computation."""
+    return [_positions(row, cp_rank, cp_size, turn=i) for i, row in enumerate(plan.rows)]
+
+
+def emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those of a rank's positions in a row whose logits are used: scored ones, and those that are sampled from."""
+    if row.num_tokens == 1:
+        return positions if row.targets or row.output_position >= 0 else _NONE
+    wanted = positions < row.num_targets
+    if row.output_position >= 0:
+        wanted = wanted | (positions >= row.first_sampled)
+    return positions[wanted]
+
+
+def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, NDArray[np.int64]]]]:
+    """Per cp rank what its answer holds: (row, positions in the row), in order, without rows that give nothing."""
+    found: list[list[tuple[int, NDArray[np.int64]]]] = [[] for _ in range(cp_size)]
+    for i, row in enumerate(plan.rows):
+        # A single token is on one rank only: decode batches are walked once and not once per rank.
+        ranks = (i % cp_size,) if row.num_tokens == 1 else range(cp_size)
+        for rank in ranks:
+            positions = emitted(row, _positions(row, rank, cp_size, turn=i))
+            if len(positions):
+                found[rank].append((i, positions))
+    return found
+
+
+def guessing(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
+    """Per cp rank the rows whose next tokens it guesses, those with the most guesses first."""
+    rows = sorted((i for i, row in enumerate(plan.rows) if row.num_guesses), key=lambda i: -plan.rows[i].num_guesses)
+    return [rows[rank::cp_size] for rank in range(cp_size)]
+
+
+def answer_lens(plan: StepPlan, *, cp_size: int) -> list[int]:
+    """Lines of the answer of each cp rank: one per emitted position, then one per guess."""
+    emitted_counts = [sum(len(positions) for _, positions in places) for places in emissions(plan, cp_size=cp_size)]
+    guess_counts = [sum(plan.rows[i].num_guesses for i in rows) for rows in guessing(plan, cp_size=cp_size)]
+    return [sum(counts) for counts in zip(emitted_counts, guess_counts, strict=True)]
+
+
+def _positions(row: Row, cp_rank: int, cp_size: int, *, turn: int) -> NDArray[np.int64]:
+    if row.num_tokens == 1:
+        return _FIRST if turn % cp_size == cp_rank else _NONE
+    runs = split_chunk(row.num_tokens, cp_rank, cp_size, turn=turn)
+    return np.concatenate([_NONE, *(np.arange(run.start, run.stop) for run in runs)])
+
+
+def answer_width(plan: StepPlan) -> int:
+    """int64 numbers per line: token, then log-probability, top ids and top log-probabilities if wanted."""
+    return 1 if plan.num_top is None else 2 + 2 * plan.num_top
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What came of a row.
+
+    Attributes:
+        tokens: sampled ones, each behind a draft more; empty if none was wanted.
+        logprobs: theirs, if log-probabilities were wanted.
+        scores: of the targets, in their order.
+        guesses: at what follows the last of the tokens that are right.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    scores: list[TokenLogprob] = field(default_factory=list)
+    guesses: list[int] = field(default_factory=list)
+
+    def add(self, token: int, logprob: TokenLogprob | None) -> None:
+        """A sampled token, behind those before it."""
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+
+
+def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[RowResult]:
+    """Join the answers of the cp ranks to one result per row.
+
+    Args:
+        plan: that was executed.
+        answers: per cp rank, [answer_len, answer_width].
+    """
+    results = [RowResult() for _ in plan.rows]
+    scores: list[dict[int, TokenLogprob]] = [{} for _ in plan.rows]
+    behind_drafts: dict[int, list[tuple[int, int, TokenLogprob | None]]] = {}  # position, token, log-probability
+    cp_size = len(answers)
+    by_rank = zip(answers, emissions(plan, cp_size=cp_size), guessing(plan, cp_size=cp_size), strict=True)
+    for answer, places, guessed in by_rank:
+        lines = iter(answer)
+        for i, positions in places:
+            row = plan.rows[i]
+            for position in positions.tolist():
+                line = next(lines)
+                entry = _read_line(line, num_top=plan.num_top)
+                if position < row.num_targets:
+                    assert entry is not None, "scored rows make the plan want log-probabilities"
+                    scores[i][position] = entry
+                elif row.num_drafts:
+                    behind_drafts.setdefault(i, []).append((position, int(line[0]), entry))
+                else:
+                    results[i].add(int(line[0]), entry)
+        for i in guessed:
+            results[i].guesses = [int(next(lines)[0]) for _ in range(plan.rows[i].num_guesses)]
+    for result, found in zip(results, scores, strict=True):
+        if found:
+            result.scores = [found[position] for position in sorted(found)]
+    for i, sampled in behind_drafts.items():
+        for _, token, entry in sorted(sampled, key=lambda each: each[0]):
+            results[i].add(token, entry)
+    return results
+
+
+def _read_line(line: NDArray[np.int64], *, num_top: int | None) -> TokenLogprob | None:
+    if num_top is None:
+        return None
+    values = line.view(np.float64)
+    top = zip(line[2 : 2 + num_top].tolist(), values[2 + num_top :].tolist(), strict=True)
+    return TokenLogprob(int(line[0]), float(values[1]), tuple(top))
