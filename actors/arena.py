@@ -4,7 +4,7 @@ Ray starts one again when it dies; the one after finds arena and storage in its 
 (raycache/host/directory.py). Until then its callers have misses. One whose node is lost does not come back: then all
 begin anew, because a page has rows on every node.
 
-    front end -> Arenas: operators' orders -+-> ArenaActor on node a
+    front end -> Arenas: operators' commands -+-> ArenaActor on node a
     engine    -> RemoteOwner, one per node -+-> ArenaActor on node b
 """
 
@@ -32,8 +32,8 @@ from raycache.observe import logs
 
 OWNER = "the arena's owner"
 """What messages call it."""
-_ORDER_TIMEOUT_S = 600.0
-"""For an operator's order; emptying a large storage takes a while."""
+_COMMAND_TIMEOUT_S = 600.0
+"""For an operator's command; emptying a large storage takes a while."""
 _STATUS_TIMEOUT_S = 1.0
 """For figures of the storage, without which an answer on health does as well."""
 
@@ -163,7 +163,7 @@ class Arenas:
         for actor, spec, each in zip(self.actors.values(), before, found, strict=True):
             if not isinstance(each, BaseException):
                 back = actor.attach.remote(spec.storage) if spec.storage else actor.detach.remote()
-                await answer(back, of=OWNER, timeout_s=_ORDER_TIMEOUT_S)
+                await answer(back, of=OWNER, timeout_s=_COMMAND_TIMEOUT_S)
         raise _refusal(refused[0])
 
     async def detach(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Arenas:
             ConfigError: the storage is away or being scrubbed already, or there is none.
         """
         found: list[dict[str, Any]] = await self._ask(
-            lambda actor: actor.scrub.remote(timeout_s), timeout_s=timeout_s + _ORDER_TIMEOUT_S
+            lambda actor: actor.scrub.remote(timeout_s), timeout_s=timeout_s + _COMMAND_TIMEOUT_S
         )
         total = {name: sum(each[name] for each in found) for name in ("checked", "num_bytes", "bad")}
         slowest = max(each["seconds"] for each in found)
@@ -218,7 +218,7 @@ class Arenas:
         """End the owners; nothing of the host tier is left, or soon will be."""
         _end(list(self.actors.values()), timeout_s=timeout_s)
 
-    async def _ask(self, call: Callable[[Any], Any], *, timeout_s: float = _ORDER_TIMEOUT_S) -> list[Any]:
+    async def _ask(self, call: Callable[[Any], Any], *, timeout_s: float = _COMMAND_TIMEOUT_S) -> list[Any]:
         """Answers of all.
 
         Raises:
@@ -230,7 +230,7 @@ class Arenas:
                 raise _refusal(each)
         return found
 
-    async def _answers(self, call: Callable[[Any], Any], *, timeout_s: float = _ORDER_TIMEOUT_S) -> list[Any]:
+    async def _answers(self, call: Callable[[Any], Any], *, timeout_s: float = _COMMAND_TIMEOUT_S) -> list[Any]:
         """Answers or errors of all, who are asked at the same time."""
         answers = [answer(call(actor), of=OWNER, timeout_s=timeout_s) for actor in self.actors.values()]
         return await asyncio.gather(*answers, return_exceptions=True)

@@ -32,7 +32,7 @@ from raycache.host.link import HostLink
 from raycache.host.nodes import are_all_gone, open_all, work_on_all
 from raycache.models.base import ModelConfig
 from raycache.observe import logs
-from raycache.types import CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 _log = logging.getLogger(__name__)
 _MAX_REBUILDS = 4
@@ -121,25 +121,25 @@ class EngineActor:
         self._between_steps(lambda engine: engine.check())
 
     @ray.method(concurrency_group="admin")
-    def admin(self, order: CacheOrder) -> Mapping[str, Any]:
-        """Carry out an order on the tiers, between two steps; see `AsyncEngine.admin`.
+    def admin(self, command: CacheCommand) -> Mapping[str, Any]:
+        """Carry out a command on the tiers, between two steps; see `AsyncEngine.admin`.
 
         Raises:
             RayCacheError: it cannot be done.
         """
-        return self._within(self._between_steps(lambda engine: engine.admin(order)), timeout_s=order.timeout_s)
+        return self._within(self._between_steps(lambda engine: engine.admin(command)), timeout_s=command.timeout_s)
 
     @ray.method(concurrency_group="flush")
-    def flush(self, order: CacheOrder) -> Mapping[str, Any]:
-        """The same for an order that takes long, beside which others are carried out."""
-        return self._within(self._between_steps(lambda engine: engine.admin(order)), timeout_s=order.timeout_s)
+    def flush(self, command: CacheCommand) -> Mapping[str, Any]:
+        """The same for a command that takes long, beside which others are carried out."""
+        return self._within(self._between_steps(lambda engine: engine.admin(command)), timeout_s=command.timeout_s)
 
-    @ray.method(concurrency_group="order")
+    @ray.method(concurrency_group="submit")
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request; what comes of it is polled."""
         self._post(lambda: self._add(request))
 
-    @ray.method(concurrency_group="order")
+    @ray.method(concurrency_group="submit")
     def cancel(self, request_id: str) -> None:
         """End a request; its pages are free in the next step."""
         self._post(lambda: self._ready().cancel(request_id))
@@ -187,7 +187,7 @@ class EngineActor:
         try:
             return found.result(self._config.rank_timeout_s + timeout_s)
         except TimeoutError as cause:
-            raise EngineStoppedError("the engine did not come to the order in time") from cause
+            raise EngineStoppedError("the engine did not carry out the command in time") from cause
 
     def _post(self, work: Callable[[], None]) -> None:
         with self._changed:

@@ -33,7 +33,7 @@ from actors.streams import Streams
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError, RankLostError, RayCacheError
 from raycache.host.directory import DirectoryGoneError
-from raycache.types import TIERS, CacheAction, CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.types import TIERS, CacheAction, CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 _log = logging.getLogger(__name__)
 _POLL_TIMEOUT_S = 5.0
@@ -120,19 +120,21 @@ class RayEngine:
         """Assert all balances of the engine."""
         await self._ask(self._actor.check)
 
-    async def admin(self, order: CacheOrder) -> Mapping[str, Any]:
-        if order.kind in (CacheAction.ATTACH, CacheAction.RESIZE, CacheAction.SCRUB):
-            first = await self._order_storage(order)
+    async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
+        if command.kind in (CacheAction.ATTACH, CacheAction.RESIZE, CacheAction.SCRUB):
+            first = await self._command_storage(command)
             # Reading a whole storage does not concern the decider, and may take hours.
-            return first if order.kind is CacheAction.SCRUB else {**first, **await self._ask(self._actor.admin, order)}
-        if order.kind is CacheAction.FLUSH:
-            flushed: dict[str, Any] = await self._ask(self._actor.flush, order, timeout_s=order.timeout_s)
+            return (
+                first if command.kind is CacheAction.SCRUB else {**first, **await self._ask(self._actor.admin, command)}
+            )
+        if command.kind is CacheAction.FLUSH:
+            flushed: dict[str, Any] = await self._ask(self._actor.flush, command, timeout_s=command.timeout_s)
             return flushed
-        done: dict[str, Any] = await self._ask(self._actor.admin, order)
-        match order.kind:
+        done: dict[str, Any] = await self._ask(self._actor.admin, command)
+        match command.kind:
             case CacheAction.DETACH:
-                return {**done, **await self._order_storage(order)}
-            case CacheAction.CLEAR if "storage" in (order.tiers or TIERS) and self._arenas is not None:
+                return {**done, **await self._command_storage(command)}
+            case CacheAction.CLEAR if "storage" in (command.tiers or TIERS) and self._arenas is not None:
                 await self._arenas.clear()
                 return done
             case CacheAction.STATUS if storage := await self._storage_status():
@@ -389,8 +391,8 @@ class RayEngine:
 
     async def _save(self, who: str, *, timeout_s: float) -> None:
         try:
-            order = CacheOrder(CacheAction.FLUSH, timeout_s=min(self._config.drain_timeout_s, timeout_s))
-            done = await self.admin(order)
+            command = CacheCommand(CacheAction.FLUSH, timeout_s=min(self._config.drain_timeout_s, timeout_s))
+            done = await self.admin(command)
             _log.warning("before node %s goes: %s", who, ", ".join(f"{name} {value}" for name, value in done.items()))
         except RayCacheError as cause:
             _log.warning("node %s goes without its cache being saved: %s", who, cause)
@@ -399,8 +401,8 @@ class RayEngine:
 
     def _new_engine(self) -> Any:
         """The next engine actor. It has to wait for its ranks' places: Ray ends those of a lost engine."""
-        # Submits and cancels stay in order; polls and questions do not wait for each other.
-        options: dict[str, Any] = {"concurrency_groups": {"order": 1, "poll": 1, "ask": 3, "admin": 1, "flush": 2}}
+        # Submits and cancels stay in command; polls and questions do not wait for each other.
+        options: dict[str, Any] = {"concurrency_groups": {"submit": 1, "poll": 1, "ask": 3, "admin": 1, "flush": 2}}
         # With the first ranks: the catalog of the host tier is in the arena there.
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._places.nodes[0], soft=False)
         epoch = self._num_engines * _EPOCHS_PER_ENGINE
@@ -418,7 +420,7 @@ class RayEngine:
         error = None if task.cancelled() else task.exception()
         self.streams.fail(EngineStoppedError(str(error or "the server is stopping")))
 
-    # --- questions and orders -----------------------------------------------------------------------------------------
+    # --- questions and commands ---------------------------------------------------------------------------------------
 
     async def _ask(self, method: Any, *arguments: object, timeout_s: float = 0.0) -> Any:
         """An answer of the engine, for which it may take `timeout_s` on top of what any answer may take."""
@@ -426,20 +428,20 @@ class RayEngine:
             raise EngineStoppedError(self.away)
         return await answer(method.remote(*arguments), of=_ENGINE, timeout_s=_ANSWER_TIMEOUT_S + timeout_s)
 
-    async def _order_storage(self, order: CacheOrder) -> dict[str, Any]:
+    async def _command_storage(self, command: CacheCommand) -> dict[str, Any]:
         if self._arenas is None:
             raise ConfigError(
-                f"{order.kind} needs a host tier, through which all that is stored goes; start the server with "
+                f"{command.kind} needs a host tier, through which all that is stored goes; start the server with "
                 "--host-memory"
             )
-        match order.kind:
+        match command.kind:
             case CacheAction.ATTACH:
-                return await self._arenas.attach(order.url)
+                return await self._arenas.attach(command.url)
             case CacheAction.RESIZE:
-                return await self._arenas.resize(order.size)
+                return await self._arenas.resize(command.size)
             case CacheAction.DETACH:
                 return await self._arenas.detach()
-        return await self._arenas.scrub(timeout_s=order.timeout_s or _SCRUB_TIMEOUT_S)
+        return await self._arenas.scrub(timeout_s=command.timeout_s or _SCRUB_TIMEOUT_S)
 
     async def _storage_status(self) -> dict[str, Any]:
         """Figures of the storage; none while an owner is away."""

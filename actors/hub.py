@@ -27,11 +27,11 @@ from actors.cluster import device_type
 from actors.metrics import publishing
 from actors.replicas import Replicas
 from actors.starter import Starter
-from raycache.api.replicas import ReplicaOrder
+from raycache.api.replicas import ReplicaCommand
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RayCacheError
 from raycache.observe.metrics import Metrics
-from raycache.types import CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 Message = tuple[str, RequestOutput | RayCacheError]
 """Request id, and an increment or why there are no more."""
@@ -40,10 +40,10 @@ _log = logging.getLogger(__name__)
 _HUB = "the actor that has the engines"
 _POLL_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 60.0
-_ORDER_TIMEOUT_S = 660.0
-"""For an order to the cache, beside the time that it may take itself; longer than any wait inside."""
+_COMMAND_TIMEOUT_S = 660.0
+"""For a command to the cache, beside the time that it may take itself; longer than any wait inside."""
 _CHANGE_TIMEOUT_S = 4 * 3600.0
-"""For an order to replicas; many can be started one after the other."""
+"""For a command to replicas; many can be started one after the other."""
 _SILENT_S = 30.0
 """A front end that has not polled for so long is gone, and its requests end."""
 
@@ -119,13 +119,13 @@ class HubActor:
         """See `AsyncEngine.stats`."""
         return await self._ready().stats()
 
-    async def admin(self, order: CacheOrder) -> Mapping[str, Any]:
+    async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
         """See `AsyncEngine.admin`."""
-        return await self._ready().admin(order)
+        return await self._ready().admin(command)
 
-    async def order(self, order: ReplicaOrder) -> Mapping[str, Any]:
-        """See `Replicas.order`."""
-        return await self._ready().order(order)
+    async def carry_out(self, command: ReplicaCommand) -> Mapping[str, Any]:
+        """See `Replicas.carry_out`."""
+        return await self._ready().carry_out(command)
 
     async def submit(self, client: str, request: GenerateRequest) -> None:
         """Run a request; what comes of it is polled."""
@@ -214,14 +214,14 @@ class HubClient:
         stats: EngineStats = await self._ask(self._hub.stats)
         return stats
 
-    async def admin(self, order: CacheOrder) -> Mapping[str, Any]:
-        timeout_s = order.timeout_s + _ORDER_TIMEOUT_S
-        done: Mapping[str, Any] = await answer(self._hub.admin.remote(order), of=_HUB, timeout_s=timeout_s)
+    async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
+        timeout_s = command.timeout_s + _COMMAND_TIMEOUT_S
+        done: Mapping[str, Any] = await answer(self._hub.admin.remote(command), of=_HUB, timeout_s=timeout_s)
         return done
 
-    async def order(self, order: ReplicaOrder) -> Mapping[str, Any]:
-        """See `ReplicaSet.order`."""
-        ref = self._hub.order.remote(order)
+    async def carry_out(self, command: ReplicaCommand) -> Mapping[str, Any]:
+        """See `ReplicaSet.carry_out`."""
+        ref = self._hub.carry_out.remote(command)
         done: Mapping[str, Any] = await answer(ref, of=_HUB, timeout_s=_CHANGE_TIMEOUT_S)
         return done
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from actors.front import RayEngine
 from actors.starter import REPLICA, Started, Starter, check_replicas, check_storage
 from actors.streams import Stream, Streams
-from raycache.api.replicas import ReplicaAction, ReplicaOrder
+from raycache.api.replicas import ReplicaAction, ReplicaCommand
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError, QueueFullError, RayCacheError, RequestTimeoutError
 from raycache.routing.choice import Router
@@ -31,7 +31,7 @@ from raycache.routing.totals import total_answer, total_info, total_stats
 from raycache.types import (
     TIERS,
     CacheAction,
-    CacheOrder,
+    CacheCommand,
     EngineInfo,
     EngineStats,
     GenerateRequest,
@@ -109,16 +109,18 @@ class Replicas:
         for member in list(self._members.values()):
             await member.engine.check()
 
-    async def admin(self, order: CacheOrder) -> Mapping[str, Any]:
-        members = [one for one in self._members.values() if order.replica in ("", one.name)]
+    async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
+        members = [one for one in self._members.values() if command.replica in ("", one.name)]
         if not members:
-            raise ConfigError(f"there is no replica {order.replica!r}; there are {', '.join(self._members) or 'none'}")
-        if order.kind is CacheAction.ATTACH and len(members) > 1:
-            check_storage(order.url)
+            raise ConfigError(
+                f"there is no replica {command.replica!r}; there are {', '.join(self._members) or 'none'}"
+            )
+        if command.kind is CacheAction.ATTACH and len(members) > 1:
+            check_storage(command.url)
         done = await asyncio.gather(
-            *(one.engine.admin(replace(order, url=order.url.replace(REPLICA, one.name))) for one in members)
+            *(one.engine.admin(replace(command, url=command.url.replace(REPLICA, one.name))) for one in members)
         )
-        if order.kind is CacheAction.CLEAR and "device" in (order.tiers or TIERS):
+        if command.kind is CacheAction.CLEAR and "device" in (command.tiers or TIERS):
             for member in members:
                 self._router.clear(member.name)
         return total_answer({member.name: one for member, one in zip(members, done, strict=True)})
@@ -149,14 +151,14 @@ class Replicas:
         finally:
             self._streams.close(stream)
 
-    async def order(self, order: ReplicaOrder) -> Mapping[str, Any]:
-        """See `ReplicaSet.order`."""
-        if order.kind is ReplicaAction.STATUS:
+    async def carry_out(self, command: ReplicaCommand) -> Mapping[str, Any]:
+        """See `ReplicaSet.carry_out`."""
+        if command.kind is ReplicaAction.STATUS:
             return self._status()
         if self._changing.locked():
             raise ConfigError("the replicas are being changed already; wait until that is done")
         # An operator who does not wait for the end must not leave a replica half drained.
-        return await asyncio.shield(self._spawn(self._change(order)))
+        return await asyncio.shield(self._spawn(self._change(command)))
 
     def stop(self) -> None:
         """End all engines; blocks until they are gone, or after deadlines."""
@@ -268,14 +270,14 @@ class Replicas:
     def _num_here(self) -> int:
         return len(self._starting) + sum(not one.is_leaving for one in self._members.values())
 
-    # --- orders -------------------------------------------------------------------------------------------------------
+    # --- commands -----------------------------------------------------------------------------------------------------
 
-    async def _change(self, order: ReplicaOrder) -> Mapping[str, Any]:
+    async def _change(self, command: ReplicaCommand) -> Mapping[str, Any]:
         async with self._changing:
-            if order.kind is ReplicaAction.SCALE:
-                done = await self._scale(order.count)
+            if command.kind is ReplicaAction.SCALE:
+                done = await self._scale(command.count)
             else:
-                done = await self._restart(drain_first=order.drain_first)
+                done = await self._restart(drain_first=command.drain_first)
         return {**self._status(), **done}
 
     async def _scale(self, wanted: int) -> dict[str, Any]:
@@ -325,9 +327,9 @@ class Replicas:
 
     async def _save(self, member: _Member) -> Mapping[str, Any]:
         """Hand its pages to the storage, if there is one."""
-        order = CacheOrder(CacheAction.FLUSH, timeout_s=self._config.drain_timeout_s)
+        command = CacheCommand(CacheAction.FLUSH, timeout_s=self._config.drain_timeout_s)
         try:
-            return await member.engine.admin(order)
+            return await member.engine.admin(command)
         except ConfigError:
             return {}  # there is no storage
         except RayCacheError as error:

@@ -40,7 +40,7 @@ from benchmarks.model_shape import SHAPES, ModelShape
 from benchmarks.steps import Clock
 from raycache.errors import RayCacheError
 from raycache.llm import LLM
-from raycache.types import CacheAction, CacheOrder
+from raycache.types import CacheAction, CacheCommand
 
 _PAGE_SIZE = 64
 _KINDS = ("decode", "prefill", "idle", "hit", "tiers")
@@ -49,8 +49,8 @@ _TIER_SHAPES = ("qwen3-8b",)
 _IDLE_BATCH = 64
 _SHORT_QUESTION = 48
 _ROUNDS = 3
-_CLEAR_DEVICE = CacheOrder(CacheAction.CLEAR, tiers=("device",))
-_SETTLE = CacheOrder(CacheAction.STATUS)
+_CLEAR_DEVICE = CacheCommand(CacheAction.CLEAR, tiers=("device",))
+_SETTLE = CacheCommand(CacheAction.STATUS)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from raycache.gang.build import check_model
 from raycache.host.plan import envelope_layout
 from raycache.llm import LLM
 from raycache.memory.component import FULL
-from raycache.types import CacheAction, CacheOrder, SamplingParams
+from raycache.types import CacheAction, CacheCommand, SamplingParams
 
 _PAGE_SIZE = 64
 _WANTED_RATIO = 1.02
@@ -62,7 +62,7 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], *, num_new: int) -> tuple[Sp
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     completions = llm.generate(prompts, sampling)
     wall_s = time.perf_counter() - wall_s
-    llm.cache(CacheOrder(CacheAction.STATUS))  # what is on its way to lower tiers costs CPU time too
+    llm.cache(CacheCommand(CacheAction.STATUS))  # what is on its way to lower tiers costs CPU time too
     spent = Spent(time.process_time() - cpu_s, wall_s)
     if any(completion.cached_tokens for completion in completions):
         raise RuntimeError(f"prompts nobody has sent were cached: {[c.cached_by_tier for c in completions]}")
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tiers = {"host_memory": f"{held_bytes}", "storage": storage, "prefetch": options.prefetch}
         with LLM(**settings, num_pages=num_pages + 1) as off, LLM(**settings, num_pages=num_pages + 1, **tiers) as on:
             spent = measure({"off": off, "on": on}, options)
-            counts = on.cache(CacheOrder(CacheAction.STATUS))["tiers"]
+            counts = on.cache(CacheCommand(CacheAction.STATUS))["tiers"]
     ratio = _print_ratios(spent, num_tokens=options.prompts * (options.tokens + options.new_tokens))
     print(
         f"host: {counts['host']['saved_pages']:.0f} pages saved, {counts['host']['evicted_pages']:.0f} evicted; ",

@@ -37,7 +37,7 @@ from raycache.gang.build import check_model
 from raycache.host.plan import envelope_layout
 from raycache.llm import LLM
 from raycache.memory.component import FULL
-from raycache.types import CacheAction, CacheOrder, SamplingParams
+from raycache.types import CacheAction, CacheCommand, SamplingParams
 
 _PAGE_SIZE = 64
 _QUESTION_TOKENS = 48  # less than a page, so that only the prefix is shared
@@ -102,7 +102,7 @@ class SharedPrefix:
             RuntimeError: the prefix came from somewhere else.
         """
         if _ABOVE[tier]:
-            self._llm.cache(CacheOrder(CacheAction.CLEAR, tiers=_ABOVE[tier]))
+            self._llm.cache(CacheCommand(CacheAction.CLEAR, tiers=_ABOVE[tier]))
         prompt = self._prefix + self._question
         start_s = time.perf_counter()
         (first,) = self._llm.generate([prompt], _FIRST)
@@ -114,7 +114,7 @@ class SharedPrefix:
         self.figures.answers[self._number] |= {whole.token_ids}
         if whole.token_ids[:1] != first.token_ids:
             raise RuntimeError(f"{way}: token {first.token_ids} became {whole.token_ids[:1]} when asked again")
-        self._llm.cache(CacheOrder(CacheAction.STATUS))  # waits for what is still on its way to lower tiers
+        self._llm.cache(CacheCommand(CacheAction.STATUS))  # waits for what is still on its way to lower tiers
         print(f"{way:12} {self.figures.seconds[way][-1]:9.3f} s", flush=True)
 
     def _draw(self, count: int) -> list[int]:
@@ -137,7 +137,7 @@ def measure(llm: LLM, storages: dict[str, str], *, num_tokens: int, rounds: int,
         prefix.begin_round()
         for name, url in storages.items():
             if name != attached:
-                llm.cache(CacheOrder(CacheAction.ATTACH, url=url))
+                llm.cache(CacheCommand(CacheAction.ATTACH, url=url))
                 attached = name
             prefix.ask("recompute", tier="recompute")
             for _ in range(repeats):

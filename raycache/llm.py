@@ -35,7 +35,7 @@ from raycache.rank.runner import RankRunner, Seat
 from raycache.types import (
     TIERS,
     CacheAction,
-    CacheOrder,
+    CacheCommand,
     EngineInfo,
     EngineStats,
     FinishReason,
@@ -48,7 +48,7 @@ from raycache.types import (
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 _SETTLE_TIMEOUT_S = 60.0
-"""For pages on their way between tiers, before an operator's order is carried out."""
+"""For pages on their way between tiers, before an operator's command is carried out."""
 
 
 @dataclass(frozen=True)
@@ -156,14 +156,14 @@ class LLM:
         """Assert that no page, slot or lock is lost."""
         self._engine.check()
 
-    def cache(self, order: CacheOrder) -> dict[str, Any]:
-        """Carry out an operator's order on the tiers of the cache.
+    def cache(self, command: CacheCommand) -> dict[str, Any]:
+        """Carry out an operator's command on the tiers of the cache.
 
         Pages that are on their way between tiers get a moment to arrive first, so that nothing clears a tier and finds
         pages there afterwards.
 
         Args:
-            order: such as CacheOrder(CacheAction.CLEAR, tiers=("device",)).
+            command: such as CacheCommand(CacheAction.CLEAR, tiers=("device",)).
         Returns:
             Plain values, see `AsyncEngine.admin`.
         Raises:
@@ -174,15 +174,15 @@ class LLM:
         if self._is_closed:
             raise EngineStoppedError("this LLM is closed; make another")
         self._settle()
-        is_storage_first = order.kind in (CacheAction.ATTACH, CacheAction.RESIZE, CacheAction.SCRUB)
-        done = self._order_storage(order) if is_storage_first else {}
-        answer = self._engine.admin(order)
+        is_storage_first = command.kind in (CacheAction.ATTACH, CacheAction.RESIZE, CacheAction.SCRUB)
+        done = self._command_storage(command) if is_storage_first else {}
+        answer = self._engine.admin(command)
         while not answer.done():
             self._engine.step()
         done |= answer.result()
         if not is_storage_first:
-            done |= self._order_storage(order)
-        if order.kind is CacheAction.STATUS and self._host is not None and (storage := self._host.status()):
+            done |= self._command_storage(command)
+        if command.kind is CacheAction.STATUS and self._host is not None and (storage := self._host.status()):
             figures = {name: float(value) for name, value in storage.items() if name != "name"}
             done["tiers"] = {**done["tiers"], "storage": {**done["tiers"].get("storage", {}), **figures}}
         return done
@@ -282,27 +282,29 @@ class LLM:
         while self._engine.has_work and not self._engine.has_requests and time.monotonic() < deadline:
             self._engine.step()
 
-    def _order_storage(self, order: CacheOrder) -> dict[str, Any]:
-        """The part of an order that concerns the owner of the host tier."""
+    def _command_storage(self, command: CacheCommand) -> dict[str, Any]:
+        """The part of a command that concerns the owner of the host tier."""
         host = self._host
-        match order.kind:
+        match command.kind:
             case CacheAction.STATUS | CacheAction.INSPECT | CacheAction.FLUSH:
                 return {}
             case CacheAction.CLEAR:
-                if host is not None and "storage" in (order.tiers or TIERS):
+                if host is not None and "storage" in (command.tiers or TIERS):
                     host.clear()
                 return {}
         if host is None:
-            raise ConfigError(f"{order.kind} needs a host tier, through which all that is stored goes; use host_memory")
-        match order.kind:
+            raise ConfigError(
+                f"{command.kind} needs a host tier, through which all that is stored goes; use host_memory"
+            )
+        match command.kind:
             case CacheAction.ATTACH:
-                return {"storage": host.attach(order.url)}
+                return {"storage": host.attach(command.url)}
             case CacheAction.DETACH:
                 return {"detached": host.detach()}
             case CacheAction.RESIZE:
-                host.resize(order.size)
-                return {"bytes_limit": order.size}
-        return host.scrub(timeout_s=order.timeout_s or math.inf)
+                host.resize(command.size)
+                return {"bytes_limit": command.size}
+        return host.scrub(timeout_s=command.timeout_s or math.inf)
 
     def __enter__(self) -> LLM:
         return self

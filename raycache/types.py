@@ -67,8 +67,8 @@ TIERS = ("device", "host", "storage")
 
 
 @dataclass(frozen=True, slots=True)
-class CacheOrder:
-    """An operator's order. The answer is a plain mapping, see AsyncEngine.admin in api/engine.py.
+class CacheCommand:
+    """An operator's command. The answer is a plain mapping, see AsyncEngine.admin in api/engine.py.
 
     Attributes:
         kind: which.

@@ -1,4 +1,4 @@
-"""The HTTP server: the OpenAI API over an AsyncEngine, health, metrics and status; http_cache.py has operators' orders.
+"""The HTTP server: the OpenAI API over an AsyncEngine, health, metrics and status; cache.py has operators' commands.
 
 A client that goes away is noticed while its request runs, streamed or not, and the request is cancelled in the engine.
 """

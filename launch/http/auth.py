@@ -142,7 +142,7 @@ def salted(body: Body, request: Request) -> Body:
 
 
 def check_operator(request: Request, config: Config) -> None:
-    """Without API keys, take orders from this machine's own commands only: not from others and not from a browser.
+    """Without API keys, accept commands from programs on this machine only, and from no browser.
 
     Raises:
         ProblemError: 403.
@@ -150,10 +150,10 @@ def check_operator(request: Request, config: Config) -> None:
     if config.api_key or config.api_keys:
         return  # Authentication has asked for the right
     if not _is_from_here(request):
-        text = "without an API key this server takes orders from its own machine only; set RAYCACHE_API_KEY for it"
+        text = "without an API key this server accepts commands from its own machine only; set RAYCACHE_API_KEY"
         raise ProblemError(Problem(403, text, code="api_key_needed"))
     if "origin" in request.headers:  # a web page that this machine's browser shows
-        raise ProblemError(Problem(403, "orders of web pages need an API key", code="api_key_needed"))
+        raise ProblemError(Problem(403, "commands from web pages need an API key", code="api_key_needed"))
 
 
 def new_key(name: str, *, rights: tuple[str, ...] = ()) -> tuple[str, str]:

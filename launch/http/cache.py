@@ -1,7 +1,7 @@
 """The operator's endpoints: GET /cache, and POST /cache/{attach,detach,clear,resize,scrub,inspect,flush}.
 
-Who has the API key may also give orders; of tenants, those with the right "admin". A server without keys takes orders
-from this machine only, because an order can name a directory of it or empty the cache.
+They need the API key, or a tenant with the right "admin". A server without keys accepts them from this machine only,
+because a command can empty the cache or name a directory of the machine.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from starlette.routing import Route
 
 from launch.http.auth import check_operator, salted
 from launch.http.wire import ProblemError, json_response, read_body
-from raycache.api.admin import inspect_order, parse_inspected, parse_order
+from raycache.api.admin import inspect_command, parse_command, parse_inspected
 from raycache.api.engine import AsyncEngine
 from raycache.api.prepare import Generation
 from raycache.api.problem import Problem
 from raycache.api.schema import ChatBody, CompletionBody, parse_json
 from raycache.config import Config, parse_bytes
 from raycache.errors import ConfigError, RequestError
-from raycache.types import CacheAction, CacheOrder
+from raycache.types import CacheAction, CacheCommand
 
 _SETTINGS = (
     "host_memory",
@@ -65,31 +65,31 @@ class CacheApi:
 
     def routes(self) -> list[Route]:
         """For the application."""
-        return [Route("/cache", self.status), Route("/cache/{action}", self.order, methods=["POST"])]
+        return [Route("/cache", self.status), Route("/cache/{action}", self.carry_out, methods=["POST"])]
 
     async def status(self, request: Request) -> Response:
         """Settings, what the tiers hold, their counters, and warnings."""
-        order = CacheOrder(CacheAction.STATUS, replica=request.query_params.get("replica", ""))
-        info, found = await self._engine.info(), await self._carry_out(order)
+        command = CacheCommand(CacheAction.STATUS, replica=request.query_params.get("replica", ""))
+        info, found = await self._engine.info(), await self._carry_out(command)
         return json_response({"settings": self._settings, "capacity": _plain(info.tiers), **_plain(found)})
 
-    async def order(self, request: Request) -> Response:
-        """Carry out one order, and answer with what was done."""
+    async def carry_out(self, request: Request) -> Response:
+        """Carry out one command, and answer with what was done."""
         action = _action(request.path_params["action"])
         check_operator(request, self._config)
         raw = await read_body(request, limit=self._max_body)
         values = parse_json(raw or b"{}")
         if action is CacheAction.INSPECT:
             body = salted(parse_inspected(values, model=self._model), request)
-            order = inspect_order(await self._prepare(body, size=len(raw)))
+            command = inspect_command(await self._prepare(body, size=len(raw)))
         else:
-            order = parse_order(action, values)
-        order = replace(order, replica=request.query_params.get("replica", ""))
-        return json_response(_plain(await self._carry_out(order)))
+            command = parse_command(action, values)
+        command = replace(command, replica=request.query_params.get("replica", ""))
+        return json_response(_plain(await self._carry_out(command)))
 
-    async def _carry_out(self, order: CacheOrder) -> Mapping[str, Any]:
+    async def _carry_out(self, command: CacheCommand) -> Mapping[str, Any]:
         try:
-            return await self._engine.admin(order)
+            return await self._engine.admin(command)
         except ConfigError as refusal:
             raise RequestError(str(refusal)) from refusal
 
@@ -97,7 +97,7 @@ class CacheApi:
 def _action(name: str) -> CacheAction:
     known = [action for action in CacheAction if action is not CacheAction.STATUS]
     if name not in known:
-        raise ProblemError(Problem(404, f"no order to the cache is called {name!r}; known: {', '.join(known)}"))
+        raise ProblemError(Problem(404, f"no command to the cache is called {name!r}; known: {', '.join(known)}"))
     return CacheAction(name)
 
 

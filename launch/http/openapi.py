@@ -1,6 +1,6 @@
 """The OpenAPI description of the endpoint, made from the bodies that it checks: GET /openapi.json.
 
-It describes what every client may use. Operators' orders are in docs/security.md.
+It describes what every client may use. Operators' commands are in docs/security.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operator's endpoints of replicas: GET /replicas, and POST /replicas/{scale,restart}.
 
-Who may give orders to the cache may give these. An order is answered when it is done, which can take as long as ranks
-take to start; one whose client goes away is carried out all the same.
+They need the same rights as commands to the cache. The response comes when the command is done, which can take as long
+as ranks take to start; a command whose client disconnects is carried out all the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from starlette.routing import Route
 from launch.http.auth import check_operator
 from launch.http.wire import ProblemError, json_response, read_body
 from raycache.api.problem import Problem
-from raycache.api.replicas import ReplicaAction, ReplicaOrder, ReplicaSet, parse_replica_order
+from raycache.api.replicas import ReplicaAction, ReplicaCommand, ReplicaSet, parse_replica_command
 from raycache.api.schema import parse_json
 from raycache.config import Config, parse_bytes
 from raycache.errors import ConfigError, RequestError
@@ -34,20 +34,20 @@ class ReplicasApi:
 
     def routes(self) -> list[Route]:
         """For the application."""
-        return [Route("/replicas", self.status), Route("/replicas/{action}", self.order, methods=["POST"])]
+        return [Route("/replicas", self.status), Route("/replicas/{action}", self.carry_out, methods=["POST"])]
 
     async def status(self, request: Request) -> Response:
         """Which replicas there are, and what each has to do."""
-        return json_response(dict(await self._replicas.order(ReplicaOrder(ReplicaAction.STATUS))))
+        return json_response(dict(await self._replicas.carry_out(ReplicaCommand(ReplicaAction.STATUS))))
 
-    async def order(self, request: Request) -> Response:
-        """Carry out one order, and answer with what was done."""
+    async def carry_out(self, request: Request) -> Response:
+        """Carry out one command, and answer with what was done."""
         action = _action(request.path_params["action"])
         check_operator(request, self._config)
         raw = await read_body(request, limit=self._max_body)
-        order = parse_replica_order(action, parse_json(raw or b"{}"))
+        command = parse_replica_command(action, parse_json(raw or b"{}"))
         try:
-            return json_response(dict(await self._replicas.order(order)))
+            return json_response(dict(await self._replicas.carry_out(command)))
         except ConfigError as refusal:
             raise RequestError(str(refusal)) from refusal
 
@@ -55,5 +55,5 @@ class ReplicasApi:
 def _action(name: str) -> ReplicaAction:
     known = [action for action in ReplicaAction if action is not ReplicaAction.STATUS]
     if name not in known:
-        raise ProblemError(Problem(404, f"no order to replicas is called {name!r}; known: {', '.join(known)}"))
+        raise ProblemError(Problem(404, f"no command to replicas is called {name!r}; known: {', '.join(known)}"))
     return ReplicaAction(name)

@@ -1,11 +1,11 @@
-"""Operators' orders to the cache, from the bodies of POST /cache/...
+"""Operators' commands to the cache, from the bodies of POST /cache/...
 
     attach   {"url": "file:///var/cache/raycache", "size": "50GiB"}     resize   {"size": "20GiB"}
     detach   {}                                                         clear    {"tiers": ["host"]}; all without tiers
     flush    {"timeout_s": 60}; 30 without it                           inspect  the body of the request in question
     scrub    {"timeout_s": 60}; an hour without it
 
-An order of inspect is a completion or a chat, so that its prompt is tokenised exactly as that request's would be.
+A command of inspect is a completion or a chat, so that its prompt is tokenised exactly as that request's would be.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from raycache.api.prepare import Generation
 from raycache.api.schema import ChatBody, CompletionBody, StrictBody, parse_body
 from raycache.config import parse_bytes
 from raycache.errors import ConfigError, RequestError
-from raycache.types import CacheAction, CacheOrder
+from raycache.types import CacheAction, CacheCommand
 
 
-def parse_order(action: CacheAction, body: Mapping[str, Any]) -> CacheOrder:
-    """Read an order; INSPECT and STATUS have functions of their own.
+def parse_command(action: CacheAction, body: Mapping[str, Any]) -> CacheCommand:
+    """Read a command; INSPECT and STATUS have functions of their own.
 
     Args:
         action: what to do.
@@ -35,17 +35,17 @@ def parse_order(action: CacheAction, body: Mapping[str, Any]) -> CacheOrder:
     match action:
         case CacheAction.ATTACH:
             attach = parse_body(_AttachBody, body)
-            return CacheOrder(action, url=attach.sized_url)
+            return CacheCommand(action, url=attach.sized_url)
         case CacheAction.CLEAR:
-            return CacheOrder(action, tiers=tuple(parse_body(_ClearBody, body).tiers))
+            return CacheCommand(action, tiers=tuple(parse_body(_ClearBody, body).tiers))
         case CacheAction.RESIZE:
-            return CacheOrder(action, size=parse_body(_ResizeBody, body).size)
+            return CacheCommand(action, size=parse_body(_ResizeBody, body).size)
         case CacheAction.FLUSH:
-            return CacheOrder(action, timeout_s=parse_body(_FlushBody, body).timeout_s)
+            return CacheCommand(action, timeout_s=parse_body(_FlushBody, body).timeout_s)
         case CacheAction.SCRUB:
-            return CacheOrder(action, timeout_s=parse_body(_ScrubBody, body).timeout_s)
+            return CacheCommand(action, timeout_s=parse_body(_ScrubBody, body).timeout_s)
     parse_body(StrictBody, body)
-    return CacheOrder(action)
+    return CacheCommand(action)
 
 
 def parse_inspected(body: Mapping[str, Any], *, model: str) -> CompletionBody | ChatBody:
@@ -61,8 +61,8 @@ def parse_inspected(body: Mapping[str, Any], *, model: str) -> CompletionBody | 
     return parse_body(ChatBody, whole) if "messages" in body else parse_body(CompletionBody, whole)
 
 
-def inspect_order(generation: Generation) -> CacheOrder:
-    """The order to inspect the prompt of a request.
+def inspect_command(generation: Generation) -> CacheCommand:
+    """The command to inspect the prompt of a request.
 
     Raises:
         RequestError: it has several.
@@ -70,7 +70,7 @@ def inspect_order(generation: Generation) -> CacheOrder:
     firsts = [choice.request for choice in generation.choices if choice.is_first]
     if len(firsts) > 1:
         raise RequestError(f"one prompt at a time can be inspected, got {len(firsts)}", field="prompt")
-    return CacheOrder(CacheAction.INSPECT, prompt=tuple(firsts[0].prompt), cache_salt=firsts[0].cache_salt)
+    return CacheCommand(CacheAction.INSPECT, prompt=tuple(firsts[0].prompt), cache_salt=firsts[0].cache_salt)
 
 
 def _check_size(value: object) -> int:

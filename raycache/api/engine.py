@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
-from raycache.types import CacheOrder, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 
 class AsyncEngine(Protocol):
@@ -30,8 +30,8 @@ class AsyncEngine(Protocol):
         """
         ...
 
-    async def admin(self, order: CacheOrder) -> Mapping[str, Any]:
-        """Carry out an operator's order on the tiers of the cache, while requests run.
+    async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
+        """Carry out an operator's command on the tiers of the cache, while requests run.
 
         Returns:
             Plain values. STATUS: {"tiers": {tier: {name: number}}, "warnings": [text]}. INSPECT: {"prompt_tokens": n,

@@ -1,4 +1,4 @@
-"""Operators' orders to the replicas of a service, from the bodies of POST /replicas/...
+"""Operators' commands to the replicas of a service, from the bodies of POST /replicas/...
 
 scale    {"count": 3}                 restart  {"drain_first": true}; without: a new one starts before one is drained
 """
@@ -26,8 +26,8 @@ class ReplicaAction(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaOrder:
-    """An operator's order.
+class ReplicaCommand:
+    """An operator's command.
 
     Attributes:
         kind: which.
@@ -41,10 +41,10 @@ class ReplicaOrder:
 
 
 class ReplicaSet(Protocol):
-    """What carries out orders."""
+    """What carries out commands."""
 
-    async def order(self, order: ReplicaOrder) -> Mapping[str, Any]:
-        """Carry out an order while requests run.
+    async def carry_out(self, command: ReplicaCommand) -> Mapping[str, Any]:
+        """Carry out a command while requests run.
 
         Returns:
             {"wanted": n, "routing": policy, "replicas": [{"name", "state", "requests", "work_tokens"}]}; after SCALE
@@ -55,8 +55,8 @@ class ReplicaSet(Protocol):
         ...
 
 
-def parse_replica_order(action: ReplicaAction, body: Mapping[str, Any]) -> ReplicaOrder:
-    """Read an order; STATUS has no body.
+def parse_replica_command(action: ReplicaAction, body: Mapping[str, Any]) -> ReplicaCommand:
+    """Read a command; STATUS has no body.
 
     Args:
         action: what to do.
@@ -66,10 +66,10 @@ def parse_replica_order(action: ReplicaAction, body: Mapping[str, Any]) -> Repli
     """
     match action:
         case ReplicaAction.SCALE:
-            return ReplicaOrder(action, count=parse_body(_ScaleBody, body).count)
+            return ReplicaCommand(action, count=parse_body(_ScaleBody, body).count)
         case ReplicaAction.RESTART:
-            return ReplicaOrder(action, drain_first=parse_body(_RestartBody, body).drain_first)
-    return ReplicaOrder(action)
+            return ReplicaCommand(action, drain_first=parse_body(_RestartBody, body).drain_first)
+    return ReplicaCommand(action)
 
 
 class _ScaleBody(StrictBody):

@@ -1,4 +1,4 @@
-"""An operator's orders to the tiers of a cache that serves, carried out between two steps."""
+"""An operator's commands to the tiers of a cache that serves, carried out between two steps."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from raycache.cache.sequences import SequenceCache
 from raycache.cache.storage_tier import StorageTier
 from raycache.decider.hits import explain
 from raycache.errors import ConfigError
-from raycache.types import TIERS, CacheAction, CacheOrder, EngineStats, Miss
+from raycache.types import TIERS, CacheAction, CacheCommand, EngineStats, Miss
 
 Answer = Future[Mapping[str, Any]]
 
 
-def carry_out(order: CacheOrder, cache: SequenceCache, *, stats: EngineStats, root: bytes, now: int) -> Answer:
-    """Do what the decider has to do for an order; the storage itself belongs to the owner of the host tier.
+def carry_out(command: CacheCommand, cache: SequenceCache, *, stats: EngineStats, root: bytes, now: int) -> Answer:
+    """Do what the decider has to do for a command; the storage itself belongs to the owner of the host tier.
 
     Args:
-        order: of the operator.
+        command: of the operator.
         cache: of the engine.
         stats: of the engine, now.
-        root: seed of the order's tenant.
+        root: seed of the command's tenant.
         now: step number.
     Returns:
         What to tell the operator, see `AsyncEngine.admin`; INSPECT and FLUSH wait for the storage.
     Raises:
         ConfigError: there is no such tier.
     """
-    match order.kind:
+    match command.kind:
         case CacheAction.INSPECT:
-            return _inspect(order, cache, root=root, now=now)
+            return _inspect(command, cache, root=root, now=now)
         case CacheAction.CLEAR:
-            return _done(_clear(order, cache))
+            return _done(_clear(command, cache))
         case CacheAction.STATUS:
             return _done({"tiers": {"device": _device(stats), **stats.tiers}, "warnings": list(stats.warnings)})
         case CacheAction.ATTACH | CacheAction.DETACH:
-            _storage(cache).attach(is_attached=order.kind is CacheAction.ATTACH)
+            _storage(cache).attach(is_attached=command.kind is CacheAction.ATTACH)
         case CacheAction.FLUSH:
-            return _flush(order, cache)
+            return _flush(command, cache)
     return _done({})
 
 
@@ -54,26 +54,26 @@ def _storage(cache: SequenceCache) -> StorageTier:
     return cache.storage
 
 
-def _clear(order: CacheOrder, cache: SequenceCache) -> dict[str, Any]:
+def _clear(command: CacheCommand, cache: SequenceCache) -> dict[str, Any]:
     before = cache.counts()["pages_cached"]
     cleared: dict[str, Any] = {}
-    if "device" in (order.tiers or TIERS):
+    if "device" in (command.tiers or TIERS):
         cache.clear()
         cleared["device"] = before - cache.counts()["pages_cached"]
-    if "host" in (order.tiers or TIERS) and cache.host is not None:
+    if "host" in (command.tiers or TIERS) and cache.host is not None:
         cached = cache.host.counts()["pages_cached"]
         cache.host.clear()
         cleared["host"] = cached - cache.host.counts()["pages_cached"]
-    if "storage" in (order.tiers or TIERS) and cache.storage is not None:
+    if "storage" in (command.tiers or TIERS) and cache.storage is not None:
         cache.storage.attach(is_attached=cache.storage.is_attached)  # which its owner empties
     return {"cleared_pages": cleared}
 
 
-def _flush(order: CacheOrder, cache: SequenceCache) -> Answer:
+def _flush(command: CacheCommand, cache: SequenceCache) -> Answer:
     storage = _storage(cache)
     if not storage.is_attached:
         raise ConfigError("there is no storage tier to flush to; attach one first")
-    flush = Flush(cache, storage, deadline_s=time.monotonic() + order.timeout_s)
+    flush = Flush(cache, storage, deadline_s=time.monotonic() + command.timeout_s)
     storage.attend(flush.go_on)
     return flush.answer
 
@@ -91,9 +91,9 @@ def _device(stats: EngineStats) -> dict[str, float]:
     return dict(zip(names, values, strict=True))
 
 
-def _inspect(order: CacheOrder, cache: SequenceCache, *, root: bytes, now: int) -> Answer:
+def _inspect(command: CacheCommand, cache: SequenceCache, *, root: bytes, now: int) -> Answer:
     """How far each tier reaches, the tiers above included, without changing what will be evicted first by much."""
-    tokens = np.asarray(order.prompt, np.int32).tobytes()
+    tokens = np.asarray(command.prompt, np.int32).tobytes()
     holding = cache.begin(tokens, is_matched=True, now=now, use=Use(root))
     device = holding.handle
     host = None if holding.cursor is None else holding.cursor.found
@@ -101,11 +101,11 @@ def _inspect(order: CacheOrder, cache: SequenceCache, *, root: bytes, now: int) 
     if host is not None:
         reached["host"] = max(device.length, host.length)
     cached = max(reached.values())
-    wanted = (len(order.prompt) - 1) // cache.page_size * cache.page_size
+    wanted = (len(command.prompt) - 1) // cache.page_size * cache.page_size
     miss, cut_by = explain(wanted, cached, device, host, None)
     cache.end(holding, tokens, now=now)
     if cache.storage is None or not cache.storage.is_attached:
-        return _done(_inspected(order, reached, miss, cut_by))
+        return _done(_inspected(command, reached, miss, cut_by))
     answer: Answer = Future()
 
     def take(stored: int | None) -> None:
@@ -113,15 +113,15 @@ def _inspect(order: CacheOrder, cache: SequenceCache, *, root: bytes, now: int) 
             reached["storage"] = max(cached, stored)
         is_all = reached.get("storage", cached) >= wanted
         answer.set_result(
-            _inspected(order, reached, Miss.NONE if is_all and wanted else miss, "" if is_all else cut_by)
+            _inspected(command, reached, Miss.NONE if is_all and wanted else miss, "" if is_all else cut_by)
         )
 
     cache.storage.find(tokens, root=root, then=take)
     return answer
 
 
-def _inspected(order: CacheOrder, reached: Mapping[str, int], miss: Miss, cut_by: str) -> dict[str, Any]:
-    return {"prompt_tokens": len(order.prompt), "tiers": dict(reached), "cut_by": cut_by, "miss": miss}
+def _inspected(command: CacheCommand, reached: Mapping[str, int], miss: Miss, cut_by: str) -> dict[str, Any]:
+    return {"prompt_tokens": len(command.prompt), "tiers": dict(reached), "cut_by": cut_by, "miss": miss}
 
 
 def _done(found: Mapping[str, Any]) -> Answer:

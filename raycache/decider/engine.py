@@ -21,7 +21,7 @@ from raycache.decider.request import Request
 from raycache.decider.scheduler import Scheduler
 from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
 from raycache.parallel.board import Acks
-from raycache.types import CacheOrder, EngineInfo, EngineStats, FinishReason, GenerateRequest, RequestOutput
+from raycache.types import CacheCommand, EngineInfo, EngineStats, FinishReason, GenerateRequest, RequestOutput
 from raycache.wire.plan import RowResult, StepPlan
 
 _POLL_S = 0.0001
@@ -220,13 +220,13 @@ class Engine:
         """Evict the least recently used page ("full") or restore point (a window or state space); False if none."""
         return self._scheduler.evict(space)
 
-    def admin(self, order: CacheOrder) -> Answer:
-        """Carry out an operator's order; the answer comes with the next steps.
+    def admin(self, command: CacheCommand) -> Answer:
+        """Carry out an operator's command; the answer comes with the next steps.
 
         Raises:
             ConfigError: there is no such tier.
         """
-        return self._scheduler.admin(order, root=self.root(order.cache_salt))
+        return self._scheduler.admin(command, root=self.root(command.cache_salt))
 
     def stats(self) -> EngineStats:
         """Counters and balances."""

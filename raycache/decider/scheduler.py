@@ -42,7 +42,7 @@ from raycache.decider.request import Phase, Request
 from raycache.decider.restore_points import Cuts
 from raycache.decider.waiting import WaitingQueue
 from raycache.parallel.board import Acks
-from raycache.types import CacheOrder, EngineStats, FinishReason, RequestOutput, TokenLogprob
+from raycache.types import CacheCommand, EngineStats, FinishReason, RequestOutput, TokenLogprob
 from raycache.wire.plan import Admit, Row, RowResult, StepPlan
 
 _MAX_LOSSES = 3
@@ -288,9 +288,9 @@ class Scheduler:
         """See `SequenceCache.evict`."""
         return self._cache.evict(space)
 
-    def admin(self, order: CacheOrder, *, root: bytes) -> Answer:
+    def admin(self, command: CacheCommand, *, root: bytes) -> Answer:
         """See `Engine.admin`."""
-        return carry_out(order, self._cache, stats=self.stats(), root=root, now=self._step)
+        return carry_out(command, self._cache, stats=self.stats(), root=root, now=self._step)
 
     def stats(self) -> EngineStats:
         """Counters and balances."""

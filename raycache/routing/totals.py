@@ -37,7 +37,7 @@ def total_info(by_replica: Mapping[str, EngineInfo]) -> EngineInfo:
 
 
 def total_answer(by_replica: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Answers to an operator's order: those of a single one as they are, else sums, and each in "replicas"."""
+    """Answers to an operator's command: those of a single one as they are, else sums, and each in "replicas"."""
     if len(by_replica) == 1:
         return next(iter(by_replica.values()))
     return {**total(list(by_replica.values())), "replicas": dict(by_replica)}

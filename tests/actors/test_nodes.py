@@ -22,7 +22,7 @@ from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
 from raycache.errors import ConfigError
-from raycache.types import CacheAction, CacheOrder
+from raycache.types import CacheAction, CacheCommand
 from tests.actors.serving import Service, serving
 from tests.actors.test_survival import Heard, listen, prompts, spoken
 from tests.unit.storage_media import redis_server
@@ -72,7 +72,7 @@ async def ask(service: Service, prompt: Sequence[int]) -> Heard:
 
 
 async def clear(service: Service, *tiers: str) -> None:
-    await service.engine.admin(CacheOrder(CacheAction.CLEAR, tiers=tiers))
+    await service.engine.admin(CacheCommand(CacheAction.CLEAR, tiers=tiers))
 
 
 def nodes_of(service: Service) -> list[str]:
@@ -108,14 +108,14 @@ async def under_load(service: Service, cases: list[list[int]], calm: list[Heard]
 
 async def stored(service: Service, prompt: Sequence[int]) -> int:
     """Tokens of a prompt that the storage could give, whether or not that is faster than computing."""
-    seen = await service.engine.admin(CacheOrder(CacheAction.INSPECT, prompt=tuple(prompt)))
+    seen = await service.engine.admin(CacheCommand(CacheAction.INSPECT, prompt=tuple(prompt)))
     return int(seen["tiers"]["storage"])
 
 
 async def check_that_tiers_span_the_nodes(service: Service, cases: list[list[int]], folder: Path) -> None:
     assert len(set(nodes_of(service))) == 2
     calm = [await ask(service, prompt) for prompt in cases]
-    flushed = await service.engine.admin(CacheOrder(CacheAction.FLUSH, timeout_s=60))
+    flushed = await service.engine.admin(CacheCommand(CacheAction.FLUSH, timeout_s=60))
     assert flushed["is_in_time"] and flushed["missing_pages"] == 0 and flushed["persisted_pages"] > 0
     await clear(service, "device")
     warm = [await ask(service, prompt) for prompt in cases]
@@ -126,7 +126,7 @@ async def check_that_tiers_span_the_nodes(service: Service, cases: list[list[int
     (folder / "1").write_text("in the way of the directory of node 1")
     with pytest.raises(ConfigError, match="cannot be used"):
         url = f"file://{folder}/{{node}}?size=64MiB"
-        await service.engine.admin(CacheOrder(CacheAction.ATTACH, url=url))
+        await service.engine.admin(CacheCommand(CacheAction.ATTACH, url=url))
     assert [await stored(service, prompt) for prompt in cases] == [_WHOLE] * len(cases)
     assert [(await ask(service, prompt)).tokens for prompt in cases] == [one.tokens for one in calm]
 

@@ -23,12 +23,12 @@ from actors.starter import Starter
 from launch.http.app import build_app
 from launch.http.replicas import ReplicasApi
 from launch.http.serve import bind, serve
-from raycache.api.replicas import ReplicaAction, ReplicaOrder
+from raycache.api.replicas import ReplicaAction, ReplicaCommand
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.routing.totals import total_info
-from raycache.types import CacheAction, CacheOrder
+from raycache.types import CacheAction, CacheCommand
 from tests.unit.storage_media import redis_server
 
 _PAGE = 16
@@ -61,8 +61,8 @@ class Service:
                 cached = chunk.usage.prompt_tokens_details.cached_tokens
         return tokens, cached
 
-    async def order(self, kind: ReplicaAction, **fields: Any) -> dict[str, Any]:
-        return dict(await self.replicas.order(ReplicaOrder(kind, **fields)))
+    async def command(self, kind: ReplicaAction, **fields: Any) -> dict[str, Any]:
+        return dict(await self.replicas.carry_out(ReplicaCommand(kind, **fields)))
 
 
 @asynccontextmanager
@@ -99,7 +99,7 @@ def prompts(count: int, *, seed: int, length: int = 60) -> list[list[int]]:
 async def until_serving(service: Service, count: int) -> None:
     """Wait until there are so many replicas."""
     while True:
-        rows = (await service.order(ReplicaAction.STATUS))["replicas"]
+        rows = (await service.command(ReplicaAction.STATUS))["replicas"]
         if [row["state"] for row in rows] == ["serving"] * count:
             return
         await asyncio.sleep(0.2)
@@ -123,9 +123,9 @@ def test_prefixes_stay_with_their_replica_and_move_with_a_drained_one(
             # One is drained while both write long answers: those move with the tokens that they have.
             wanted = [await service.ask(prompt, 300) for prompt in cases[:2]]
             long = [asyncio.create_task(service.ask(prompt, 300)) for prompt in cases[:2] * 2]
-            while not all(row["requests"] for row in (await service.order(ReplicaAction.STATUS))["replicas"]):
+            while not all(row["requests"] for row in (await service.command(ReplicaAction.STATUS))["replicas"]):
                 await asyncio.sleep(0.01)
-            done = await service.order(ReplicaAction.SCALE, count=1)
+            done = await service.command(ReplicaAction.SCALE, count=1)
             (drained,) = done["drained"]
             assert drained["saved"]["is_in_time"] and drained["saved"]["missing_pages"] == 0, drained
             assert [(await each)[0] for each in long] == [tokens for tokens, _ in wanted] * 2
@@ -151,7 +151,7 @@ def test_a_replica_that_is_lost_for_good_costs_no_token_and_is_started_again(
             cases = prompts(4, seed=2)
             wanted = [await service.ask(prompt, 200) for prompt in cases]
             running = [asyncio.create_task(service.ask(prompt, 200)) for prompt in cases]
-            while not all(row["requests"] for row in (await service.order(ReplicaAction.STATUS))["replicas"]):
+            while not all(row["requests"] for row in (await service.command(ReplicaAction.STATUS))["replicas"]):
                 await asyncio.sleep(0.01)
             engines = [each for each in psutil.Process().children(recursive=True) if "EngineActor" in each.name()]
             os.kill(engines[0].pid, signal.SIGKILL)
@@ -162,22 +162,22 @@ def test_a_replica_that_is_lost_for_good_costs_no_token_and_is_started_again(
             by_replica = (await service.replicas.stats()).replicas
             assert len(by_replica) == 2 and all(each.output_tokens for each in by_replica.values())
 
-            # An order of the cache goes to all.
-            only = await service.replicas.admin(CacheOrder(CacheAction.CLEAR, replica="1"))
+            # A command to the cache goes to all.
+            only = await service.replicas.admin(CacheCommand(CacheAction.CLEAR, replica="1"))
             assert only["cleared_pages"]["device"] > 0 and "replicas" not in only
             with pytest.raises(ConfigError, match="no replica '7'; there are"):
-                await service.replicas.admin(CacheOrder(CacheAction.CLEAR, replica="7"))
-            found = await service.replicas.admin(CacheOrder(CacheAction.CLEAR))
+                await service.replicas.admin(CacheCommand(CacheAction.CLEAR, replica="7"))
+            found = await service.replicas.admin(CacheCommand(CacheAction.CLEAR))
             assert sorted(found["replicas"]) == ["0", "1"] and found["cleared_pages"]["device"] > 0
             assert [(await service.ask(prompt, 5))[1] for prompt in cases] == [0] * 4
             with pytest.raises(ConfigError, match="one replica at a time"):
-                await service.replicas.admin(CacheOrder(CacheAction.ATTACH, url="file:///tmp/x?size=1GiB"))
+                await service.replicas.admin(CacheCommand(CacheAction.ATTACH, url="file:///tmp/x?size=1GiB"))
 
             # In place: one leaves before its successor starts, and nobody is turned away.
-            restart = asyncio.create_task(service.order(ReplicaAction.RESTART, drain_first=True))
+            restart = asyncio.create_task(service.command(ReplicaAction.RESTART, drain_first=True))
             await asyncio.sleep(0.05)
             with pytest.raises(ConfigError, match="being changed already"):
-                await service.order(ReplicaAction.SCALE, count=3)
+                await service.command(ReplicaAction.SCALE, count=3)
             while not restart.done():
                 assert len((await service.ask(cases[0], 10))[0]) == 10
             done = await restart

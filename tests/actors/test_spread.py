@@ -16,7 +16,7 @@ import ray
 from ray._private import state
 
 from actors.cluster import Cluster
-from raycache.types import CacheAction, CacheOrder, GenerateRequest, SamplingParams
+from raycache.types import CacheAction, CacheCommand, GenerateRequest, SamplingParams
 from tests.actors.serving import Service, serving
 from tests.oracle.golden import greedy
 
@@ -64,7 +64,7 @@ async def clear(service: Service, *tiers: str) -> None:
     """Forget what tiers hold, once no page is on its way: those are kept."""
     while (stats := await service.engine.stats()).pages_locked or stats.tiers["storage"]["open_orders"]:
         await asyncio.sleep(0.05)
-    await service.engine.admin(CacheOrder(CacheAction.CLEAR, tiers=tiers))
+    await service.engine.admin(CacheCommand(CacheAction.CLEAR, tiers=tiers))
 
 
 def kill_a_rank(node: str) -> None:

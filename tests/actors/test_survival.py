@@ -17,7 +17,7 @@ import pytest
 
 from actors.cluster import Cluster
 from raycache.errors import ConfigError, EngineStoppedError
-from raycache.types import CacheAction, CacheOrder
+from raycache.types import CacheAction, CacheCommand
 from tests.actors.serving import Service, serving
 
 _PAGE = 16
@@ -223,33 +223,33 @@ def test_another_owner_of_the_arena_goes_on_with_arena_and_storage(
     asyncio.run(asyncio.wait_for(run(), 200))
 
 
-def test_operators_orders_reach_decider_and_storage_and_outlive_the_engine(
+def test_operators_commands_reach_decider_and_storage_and_outlive_the_engine(
     cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
     async def run() -> None:
-        order = CacheOrder
+        command = CacheCommand
         async with serving(model, page_size=_PAGE, num_pages=64, host_memory="32MiB") as service:
             admin = service.engine.admin
             prompt = prompts(1, seed=7, shared=0, length=70)[0]
             with pytest.raises(ConfigError, match="attach one first"):
-                await admin(order(CacheAction.SCRUB))
-            assert await admin(order(CacheAction.ATTACH, url=f"file://{tmp_path}/store?size=64MiB")) == {
+                await admin(command(CacheAction.SCRUB))
+            assert await admin(command(CacheAction.ATTACH, url=f"file://{tmp_path}/store?size=64MiB")) == {
                 "storage": f"file:{tmp_path}/store"
             }
             await listen(service, prompt, 20, Heard(), temperature=0)
             stored = await figure_of(service, "stored", at_least=5)
-            await admin(order(CacheAction.RESIZE, size=32 << 20))
+            await admin(command(CacheAction.RESIZE, size=32 << 20))
             kill("EngineActor")
             await listen(service, prompts(1, seed=8)[0], 20, Heard(), temperature=0)
-            assert (await admin(order(CacheAction.SCRUB)))["checked"] >= stored
-            assert (await admin(order(CacheAction.STATUS)))["tiers"]["storage"]["bytes_limit"] == 32 << 20
+            assert (await admin(command(CacheAction.SCRUB)))["checked"] >= stored
+            assert (await admin(command(CacheAction.STATUS)))["tiers"]["storage"]["bytes_limit"] == 32 << 20
             facts = (await service.engine.info()).tiers["storage"]
             assert facts == {"name": f"file:{tmp_path}/store", "bytes": 32 << 20}
-            await admin(order(CacheAction.CLEAR, tiers=("device", "host")))
-            seen = await admin(order(CacheAction.INSPECT, prompt=tuple(prompt)))
+            await admin(command(CacheAction.CLEAR, tiers=("device", "host")))
+            seen = await admin(command(CacheAction.INSPECT, prompt=tuple(prompt)))
             assert seen["tiers"] == {"device": 0, "host": 0, "storage": 4 * _PAGE}
-            await admin(order(CacheAction.DETACH))
-            seen = await admin(order(CacheAction.INSPECT, prompt=tuple(prompt)))
+            await admin(command(CacheAction.DETACH))
+            seen = await admin(command(CacheAction.INSPECT, prompt=tuple(prompt)))
             assert seen["tiers"] == {"device": 0, "host": 0}
             await service.engine.check()
 
@@ -261,7 +261,7 @@ def test_a_service_without_a_host_tier_says_what_storage_needs(cluster: Cluster,
         async with serving(model, page_size=_PAGE, num_pages=64) as service:
             for kind in (CacheAction.ATTACH, CacheAction.DETACH, CacheAction.RESIZE, CacheAction.SCRUB):
                 with pytest.raises(ConfigError, match="host tier"):
-                    await service.engine.admin(CacheOrder(kind, url="file:///tmp/x?size=1GiB", size=1))
-            assert (await service.engine.admin(CacheOrder(CacheAction.CLEAR)))["cleared_pages"] == {"device": 0}
+                    await service.engine.admin(CacheCommand(kind, url="file:///tmp/x?size=1GiB", size=1))
+            assert (await service.engine.admin(CacheCommand(CacheAction.CLEAR)))["cleared_pages"] == {"device": 0}
 
     asyncio.run(asyncio.wait_for(run(), 100))

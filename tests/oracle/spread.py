@@ -19,7 +19,7 @@ from raycache.host.directory import SHARED_MEMORY, new_name
 from raycache.host.link import HostLink
 from raycache.host.nodes import are_all_gone, open_all, work_on_all
 from raycache.host.service import HostService, Opened
-from raycache.types import CacheAction, CacheOrder, GenerateRequest, RequestOutput, SamplingParams
+from raycache.types import CacheAction, CacheCommand, GenerateRequest, RequestOutput, SamplingParams
 
 _TIMEOUT_S = 120.0
 _numbers = itertools.count()
@@ -53,7 +53,7 @@ class Spread:
 
     def clear(self, *tiers: str) -> None:
         """Forget what tiers hold."""
-        self.engine.admin(CacheOrder(CacheAction.CLEAR, tiers=tiers))
+        self.engine.admin(CacheCommand(CacheAction.CLEAR, tiers=tiers))
 
 
 @contextmanager

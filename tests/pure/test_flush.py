@@ -12,7 +12,7 @@ import pytest
 from raycache.cache.host_moves import WritePolicy
 from raycache.errors import ConfigError
 from raycache.memory.component import FULL
-from raycache.types import CacheAction, CacheOrder, GenerateRequest, SamplingParams
+from raycache.types import CacheAction, CacheCommand, GenerateRequest, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
 from tests.oracle.twin import VOCAB
 from tests.oracle.twin_storage import StorageTrouble
@@ -33,13 +33,13 @@ def tiers_of(kind: str = "dense", **values: object) -> Tiered:
 
 
 def flush(tiers: Tiered, *, timeout_s: float = 1000.0) -> Mapping[str, Any]:
-    answer = tiers.engine.admin(CacheOrder(CacheAction.FLUSH, timeout_s=timeout_s))
+    answer = tiers.engine.admin(CacheCommand(CacheAction.FLUSH, timeout_s=timeout_s))
     tiers.settle()
     return answer.result(0)
 
 
 def start_storage(tiers: Tiered) -> None:
-    tiers.engine.admin(CacheOrder(CacheAction.ATTACH)).result(0)
+    tiers.engine.admin(CacheCommand(CacheAction.ATTACH)).result(0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +87,7 @@ def test_requests_run_while_it_goes_on_and_what_they_leave_is_stored_too() -> No
     tiers = tiers_of(policy=WritePolicy.BACK, storage_trouble=StorageTrouble(most_ticks=6))
     for prompt in PROMPTS[:5]:
         tiers.ask(prompt)
-    answer = tiers.engine.admin(CacheOrder(CacheAction.FLUSH, timeout_s=1000.0))
+    answer = tiers.engine.admin(CacheCommand(CacheAction.FLUSH, timeout_s=1000.0))
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3)
     for i, prompt in enumerate(PROMPTS[5:]):
         tiers.engine.add(GenerateRequest(f"r{i}", prompt, sampling))
@@ -102,7 +102,7 @@ def test_a_storage_that_hangs_costs_no_more_than_the_time_given() -> None:
     for prompt in PROMPTS:
         tiers.ask(prompt)
     tiers.storage.trouble = SLOW
-    answer = tiers.engine.admin(CacheOrder(CacheAction.FLUSH, timeout_s=0.2))
+    answer = tiers.engine.admin(CacheCommand(CacheAction.FLUSH, timeout_s=0.2))
     while not answer.done():
         tiers.engine.step()
     done = answer.result(0)
@@ -126,7 +126,7 @@ def test_a_gang_that_is_lost_meanwhile_and_any_trouble_leave_nothing_locked(kind
         tiers = tiers_of(kind, policy=WritePolicy.BACK, host_pages=40, storage_trouble=trouble, seed=seed)
         for prompt in PROMPTS:
             tiers.ask(prompt)
-        answer = tiers.engine.admin(CacheOrder(CacheAction.FLUSH, timeout_s=1000.0))
+        answer = tiers.engine.admin(CacheCommand(CacheAction.FLUSH, timeout_s=1000.0))
         for _ in range(seed):
             tiers.engine.step()
         tiers.start_gang()
@@ -141,12 +141,12 @@ def test_a_storage_that_is_emptied_gets_nothing_that_was_ordered_before() -> Non
     tiers = tiers_of(policy=WritePolicy.BACK, storage_trouble=StorageTrouble(most_ticks=300))
     for prompt in PROMPTS:
         tiers.ask(prompt)
-    tiers.engine.admin(CacheOrder(CacheAction.FLUSH, timeout_s=1000.0))
+    tiers.engine.admin(CacheCommand(CacheAction.FLUSH, timeout_s=1000.0))
     while not tiers.storage_tier.open_persists:
         tiers.engine.step()
     waiting = [turn for turn in tiers.lanes._turns if turn.begins_in >= 0]
     assert waiting
-    tiers.engine.admin(CacheOrder(CacheAction.CLEAR, tiers=("storage",))).result(0)
+    tiers.engine.admin(CacheCommand(CacheAction.CLEAR, tiers=("storage",))).result(0)
     units = {unit.digest for turn in waiting for unit in turn.order.units if unit.space == FULL}
     left = {unit.digest for turn in tiers.lanes._turns for unit in turn.order.units}
     assert not units & left
@@ -156,4 +156,4 @@ def test_a_storage_that_is_emptied_gets_nothing_that_was_ordered_before() -> Non
 
 def test_there_is_nothing_to_flush_to_without_a_storage() -> None:
     with pytest.raises(ConfigError, match="attach one first"):
-        tiers_of(has_storage=False).engine.admin(CacheOrder(CacheAction.FLUSH, timeout_s=1.0))
+        tiers_of(has_storage=False).engine.admin(CacheCommand(CacheAction.FLUSH, timeout_s=1.0))

@@ -12,7 +12,7 @@ from raycache.cache.host_moves import WritePolicy
 from raycache.cache.storage_orders import OrderKind, StorageAnswer, StorageOrder
 from raycache.cache.storage_tier import Waiting
 from raycache.memory.component import FULL
-from raycache.types import CacheAction, CacheOrder, FinishReason, GenerateRequest, RequestOutput, SamplingParams
+from raycache.types import CacheAction, CacheCommand, FinishReason, GenerateRequest, RequestOutput, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
 from tests.oracle.twin import VOCAB
 from tests.oracle.twin_storage import StorageTrouble
@@ -174,10 +174,10 @@ def test_a_prefetch_takes_no_more_of_the_host_than_its_share() -> None:
 
 def test_a_storage_that_is_detached_is_not_asked_and_gets_nothing() -> None:
     tiers = stored()
-    tiers.engine.admin(CacheOrder(CacheAction.DETACH))
+    tiers.engine.admin(CacheCommand(CacheAction.DETACH))
     orders = orders_of(tiers)
     assert tiers.ask(PROMPT).cached_by_tier == {} and orders == []
-    tiers.engine.admin(CacheOrder(CacheAction.ATTACH))
+    tiers.engine.admin(CacheCommand(CacheAction.ATTACH))
     tiers.forget("device", "host")
     assert tiers.ask(PROMPT).cached_by_tier == {"storage": 84}
 
@@ -206,7 +206,7 @@ def test_after_everything_stopped_the_storage_hits(policy: WritePolicy) -> None:
 
 
 def attach(tiers: Tiered, kind: CacheAction) -> None:
-    tiers.engine.admin(CacheOrder(kind)).result(5)
+    tiers.engine.admin(CacheCommand(kind)).result(5)
 
 
 def test_a_storage_that_is_attached_later_gets_the_begin_of_what_grows() -> None:

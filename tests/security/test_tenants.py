@@ -66,7 +66,7 @@ def test_a_key_opens_what_its_rights_say(engine: ScriptedEngine, tokenizer: Toke
                 assert (await client.get(path)).status_code == 200
             refused = await client.post("/cache/clear", json={}, headers=header(_ALICE))
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_right")
-        assert engine.orders and all(order.kind == "status" for order in engine.orders)
+        assert engine.commands and all(command.kind == "status" for command in engine.commands)
 
     run(scenario())
 
@@ -101,7 +101,7 @@ def test_salts_divide_within_a_tenant_and_never_reach_another(
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 
     def seen() -> str:
-        return engine.orders[-1].cache_salt if "cache" in path else engine.requests[-1].cache_salt
+        return engine.commands[-1].cache_salt if "cache" in path else engine.requests[-1].cache_salt
 
     async def scenario() -> None:
         lines = line("alice", _ALICE, "admin") + line("bob", _BOB, "admin")
@@ -251,7 +251,7 @@ def test_the_command_makes_keys_that_work(
     run(scenario())
 
 
-def test_orders_without_keys_come_from_this_machines_commands_only(
+def test_commands_without_keys_come_from_this_machines_programs_only(
     engine: ScriptedEngine, tokenizer: Tokenizer
 ) -> None:
     async def scenario() -> None:

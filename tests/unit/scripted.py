@@ -16,7 +16,7 @@ from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RayCacheError
 from raycache.types import (
-    CacheOrder,
+    CacheCommand,
     EngineInfo,
     EngineStats,
     FinishReason,
@@ -44,8 +44,8 @@ class ScriptedEngine:
         self.cancelled: list[str] = []
         self.reuse: dict[str, Any] = {}  # more fields of every output
         self.figures: dict[str, Any] = {}  # more fields of the stats
-        self.orders: list[CacheOrder] = []
-        self.answer: Mapping[str, Any] | RayCacheError = {}  # to all orders
+        self.commands: list[CacheCommand] = []
+        self.answer: Mapping[str, Any] | RayCacheError = {}  # to all commands
 
     async def info(self) -> EngineInfo:
         return EngineInfo(
@@ -59,8 +59,8 @@ class ScriptedEngine:
             steps=7, running=len(self.running), finished={"stop": 3}, pages_total=64, pages_free=64, **self.figures
         )
 
-    async def admin(self, order: CacheOrder) -> Mapping[str, Any]:
-        self.orders.append(order)
+    async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
+        self.commands.append(command)
         if isinstance(self.answer, RayCacheError):
             raise self.answer
         return self.answer

@@ -15,7 +15,7 @@ from launch.cli.cache import summary
 from launch.cli.main import main
 from raycache.api.tokenizer import Tokenizer
 from raycache.errors import ConfigError
-from raycache.types import CacheAction, CacheOrder
+from raycache.types import CacheAction, CacheCommand
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine, over_port, run
 
@@ -63,26 +63,26 @@ def order(engine: ScriptedEngine, tokenizer: Tokenizer) -> Order:
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["attach", "redis://h:1/0"], CacheOrder(CacheAction.ATTACH, url="redis://h:1/0")),
-        (["attach", "file:///d", "--size", "1KiB"], CacheOrder(CacheAction.ATTACH, url="file:///d?size=1024")),
-        (["detach"], CacheOrder(CacheAction.DETACH)),
-        (["clear"], CacheOrder(CacheAction.CLEAR, tiers=("device", "host", "storage"))),
-        (["clear", "--tier", "host", "--tier", "device"], CacheOrder(CacheAction.CLEAR, tiers=("host", "device"))),
-        (["resize", "2MiB"], CacheOrder(CacheAction.RESIZE, size=2**21)),
-        (["scrub"], CacheOrder(CacheAction.SCRUB, timeout_s=600.0)),
-        (["flush"], CacheOrder(CacheAction.FLUSH, timeout_s=600.0)),
-        (["flush", "--timeout-s", "5"], CacheOrder(CacheAction.FLUSH, timeout_s=5.0)),
+        (["attach", "redis://h:1/0"], CacheCommand(CacheAction.ATTACH, url="redis://h:1/0")),
+        (["attach", "file:///d", "--size", "1KiB"], CacheCommand(CacheAction.ATTACH, url="file:///d?size=1024")),
+        (["detach"], CacheCommand(CacheAction.DETACH)),
+        (["clear"], CacheCommand(CacheAction.CLEAR, tiers=("device", "host", "storage"))),
+        (["clear", "--tier", "host", "--tier", "device"], CacheCommand(CacheAction.CLEAR, tiers=("host", "device"))),
+        (["resize", "2MiB"], CacheCommand(CacheAction.RESIZE, size=2**21)),
+        (["scrub"], CacheCommand(CacheAction.SCRUB, timeout_s=600.0)),
+        (["flush"], CacheCommand(CacheAction.FLUSH, timeout_s=600.0)),
+        (["flush", "--timeout-s", "5"], CacheCommand(CacheAction.FLUSH, timeout_s=5.0)),
     ],
 )
-def test_an_order_reaches_the_engine(
+def test_a_command_reaches_the_engine(
     engine: ScriptedEngine,
     order: Order,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
-    wanted: CacheOrder,
+    wanted: CacheCommand,
 ) -> None:
     assert order(*arguments) == 0
-    assert engine.orders == [wanted] and capsys.readouterr().out == "done\n"
+    assert engine.commands == [wanted] and capsys.readouterr().out == "done\n"
 
 
 def test_an_inspected_prompt_is_text_a_file_or_a_request(
@@ -96,9 +96,9 @@ def test_an_inspected_prompt_is_text_a_file_or_a_request(
     assert order("inspect", "--file", str(text)) == 0
     assert order("inspect", "--file", str(request)) == 0
     prompts = [tuple(tokenizer.encode(text, add_special_tokens=True)) for text in ("Hello", "Grüße\n")]
-    assert [one.prompt for one in engine.orders[:2]] == prompts
-    assert tokenizer.decode(engine.orders[2].prompt, skip_special_tokens=False).startswith("<|im_start|>user\nHi")
-    assert [one.cache_salt for one in engine.orders] == ["s", "", "t"]
+    assert [one.prompt for one in engine.commands[:2]] == prompts
+    assert tokenizer.decode(engine.commands[2].prompt, skip_special_tokens=False).startswith("<|im_start|>user\nHi")
+    assert [one.cache_salt for one in engine.commands] == ["s", "", "t"]
 
 
 def test_inspect_prints_what_each_tier_would_hit_and_why_not_more(
@@ -184,7 +184,7 @@ def test_the_key_comes_from_the_flag_or_the_environment(
     engine: ScriptedEngine, order: Order, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert order("scrub", api_key="secret") == 2
-    assert "set RAYCACHE_API_KEY" in capsys.readouterr().err and engine.orders == []
+    assert "set RAYCACHE_API_KEY" in capsys.readouterr().err and engine.commands == []
     assert order("scrub", "--api-key", "secret", api_key="secret") == 0
     monkeypatch.setenv("RAYCACHE_API_KEY", "secret")
     assert order("scrub", api_key="secret") == 0
@@ -203,7 +203,7 @@ def test_without_an_endpoint_the_only_service_is_asked(
     assert main(["cache", "scrub"]) == 2
     assert "no service runs on this machine; name one with --endpoint" in capsys.readouterr().err
     run(scenario())
-    assert len(engine.orders) == 1 and "several services run here" in capsys.readouterr().err
+    assert len(engine.commands) == 1 and "several services run here" in capsys.readouterr().err
 
 
 def test_a_server_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:

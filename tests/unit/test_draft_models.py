@@ -14,7 +14,7 @@ import pytest
 
 from raycache.decider.drafts import Luck
 from raycache.llm import LLM
-from raycache.types import CacheAction, CacheOrder, SamplingParams
+from raycache.types import CacheAction, CacheCommand, SamplingParams
 from tests.oracle.draft_models import (
     Eagle,
     Eagle3,
@@ -294,7 +294,7 @@ def test_what_the_draft_keeps_comes_back_from_the_host(pairs: dict[str, Pair], n
         texts = complete(llm, PROMPTS)
         cold = dict(rows)
         rows.clear()
-        llm.cache(CacheOrder(CacheAction.CLEAR, tiers=("device",)))
+        llm.cache(CacheCommand(CacheAction.CLEAR, tiers=("device",)))
         assert complete(llm, PROMPTS) == texts
         assert llm.stats().cached_by_tier["host"] > 0 and rows == cold
         check_guesses(pairs[name], rows)

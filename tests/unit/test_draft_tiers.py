@@ -12,7 +12,7 @@ from raycache.memory.component import CacheFormat
 from raycache.models.base import components
 from raycache.parallel.board import AckBoard
 from raycache.rank.runner import RankRunner, Seat
-from raycache.types import CacheAction, CacheOrder
+from raycache.types import CacheAction, CacheCommand
 from tests.unit.test_draft_models import (
     PAIRS,
     PROMPTS,
@@ -25,7 +25,7 @@ from tests.unit.test_draft_models import (
 
 
 def clear(llm: LLM, *tiers: str) -> None:
-    llm.cache(CacheOrder(CacheAction.CLEAR, tiers=tiers))
+    llm.cache(CacheCommand(CacheAction.CLEAR, tiers=tiers))
 
 
 def rebuild(llm: LLM) -> None:

@@ -11,7 +11,7 @@ from raycache.cache.storage_orders import Fetch, OrderKind, StorageAnswer, Stora
 from raycache.cache.storage_tier import Waiting
 from raycache.decider.hits import Hits
 from raycache.decider.request import Request
-from raycache.types import CacheAction, CacheOrder, GenerateRequest, Miss, RequestOutput, SamplingParams
+from raycache.types import CacheAction, CacheCommand, GenerateRequest, Miss, RequestOutput, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
 from tests.oracle.twin import VOCAB
 from tests.oracle.twin_host import Trouble
@@ -243,7 +243,7 @@ def test_inspecting_a_prompt_says_how_far_each_tier_reaches() -> None:
     tiers.ask(PROMPT)
     tiers.forget("device", "host")
     tiers.ask(PROMPT[:18])
-    answer = tiers.engine.admin(CacheOrder(CacheAction.INSPECT, prompt=tuple(PROMPT)))
+    answer = tiers.engine.admin(CacheCommand(CacheAction.INSPECT, prompt=tuple(PROMPT)))
     tiers.settle()
     found = answer.result(timeout=0)
     assert found["tiers"] == {"device": 16, "host": 16, "storage": 28} and found["miss"] == Miss.NONE

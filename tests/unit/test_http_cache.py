@@ -1,4 +1,4 @@
-"""The cache as clients and operators see it over HTTP: salts, tiers and reasons in answers, orders, metrics."""
+"""The cache as clients and operators see it over HTTP: salts, tiers and reasons in answers, commands, metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.http.app import build_app
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError
-from raycache.types import CacheAction, CacheOrder, Miss
+from raycache.types import CacheAction, CacheCommand, Miss
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine, over_asgi, run
 
@@ -158,31 +158,31 @@ def test_several_prompts_have_their_cache_info_each(engine: ScriptedEngine, toke
     run(scenario())
 
 
-# --- orders
+# --- commands
 
 
 @pytest.mark.parametrize(
-    ("action", "body", "order"),
+    ("action", "body", "command"),
     [
-        ("attach", {"url": "redis://h:1/0"}, CacheOrder(CacheAction.ATTACH, url="redis://h:1/0")),
-        ("attach", {"url": "file:///d", "size": "2KiB"}, CacheOrder(CacheAction.ATTACH, url="file:///d?size=2048")),
-        ("attach", {"url": "file:///d?a=b", "size": 9}, CacheOrder(CacheAction.ATTACH, url="file:///d?a=b&size=9")),
-        ("detach", {}, CacheOrder(CacheAction.DETACH)),
-        ("scrub", {}, CacheOrder(CacheAction.SCRUB, timeout_s=3600.0)),
-        ("flush", {"timeout_s": 2}, CacheOrder(CacheAction.FLUSH, timeout_s=2.0)),
-        ("resize", {"size": "1.5GiB"}, CacheOrder(CacheAction.RESIZE, size=3 * 2**29)),
-        ("clear", {"tiers": ["storage", "host"]}, CacheOrder(CacheAction.CLEAR, tiers=("storage", "host"))),
-        ("clear", {}, CacheOrder(CacheAction.CLEAR, tiers=("device", "host", "storage"))),
-        ("inspect", {"prompt": [5, 6, 7]}, CacheOrder(CacheAction.INSPECT, prompt=(5, 6, 7))),
+        ("attach", {"url": "redis://h:1/0"}, CacheCommand(CacheAction.ATTACH, url="redis://h:1/0")),
+        ("attach", {"url": "file:///d", "size": "2KiB"}, CacheCommand(CacheAction.ATTACH, url="file:///d?size=2048")),
+        ("attach", {"url": "file:///d?a=b", "size": 9}, CacheCommand(CacheAction.ATTACH, url="file:///d?a=b&size=9")),
+        ("detach", {}, CacheCommand(CacheAction.DETACH)),
+        ("scrub", {}, CacheCommand(CacheAction.SCRUB, timeout_s=3600.0)),
+        ("flush", {"timeout_s": 2}, CacheCommand(CacheAction.FLUSH, timeout_s=2.0)),
+        ("resize", {"size": "1.5GiB"}, CacheCommand(CacheAction.RESIZE, size=3 * 2**29)),
+        ("clear", {"tiers": ["storage", "host"]}, CacheCommand(CacheAction.CLEAR, tiers=("storage", "host"))),
+        ("clear", {}, CacheCommand(CacheAction.CLEAR, tiers=("device", "host", "storage"))),
+        ("inspect", {"prompt": [5, 6, 7]}, CacheCommand(CacheAction.INSPECT, prompt=(5, 6, 7))),
         (
             "inspect",
             {"prompt": [[5, 6]], "cache_salt": "s", "n": 2, "model": "tiny"},
-            CacheOrder(CacheAction.INSPECT, prompt=(5, 6), cache_salt="s"),
+            CacheCommand(CacheAction.INSPECT, prompt=(5, 6), cache_salt="s"),
         ),
     ],
 )
-def test_an_order_reaches_the_engine_and_its_answer_the_operator(
-    engine: ScriptedEngine, tokenizer: Tokenizer, action: str, body: dict[str, Any], order: CacheOrder
+def test_a_command_reaches_the_engine_and_its_answer_the_operator(
+    engine: ScriptedEngine, tokenizer: Tokenizer, action: str, body: dict[str, Any], command: CacheCommand
 ) -> None:
     engine.answer = {"tiers": {"host": 7}, "miss": Miss.EVICTED_HOST}
 
@@ -192,7 +192,7 @@ def test_an_order_reaches_the_engine_and_its_answer_the_operator(
             assert (answer.status_code, answer.json()) == (200, {"tiers": {"host": 7}, "miss": "evicted_host"})
 
     run(scenario())
-    assert engine.orders == [order]
+    assert engine.commands == [command]
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_an_inspected_prompt_is_that_of_the_same_request(
             assert (await client.post("/cache/inspect", json=body)).status_code == 200
 
     run(scenario())
-    ((request,), (order,)) = engine.requests, engine.orders
-    assert (order.prompt, order.cache_salt) == (tuple(request.prompt), request.cache_salt)
+    ((request,), (command,)) = engine.requests, engine.commands
+    assert (command.prompt, command.cache_salt) == (tuple(request.prompt), request.cache_salt)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_an_inspected_prompt_is_that_of_the_same_request(
         ("status", {}, 404, "known: "),
     ],
 )
-def test_an_order_that_cannot_be_read_is_refused(
+def test_a_command_that_cannot_be_read_is_refused(
     engine: ScriptedEngine, tokenizer: Tokenizer, action: str, body: dict[str, Any], status: int, words: str
 ) -> None:
     async def scenario() -> None:
@@ -250,7 +250,7 @@ def test_an_order_that_cannot_be_read_is_refused(
         assert words in answer.json()["error"]["message"]
 
     run(scenario())
-    assert engine.orders == []
+    assert engine.commands == []
 
 
 def test_a_refusal_of_the_engine_is_told_to_the_operator(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
@@ -285,10 +285,10 @@ def test_the_cache_shows_its_settings_room_figures_and_warnings(engine: Scripted
         assert "hidden" not in answer.text
 
     run(scenario())
-    assert engine.orders == [CacheOrder(CacheAction.STATUS)]
+    assert engine.commands == [CacheCommand(CacheAction.STATUS)]
 
 
-def test_orders_need_the_key_and_a_body_of_json(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
+def test_commands_need_the_key_and_a_body_of_json(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     good = {"Authorization": f"Bearer {_KEY}"}
 
     async def scenario() -> None:
@@ -296,7 +296,7 @@ def test_orders_need_the_key_and_a_body_of_json(engine: ScriptedEngine, tokenize
             assert (await client.get("/cache")).status_code == 401
             assert (await client.post("/cache/detach", json={})).status_code == 401
             assert (await client.post("/cache/detach", headers=good)).status_code == 415
-            assert engine.orders == []
+            assert engine.commands == []
             assert (await client.get("/cache", headers=good)).status_code == 200
             assert (await client.post("/cache/detach", headers=good, json={})).status_code == 200
 
@@ -315,7 +315,7 @@ def test_orders_need_the_key_and_a_body_of_json(engine: ScriptedEngine, tokenize
         ("10.1.2.3", _KEY, 200),
     ],
 )
-def test_without_a_key_orders_are_taken_from_this_machine_only(
+def test_without_a_key_commands_are_taken_from_this_machine_only(
     engine: ScriptedEngine, tokenizer: Tokenizer, host: str, key: str, status: int
 ) -> None:
     async def scenario() -> None:
@@ -365,7 +365,7 @@ def test_metrics_tell_tiers_reasons_and_warnings(engine: ScriptedEngine, tokeniz
     run(scenario())
 
 
-def test_an_engine_that_is_stopped_takes_no_orders(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
+def test_an_engine_that_is_stopped_takes_no_commands(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     engine.answer = EngineStoppedError("the engine is stopped")
 
     async def scenario() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from raycache.errors import ConfigError, EngineStoppedError
 from raycache.llm import LLM
-from raycache.types import CacheAction, CacheOrder, Miss, SamplingParams
+from raycache.types import CacheAction, CacheCommand, Miss, SamplingParams
 from tests.matrix.trial import FixedPace
 from tests.oracle.tiny import make_tiny
 from tests.oracle.tiny_tokenizers import byte_level
@@ -40,7 +40,7 @@ def ask(llm: LLM) -> tuple[tuple[int, ...], dict[str, int], Miss]:
 
 
 def clear(llm: LLM, *tiers: str) -> None:
-    llm.cache(CacheOrder(CacheAction.CLEAR, tiers=tiers))
+    llm.cache(CacheCommand(CacheAction.CLEAR, tiers=tiers))
 
 
 def test_a_prefix_comes_from_the_first_tier_that_was_not_cleared(llm: LLM) -> None:
@@ -58,7 +58,7 @@ def test_a_prefix_comes_from_the_first_tier_that_was_not_cleared(llm: LLM) -> No
 def test_inspect_says_how_far_each_tier_reaches(llm: LLM) -> None:
     ask(llm)
     clear(llm, "device")
-    found = llm.cache(CacheOrder(CacheAction.INSPECT, prompt=tuple(PROMPT)))
+    found = llm.cache(CacheCommand(CacheAction.INSPECT, prompt=tuple(PROMPT)))
     assert found["tiers"] == {"device": 0, "host": PAGE * NUM_PAGES, "storage": PAGE * NUM_PAGES}
     assert found["prompt_tokens"] == len(PROMPT)
 
@@ -66,32 +66,32 @@ def test_inspect_says_how_far_each_tier_reaches(llm: LLM) -> None:
 def test_a_storage_is_attached_and_detached_while_requests_come(llm: LLM, tmp_path: Path) -> None:
     llm.engine._scheduler.costs.compute = FixedPace()  # or computing is found to be faster now and then
     expected, *_ = ask(llm)
-    assert llm.cache(CacheOrder(CacheAction.DETACH)) == {"detached": f"file:{tmp_path}/first"}
+    assert llm.cache(CacheCommand(CacheAction.DETACH)) == {"detached": f"file:{tmp_path}/first"}
     clear(llm, "device", "host")
     assert ask(llm)[:2] == (expected, {})
-    llm.cache(CacheOrder(CacheAction.ATTACH, url=f"file://{tmp_path}/second?size=4MiB"))
+    llm.cache(CacheCommand(CacheAction.ATTACH, url=f"file://{tmp_path}/second?size=4MiB"))
     clear(llm, "device", "host")
     assert ask(llm)[:2] == (expected, {}), "the second storage is empty"
-    llm.cache(CacheOrder(CacheAction.ATTACH, url=f"file://{tmp_path}/first?size=4MiB"))
+    llm.cache(CacheCommand(CacheAction.ATTACH, url=f"file://{tmp_path}/first?size=4MiB"))
     clear(llm, "device", "host")
     assert ask(llm)[:2] == (expected, {"storage": PAGE * NUM_PAGES}), "the first one has kept what it had"
 
 
 def test_status_resize_and_scrub_tell_what_is_stored(llm: LLM) -> None:
     ask(llm)
-    assert llm.cache(CacheOrder(CacheAction.RESIZE, size=2 << 20)) == {"bytes_limit": 2 << 20}
-    tiers = llm.cache(CacheOrder(CacheAction.STATUS))["tiers"]
+    assert llm.cache(CacheCommand(CacheAction.RESIZE, size=2 << 20)) == {"bytes_limit": 2 << 20}
+    tiers = llm.cache(CacheCommand(CacheAction.STATUS))["tiers"]
     assert tiers["storage"]["bytes_limit"] == 2 << 20
     assert tiers["host"]["pages_cached"] == tiers["storage"]["objects"] == NUM_PAGES
-    assert llm.cache(CacheOrder(CacheAction.SCRUB))["checked"] == NUM_PAGES
+    assert llm.cache(CacheCommand(CacheAction.SCRUB))["checked"] == NUM_PAGES
 
 
 def test_what_needs_a_tier_that_is_not_there_is_refused(model: str, tmp_path: Path) -> None:
     with LLM(model, device="cpu", page_size=PAGE, num_pages=40) as without:
         with pytest.raises(ConfigError, match="needs a host tier"):
-            without.cache(CacheOrder(CacheAction.ATTACH, url=f"file://{tmp_path}/x?size=4MiB"))
+            without.cache(CacheCommand(CacheAction.ATTACH, url=f"file://{tmp_path}/x?size=4MiB"))
         with pytest.raises(ConfigError, match="needs a host tier"):
-            without.cache(CacheOrder(CacheAction.SCRUB))
-        assert without.cache(CacheOrder(CacheAction.CLEAR))["cleared_pages"] == {"device": 0}
+            without.cache(CacheCommand(CacheAction.SCRUB))
+        assert without.cache(CacheCommand(CacheAction.CLEAR))["cleared_pages"] == {"device": 0}
     with pytest.raises(EngineStoppedError):
-        without.cache(CacheOrder(CacheAction.STATUS))
+        without.cache(CacheCommand(CacheAction.STATUS))

@@ -1,4 +1,4 @@
-"""Orders to replicas over HTTP and from the command line, what replicas cannot share, and figures of several."""
+"""Commands to replicas over HTTP and from the command line, what replicas cannot share, and figures of several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launch.cli.main import main
 from launch.http.app import build_app
 from launch.http.replicas import ReplicasApi
 from launch.http.serve import bind, serve
-from raycache.api.replicas import ReplicaAction, ReplicaOrder
+from raycache.api.replicas import ReplicaAction, ReplicaCommand
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import ConfigError
@@ -32,14 +32,14 @@ ROWS = [{"name": "0", "state": "serving", "requests": 2, "work_tokens": 1200}]
 
 
 class ScriptedReplicas:
-    """Notes orders and answers with what it was told to."""
+    """Notes commands and answers with what it was told to."""
 
     def __init__(self) -> None:
-        self.orders: list[ReplicaOrder] = []
+        self.commands: list[ReplicaCommand] = []
         self.answer: Mapping[str, Any] | ConfigError = {"wanted": 1, "routing": "prefix", "replicas": ROWS}
 
-    async def order(self, order: ReplicaOrder) -> Mapping[str, Any]:
-        self.orders.append(order)
+    async def carry_out(self, command: ReplicaCommand) -> Mapping[str, Any]:
+        self.commands.append(command)
         if isinstance(self.answer, ConfigError):
             raise self.answer
         return self.answer
@@ -72,18 +72,18 @@ def ask(
 @pytest.mark.parametrize(
     ("path", "body", "wanted"),
     [
-        ("scale", {"count": 3}, ReplicaOrder(ReplicaAction.SCALE, count=3)),
-        ("restart", {}, ReplicaOrder(ReplicaAction.RESTART)),
-        ("restart", {"drain_first": True}, ReplicaOrder(ReplicaAction.RESTART, drain_first=True)),
+        ("scale", {"count": 3}, ReplicaCommand(ReplicaAction.SCALE, count=3)),
+        ("restart", {}, ReplicaCommand(ReplicaAction.RESTART)),
+        ("restart", {"drain_first": True}, ReplicaCommand(ReplicaAction.RESTART, drain_first=True)),
     ],
 )
-def test_an_order_is_read_and_its_answer_given(
-    tokenizer: Tokenizer, path: str, body: dict[str, Any], wanted: ReplicaOrder
+def test_a_command_is_read_and_its_answer_given(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], wanted: ReplicaCommand
 ) -> None:
     replicas = ScriptedReplicas()
     answer = ask(tokenizer, replicas, "POST", f"/replicas/{path}", body)
     assert answer.status_code == 200 and answer.json() == replicas.answer
-    assert replicas.orders == [wanted]
+    assert replicas.commands == [wanted]
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_an_order_is_read_and_its_answer_given(
         ("explode", {}, 404, "scale, restart"),
     ],
 )
-def test_a_bad_order_is_refused_and_nothing_done(
+def test_a_bad_command_is_refused_and_nothing_done(
     tokenizer: Tokenizer, path: str, body: dict[str, Any], status: int, says: str
 ) -> None:
     replicas = ScriptedReplicas()
     answer = ask(tokenizer, replicas, "POST", f"/replicas/{path}", body)
     assert answer.status_code == status and says in answer.text, answer.text
-    assert replicas.orders == []
+    assert replicas.commands == []
 
 
 def test_what_cannot_be_done_is_said(tokenizer: Tokenizer) -> None:
@@ -114,7 +114,7 @@ def test_what_cannot_be_done_is_said(tokenizer: Tokenizer) -> None:
     assert answer.status_code == 400 and "changed already" in answer.json()["error"]["message"]
 
 
-def test_orders_need_the_key_if_there_is_one(tokenizer: Tokenizer) -> None:
+def test_commands_need_the_key_if_there_is_one(tokenizer: Tokenizer) -> None:
     for method, path in (("GET", "/replicas"), ("POST", "/replicas/restart")):
         assert ask(tokenizer, ScriptedReplicas(), method, path, {}, api_key="secret").status_code == 401
 
@@ -142,9 +142,9 @@ def test_the_command_asks_a_running_server(tokenizer: Tokenizer, capsys: pytest.
     assert "started 2" in shown and "drained 1: 4 requests moved, persisted_pages 7" in shown
     assert asyncio.run(run("scale", "3", "--json")) == 0
     assert json.loads(capsys.readouterr().out)["drained"] == [drained]
-    assert replicas.orders[1:] == [
-        ReplicaOrder(ReplicaAction.RESTART, drain_first=True),
-        ReplicaOrder(ReplicaAction.SCALE, count=3),
+    assert replicas.commands[1:] == [
+        ReplicaCommand(ReplicaAction.RESTART, drain_first=True),
+        ReplicaCommand(ReplicaAction.SCALE, count=3),
     ]
 
 
