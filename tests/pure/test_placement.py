@@ -110,7 +110,8 @@ def test_nodes_of_one_nvlink_domain_go_before_fewer_nodes_and_those_of_one_kind_
 
 
 def cpus_of(nodes: list[Node], **settings: Any) -> Need:
-    return need_of(Config(device="cpu", **settings), device="cpu", nodes=nodes)
+    config = Config(device="cpu", **settings)
+    return need_of(config.split, replicas=config.replicas, device="cpu", nodes=nodes)
 
 
 def test_ranks_on_cpu_get_a_core_each_before_they_share() -> None:
@@ -162,7 +163,7 @@ def test_replicas_go_to_different_nodes_of_one_size() -> None:
     ],
 )
 def test_what_can_never_be_is_refused_with_what_there_is(split: dict[str, int], nodes: list[Node], said: str) -> None:
-    need = need_of(Config(device="cuda", **split), device="cuda", nodes=nodes)
+    need = need_of(Split(**split), replicas=1, device="cuda", nodes=nodes)
     with pytest.raises(ConfigError, match=said):
         refuse_impossible(need, nodes)
     assert plan(need, nodes) is None

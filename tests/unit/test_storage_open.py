@@ -92,7 +92,7 @@ def test_a_directory_is_named_by_its_url(tmp_path: Path) -> None:
 def test_a_missing_client_is_named_with_the_extra_that_brings_it(
     monkeypatch: pytest.MonkeyPatch, url: str, module: str, package: str
 ) -> None:
-    monkeypatch.delitem(sys.modules, f"raycache.cache.storage.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, f"raycache.storage.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"{package}.* pip install 'raycache\[storage\]'"):
         open_storage(url, timeout_s=1)
