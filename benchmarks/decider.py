@@ -46,8 +46,8 @@ from raycache.parallel.collectives import Group
 from raycache.parallel.context import DECIDER, Store, build_group
 from raycache.parallel.sharding import Split
 from raycache.types import EngineInfo, GenerateRequest, RequestOutput, SamplingParams
-from raycache.wire.control import answering_ranks, receive_plan, send_answer
-from raycache.wire.plan import RowResult, StepPlan, answer_lens, answer_width, read_answers
+from raycache.wire.control import receive_plan, result_ranks, send_result
+from raycache.wire.plan import RowResult, StepPlan, read_results, result_lens, result_width
 
 _HOST = "127.0.0.1"
 _PAGE_SIZE = 64
@@ -202,7 +202,7 @@ class EchoExecutor:
         self._spent.collected()
         answers = [answer(plan) for answer in self._answers]
         with self._spent.on("collect"):
-            return read_answers(plan, answers)
+            return read_results(plan, answers)
 
     def acks(self) -> Acks:
         return Acks()
@@ -224,8 +224,8 @@ class NullAnswers:
             len(row.tokens).to_bytes(4, "little") for row in plan.rows
         )
         if shape not in self._by_shape:
-            count = answer_lens(plan, cp_size=self._cp_size)[self._cp_rank]
-            self._by_shape[shape] = np.zeros((count, answer_width(plan)), np.int64)
+            count = result_lens(plan, cp_size=self._cp_size)[self._cp_rank]
+            self._by_shape[shape] = np.zeros((count, result_width(plan)), np.int64)
         return self._by_shape[shape]
 
 
@@ -261,7 +261,7 @@ def _run_null_rank(connection: Connection, invitation: Invitation, *, device_s: 
         invitation.handles["control"], member=seat.rank, epoch=1, host=_HOST, device=torch.device("cpu")
     )
     connection.send("joined")
-    answers = seat.rank in answering_ranks(split)
+    answers = seat.rank in result_ranks(split)
     answer = NullAnswers(cp_rank=split.coords(seat.rank).cp, cp_size=split.cp)
     is_last = False
     while not is_last:
@@ -270,7 +270,7 @@ def _run_null_rank(connection: Connection, invitation: Invitation, *, device_s: 
         if device_s:
             time.sleep(device_s)
         if answers and not is_last:
-            send_answer(plan, answer(plan), control)
+            send_result(plan, answer(plan), control)
         board.post(seat.rank, Lane.STEP, plan.step)
 
 

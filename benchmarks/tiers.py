@@ -5,7 +5,7 @@
 
     round:  [ recompute, device, host, file ... ]  [ recompute, device, host, object ... ]
 
-One engine in this process with all tiers. Before each timed prompt an operator's orders clear the tiers above the one
+One engine in this process with all tiers. Before each timed prompt an operator's commands clear the tiers above the one
 in question, so every way works on the same tokens, in turns; medians count. The object store is moto's S3 server, a
 process of its own on this machine: that is the price of the protocol, not of a network.
 

@@ -226,15 +226,15 @@ class SequenceCache:
         self.drop_load(holding)
 
     def make_room(
-        self, holding: Holding, start: int, stop: int, *, num_drafts: int = 0, num_guesses: int = 0
+        self, holding: Holding, start: int, stop: int, *, num_drafts: int = 0, num_next_drafts: int = 0
     ) -> Room | None:
         """Room for the tokens [start, stop) of a sequence; None, with nothing taken, if there is too little.
 
         What others could reuse is evicted for it. The last `num_drafts` tokens may turn out to be wrong; the sequence
-        goes on behind any of them then. A draft model guesses on `num_guesses` places more.
+        goes on behind any of them then. A draft model guesses on `num_next_drafts` places more.
         """
         next_len = stop - num_drafts
-        stop += num_guesses
+        stop += num_next_drafts
         missing = -(-stop // self.page_size) - len(holding.pages)
         if missing <= 0 and not self._shared:
             return _NO_ROOM_NEEDED  # nearly every decode step of a dense model

@@ -17,10 +17,12 @@ from raycache.decider.hits import explain
 from raycache.errors import ConfigError
 from raycache.types import TIERS, CacheAction, CacheCommand, EngineStats, Miss
 
-Answer = Future[Mapping[str, Any]]
+CommandResult = Future[Mapping[str, Any]]
 
 
-def carry_out(command: CacheCommand, cache: SequenceCache, *, stats: EngineStats, root: bytes, now: int) -> Answer:
+def carry_out(
+    command: CacheCommand, cache: SequenceCache, *, stats: EngineStats, root: bytes, now: int
+) -> CommandResult:
     """Do what the decider has to do for a command; the storage itself belongs to the owner of the host tier.
 
     Args:
@@ -69,7 +71,7 @@ def _clear(command: CacheCommand, cache: SequenceCache) -> dict[str, Any]:
     return {"cleared_pages": cleared}
 
 
-def _flush(command: CacheCommand, cache: SequenceCache) -> Answer:
+def _flush(command: CacheCommand, cache: SequenceCache) -> CommandResult:
     storage = _storage(cache)
     if not storage.is_attached:
         raise ConfigError("there is no storage tier to flush to; attach one first")
@@ -91,7 +93,7 @@ def _device(stats: EngineStats) -> dict[str, float]:
     return dict(zip(names, values, strict=True))
 
 
-def _inspect(command: CacheCommand, cache: SequenceCache, *, root: bytes, now: int) -> Answer:
+def _inspect(command: CacheCommand, cache: SequenceCache, *, root: bytes, now: int) -> CommandResult:
     """How far each tier reaches, the tiers above included, without changing what will be evicted first by much."""
     tokens = np.asarray(command.prompt, np.int32).tobytes()
     holding = cache.begin(tokens, is_matched=True, now=now, use=Use(root))
@@ -106,25 +108,25 @@ def _inspect(command: CacheCommand, cache: SequenceCache, *, root: bytes, now: i
     cache.end(holding, tokens, now=now)
     if cache.storage is None or not cache.storage.is_attached:
         return _done(_inspected(command, reached, miss, cut_by))
-    answer: Answer = Future()
+    result: CommandResult = Future()
 
     def take(stored: int | None) -> None:
         if stored is not None:
             reached["storage"] = max(cached, stored)
         is_all = reached.get("storage", cached) >= wanted
-        answer.set_result(
+        result.set_result(
             _inspected(command, reached, Miss.NONE if is_all and wanted else miss, "" if is_all else cut_by)
         )
 
     cache.storage.find(tokens, root=root, then=take)
-    return answer
+    return result
 
 
 def _inspected(command: CacheCommand, reached: Mapping[str, int], miss: Miss, cut_by: str) -> dict[str, Any]:
     return {"prompt_tokens": len(command.prompt), "tiers": dict(reached), "cut_by": cut_by, "miss": miss}
 
 
-def _done(found: Mapping[str, Any]) -> Answer:
-    answer: Answer = Future()
-    answer.set_result(found)
-    return answer
+def _done(found: Mapping[str, Any]) -> CommandResult:
+    result: CommandResult = Future()
+    result.set_result(found)
+    return result

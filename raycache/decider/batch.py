@@ -56,4 +56,4 @@ class Batch:
         self.budget -= row.num_tokens
         self.scored_budget -= row.num_targets + row.num_drafts
         self.draft_budget -= row.num_drafts
-        self.guess_budget -= row.num_guesses
+        self.guess_budget -= row.num_next_drafts

@@ -1,6 +1,6 @@
 """Rows with drafts: what is guessed at the tokens behind a row's own, and what became of it.
 
-    row       its own tokens, then drafts, which the decider knows; num_guesses are wanted of the ranks behind those
+    row       its own tokens, then drafts, which the decider knows; num_next_drafts are wanted of the ranks behind those
     result    a token behind the last own one, and one behind each draft
 
 Drafts are right up to the first that is not the token behind the one before it.
@@ -27,12 +27,12 @@ class Guessed:
 
     Attributes:
         drafts: packed.
-        num_guesses: that the ranks should make at what follows those.
+        num_next_drafts: that the ranks should make at what follows those.
         room: for the row's own tokens and all of it.
     """
 
     drafts: PackedTokens
-    num_guesses: int
+    num_next_drafts: int
     room: Room
 
 
@@ -56,20 +56,22 @@ class DraftedRows:
         """
         assert request.holding is not None, "running requests hold something of the cache"
         start = request.next_start
-        drafts, num_guesses = self._known(request, batch), 0
+        drafts, num_next_drafts = self._known(request, batch), 0
         num_drafts = len(drafts) // 4
         stop = start + count + num_drafts
         if self._drafts.are_told and request.num_next == count:
             useful = max(self._most(request, start + count + right) for right in range(num_drafts + 1))
             most = min(request.max_len - stop, batch.guess_budget, useful)
-            num_guesses = self._drafts.ask(request.luck, most=most)
-        if not num_drafts and not num_guesses:
+            num_next_drafts = self._drafts.ask(request.luck, most=most)
+        if not num_drafts and not num_next_drafts:
             return None
-        room = self._cache.make_room(request.holding, start, stop, num_drafts=num_drafts, num_guesses=num_guesses)
+        room = self._cache.make_room(
+            request.holding, start, stop, num_drafts=num_drafts, num_next_drafts=num_next_drafts
+        )
         if room is None:
             return None
-        batch.is_catching_up |= num_guesses > 0 and request.num_guesses == 0
-        return Guessed(drafts, num_guesses, room)
+        batch.is_catching_up |= num_next_drafts > 0 and request.num_next_drafts == 0
+        return Guessed(drafts, num_next_drafts, room)
 
     def take(self, request: Request, row: Row, result: RowResult) -> tuple[list[int], FinishReason | None]:
         """What a row adds to its request: tokens up to the first that a draft differs from, or that ends the output."""
@@ -102,7 +104,7 @@ class DraftedRows:
             return b""
         most = min(batch.draft_budget, batch.scored_budget, self._most(request, request.next_start))
         if self._drafts.are_told:
-            return b"" if request.is_in_flight else request.guesses[: 4 * max(most, 0)]
+            return b"" if request.is_in_flight else request.next_drafts[: 4 * max(most, 0)]
         if request.is_in_flight:
             request.luck.num_idle += 1
             return b""

@@ -102,10 +102,10 @@ class StepCosts:
         """Whether there were enough steps of either kind."""
         return min(self._plain.num_steps, self._drafted.num_steps) >= _LEAST_STEPS
 
-    def seconds(self, num_rows: int, num_guesses: int, *, num_passes: int = 0) -> float:
+    def seconds(self, num_rows: int, num_drafts: int, *, num_passes: int = 0) -> float:
         """Of a step in which so many rows have so many guesses each, once costs are known."""
-        if num_guesses:
-            return self._drafted.at(num_rows * (1 + num_guesses), num_passes)
+        if num_drafts:
+            return self._drafted.at(num_rows * (1 + num_drafts), num_passes)
         return self._plain.at(num_rows)
 
 
@@ -250,6 +250,6 @@ class Drafts:
         return best if self._trial is None else self._trial
 
 
-def _expected(share: float, num_guesses: int) -> float:
+def _expected(share: float, num_drafts: int) -> float:
     """Tokens of a row, each of whose guesses is right so often behind right ones."""
-    return sum(share**place for place in range(num_guesses + 1))
+    return sum(share**place for place in range(num_drafts + 1))

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from raycache.cache.holding import Use
 from raycache.cache.keys import Identity
-from raycache.decider.admin import Answer
+from raycache.decider.admin import CommandResult
 from raycache.decider.batch import Batch
 from raycache.decider.request import Request
 from raycache.decider.scheduler import Scheduler
@@ -202,7 +202,7 @@ class Engine:
             # One that was sent while another ran began when that one ended.
             num_tokens, took_s = sum(row.num_tokens for row in batch.rows), now_s - max(batch.start_s, self._collect_s)
             if batch.is_decode:
-                num_passes = max(row.num_guesses for row in batch.rows)
+                num_passes = max(row.num_next_drafts for row in batch.rows)
                 self._scheduler.drafts.costs.note(took_s, num_tokens, num_rows=len(batch.rows), num_passes=num_passes)
             elif self._scheduler.plans_ahead:
                 costs.compute.note(took_s, num_tokens)
@@ -220,8 +220,8 @@ class Engine:
         """Evict the least recently used page ("full") or restore point (a window or state space); False if none."""
         return self._scheduler.evict(space)
 
-    def admin(self, command: CacheCommand) -> Answer:
-        """Carry out an operator's command; the answer comes with the next steps.
+    def admin(self, command: CacheCommand) -> CommandResult:
+        """Carry out an operator's command; the result comes with the next steps.
 
         Raises:
             ConfigError: there is no such tier.

@@ -67,8 +67,8 @@ class Request:
         luck: of its drafts.
         num_drafts: in its last row.
         num_drafted, num_accepted: drafts that were checked, and those of them that were right.
-        guesses: packed, of the ranks' draft model at what follows its tokens.
-        num_guesses: wanted with its last row.
+        next_drafts: packed, what the ranks' draft model says follows its tokens.
+        num_next_drafts: wanted with its last row.
         uncounted: packed drafts that were accepted, and that the ranks' penalties do not know of.
         prompt_scores: log-probabilities of the prompt's tokens found so far, if wanted; from the second token on.
     """
@@ -106,8 +106,8 @@ class Request:
     num_drafted: int = 0
     num_accepted: int = 0
     uncounted: bytes = b""
-    guesses: PackedTokens = b""
-    num_guesses: int = 0
+    next_drafts: PackedTokens = b""
+    num_next_drafts: int = 0
 
     @classmethod
     def create(cls, request: GenerateRequest, *, seed: int, arrival: int, now_s: float, max_model_len: int) -> Request:
@@ -195,18 +195,18 @@ class Request:
         wanted = (sampling.logprobs, sampling.prompt_logprobs if self.is_scored else None)
         return [top for top in wanted if top is not None]
 
-    def next_row(self, count: int, room: Room, drafts: PackedTokens = b"", *, num_guesses: int = 0) -> Row:
+    def next_row(self, count: int, room: Room, drafts: PackedTokens = b"", *, num_next_drafts: int = 0) -> Row:
         """Its next tokens for a plan.
 
         Args:
             count: of tokens, at most `num_next`.
             room: for them, and for the drafts.
             drafts: packed guesses at what follows them.
-            num_guesses: wanted at what follows those.
+            num_next_drafts: wanted at what follows those.
         """
         start, is_fed = self.next_start, self.is_fed
         is_sampled = start + count >= self.num_tokens
-        self.num_planned, self.num_drafts, self.num_guesses = start + count, len(drafts) // 4, num_guesses
+        self.num_planned, self.num_drafts, self.num_next_drafts = start + count, len(drafts) // 4, num_next_drafts
         targets = b""
         if self.is_scored:
             targets = self.packed(start + 1, min(start + 1 + count, self.prompt_len))
@@ -224,7 +224,7 @@ class Request:
             num_drafts=self.num_drafts,
             draft_states=room.draft_states,
             accepted=accepted if self.sampling.has_penalties else b"",
-            num_guesses=num_guesses,
+            num_next_drafts=num_next_drafts,
             next_token=-1 if is_sampled else self._token(start + count),
         )
 

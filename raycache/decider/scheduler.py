@@ -33,7 +33,7 @@ import numpy as np
 
 from raycache.cache.holding import Room
 from raycache.cache.sequences import SequenceCache
-from raycache.decider.admin import Answer, carry_out
+from raycache.decider.admin import CommandResult, carry_out
 from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.drafts import Drafts
@@ -252,7 +252,7 @@ class Scheduler:
             if not self._take_load(request, is_whole=is_whole, bad_load=acks.bad_load):
                 continue
             tokens, reason = self._drafted.take(request, row, result)
-            request.guesses = np.array(result.guesses, np.int32).tobytes()
+            request.next_drafts = np.array(result.next_drafts, np.int32).tobytes()
             request.num_computed = end + max(len(tokens) - 1, 0)
             if result.scores:
                 request.prompt_scores += [
@@ -288,7 +288,7 @@ class Scheduler:
         """See `SequenceCache.evict`."""
         return self._cache.evict(space)
 
-    def admin(self, command: CacheCommand, *, root: bytes) -> Answer:
+    def admin(self, command: CacheCommand, *, root: bytes) -> CommandResult:
         """See `Engine.admin`."""
         return carry_out(command, self._cache, stats=self.stats(), root=root, now=self._step)
 
@@ -349,7 +349,7 @@ class Scheduler:
             or request.holding.load is not None
             or (request.is_fed and (request.sampling.has_penalties or not request.sampling.is_greedy))
             or request.num_drafts > 0
-            or request.num_guesses > 0
+            or request.num_next_drafts > 0
             or (request.is_fed and self.drafts.wanted(request.luck) > 0)
             or self._is_more_loadable(request)
         )
@@ -394,7 +394,7 @@ class Scheduler:
         count = self._chunk_len(request, batch)
         guessed = self._drafted.guess(request, count, batch)
         if guessed is not None:
-            return request.next_row(count, guessed.room, guessed.drafts, num_guesses=guessed.num_guesses)
+            return request.next_row(count, guessed.room, guessed.drafts, num_next_drafts=guessed.num_next_drafts)
         room = self._reserve(request, count, batch)
         return None if room is None else request.next_row(count, room)
 
@@ -451,7 +451,7 @@ class Scheduler:
         self._release(request)
         if request.is_scored:
             request.prompt_scores.clear()
-        request.num_computed, request.guesses = 0, b""
+        request.num_computed, request.next_drafts = 0, b""
         self._waiting.push(request)
 
     # --- admission ----------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from raycache.parallel.relay import BoardReceiver
 from raycache.parallel.sharding import Split
 from raycache.rank.answer import PendingAnswer
 from raycache.rank.rank import Rank
-from raycache.wire.control import broadcast_plan, receive_answers
-from raycache.wire.plan import RowResult, StepPlan, read_answers
+from raycache.wire.control import broadcast_plan, receive_results
+from raycache.wire.plan import RowResult, StepPlan, read_results
 
 _BLAME_S = 1.0
 """How long to wait for the survivors of a lost gang to say that they lost a peer; who says nothing is to blame."""
@@ -44,7 +44,7 @@ class LocalExecutor:
     def collect(self, plan: StepPlan) -> list[RowResult]:
         started, answer = self._started.popleft()
         assert started is plan, "plans are collected in order"
-        return read_answers(plan, [answer.answer()])
+        return read_results(plan, [answer.answer()])
 
     def acks(self) -> Acks:
         return Acks() if self._board is None else self._board.acks()
@@ -97,11 +97,11 @@ class GangExecutor:
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         try:
-            answers = receive_answers(plan, self._control, split=self._split)
+            answers = receive_results(plan, self._control, split=self._split)
             self._sending.popleft()()
         except RankLostError as cause:
             raise self._blame(plan.step, cause.cause) from cause
-        return read_answers(plan, answers)
+        return read_results(plan, answers)
 
     def acks(self) -> Acks:
         if any(receiver.is_over for receiver in self._receivers):

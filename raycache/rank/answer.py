@@ -12,7 +12,7 @@ class PendingAnswer:
     """The answer to one plan.
 
     Args:
-        numbers: int64 [answer_len, answer_width], on the rank's device.
+        numbers: int64 [result_len, result_width], on the rank's device.
     """
 
     def __init__(self, numbers: Tensor) -> None:

@@ -37,7 +37,7 @@ from raycache.rank.sampler import SampleRow, sample
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
 from raycache.types import PackedTokens
-from raycache.wire.plan import UNKNOWN, Row, StepPlan, emissions, guessing, local_positions
+from raycache.wire.plan import UNKNOWN, Row, StepPlan, drafting_rows, emissions, local_positions
 
 Wish = Callable[[Row, int], SampleRow]
 """How a row's slot samples the token so many places behind the first that the row samples."""
@@ -134,10 +134,10 @@ class Guesser:
             step: of the target.
             wish: of its rows.
         Returns:
-            int64, of this cp rank's rows in the order of `guessing`, all guesses of one behind each other.
+            int64, of this cp rank's rows in the order of `drafting_rows`, all guesses of one behind each other.
         """
         plan, cp = step.plan, self.ctx.cp
-        in_turn = guessing(plan, cp_size=cp.size)
+        in_turn = drafting_rows(plan, cp_size=cp.size)
         if not in_turn[0]:
             self._follow(step)
             return step.tokens[:0]
@@ -153,14 +153,14 @@ class Guesser:
             guesses.append(ids)
         else:
             found, ids = emitted, self.ctx.on_device(np.array([place.token for place in mine], np.int64))
-        for turn in range(len(guesses), places[0].row.num_guesses):
-            left = [place for place in places if place.row.num_guesses > turn]
+        for turn in range(len(guesses), places[0].row.num_next_drafts):
+            left = [place for place in places if place.row.num_next_drafts > turn]
             count = len(left[cp.rank :: cp.size])
             features = found[:count] if self.model.num_features else None
             found = self._pass(self._next_plan(left, turn), ids[:count], features, step.tables)
             ids = self._choose(found, mine[:count], turn, wish)
             guesses.append(ids)
-        order = [(turn, i) for i, place in enumerate(mine) for turn in range(place.row.num_guesses)]
+        order = [(turn, i) for i, place in enumerate(mine) for turn in range(place.row.num_next_drafts)]
         return torch.cat([step.tokens[:0], *(guesses[turn][i : i + 1] for turn, i in order)])
 
     def record(self, sizes: Sequence[int], *, target: DecodeGraphs, target_sizes: Sequence[int]) -> int:
@@ -211,7 +211,7 @@ class Guesser:
             if start + len(missed) // 4 != row.start:
                 start, missed = row.start, b""  # pages were loaded since: the draft's rows are there
             is_page_end = (row.start + row.num_tokens) % self.pool.page_size == 0
-            if row.num_tokens == 1 and not row.num_guesses and not is_page_end:
+            if row.num_tokens == 1 and not row.num_next_drafts and not is_page_end:
                 self._missed[row.slot] = start, missed + row.tokens
             else:
                 rows.append(Row(row.slot, start, missed + row.tokens) if missed else row)

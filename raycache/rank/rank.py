@@ -30,7 +30,7 @@ from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, sample
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
 from raycache.types import SamplingParams
-from raycache.wire.plan import Admit, Row, StepPlan, answer_width, emissions
+from raycache.wire.plan import Admit, Row, StepPlan, emissions, result_width
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class Rank:
         """Run one step.
 
         Returns:
-            The answer, [answer_len, answer_width]; empty on ranks that are not of the last stage.
+            The answer, [result_len, result_width]; empty on ranks that are not of the last stage.
         """
         return self.start(plan).answer()
 
@@ -121,7 +121,7 @@ class Rank:
         """Give the device one step to do; on the CPU it is done on return."""
         done = self._run(plan)
         if done.logits is None:
-            return PendingAnswer(torch.empty((0, answer_width(plan)), dtype=torch.int64))
+            return PendingAnswer(torch.empty((0, result_width(plan)), dtype=torch.int64))
         return PendingAnswer(self._answer(plan, done))
 
     @torch.inference_mode()
@@ -209,7 +209,7 @@ class Rank:
         return hidden, run
 
     def _answer(self, plan: StepPlan, done: _Done) -> Tensor:
-        """What is sampled, scored and guessed, int64 [answer_len, answer_width]."""
+        """What is sampled, scored and guessed, int64 [result_len, result_width]."""
         logits = done.logits
         assert logits is not None, "the last stage answers"
         if plan.loads:

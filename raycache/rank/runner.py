@@ -48,7 +48,7 @@ from raycache.rank.last_tokens import LastTokens
 from raycache.rank.loading import load_weights, read_threads
 from raycache.rank.peak import measure_peak
 from raycache.rank.rank import Rank
-from raycache.wire.control import answering_ranks, receive_plan, send_answer
+from raycache.wire.control import receive_plan, result_ranks, send_result
 from raycache.wire.plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class RankRunner:
         self._board = AckBoard(board, num_ranks=split.world_size)
         self._sender = send_board(self._board, handles, rank=rank, epoch=epoch, host=host)
         self._ctx = ParallelContext.join(split, rank=rank, host=host, device=self._device, handles=handles, epoch=epoch)
-        self._is_answering = rank in answering_ranks(split)
+        self._is_answering = rank in result_ranks(split)
         self._board.post(rank, Lane.JOINED, 1)
 
     def load(self) -> int:
@@ -338,7 +338,7 @@ class RankRunner:
         while self._untold and self._untold[0][1].is_ready():
             plan, answer = self._untold.popleft()
             if self._is_answering and not plan.is_last:
-                send_answer(plan, answer.answer(), self._ctx.control)
+                send_result(plan, answer.answer(), self._ctx.control)
             self._board.post(self._seat.rank, Lane.STEP, plan.step)
         return bool(self._untold)
 

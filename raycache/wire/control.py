@@ -1,9 +1,8 @@
-"""The wire between decider and ranks: plans out by broadcast, answers back from the last stage.
+"""The wire between decider and ranks: plans out by broadcast, results back from the last stage.
 
 A plan is framed as [length: 8 bytes | msgpack]. A frame of FRAME bytes holds the plans of nearly all decode steps,
-so that one
-broadcast is enough; a longer plan is followed by a second broadcast with the rest, known from the length on all
-ranks alike.
+so that one broadcast is enough; a longer plan is followed by a second broadcast with the rest, which all ranks expect
+from the length.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from raycache.errors import RankLostError
 from raycache.parallel.collectives import Group
 from raycache.parallel.sharding import Coords, Split
-from raycache.wire.plan import StepPlan, answer_lens, answer_width
+from raycache.wire.plan import StepPlan, result_lens, result_width
 
 FRAME = 16 * 1024
 _POLL_S = 0.00002
@@ -30,10 +29,10 @@ def broadcast_plan(plan: StepPlan, control: Group) -> Callable[[], None]:
     """Start to send a plan to all ranks (decider's side).
 
     Does not wait: a rank takes a plan when it is done with the one before, and the last stage is only done when its
-    answer is taken, so a decider that waited here with several plans in flight would wait forever.
+    results are taken, so a decider that waited here with several plans in flight would wait forever.
 
     Returns:
-        To be called once the plan is answered: raises RankLostError if a rank did not take it.
+        To be called once the plan's results are there: raises RankLostError if a rank did not take it.
     """
     packed = plan.pack()
     frame = np.zeros(FRAME, np.uint8)
@@ -75,32 +74,32 @@ def receive_plan(control: Group, *, meanwhile: Callable[[], bool] = lambda: Fals
     return StepPlan.unpack(packed)
 
 
-def answering_ranks(split: Split) -> list[int]:
-    """World ranks that answer, by cp rank: the last stage's, first tp rank."""
+def result_ranks(split: Split) -> list[int]:
+    """World ranks that send results, by cp rank: the last stage's, first tp rank."""
     return [split.rank(Coords(pp=split.pp - 1, cp=cp, tp=0)) for cp in range(split.cp)]
 
 
-def send_answer(plan: StepPlan, answer: NDArray[np.int64], control: Group) -> None:
+def send_result(plan: StepPlan, result: NDArray[np.int64], control: Group) -> None:
     """Send what a cp rank found to the decider.
 
     Args:
-        plan: that was executed; its number goes first, so that even an empty answer tells that the step is done.
-        answer: [answer_len, answer_width].
+        plan: that was executed; its number goes first, so that even an empty result tells that the step is done.
+        result: [result_len, result_width].
     """
-    control.send(torch.from_numpy(np.concatenate([[plan.step], answer.reshape(-1)])), to=_DECIDER)
+    control.send(torch.from_numpy(np.concatenate([[plan.step], result.reshape(-1)])), to=_DECIDER)
 
 
-def receive_answers(plan: StepPlan, control: Group, *, split: Split) -> list[NDArray[np.int64]]:
-    """Wait for the answers of all cp ranks to a plan.
+def receive_results(plan: StepPlan, control: Group, *, split: Split) -> list[NDArray[np.int64]]:
+    """Wait for the results of all cp ranks to a plan.
 
     Raises:
-        RankLostError: a rank is gone, late, or answers another step.
+        RankLostError: a rank is gone, late, or sends the result of another step.
     """
-    answers = []
-    width = answer_width(plan)
-    for rank, count in zip(answering_ranks(split), answer_lens(plan, cp_size=split.cp), strict=True):
-        answer = control.recv(torch.empty(1 + count * width, dtype=torch.int64), source=rank + 1).numpy()
-        if answer[0] != plan.step:
-            raise RankLostError(rank, str(split.coords(rank)), plan.step, f"it answers step {answer[0]}")
-        answers.append(answer[1:].reshape(count, width))
-    return answers
+    results = []
+    width = result_width(plan)
+    for rank, count in zip(result_ranks(split), result_lens(plan, cp_size=split.cp), strict=True):
+        result = control.recv(torch.empty(1 + count * width, dtype=torch.int64), source=rank + 1).numpy()
+        if result[0] != plan.step:
+            raise RankLostError(rank, str(split.coords(rank)), plan.step, f"its result is of step {result[0]}")
+        results.append(result[1:].reshape(count, width))
+    return results

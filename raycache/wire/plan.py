@@ -1,4 +1,4 @@
-"""One numbered step: the only message from the decider to the ranks, and the answer to it.
+"""One numbered step: the only message from the decider to the ranks, and its results.
 
 The plan travels as msgpack. Ranks keep a table of slots (page table, sampling state), so a plan holds only what
 changed:
@@ -11,7 +11,7 @@ changed:
               slot 0: position 901, 1 token                         decode
               slot 5: position 77, fed                              decode, before its token is known here
               slot 6: position 40, 1 token and 3 drafts             decode, up to 4 tokens may come of it
-                      3 guesses                                     wanted at what follows those
+                      3 next drafts                                 wanted behind those, for the next row
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Row:
         read_state: slot of the recurrent states after `start` tokens, -1 at the beginning of a sequence.
         write_state: slot for the states after the last new token; may be the same. -1 when the model has none.
         is_fed: its one new token is the one that the plan before sampled for this slot; `tokens` is UNKNOWN.
-        num_drafts: how many of the new tokens, the last ones, are guesses. A token is sampled behind the last that is
-            none, and behind each guess.
-        draft_states: slots for the states after each guess; `write_state` then is for those after the last token that
-            is none. Empty when the model has none.
-        accepted: packed guesses of the row before that turned out to be right, where penalties count them.
-        num_guesses: tokens to guess behind the last one that is sampled and right, by the ranks' draft model. There is
-            room for as many, wherever that is.
+        num_drafts: how many of the new tokens, the last ones, are draft tokens. A token is sampled after the last that
+            is none, and after each draft token.
+        draft_states: slots for the states after each draft token; `write_state` then is for those after the last token
+            that is none. Empty when the model has none.
+        accepted: packed draft tokens of the row before that were accepted, where penalties count them.
+        num_next_drafts: tokens that the ranks' draft model should draft after the last accepted one. There are pages
+            for as many, wherever that is.
         next_token: what follows the last new token, where that is known; -1 where it is sampled. For draft models.
     """
 
@@ -104,7 +104,7 @@ class Row:
     num_drafts: int = 0
     draft_states: Sequence[int] = ()
     accepted: PackedTokens = b""
-    num_guesses: int = 0
+    num_next_drafts: int = 0
     next_token: int = -1
 
     @property
@@ -166,7 +166,7 @@ class StepPlan:
                 r.num_drafts,
                 list(r.draft_states),
                 bytes(r.accepted),
-                r.num_guesses,
+                r.num_next_drafts,
                 r.next_token,
             ]
             for r in self.rows
@@ -228,7 +228,7 @@ def emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, NDArray[np.int64]]]]:
-    """Per cp rank what its answer holds: (row, positions in the row), in order, without rows that give nothing."""
+    """Per cp rank what its result holds: (row, positions in the row), in order, without rows that give nothing."""
     found: list[list[tuple[int, NDArray[np.int64]]]] = [[] for _ in range(cp_size)]
     for i, row in enumerate(plan.rows):
         # A single token is on one rank only: decode batches are walked once and not once per rank.
@@ -240,17 +240,19 @@ def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, NDArray[n
     return found
 
 
-def guessing(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
-    """Per cp rank the rows whose next tokens it guesses, those with the most guesses first."""
-    rows = sorted((i for i, row in enumerate(plan.rows) if row.num_guesses), key=lambda i: -plan.rows[i].num_guesses)
+def drafting_rows(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
+    """Per cp rank the rows that it drafts the next tokens of, those with the most of them first."""
+    rows = sorted(
+        (i for i, row in enumerate(plan.rows) if row.num_next_drafts), key=lambda i: -plan.rows[i].num_next_drafts
+    )
     return [rows[rank::cp_size] for rank in range(cp_size)]
 
 
-def answer_lens(plan: StepPlan, *, cp_size: int) -> list[int]:
-    """Lines of the answer of each cp rank: one per emitted position, then one per guess."""
+def result_lens(plan: StepPlan, *, cp_size: int) -> list[int]:
+    """Lines of the result of each cp rank: one per emitted position, then one per next draft token."""
     emitted_counts = [sum(len(positions) for _, positions in places) for places in emissions(plan, cp_size=cp_size)]
-    guess_counts = [sum(plan.rows[i].num_guesses for i in rows) for rows in guessing(plan, cp_size=cp_size)]
-    return [sum(counts) for counts in zip(emitted_counts, guess_counts, strict=True)]
+    draft_counts = [sum(plan.rows[i].num_next_drafts for i in rows) for rows in drafting_rows(plan, cp_size=cp_size)]
+    return [sum(counts) for counts in zip(emitted_counts, draft_counts, strict=True)]
 
 
 def _positions(row: Row, cp_rank: int, cp_size: int, *, turn: int) -> NDArray[np.int64]:
@@ -260,7 +262,7 @@ def _positions(row: Row, cp_rank: int, cp_size: int, *, turn: int) -> NDArray[np
     return np.concatenate([_NONE, *(np.arange(run.start, run.stop) for run in runs)])
 
 
-def answer_width(plan: StepPlan) -> int:
+def result_width(plan: StepPlan) -> int:
     """int64 numbers per line: token, then log-probability, top ids and top log-probabilities if wanted."""
     return 1 if plan.num_top is None else 2 + 2 * plan.num_top
 
@@ -273,13 +275,13 @@ class RowResult:
         tokens: sampled ones, each behind a draft more; empty if none was wanted.
         logprobs: theirs, if log-probabilities were wanted.
         scores: of the targets, in their order.
-        guesses: at what follows the last of the tokens that are right.
+        next_drafts: by the ranks' draft model, after the last of the tokens that are accepted.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     scores: list[TokenLogprob] = field(default_factory=list)
-    guesses: list[int] = field(default_factory=list)
+    next_drafts: list[int] = field(default_factory=list)
 
     def add(self, token: int, logprob: TokenLogprob | None) -> None:
         """A sampled token, behind those before it."""
@@ -288,20 +290,20 @@ class RowResult:
             self.logprobs.append(logprob)
 
 
-def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[RowResult]:
-    """Join the answers of the cp ranks to one result per row.
+def read_results(plan: StepPlan, by_cp_rank: Sequence[NDArray[np.int64]]) -> list[RowResult]:
+    """Join the results of the cp ranks to one per row.
 
     Args:
         plan: that was executed.
-        answers: per cp rank, [answer_len, answer_width].
+        by_cp_rank: each [result_len, result_width].
     """
     results = [RowResult() for _ in plan.rows]
     scores: list[dict[int, TokenLogprob]] = [{} for _ in plan.rows]
     behind_drafts: dict[int, list[tuple[int, int, TokenLogprob | None]]] = {}  # position, token, log-probability
-    cp_size = len(answers)
-    by_rank = zip(answers, emissions(plan, cp_size=cp_size), guessing(plan, cp_size=cp_size), strict=True)
-    for answer, places, guessed in by_rank:
-        lines = iter(answer)
+    cp_size = len(by_cp_rank)
+    by_rank = zip(by_cp_rank, emissions(plan, cp_size=cp_size), drafting_rows(plan, cp_size=cp_size), strict=True)
+    for lines_of_rank, places, drafted in by_rank:
+        lines = iter(lines_of_rank)
         for i, positions in places:
             row = plan.rows[i]
             for position in positions.tolist():
@@ -314,8 +316,8 @@ def read_answers(plan: StepPlan, answers: Sequence[NDArray[np.int64]]) -> list[R
                     behind_drafts.setdefault(i, []).append((position, int(line[0]), entry))
                 else:
                     results[i].add(int(line[0]), entry)
-        for i in guessed:
-            results[i].guesses = [int(next(lines)[0]) for _ in range(plan.rows[i].num_guesses)]
+        for i in drafted:
+            results[i].next_drafts = [int(next(lines)[0]) for _ in range(plan.rows[i].num_next_drafts)]
     for result, found in zip(results, scores, strict=True):
         if found:
             result.scores = [found[position] for position in sorted(found)]

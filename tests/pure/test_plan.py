@@ -16,11 +16,11 @@ from raycache.wire.plan import (
     Row,
     RowResult,
     StepPlan,
-    answer_lens,
-    answer_width,
     emitted,
     local_positions,
-    read_answers,
+    read_results,
+    result_lens,
+    result_width,
 )
 
 token_ids = st.integers(0, 2**31 - 1)
@@ -99,8 +99,8 @@ def test_a_heartbeat_is_an_empty_plan_with_an_empty_answer(is_last: bool) -> Non
     beat = StepPlan.unpack(StepPlan(7, is_last=is_last).pack())
     assert (beat.step, list(beat.rows), list(beat.admits), beat.is_last) == (7, [], [], is_last)
     for cp in (1, 2, 4):
-        assert answer_lens(beat, cp_size=cp) == [0] * cp
-        assert read_answers(beat, [np.empty((0, answer_width(beat)), np.int64)] * cp) == []
+        assert result_lens(beat, cp_size=cp) == [0] * cp
+        assert read_results(beat, [np.empty((0, result_width(beat)), np.int64)] * cp) == []
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def line_of(plan: StepPlan, row: int, position: int) -> tuple[int, TokenLogprob 
 
 
 def answer_of(plan: StepPlan, *, cp_rank: int, cp_size: int) -> NDArray[np.int64]:
-    """The answer of a cp rank, written number by number as `answer_width` lays it out."""
+    """The answer of a cp rank, written number by number as `result_width` lays it out."""
     lines: list[list[int]] = []
     for i, positions in enumerate(local_positions(plan, cp_rank=cp_rank, cp_size=cp_size)):
         for position in emitted(plan.rows[i], positions):
@@ -150,7 +150,7 @@ def answer_of(plan: StepPlan, *, cp_rank: int, cp_size: int) -> NDArray[np.int64
                 bits = np.array(floats, np.float64).view(np.int64).tolist()
                 line += [bits[0], *(token_id for token_id, _ in entry.top), *bits[1:]]
             lines.append(line)
-    return np.array(lines, np.int64).reshape(len(lines), answer_width(plan))
+    return np.array(lines, np.int64).reshape(len(lines), result_width(plan))
 
 
 def results_of(plan: StepPlan) -> list[RowResult]:
@@ -171,10 +171,10 @@ def results_of(plan: StepPlan) -> list[RowResult]:
 @given(batches(), st.sampled_from([1, 2, 3, 4, 8]))
 def test_answers_of_any_number_of_ranks_join_to_the_same_results(plan: StepPlan, cp: int) -> None:
     answers = [answer_of(plan, cp_rank=rank, cp_size=cp) for rank in range(cp)]
-    counts = answer_lens(plan, cp_size=cp)
+    counts = result_lens(plan, cp_size=cp)
     assert counts == [len(answer) for answer in answers]
     assert sum(counts) == sum(row.num_targets + (row.output_position >= 0) * (1 + row.num_drafts) for row in plan.rows)
-    assert read_answers(plan, answers) == results_of(plan)
+    assert read_results(plan, answers) == results_of(plan)
 
 
 @given(batches(), st.sampled_from([1, 2, 3, 4, 8]))
@@ -188,5 +188,5 @@ def test_log_probabilities_keep_their_bits() -> None:
     plan = StepPlan(1, [Row(0, 0, packed([5]), output_position=0)], num_top=2)
     exact = [-1e-300, float("-inf"), -0.1]
     bits = np.array(exact).view(np.int64).tolist()
-    (result,) = read_answers(plan, [np.array([[9, bits[0], 3, 4, bits[1], bits[2]]], np.int64)])
+    (result,) = read_results(plan, [np.array([[9, bits[0], 3, 4, bits[1], bits[2]]], np.int64)])
     assert result.logprobs == [TokenLogprob(9, exact[0], ((3, exact[1]), (4, exact[2])))]

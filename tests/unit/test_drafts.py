@@ -76,11 +76,11 @@ def wanted_in(drafts: Drafts, luck: Luck, steps: int, *, num_rows: int = 1) -> l
 def with_costs(*, fixed: float, per_token: float, jump: float = 0.0, per_pass: float = 0.0) -> Drafts:
     """Costs of steps, `jump` of which comes with the first guess."""
     drafts = Drafts(PromptLookup(), most=8, are_told=per_pass > 0)
-    for num_rows, num_guesses in itertools.product((1, 2, 9), (0, 0, 0, 1, 2, 5, 8)):
-        num_passes = num_guesses if per_pass else 0
+    for num_rows, num_drafts in itertools.product((1, 2, 9), (0, 0, 0, 1, 2, 5, 8)):
+        num_passes = num_drafts if per_pass else 0
         for passes in {num_passes, num_passes // 2}:
-            num_tokens = num_rows * (1 + num_guesses)
-            seconds = fixed + per_token * num_tokens + jump * (num_guesses > 0) + per_pass * passes
+            num_tokens = num_rows * (1 + num_drafts)
+            seconds = fixed + per_token * num_tokens + jump * (num_drafts > 0) + per_pass * passes
             drafts.costs.note(seconds, num_tokens, num_rows=num_rows, num_passes=passes)
     return drafts
 
@@ -98,9 +98,9 @@ def test_costs_of_steps_without_guesses_and_with_them_are_told_apart() -> None:
 
 def test_costs_that_came_together_are_known_together() -> None:
     drafts = Drafts(PromptLookup(), most=4, are_told=True)
-    for num_guesses in (0, 1, 2, 3, 4) * 8:
-        seconds = 1 + 0.3 * num_guesses
-        drafts.costs.note(seconds, 1 + num_guesses, num_rows=1, num_passes=num_guesses)
+    for num_drafts in (0, 1, 2, 3, 4) * 8:
+        seconds = 1 + 0.3 * num_drafts
+        drafts.costs.note(seconds, 1 + num_drafts, num_rows=1, num_passes=num_drafts)
     assert drafts.costs.seconds(1, 3, num_passes=3) == pytest.approx(1.9)
 
 

@@ -28,7 +28,7 @@ from raycache.parallel.context import (
     group_handles,
 )
 from raycache.parallel.sharding import Coords, Split
-from raycache.wire.control import FRAME, broadcast_plan, receive_answers, receive_plan, send_answer
+from raycache.wire.control import FRAME, broadcast_plan, receive_plan, receive_results, send_result
 from raycache.wire.plan import Row, StepPlan
 
 CPU = torch.device("cpu")
@@ -249,7 +249,7 @@ def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(store: S
             answers = []
             for plan in plans:
                 sent = broadcast_plan(plan, group)
-                answers.append([answer.tolist() for answer in receive_answers(plan, group, split=split)])
+                answers.append([answer.tolist() for answer in receive_results(plan, group, split=split)])
                 sent()
             return answers
         received = []
@@ -259,7 +259,7 @@ def test_a_plan_of_any_length_reaches_all_ranks_and_all_cp_ranks_answer(store: S
             if at.tp == 0:
                 # The sampled token of row 0 is on the cp rank that has its last token, that of row 1 on the next one.
                 count = sum(1 for turn in range(2) if (at.cp - turn) % 2 == 0)
-                send_answer(received[-1], np.full((count, 1), 100 + member, np.int64), group)
+                send_result(received[-1], np.full((count, 1), 100 + member, np.int64), group)
         return received
 
     answers, *received = together(handle, work)
@@ -274,12 +274,12 @@ def test_an_answer_to_another_step_is_a_lost_rank(store: Store) -> None:
     def work(group: Group, member: int) -> None:
         if member == DECIDER:
             sent = broadcast_plan(StepPlan(8), group)
-            with pytest.raises(RankLostError, match="rank 0 .* lost at step 8: it answers step 7"):
-                receive_answers(StepPlan(8), group, split=split)
+            with pytest.raises(RankLostError, match="rank 0 .* lost at step 8: its result is of step 7"):
+                receive_results(StepPlan(8), group, split=split)
             sent()
             return
         receive_plan(group)
-        send_answer(StepPlan(7), np.empty((0, 1), np.int64), group)
+        send_result(StepPlan(7), np.empty((0, 1), np.int64), group)
 
     together(handle, work)
 
@@ -293,7 +293,7 @@ def test_plans_can_be_in_flight_while_the_last_stage_waits_for_its_answer_to_be_
         if member == DECIDER:
             sent = [broadcast_plan(plan, group) for plan in plans[:3]]
             for i, plan in enumerate(plans):
-                receive_answers(plan, group, split=split)
+                receive_results(plan, group, split=split)
                 sent[i]()
                 sent += [broadcast_plan(later, group) for later in plans[i + 3 : i + 4]]
             return []
@@ -302,7 +302,7 @@ def test_plans_can_be_in_flight_while_the_last_stage_waits_for_its_answer_to_be_
             plan = receive_plan(group)
             steps.append(plan.step)
             if member == 2:
-                send_answer(plan, np.empty((0, 1), np.int64), group)
+                send_result(plan, np.empty((0, 1), np.int64), group)
         return steps
 
     assert together(handle, work)[1:] == [list(range(1, 10))] * 3

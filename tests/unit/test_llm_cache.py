@@ -1,4 +1,4 @@
-"""Operators' orders to the tiers of a model in this process; answers never change."""
+"""Operators' commands to the tiers of a model in this process; answers never change."""
 
 from __future__ import annotations
 

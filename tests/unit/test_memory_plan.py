@@ -22,7 +22,7 @@ from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from raycache.rank.peak import Largest
 from raycache.rank.rank import Rank
-from raycache.wire.plan import MAX_SCORED_TOKENS, answer_lens, answer_width
+from raycache.wire.plan import MAX_SCORED_TOKENS, result_lens, result_width
 from tests.oracle.families import FAMILIES, make_family
 from tests.oracle.gang import on_gang
 from tests.oracle.tiny import make_tiny
@@ -161,7 +161,7 @@ def test_the_largest_steps_run_with_a_pool_of_one_page(tmp_path: Path, family: s
         found = []
         for plan in (largest.prefill(), largest.decode()):
             answer = rank.execute(plan)
-            assert answer.shape == (answer_lens(plan, cp_size=split.cp)[ctx.cp.rank], answer_width(plan))
+            assert answer.shape == (result_lens(plan, cp_size=split.cp)[ctx.cp.rank], result_width(plan))
             found.append((len(plan.rows), len(answer)))
         return found
 

@@ -125,7 +125,7 @@ def test_plans_on_the_wire() -> None:
                 num_drafts=2,
                 draft_states=(3, 4),
                 accepted=TOKENS[:4],
-                num_guesses=3,
+                num_next_drafts=3,
             ),
             Row(slot=2, start=5, tokens=struct.pack("<i", -1), is_fed=True, next_token=12),
         ],
