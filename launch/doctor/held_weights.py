@@ -19,7 +19,7 @@ from raycache.checkpoint.weights_form import check_kernels, weights_form
 from raycache.config import Config
 from raycache.deployment.memory_plan import resolve_dtype
 from raycache.models.base import ModelConfig, load_model
-from raycache.models.drafting import load_draft
+from raycache.models.drafts.loading import load_draft
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 

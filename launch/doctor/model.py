@@ -22,7 +22,7 @@ from raycache.deployment.memory_plan import cache_format, context_len, resolve_d
 from raycache.deployment.stages import with_stages
 from raycache.errors import ConfigError
 from raycache.models.base import ModelConfig, check_split, check_weights, components, head_counts, read_config
-from raycache.models.drafting import check_draft
+from raycache.models.drafts.loading import check_draft
 from raycache.parallel.sharding import Split
 from raycache.rank.backend import device_obstacle
 

@@ -55,7 +55,7 @@ class ModelConfig:
         part_of: model_type of the vision model that it is the text part of, or empty.
         prefixes: of its tensors inside of that, in each layout that is published.
         num_drafts: layers for speculative drafts that a checkpoint may have after its others.
-        draft: what guesses this model's next tokens, if that is a model.
+        draft: the model that drafts tokens for this one, if there is one.
         unknown_keys: of config.json, which the family does not read and nothing is known about.
     """
 
@@ -90,7 +90,7 @@ class ModelConfig:
 
 
 class DraftKind(Enum):
-    """What a model that guesses for another takes."""
+    """What a draft model takes."""
 
     MODEL = "model"
     """The same tokens: a model like any other."""
@@ -102,7 +102,7 @@ class DraftKind(Enum):
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A model that guesses what another says next.
+    """A model that drafts tokens for another.
 
     Attributes:
         kind: what it takes.

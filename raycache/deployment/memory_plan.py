@@ -17,7 +17,7 @@ from raycache.errors import ConfigError
 from raycache.memory.component import FULL, CacheFormat, Component, Reuse, window_pages
 from raycache.memory.device import unit_bytes
 from raycache.models.base import ModelConfig, components, read_config
-from raycache.models.drafting import read_models
+from raycache.models.drafts.loading import read_models
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Coords, Split
 

@@ -37,7 +37,7 @@ from raycache.host.plan import check_host_tier, envelope_layout, host_facts, mod
 from raycache.host.service import open_arena
 from raycache.memory.component import FULL, CacheFormat, Reuse
 from raycache.models.base import ModelConfig, check_split, check_weights, components
-from raycache.models.drafting import check_draft
+from raycache.models.drafts.loading import check_draft
 from raycache.storage.lanes import StorageLanes
 from raycache.types import EngineInfo
 

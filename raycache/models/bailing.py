@@ -10,7 +10,9 @@ from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.activation import Activation, silu_clamped, silu_gated
 from raycache.layers.experts import MixtureOfExperts
+from raycache.layers.weights import ShardedWeights
 from raycache.models.decoder import Names
+from raycache.models.drafts.prediction import PredictionNames
 from raycache.models.feed_forward import (
     ExpertConfig,
     load_experts,
@@ -18,8 +20,6 @@ from raycache.models.feed_forward import (
     load_sigmoid_router,
     read_grouped_experts,
 )
-from raycache.models.prediction import PredictionNames
-from raycache.models.weights import ShardedWeights
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext

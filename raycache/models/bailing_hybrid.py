@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raycache.checkpoint.config_file import ConfigFile, read_rope
+from raycache.checkpoint.layer_kinds import LayerKinds, read_layer_kinds
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import Projection
 from raycache.layers.rope import Rotary
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.bailing import (
     WORD_EMBEDDINGS,
@@ -21,7 +23,7 @@ from raycache.models.bailing import (
     read_limits,
 )
 from raycache.models.decoder import Decoder, Progress, pre_norm_layer
-from raycache.models.drafts import PredictionLayer
+from raycache.models.drafts.prediction import PredictionLayer, load_prediction
 from raycache.models.feed_forward import load_feed_forward
 from raycache.models.kda import (
     KdaConfig,
@@ -34,9 +36,6 @@ from raycache.models.kda import (
     require_kda,
 )
 from raycache.models.latent_attention import LatentNames, load_latent_attention, read_latent
-from raycache.models.layer_kinds import LayerKinds, read_layer_kinds
-from raycache.models.prediction import load_prediction
-from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range
 
 if TYPE_CHECKING:

@@ -14,21 +14,20 @@ import torch
 from torch import Tensor
 
 from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common, read_rope
+from raycache.checkpoint.layer_kinds import LayerKinds
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.lightning import GroupNorm, LightningAttention, RotatedHeads, SplitNorm, alibi_rates
 from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import Rotary
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, latent, recurrent
 from raycache.models.bailing import WORD_EMBEDDINGS, load_bailing_moe, prediction_names, read_bailing_experts
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
-from raycache.models.drafts import PredictionLayer
+from raycache.models.drafts.prediction import PredictionLayer, load_prediction
 from raycache.models.feed_forward import ExpertConfig, load_feed_forward, read_mlp_layers
 from raycache.models.latent_attention import LatentConfig, LatentNames, load_latent_attention, read_latent
-from raycache.models.layer_kinds import LayerKinds
-from raycache.models.prediction import load_prediction
-from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range, state_part
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from raycache.checkpoint.tensor_files import Checkpoint, WeightSource
 from raycache.checkpoint.weights import CheckedNames, plain_dtype
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.forward_pass import ForwardPass
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Progress
 from raycache.models.unsupported import NEEDS
-from raycache.models.weights import ShardedWeights
 from raycache.models.wrappers import WRAPPERS, text_part
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import HeadCount, Split

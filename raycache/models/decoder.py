@@ -17,7 +17,7 @@ from raycache.checkpoint.config_file import ModelConfig
 from raycache.layers.embedding import VocabEmbedding, VocabHead
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.norm import RMSNorm
-from raycache.models.weights import ShardedWeights
+from raycache.layers.weights import ShardedWeights
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raycache.checkpoint.config_file import ConfigFile, require_full_attention
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.deepseek import (
@@ -16,8 +17,7 @@ from raycache.models.deepseek import (
     prediction_layer,
     read_deepseek,
 )
-from raycache.models.drafts import PredictionLayer
-from raycache.models.weights import ShardedWeights
+from raycache.models.drafts.prediction import PredictionLayer
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:

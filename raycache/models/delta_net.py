@@ -20,8 +20,8 @@ from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm
 from raycache.layers.gated_delta_net import GatedDeltaNet
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, recurrent
-from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range, shared_head_range, state_part
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from raycache.layers.linear import ColumnLinear
 from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import Rotary
 from raycache.layers.self_attention import NormedProjection, SelfAttention
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, kv
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.feed_forward import load_feed_forward
-from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range, shared_head_range
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from raycache.layers.forward_pass import Mixer
 from raycache.layers.norm import RMSNorm
 from raycache.layers.rope import Rotary
 from raycache.layers.scaled import Scaled, SideBySide
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Names, Progress, Residual, load_decoder
 from raycache.models.dense import (
@@ -36,7 +37,6 @@ from raycache.models.state_space import (
     read_dt_limit,
     require_groups,
 )
-from raycache.models.weights import ShardedWeights
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from raycache.errors import CheckpointError
 from raycache.layers.activation import Activation, silu_gated
 from raycache.layers.experts import Experts, MixtureOfExperts, RoutedExperts, SharedExpert
 from raycache.layers.feed_forward import FeedForward
+from raycache.layers.kept_weights import Cut
 from raycache.layers.linear import ColumnLinear
 from raycache.layers.quantised_experts import QuantisedExperts
 from raycache.layers.router import SigmoidRouter, SoftmaxRouter
-from raycache.models.kept_weights import Cut
-from raycache.models.weights import Columns, ShardedWeights
+from raycache.layers.weights import Columns, ShardedWeights
 from raycache.parallel.sharding import even_range
 
 if TYPE_CHECKING:

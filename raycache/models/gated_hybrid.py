@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common, read_rope
+from raycache.checkpoint.layer_kinds import LayerKinds, read_layer_kinds
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.gated_attention import GatedAttention
 from raycache.layers.norm import CenteredNorm, HeadNorm
 from raycache.layers.rope import Rotary
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, kv
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.delta_net import (
@@ -27,10 +29,7 @@ from raycache.models.delta_net import (
     read_delta_net,
 )
 from raycache.models.dense import require_heads
-from raycache.models.drafts import PredictionLayer
-from raycache.models.layer_kinds import LayerKinds, read_layer_kinds
-from raycache.models.prediction import PredictionNames, load_prediction
-from raycache.models.weights import Columns, ShardedWeights, features
+from raycache.models.drafts.prediction import PredictionLayer, PredictionNames, load_prediction
 from raycache.parallel.sharding import HeadCount, even_range, shared_head_range
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def read_gated_hybrid(file: ConfigFile) -> dict[str, Any]:
 
 
 class GatedHybridFamily(ABC):
-    """What the families do alike; see models.base.Family, and models.drafting.PredictingFamily."""
+    """What the families do alike; see models.base.Family, and models.drafts.loading.PredictingFamily."""
 
     @property
     @abstractmethod

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from raycache.checkpoint.config_file import ConfigFile, read_rope
+from raycache.checkpoint.layer_kinds import FULL, SLIDING, read_windowed
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.layers.activation import gelu_tanh_gated
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.norm import CenteredNorm
 from raycache.layers.rope import Rotary
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
 from raycache.models.dense import (
@@ -22,8 +24,6 @@ from raycache.models.dense import (
     read_dense_config,
 )
 from raycache.models.feed_forward import load_feed_forward
-from raycache.models.weights import ShardedWeights
-from raycache.models.windows import FULL_ATTENTION, SLIDING_ATTENTION, read_windowed
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Gemma3Text:
             num_kv_heads=file.integer("num_key_value_heads"),
             head_dim=file.integer("head_dim"),
             has_qk_norm=True,
-            layer_type=FULL_ATTENTION,
+            layer_type=FULL,
             theta=1e6,
         )
         changed = {
@@ -110,6 +110,6 @@ class Gemma3Text:
 def _read_window_rope(file: ConfigFile) -> RopeConfig:
     theta = file.number("rope_local_base_freq", 10000.0)
     # What scales the positions of the full layers says nothing about the others.
-    if file.section("rope_parameters").raw(SLIDING_ATTENTION) is not None:
-        return read_rope(file.having(rope_theta=theta), layer_type=SLIDING_ATTENTION)
+    if file.section("rope_parameters").raw(SLIDING) is not None:
+        return read_rope(file.having(rope_theta=theta), layer_type=SLIDING)
     return RopeConfig(theta=theta)

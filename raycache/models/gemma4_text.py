@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common
+from raycache.checkpoint.layer_kinds import FULL, SLIDING, read_windowed
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.activation import gelu_tanh_gated
@@ -24,6 +25,7 @@ from raycache.layers.norm import HeadNorm, RMSNorm
 from raycache.layers.normed_attention import NormedAttention
 from raycache.layers.rope import Rotary
 from raycache.layers.router import SoftmaxRouter
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, kv
 from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
 from raycache.models.dense import require_heads
@@ -34,8 +36,6 @@ from raycache.models.feed_forward import (
     load_stacked_experts,
     require_experts,
 )
-from raycache.models.weights import Columns, ShardedWeights, features
-from raycache.models.windows import FULL_ATTENTION, SLIDING_ATTENTION, read_windowed
 from raycache.parallel.sharding import HeadCount, even_range, shared_head_range
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _read_full_heads(file: ConfigFile, layers: Sequence[int], *, is_shared: bool
 
 
 def _read_full_rope(file: ConfigFile) -> RopeConfig:
-    rope = file.section("rope_parameters").section(FULL_ATTENTION)
+    rope = file.section("rope_parameters").section(FULL)
     rope.require("rope_type", "proportional")
     share = 0.25 if file.raw("rope_parameters") is None else 1.0
     return RopeConfig(
@@ -205,7 +205,7 @@ def _read_full_rope(file: ConfigFile) -> RopeConfig:
 
 
 def _read_window_rope(file: ConfigFile) -> RopeConfig:
-    rope = file.section("rope_parameters").section(SLIDING_ATTENTION)
+    rope = file.section("rope_parameters").section(SLIDING)
     for key, served in {"rope_type": "default", "partial_rotary_factor": 1.0}.items():
         rope.require(key, served)
     return RopeConfig(theta=rope.number("rope_theta", 1e4))

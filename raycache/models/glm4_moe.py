@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from raycache.checkpoint.config_file import ConfigFile, require_full_attention
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.rope import Rotary
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.dense import (
@@ -19,7 +20,7 @@ from raycache.models.dense import (
     read_dense_config,
     read_rotary_share,
 )
-from raycache.models.drafts import PredictionLayer
+from raycache.models.drafts.prediction import PredictionLayer, PredictionNames, load_prediction
 from raycache.models.feed_forward import (
     ExpertConfig,
     load_feed_forward,
@@ -27,8 +28,6 @@ from raycache.models.feed_forward import (
     read_grouped_experts,
     read_mlp_layers,
 )
-from raycache.models.prediction import PredictionNames, load_prediction
-from raycache.models.weights import ShardedWeights
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class Glm4MoeConfig(DenseConfig):
 
 
 class Glm4Moe:
-    """See models.base.Family, and models.drafting.PredictingFamily."""
+    """See models.base.Family, and models.drafts.loading.PredictingFamily."""
 
     model_type = "glm4_moe"
 

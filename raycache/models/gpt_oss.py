@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from raycache.checkpoint.config_file import ConfigFile
+from raycache.checkpoint.layer_kinds import read_windowed
 from raycache.errors import CheckpointError
 from raycache.layers.activation import clamped_swiglu
 from raycache.layers.experts import Experts, MixtureOfExperts, RoutedExperts
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.kept_weights import Cut
 from raycache.layers.quantised_experts import QuantisedExperts
 from raycache.layers.router import SoftmaxRouter
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.dense import (
@@ -25,9 +28,6 @@ from raycache.models.dense import (
     read_dense_config,
 )
 from raycache.models.feed_forward import ExpertConfig, require_experts
-from raycache.models.kept_weights import Cut
-from raycache.models.weights import ShardedWeights
-from raycache.models.windows import read_windowed
 from raycache.parallel.sharding import HeadCount, even_range
 
 if TYPE_CHECKING:

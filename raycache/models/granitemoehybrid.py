@@ -19,6 +19,7 @@ from raycache.layers.feed_forward import FeedForward
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.rope import Rotary
 from raycache.layers.router import SoftmaxRouter
+from raycache.layers.weights import Columns, ShardedWeights
 from raycache.memory.component import CacheFormat, Component, kv
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.dense import DenseConfig, attention_head_counts, load_attention, require_heads
@@ -36,7 +37,6 @@ from raycache.models.state_space import (
     read_dt_limit,
     require_groups,
 )
-from raycache.models.weights import Columns, ShardedWeights
 from raycache.parallel.sharding import HeadCount, even_range
 
 if TYPE_CHECKING:

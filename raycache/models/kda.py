@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common
+from raycache.checkpoint.layer_kinds import LayerKinds
 from raycache.errors import CheckpointError
 from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import ForgetGate, KimiDeltaAttention, Projection
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, latent, recurrent
 from raycache.models.decoder import Decoder, Names, Progress, load_decoder, pre_norm_layer
 from raycache.models.feed_forward import ExpertConfig, read_grouped_experts, read_mlp_layers
 from raycache.models.latent_attention import LatentConfig
-from raycache.models.layer_kinds import LayerKinds
-from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range, state_part
 
 if TYPE_CHECKING:

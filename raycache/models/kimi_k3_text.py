@@ -20,6 +20,7 @@ from raycache.layers.experts import MixtureOfExperts, NormedLatentExperts
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import LowRank, Projection
 from raycache.layers.norm import RMSNorm
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, load_decoder
 from raycache.models.feed_forward import (
@@ -40,7 +41,6 @@ from raycache.models.kda import (
 )
 from raycache.models.kimi_linear import read_kimi_kinds
 from raycache.models.latent_attention import LatentNames, load_latent_attention, read_latent
-from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range
 
 if TYPE_CHECKING:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raycache.checkpoint.config_file import ConfigFile
+from raycache.checkpoint.layer_kinds import LayerKinds, read_layer_kinds
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.kda import LowRank, Projection
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Names, Progress
 from raycache.models.feed_forward import MIXTRAL, load_feed_forward, load_grouped_moe
@@ -23,8 +25,6 @@ from raycache.models.kda import (
     require_kda,
 )
 from raycache.models.latent_attention import load_latent_attention, read_latent
-from raycache.models.layer_kinds import LayerKinds, read_layer_kinds
-from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from raycache.layers.indexer import Indexer, Selector, SharedSelection
 from raycache.layers.latent_attention import LatentAttention, LatentInputs
 from raycache.layers.norm import RMSNorm
 from raycache.layers.rope import Rotary
-from raycache.models.weights import Columns, ShardedWeights, features
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from raycache.checkpoint.config_file import DraftKind, ModelConfig
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Reuse
 from raycache.models.base import components, family_of
 from raycache.models.feed_forward import ExpertConfig
-from raycache.models.weights import ShardedWeights
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.stages import LayerCosts
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raycache.checkpoint.config_file import ConfigFile, require_full_attention
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.dense import DenseConfig, attention_head_counts, dense_components, load_dense, read_dense_config
-from raycache.models.weights import ShardedWeights
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.layers.rope import Rotary
+from raycache.layers.weights import ShardedWeights
 from raycache.models.decoder import Decoder, pre_norm_layer
 from raycache.models.dense import DenseConfig, load_attention
-from raycache.models.drafts import PredictionLayer
+from raycache.models.drafts.prediction import PredictionLayer, PredictionNames, load_prediction
 from raycache.models.feed_forward import load_feed_forward
-from raycache.models.prediction import PredictionNames, load_prediction
 from raycache.models.qwen2 import Qwen2
-from raycache.models.weights import ShardedWeights
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext
@@ -22,7 +21,7 @@ DRAFT_TENSORS = r"^model\.mtp_layers\."
 
 
 class MiMo(Qwen2):
-    """See models.base.Family, and models.drafting.PredictingFamily."""
+    """See models.base.Family, and models.drafts.loading.PredictingFamily."""
 
     model_type = "mimo"
 

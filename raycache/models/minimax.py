@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from raycache.checkpoint.config_file import ConfigFile
+from raycache.checkpoint.layer_kinds import FULL, LINEAR, LayerKinds, read_layer_kinds
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.lightning import ActivatedHeads, LightningAttention, SplitNorm, slope_rates
 from raycache.layers.norm import RMSNorm
 from raycache.layers.rope import Rotary
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, kv, recurrent
 from raycache.models.decoder import Decoder, Norm, Progress, load_decoder
 from raycache.models.dense import DenseConfig, load_attention, read_dense_config, read_rotary_share
 from raycache.models.feed_forward import MIXTRAL, ExpertConfig, load_softmax_moe, require_experts
-from raycache.models.layer_kinds import FULL, LINEAR, LayerKinds, read_layer_kinds
-from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range, state_part
 
 if TYPE_CHECKING:

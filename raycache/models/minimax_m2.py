@@ -13,6 +13,7 @@ from raycache.checkpoint.config_file import ConfigFile, require_full_attention
 from raycache.errors import CheckpointError
 from raycache.layers.experts import MixtureOfExperts
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.dense import (
@@ -30,7 +31,6 @@ from raycache.models.feed_forward import (
     load_sigmoid_router,
     require_experts,
 )
-from raycache.models.weights import ShardedWeights
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.dense import DenseConfig, attention_head_counts, dense_components, load_attention_mlp
 from raycache.models.feed_forward import MIXTRAL, ExpertConfig, load_softmax_moe, require_experts
 from raycache.models.mistral import read_mistral, read_window
-from raycache.models.weights import ShardedWeights
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from raycache.layers.activation import relu2
 from raycache.layers.experts import LatentExperts, MixtureOfExperts
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.norm import RMSNorm
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component, kv
 from raycache.models.decoder import Decoder, Names, Progress, Residual, load_decoder
 from raycache.models.dense import DenseConfig, attention_head_counts, load_attention, require_heads
@@ -39,7 +40,6 @@ from raycache.models.state_space import (
     read_dt_limit,
     require_groups,
 )
-from raycache.models.weights import ShardedWeights
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:

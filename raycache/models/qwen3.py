@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raycache.checkpoint.config_file import ConfigFile
+from raycache.checkpoint.layer_kinds import read_optional_windows
 from raycache.models.dense import DenseConfig, read_dense_config
 from raycache.models.llama import Llama
-from raycache.models.windows import read_optional_windows
 
 
 class Qwen3(Llama):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.weights import ShardedWeights
 from raycache.models.delta_net import Packing, packed_by_kind
 from raycache.models.feed_forward import load_feed_forward
 from raycache.models.gated_hybrid import GatedHybridConfig, GatedHybridFamily, read_gated_hybrid
-from raycache.models.weights import ShardedWeights
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext

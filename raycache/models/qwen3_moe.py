@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from raycache.checkpoint.config_file import ConfigFile, require_full_attention
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress
 from raycache.models.dense import (
@@ -23,7 +24,6 @@ from raycache.models.feed_forward import (
     read_dense_layers,
     read_softmax_experts,
 )
-from raycache.models.weights import ShardedWeights
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:

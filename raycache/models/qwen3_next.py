@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.layers.experts import MixtureOfExperts
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.weights import ShardedWeights
 from raycache.models.delta_net import Packing, packed_per_key_head
 from raycache.models.feed_forward import (
     ExpertConfig,
@@ -18,7 +19,6 @@ from raycache.models.feed_forward import (
     read_softmax_experts,
 )
 from raycache.models.gated_hybrid import GatedHybridConfig, GatedHybridFamily, read_gated_hybrid
-from raycache.models.weights import ShardedWeights
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext

@@ -20,8 +20,8 @@ from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.mamba2 import GatedGroupNorm, Mamba2, StateSpace, Taps, silu_gate
 from raycache.layers.scaled import ScaledProjection
+from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, recurrent
-from raycache.models.weights import Columns, ShardedWeights, features
 from raycache.parallel.sharding import HeadCount, even_range, shared_head_range, state_part
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from raycache.attention.base import AttentionBackend
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.device import DevicePool
 from raycache.memory.streams import Event, Passed, after_compute
-from raycache.models.drafts import DraftModel
+from raycache.models.drafts.base import DraftModel
 from raycache.parallel.context import ParallelContext
 from raycache.rank.answer import PendingAnswer
 from raycache.rank.graphs import DecodeGraphs

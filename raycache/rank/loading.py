@@ -24,8 +24,8 @@ from raycache.config import Config
 from raycache.deployment.memory_plan import usable_cpus
 from raycache.deployment.memory_use import human_bytes
 from raycache.models.base import Model, ModelConfig, load_model
-from raycache.models.drafting import load_draft
-from raycache.models.drafts import DraftModel
+from raycache.models.drafts.base import DraftModel
+from raycache.models.drafts.loading import load_draft
 from raycache.parallel.context import ParallelContext
 
 _log = logging.getLogger(__name__)

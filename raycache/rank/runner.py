@@ -35,7 +35,7 @@ from raycache.memory.component import STATE, Reuse
 from raycache.memory.device import DevicePool, unit_bytes
 from raycache.memory.mover import LaneName, Mover
 from raycache.models.base import Model, ModelConfig, components
-from raycache.models.drafts import DraftModel
+from raycache.models.drafts.base import DraftModel
 from raycache.parallel.board import AckBoard, Lane
 from raycache.parallel.context import GroupHandle, ParallelContext
 from raycache.parallel.devices import require_gpus

@@ -18,8 +18,8 @@ from raycache import LLM, SamplingParams
 from raycache.checkpoint.stored_slice import StoredSlice
 from raycache.layers.activation import clamped_swiglu, silu_gated
 from raycache.layers.experts import Experts
+from raycache.layers.kept_weights import each_expert, fp8_matrices, fp8_matrix, mx_matrices
 from raycache.layers.quantised_experts import QuantisedExperts
-from raycache.models.kept_weights import each_expert, fp8_matrices, fp8_matrix, mx_matrices
 from tests.oracle import tiny_tokenizers
 from tests.oracle.families import make_family
 from tests.oracle.quantised import fp8_blocks, mxfp4_experts, write_quantised

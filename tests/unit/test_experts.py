@@ -24,6 +24,7 @@ from raycache.errors import CheckpointError
 from raycache.layers.activation import gelu_tanh_gated, relu2, silu_gated
 from raycache.layers.experts import Experts, MixtureOfExperts
 from raycache.layers.router import Router, SigmoidRouter, SoftmaxRouter
+from raycache.layers.weights import ShardedWeights
 from raycache.models.bailing import load_bailing_moe, read_bailing_experts
 from raycache.models.base import read_config
 from raycache.models.feed_forward import (
@@ -40,7 +41,6 @@ from raycache.models.feed_forward import (
     require_experts,
 )
 from raycache.models.gpt_oss import load_gpt_oss_moe
-from raycache.models.weights import ShardedWeights
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split

@@ -21,10 +21,10 @@ from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.delta_rule import GatedHeadNorm, unit_length
 from raycache.layers.kda import ForgetGate
 from raycache.layers.lightning import SplitNorm, slope_rates
+from raycache.layers.weights import Columns
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, check_weights, components, read_config
 from raycache.models.delta_net import DeltaNetConfig, packed_by_kind, packed_per_key_head
-from raycache.models.weights import Columns
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from tests.oracle.families import FAMILIES, draw_weights, make_family

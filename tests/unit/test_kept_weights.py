@@ -18,7 +18,7 @@ from raycache.checkpoint.stored_slice import Format, StoredSlice
 from raycache.checkpoint.weights import open_weights
 from raycache.checkpoint.weights_form import WeightsForm, check_kernels, weights_form, why_dequantised
 from raycache.errors import CheckpointError, ConfigError
-from raycache.models.kept_weights import (
+from raycache.layers.kept_weights import (
     Cut,
     KeptWeights,
     each_expert,

@@ -18,7 +18,7 @@ from raycache.config import Config
 from raycache.deployment.stages import with_stages
 from raycache.errors import CheckpointError
 from raycache.models.base import Model, load_model, read_config
-from raycache.models.drafting import read_models
+from raycache.models.drafts.loading import read_models
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.rank.loading import load_weights

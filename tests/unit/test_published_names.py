@@ -16,7 +16,7 @@ import tests.published
 from raycache.checkpoint.tensor_files import SINGLE, Checkpoint
 from raycache.errors import CheckpointError
 from raycache.models.base import check_weights, read_config
-from raycache.models.drafting import check_draft, read_models
+from raycache.models.drafts.loading import check_draft, read_models
 from tests.published.tensors import Tensors
 
 MODULES = {

@@ -18,7 +18,7 @@ from raycache.errors import ConfigError
 from raycache.gang.build import check_model
 from raycache.llm import LLM
 from raycache.models.base import read_config
-from raycache.models.drafting import read_models
+from raycache.models.drafts.loading import read_models
 from raycache.models.layer_sizes import CONTEXT, layer_costs, layer_sizes
 from raycache.types import SamplingParams
 from tests.oracle import tiny_tokenizers

@@ -1,14 +1,43 @@
-"""Which layers of a model see only the last tokens, as config.json says it."""
+"""Which layers of a model have linear attention, and which see only the last tokens, as config.json says it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raycache.checkpoint.config_file import ConfigFile, read_given_layer_types
 from raycache.errors import CheckpointError
 
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """Which layers have which.
+
+    Attributes:
+        linear, full: numbers of the layers, ascending.
+    """
+
+    linear: tuple[int, ...]
+    full: tuple[int, ...]
+
+
+def read_layer_kinds(file: ConfigFile, *, is_full: Callable[[int], bool]) -> LayerKinds:
+    """Read `layer_types`.
+
+    Args:
+        file: config.json.
+        is_full: whether a layer has full attention when the file lists none.
+    Raises:
+        CheckpointError: an unknown kind of layer, or not one per layer.
+    """
+    kinds = read_given_layer_types(file, known=(LINEAR, FULL))
+    if not kinds:
+        kinds = tuple(FULL if is_full(layer) else LINEAR for layer in range(file.integer("num_hidden_layers")))
+    linear, full = (tuple(layer for layer, its in enumerate(kinds) if its == kind) for kind in (LINEAR, FULL))
+    return LayerKinds(linear, full)
 
 
 def read_windowed(file: ConfigFile, *, pattern: int) -> tuple[int, ...]:
@@ -20,7 +49,7 @@ def read_windowed(file: ConfigFile, *, pattern: int) -> tuple[int, ...]:
     Raises:
         CheckpointError: an unknown kind of layer, or not one per layer.
     """
-    kinds = read_given_layer_types(file, known=(FULL_ATTENTION, SLIDING_ATTENTION))
+    kinds = read_given_layer_types(file, known=(FULL, SLIDING))
     if not kinds:
         return tuple(layer for layer in range(file.integer("num_hidden_layers")) if (layer + 1) % pattern)
     return _windowed(kinds)
@@ -34,14 +63,14 @@ def read_optional_windows(file: ConfigFile) -> dict[str, Any]:
     Raises:
         CheckpointError: an unknown kind of layer, not one per layer, or a window that is turned off.
     """
-    kinds = read_given_layer_types(file, known=(FULL_ATTENTION, SLIDING_ATTENTION))
+    kinds = read_given_layer_types(file, known=(FULL, SLIDING))
     is_on = file.flag("use_sliding_window", False)
     has_window = file.raw("sliding_window") is not None or not file.says("sliding_window")
     window = file.integer("sliding_window", 4096) if has_window else 0
     windowed = _windowed(kinds)
     if windowed and not (is_on and window):
         raise CheckpointError(
-            f"{file.path}: layer_types has {SLIDING_ATTENTION!r}, but use_sliding_window={is_on} and "
+            f"{file.path}: layer_types has {SLIDING!r}, but use_sliding_window={is_on} and "
             f"sliding_window={file.raw('sliding_window')}; is the file damaged? Download it again"
         )
     first = file.count("max_window_layers", 28)
@@ -51,4 +80,4 @@ def read_optional_windows(file: ConfigFile) -> dict[str, Any]:
 
 
 def _windowed(kinds: Sequence[str]) -> tuple[int, ...]:
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING_ATTENTION)
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)

@@ -1,4 +1,4 @@
-"""Reading layers that say what follows the next token: those behind a model's own, and heads trained for it later."""
+"""Prediction layers: what follows the next token, from the target's features and that token."""
 
 from __future__ import annotations
 
@@ -6,18 +6,64 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from raycache.checkpoint.config_file import ModelConfig
 from raycache.layers.embedding import VocabEmbedding
-from raycache.layers.forward_pass import Mixer
+from raycache.layers.forward_pass import ForwardPass, Mixer
+from raycache.layers.linear import ColumnLinear
 from raycache.layers.norm import RMSNorm
+from raycache.layers.weights import Columns, ShardedWeights
 from raycache.models.decoder import Decoder, Norm
-from raycache.models.drafts import PredictionLayer
-from raycache.models.weights import Columns, ShardedWeights
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from raycache.parallel.context import ParallelContext
+
+# Shapes in this file: T packed tokens, N of them to draft after, C hidden size, V the target's vocabulary.
+
+
+class PredictionLayer:
+    """Layers on top of the target's, with its embedding and head ("DeepSeek-V3", arXiv 2412.19437, section 2.2).
+
+    Args:
+        body: its layers, with the target's embedding and head and a norm of its own before that.
+        embed_norm, hidden_norm: of what it joins.
+        join: 2C -> C.
+        target: whose last norm its features have passed.
+        is_hidden_first: the target's features come first in what is joined.
+    """
+
+    def __init__(
+        self,
+        body: Decoder,
+        *,
+        embed_norm: Norm,
+        hidden_norm: Norm,
+        join: ColumnLinear,
+        target: Decoder,
+        is_hidden_first: bool = False,
+    ) -> None:
+        self.num_features = join.weight.shape[0]
+        self._body = body
+        self._embed_norm, self._hidden_norm, self._join = embed_norm, hidden_norm, join
+        self._target = target
+        self._is_hidden_first = is_hidden_first
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """[T, C] through the target's last norm."""
+        return self._target.normed(hidden)
+
+    def forward(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> Tensor:
+        """[T] and [T, C] -> [T, C]."""
+        assert features is not None, "a prediction layer takes the target's features"
+        both = self._embed_norm(self._body.embed(ids)), self._hidden_norm(features)
+        joined = self._join(torch.cat(both[::-1] if self._is_hidden_first else both, dim=-1))
+        return self._body.normed(self._body.forward(joined, run))
+
+    def logits(self, found: Tensor) -> Tensor:
+        """[N, C] -> [N, V]."""
+        return self._body.score(found)
 
 
 @dataclass(frozen=True)
@@ -26,9 +72,9 @@ class PredictionNames:
 
     Attributes:
         norm: before the head.
-        embed_norm, hidden_norm: of the token's embedding, and of what the target found.
+        embed_norm, hidden_norm: of the token's embedding and of the target's features.
         join: of both.
-        is_hidden_first: what the target found comes first in `join`, and not the embedding.
+        is_hidden_first: the target's features come first in `join`, and not the embedding.
     """
 
     norm: str

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from raycache.checkpoint.tensor_files import WeightSource
 from raycache.errors import CheckpointError
+from raycache.layers.kept_weights import Cut, KeptWeights
 from raycache.layers.linear import ColumnLinear, RowLinear, Weight
 from raycache.layers.precision import precise_dtype
 from raycache.layers.quantised_experts import ExpertMatrices
-from raycache.models.kept_weights import Cut, KeptWeights
 from raycache.parallel.sharding import vocab_range
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Which model guesses for another, as `--draft` says, and the reading of it."""
+"""Which model drafts tokens for another, as `--draft` says, and the reading of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from raycache.checkpoint.config_file import ConfigFile, DraftConfig, DraftKind
 from raycache.checkpoint.tensor_files import Checkpoint, WeightSource, has_tensor
 from raycache.checkpoint.weights import CheckedNames
 from raycache.errors import ConfigError
+from raycache.layers.weights import ShardedWeights
 from raycache.models.base import (
     Model,
     ModelConfig,
@@ -22,9 +23,10 @@ from raycache.models.base import (
     read_config,
 )
 from raycache.models.decoder import Decoder
-from raycache.models.drafts import DraftModel, PredictionLayer, SmallModel
-from raycache.models.eagle import EagleConfig, is_eagle, load_eagle, read_eagle
-from raycache.models.weights import ShardedWeights
+from raycache.models.drafts.base import DraftModel
+from raycache.models.drafts.eagle import EagleConfig, is_eagle, load_eagle, read_eagle
+from raycache.models.drafts.prediction import PredictionLayer
+from raycache.models.drafts.small_model import SmallModel
 from raycache.parallel.context import ParallelContext
 
 
@@ -44,15 +46,15 @@ class PredictingFamily(Protocol):
 
 
 def read_models(model_dir: Path, draft: str) -> ModelConfig:
-    """Read what a model directory says about its model, and about the one that guesses for it.
+    """Read what a model directory says about its model, and about its draft model.
 
     Args:
         model_dir: of the model.
-        draft: "mtp" for a layer of the same checkpoint, the directory of a smaller model or of an EAGLE head, or a word
-            for no model.
+        draft: "mtp" for a layer of the same checkpoint, the directory of a smaller model or EAGLE head; "none" or
+            "ngram" for no model.
     Raises:
         CheckpointError: a directory is none, or holds what is not supported.
-        ConfigError: the one cannot guess for the other.
+        ConfigError: the draft model cannot draft for this one.
     """
     model = read_config(model_dir)
     if draft in ("none", "ngram"):
@@ -108,7 +110,7 @@ def load_draft(
     target: Model,
     target_source: WeightSource,
 ) -> DraftModel:
-    """Read one rank's share of the model that guesses for another, on the last stage.
+    """Read one rank's share of the draft model, on the last stage.
 
     Args:
         config: of the other, with a draft.

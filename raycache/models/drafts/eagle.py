@@ -1,4 +1,4 @@
-"""EAGLE heads: small layers trained to go on from what a model found, in directories of their own.
+"""EAGLE heads: small layers trained to go on from a model's features, in directories of their own.
 
 EAGLE      fc(embedding, features after the last norm) -> layers -> the target's head            (arXiv 2401.15077)
 EAGLE-3    fc(three inner states of the target) and embedding -> one layer -> norm, a head of its own for the tokens
@@ -22,17 +22,17 @@ from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.linear import ColumnLinear
 from raycache.layers.norm import RMSNorm
 from raycache.layers.rope import Rotary
+from raycache.layers.weights import Columns, ShardedWeights
 from raycache.models.decoder import Decoder, Residual
 from raycache.models.dense import DenseConfig, load_attention, read_dense_config
-from raycache.models.drafts import DraftModel, PredictionLayer, widened
+from raycache.models.drafts.base import DraftModel, widened
+from raycache.models.drafts.prediction import PredictionLayer, target_embedding
 from raycache.models.feed_forward import load_feed_forward
-from raycache.models.prediction import target_embedding
-from raycache.models.weights import Columns, ShardedWeights
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext
 
-# Shapes in this file: T packed tokens, N of them to guess after, C hidden size of the head, Ct of its target, D tokens
+# Shapes in this file: T packed tokens, N of them to draft after, C hidden size of the head, Ct of its target, D tokens
 # that the head knows, V of the target.
 
 
@@ -66,7 +66,7 @@ def read_eagle(directory: Path, target: ModelConfig, *, has_bias: bool) -> Eagle
 
     Args:
         directory: with it.
-        target: the model that it guesses for.
+        target: the model that it drafts for.
         has_bias: whether its fc has one, which the file does not say.
     Raises:
         CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
@@ -140,7 +140,7 @@ def load_eagle(
         head: to read.
         weights: of the head; its embedding is read only where the target's does not fit.
         ctx: whose share.
-        target: the model that it guesses for.
+        target: the model that it drafts for.
         target_weights: of that, for its embedding on a stage that has none.
     Raises:
         CheckpointError: a tensor is missing or has another shape.
@@ -258,7 +258,7 @@ class Eagle3Head:
 
     def forward(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> Tensor:
         """See DraftModel."""
-        assert features is not None, "an EAGLE head takes what the target found"
+        assert features is not None, "an EAGLE head takes the target's features"
         both = torch.cat([self._embed_norm(self._embedding(ids)), self._hidden_norm(features)], dim=-1)
         return self._block(features + self._attention(both, run), run)
 

@@ -1,0 +1,1 @@
+"""Models that draft tokens for another: a small model, prediction layers, EAGLE heads."""
