@@ -31,7 +31,7 @@ EXEMPT = {
         "raycache/attention/recurrent_triton.py::_step",
         "raycache/gang/build.py::build_engine",
         "raycache/layers/kernels.py::_turn",
-        "raycache/models/eagle.py::load_eagle",
+        "raycache/models/drafts/eagle.py::load_eagle",
     },
     "methods": {
         "actors/engine.py::EngineActor",
