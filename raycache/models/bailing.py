@@ -12,7 +12,6 @@ from raycache.layers.activation import Activation, silu_clamped, silu_gated
 from raycache.layers.experts import MixtureOfExperts
 from raycache.layers.weights import ShardedWeights
 from raycache.models.decoder import Names
-from raycache.models.drafts.prediction import PredictionNames
 from raycache.models.feed_forward import (
     ExpertConfig,
     load_experts,
@@ -20,6 +19,7 @@ from raycache.models.feed_forward import (
     load_sigmoid_router,
     read_grouped_experts,
 )
+from raycache.models.prediction import PredictionNames
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext

@@ -23,7 +23,6 @@ from raycache.models.bailing import (
     read_limits,
 )
 from raycache.models.decoder import Decoder, Progress, pre_norm_layer
-from raycache.models.drafts.prediction import PredictionLayer, load_prediction
 from raycache.models.feed_forward import load_feed_forward
 from raycache.models.kda import (
     KdaConfig,
@@ -36,6 +35,7 @@ from raycache.models.kda import (
     require_kda,
 )
 from raycache.models.latent_attention import LatentNames, load_latent_attention, read_latent
+from raycache.models.prediction import PredictionLayer, load_prediction
 from raycache.parallel.sharding import HeadCount, even_range
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, latent, recurrent
 from raycache.models.bailing import WORD_EMBEDDINGS, load_bailing_moe, prediction_names, read_bailing_experts
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
-from raycache.models.drafts.prediction import PredictionLayer, load_prediction
 from raycache.models.feed_forward import ExpertConfig, load_feed_forward, read_mlp_layers
 from raycache.models.latent_attention import LatentConfig, LatentNames, load_latent_attention, read_latent
+from raycache.models.prediction import PredictionLayer, load_prediction
 from raycache.parallel.sharding import HeadCount, even_range, state_part
 
 if TYPE_CHECKING:

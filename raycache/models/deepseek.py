@@ -15,7 +15,6 @@ from raycache.layers.rope import Rotary
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component, index_keys, latent
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
-from raycache.models.drafts.prediction import PredictionLayer, PredictionNames, load_prediction
 from raycache.models.feed_forward import (
     ExpertConfig,
     load_feed_forward,
@@ -30,6 +29,7 @@ from raycache.models.latent_attention import (
     load_selector,
     read_latent,
 )
+from raycache.models.prediction import PredictionLayer, PredictionNames, load_prediction
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from raycache.models.deepseek import (
     prediction_layer,
     read_deepseek,
 )
-from raycache.models.drafts.prediction import PredictionLayer
+from raycache.models.prediction import PredictionLayer
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from raycache.models.delta_net import (
     read_delta_net,
 )
 from raycache.models.dense import require_heads
-from raycache.models.drafts.prediction import PredictionLayer, PredictionNames, load_prediction
+from raycache.models.prediction import PredictionLayer, PredictionNames, load_prediction
 from raycache.parallel.sharding import HeadCount, even_range, shared_head_range
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from raycache.models.dense import (
     read_dense_config,
     read_rotary_share,
 )
-from raycache.models.drafts.prediction import PredictionLayer, PredictionNames, load_prediction
 from raycache.models.feed_forward import (
     ExpertConfig,
     load_feed_forward,
@@ -28,6 +27,7 @@ from raycache.models.feed_forward import (
     read_grouped_experts,
     read_mlp_layers,
 )
+from raycache.models.prediction import PredictionLayer, PredictionNames, load_prediction
 from raycache.parallel.sharding import HeadCount
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from raycache.layers.rope import Rotary
 from raycache.layers.weights import ShardedWeights
 from raycache.models.decoder import Decoder, pre_norm_layer
 from raycache.models.dense import DenseConfig, load_attention
-from raycache.models.drafts.prediction import PredictionLayer, PredictionNames, load_prediction
 from raycache.models.feed_forward import load_feed_forward
+from raycache.models.prediction import PredictionLayer, PredictionNames, load_prediction
 from raycache.models.qwen2 import Qwen2
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""Models that draft tokens for another: a small model, prediction layers, EAGLE heads."""
+"""Models that draft tokens for another, read and checked as `--draft` says."""

@@ -26,8 +26,8 @@ from raycache.layers.weights import Columns, ShardedWeights
 from raycache.models.decoder import Decoder, Residual
 from raycache.models.dense import DenseConfig, load_attention, read_dense_config
 from raycache.models.drafts.base import DraftModel, widened
-from raycache.models.drafts.prediction import PredictionLayer, target_embedding
 from raycache.models.feed_forward import load_feed_forward
+from raycache.models.prediction import PredictionLayer, target_embedding
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext

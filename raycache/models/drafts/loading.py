@@ -25,8 +25,8 @@ from raycache.models.base import (
 from raycache.models.decoder import Decoder
 from raycache.models.drafts.base import DraftModel
 from raycache.models.drafts.eagle import EagleConfig, is_eagle, load_eagle, read_eagle
-from raycache.models.drafts.prediction import PredictionLayer
 from raycache.models.drafts.small_model import SmallModel
+from raycache.models.prediction import PredictionLayer
 from raycache.parallel.context import ParallelContext
 
 
