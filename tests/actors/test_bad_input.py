@@ -97,6 +97,7 @@ def test_a_cluster_that_is_too_small_is_told_at_once(cluster: Cluster, settings:
         reserve(config, device=config.device, on_wait=lambda missing: None)
 
 
+@pytest.mark.long
 def test_a_cluster_of_another_version_is_refused(cluster: Cluster, model: Path, scratch: Path) -> None:
     from ray._common.usage import usage_constants
     from ray._private.ray_constants import KV_NAMESPACE_CLUSTER
@@ -117,6 +118,7 @@ def test_a_cluster_of_another_version_is_refused(cluster: Cluster, model: Path, 
 # --- accidents
 
 
+@pytest.mark.long
 def test_a_service_leaves_a_cluster_that_it_found_as_it_was(cluster: Cluster, model: Path, scratch: Path) -> None:
     process = start(model, scratch, "--address", cluster.address, "--num-pages", "32")
     endpoint_of(process)
@@ -127,6 +129,7 @@ def test_a_service_leaves_a_cluster_that_it_found_as_it_was(cluster: Cluster, mo
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
 
 
+@pytest.mark.long
 def test_a_service_whose_engine_is_killed_goes_on_and_leaves_nothing(model: Path, scratch: Path) -> None:
     process = start(model, scratch, "--num-pages", "32", "--host-memory", "32MiB", "--no-dashboard")
     try:
@@ -152,6 +155,7 @@ def test_a_service_whose_engine_is_killed_goes_on_and_leaves_nothing(model: Path
         process.kill()
 
 
+@pytest.mark.long
 def test_a_killed_service_leaves_no_rank_and_no_files(model: Path, scratch: Path) -> None:
     process = start(model, scratch, "--num-pages", "32", "--host-memory", "32MiB", "--no-dashboard")
     try:

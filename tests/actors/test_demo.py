@@ -43,6 +43,7 @@ def output_until(process: subprocess.Popen[str], mark: str) -> str:
 
 
 @pytest.mark.real_model
+@pytest.mark.long
 def test_the_second_question_is_answered_from_the_cache_and_nothing_is_left(directory: Path) -> None:
     process = start(directory)
     try:
@@ -74,6 +75,7 @@ def test_a_hybrid_answers_what_its_demo_says_from_a_restore_point() -> None:
 
 @pytest.mark.real_model
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.long
 def test_an_interrupted_demo_stops_its_server(directory: Path, number: int) -> None:
     process = start(directory)
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.cluster import Cluster
@@ -34,6 +35,7 @@ async def figures(service: Service) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_streams_with_drafts_go_on_with_the_same_tokens_when_a_rank_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     pair, asked = PAIRS["llama by nemotron_h"](tmp_path), prompts(3, seed=9)
     with open_llm(pair.target) as plain:

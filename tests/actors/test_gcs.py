@@ -52,6 +52,7 @@ def gcs_server(address: str) -> psutil.Process:
     raise AssertionError("no GCS runs")
 
 
+@pytest.mark.long
 def test_streams_go_on_while_the_gcs_is_away_and_all_goes_on_once_it_is_back(
     head: tuple[str, dict[str, str]], model: Path, scratch: Path
 ) -> None:

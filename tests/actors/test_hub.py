@@ -36,6 +36,7 @@ def server(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield hub
 
 
+@pytest.mark.long
 def test_a_model_of_the_hub_is_served_by_its_name(server: HubServer, model: Path, scratch: Path) -> None:
     flags = ("--cp", "2", "--num-pages", "32", "--no-dashboard")
     said = []
@@ -93,6 +94,7 @@ def in_process(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return server
 
 
+@pytest.mark.long
 def test_a_download_may_take_longer_than_a_start_and_may_not_stand_still(
     cluster: Cluster, in_process: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

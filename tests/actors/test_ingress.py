@@ -86,6 +86,7 @@ async def use(endpoint: str, wanted: list[list[int]], cases: list[list[int]]) ->
         assert cleared.json()["cleared_pages"]["device"] > 0, cleared.text
 
 
+@pytest.mark.long
 def test_streams_and_cancels_through_two_processes_of_serve(cluster: Cluster, model: Path) -> None:
     cases = prompts(4, shared=40, length=20)
     wanted = [greedy(model, prompt, 12) for prompt in cases]

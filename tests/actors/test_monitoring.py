@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
 import ray
 import yaml
 
@@ -74,6 +75,7 @@ async def work(service: Service) -> None:
 
 
 @needs_prometheus
+@pytest.mark.long
 def test_every_panel_has_values_and_no_alert_fires(cluster: Cluster, model: Path, scratch: Path) -> None:
     assert cluster.temp_dir is not None
     session = cluster.temp_dir / "session_latest"

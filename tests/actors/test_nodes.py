@@ -163,6 +163,7 @@ def run(model: Path, folder: Path) -> None:
 
 
 @pytest.mark.timeout(700)
+@pytest.mark.long
 def test_a_service_goes_on_when_nodes_drain_or_die(model: Path, tmp_path: Path) -> None:
     # In a process of its own: this one is connected to another cluster.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -105,6 +105,7 @@ async def until_serving(service: Service, count: int) -> None:
         await asyncio.sleep(0.2)
 
 
+@pytest.mark.long
 def test_prefixes_stay_with_their_replica_and_move_with_a_drained_one(
     cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ async def complete(service: Service, prompt: list[int], count: int) -> tuple[lis
     return tokens, cached
 
 
-@pytest.mark.parametrize(("tp", "pp", "cp"), [(2, 1, 2), (1, 2, 1)])
+@pytest.mark.parametrize(("tp", "pp", "cp"), [(2, 1, 2), pytest.param(1, 2, 1, marks=pytest.mark.long)])
 def test_streams_equal_transformers_cold_and_cached(cluster: Cluster, model: Path, tp: int, pp: int, cp: int) -> None:
     async def run() -> None:
         async with serving(model, tp=tp, pp=pp, cp=cp, page_size=_PAGE, num_pages=64) as service:

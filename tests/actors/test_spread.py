@@ -74,6 +74,7 @@ def kill_a_rank(node: str) -> None:
     os.kill(ranks[-1], signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_ranks_on_two_nodes_serve_from_every_tier_and_outlive_a_lost_rank(
     cluster: Cluster, second_node: str, model: Path, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_streams_go_on_without_gap_or_repetition_when_the_engine_is_killed(clust
     asyncio.run(asyncio.wait_for(run(), 250))
 
 
+@pytest.mark.long
 def test_a_new_engine_takes_what_came_meanwhile_and_goes_on_with_the_same_random_numbers(
     cluster: Cluster, model: Path
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_new_engine_takes_what_came_meanwhile_and_goes_on_with_the_same_random
     asyncio.run(asyncio.wait_for(run(), 200))
 
 
+@pytest.mark.long
 def test_an_engine_that_never_gets_anywhere_is_given_up(cluster: Cluster, model: Path) -> None:
     async def run() -> None:
         async with serving(model, page_size=_PAGE, num_pages=64) as service:
@@ -157,6 +159,7 @@ def test_an_engine_that_never_gets_anywhere_is_given_up(cluster: Cluster, model:
 
 
 @pytest.mark.parametrize("victims", [["RankActor"], ["EngineActor", "ArenaActor"]])
+@pytest.mark.long
 def test_hits_in_the_host_tier_outlive_all_that_use_it(cluster: Cluster, model: Path, victims: list[str]) -> None:
     async def run() -> None:
         settings = {"tp": 2, "page_size": _PAGE, "num_pages": 64, "host_memory": "64MiB"}
@@ -256,6 +259,7 @@ def test_operators_commands_reach_decider_and_storage_and_outlive_the_engine(
     asyncio.run(asyncio.wait_for(run(), 200))
 
 
+@pytest.mark.long
 def test_a_service_without_a_host_tier_says_what_storage_needs(cluster: Cluster, model: Path) -> None:
     async def run() -> None:
         async with serving(model, page_size=_PAGE, num_pages=64) as service:

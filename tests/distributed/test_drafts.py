@@ -16,7 +16,11 @@ from tests.unit.test_drafts import GREEDY, PROMPTS, complete, drafting
 
 @pytest.mark.parametrize(
     ("family", "split"),
-    [("deepseek_v32", {"cp": 4}), ("nemotron_h", {"tp": 2, "cp": 2}), ("gemma3", {"pp": 2, "cp": 2})],
+    [
+        pytest.param("deepseek_v32", {"cp": 4}, marks=pytest.mark.long),
+        ("nemotron_h", {"tp": 2, "cp": 2}),
+        pytest.param("gemma3", {"pp": 2, "cp": 2}, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_outputs_of_any_split_are_what_transformers_finds_likeliest(
@@ -38,10 +42,15 @@ def test_outputs_of_any_split_are_what_transformers_finds_likeliest(
 @pytest.mark.parametrize(
     ("make", "split"),
     [
-        pytest.param(by_models.predicting("deepseek_v32"), {"cp": 4}, id="mtp of deepseek_v32, cp=4"),
+        pytest.param(
+            by_models.predicting("deepseek_v32"), {"cp": 4}, id="mtp of deepseek_v32, cp=4", marks=pytest.mark.long
+        ),
         # Windows of the target and states of the draft: both are split over all four ranks, each in its own way.
         pytest.param(
-            by_models.other("gemma3", "nemotron_h", share=0.4), {"tp": 2, "cp": 2}, id="gemma3 by nemotron_h, tp=2 cp=2"
+            by_models.other("gemma3", "nemotron_h", share=0.4),
+            {"tp": 2, "cp": 2},
+            id="gemma3 by nemotron_h, tp=2 cp=2",
+            marks=pytest.mark.long,
         ),
         # The head takes what enters layers 2, 4 and 5 of 8; layer 2 is on the first stage, the head on the last.
         pytest.param(

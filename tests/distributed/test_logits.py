@@ -16,6 +16,7 @@ from tests.oracle.tiny import ROPES, make_tiny
 
 LENGTHS = (90, 70, 53, 95, 60)
 SPLITS = [split for split in itertools.product((1, 2, 4), repeat=3) if np.prod(split) <= 8]
+EVERY_CHANGE = ((1, 1, 1), (1, 1, 4), (2, 2, 2))
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -40,7 +41,10 @@ def reference(model: Path, sequences: list[list[int]]) -> list[NDArray[np.float3
         return [oracle(torch.tensor([tokens])).logits[0].float().numpy() for tokens in sequences]
 
 
-@pytest.mark.parametrize(("tp", "pp", "cp"), SPLITS)
+@pytest.mark.parametrize(
+    ("tp", "pp", "cp"),
+    [pytest.param(*split, marks=() if split in EVERY_CHANGE else pytest.mark.long) for split in SPLITS],
+)
 def test_logits_equal_transformers(
     model: Path, sequences: list[list[int]], reference: list[NDArray[np.float32]], tp: int, pp: int, cp: int
 ) -> None:

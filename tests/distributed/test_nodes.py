@@ -50,7 +50,9 @@ def damage(found: Spread, node: int) -> None:
             arena.slab(rank, space)[...] ^= 1
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "llama, cp across nodes" else pytest.mark.long) for case in CASES]
+)
 def test_a_prompt_has_the_same_tokens_from_every_tier_of_several_nodes(tmp_path: Path, case: str) -> None:
     family, split, nodes = CASES[case]
     (tmp_path / "store").mkdir()

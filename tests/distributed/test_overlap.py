@@ -17,7 +17,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return byte_level(make_tiny(tmp_path_factory.mktemp("model"), vocab_size=VOCAB, num_hidden_layers=2))
 
 
-@pytest.mark.parametrize("split", [{"tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("split", [pytest.param({"tp": 2}, marks=pytest.mark.long), {"cp": 2}], ids=str)
 def test_tokens_are_those_of_one_rank_one_by_one(model: Path, split: dict[str, int]) -> None:
     samplings = [SAMPLINGS[name] for name in ("greedy", "seeded", "stop token", "stop text", "two tokens")]
     off = completions(model, samplings, overlap="off")

@@ -28,6 +28,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
 
 
+def long(*values: Any) -> list[Any]:
+    """Parameters that only `make test-all` tries."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return byte_level(make_tiny(tmp_path_factory.mktemp("model"), vocab_size=VOCAB))
@@ -81,7 +86,10 @@ def unsplit(model: Path) -> list[Completion]:
 
 @pytest.mark.parametrize(
     "split",
-    [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 4}, {"tp": 4}, {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"tp": 2, "pp": 2}],
+    [
+        *({"pp": 4}, {"tp": 4}, {"tp": 2, "cp": 2}),
+        *long({"tp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 2, "cp": 2}, {"tp": 2, "pp": 2}),
+    ],
     ids=lambda split: " ".join(f"{axis}={size}" for axis, size in split.items()),
 )
 def test_a_split_model_says_what_the_whole_one_says(
@@ -114,7 +122,7 @@ def test_a_plan_longer_than_a_frame_and_a_small_pool(model: Path) -> None:
 
 
 def test_an_idle_gang_lives_longer_than_the_deadline_of_a_step(model: Path) -> None:
-    with load(model, tp=2, rank_timeout_s=1) as llm:
+    with load(model, tp=2, rank_timeout_s=2) as llm:
         (before,) = llm.generate([[5, 6]], GREEDY)
         time.sleep(2.5)
         (after,) = llm.generate([[5, 6]], GREEDY)
@@ -147,12 +155,12 @@ def lose(llm: LLM, harm: Callable[[], object], *, after_steps: int) -> tuple[Ran
     ("split", "rank", "coords"),
     [
         ({"tp": 2}, 0, "pp=0 cp=0 tp=0"),
-        ({"tp": 2}, 1, "pp=0 cp=0 tp=1"),
         ({"cp": 2}, 1, "pp=0 cp=1 tp=0"),
-        ({"pp": 2}, 0, "pp=0 cp=0 tp=0"),
         ({"pp": 2}, 1, "pp=1 cp=0 tp=0"),
-        ({"tp": 2, "pp": 2}, 1, "pp=0 cp=0 tp=1"),
-        ({"tp": 4}, 2, "pp=0 cp=0 tp=2"),
+        pytest.param({"tp": 2}, 1, "pp=0 cp=0 tp=1", marks=pytest.mark.long),
+        pytest.param({"pp": 2}, 0, "pp=0 cp=0 tp=0", marks=pytest.mark.long),
+        pytest.param({"tp": 2, "pp": 2}, 1, "pp=0 cp=0 tp=1", marks=pytest.mark.long),
+        pytest.param({"tp": 4}, 2, "pp=0 cp=0 tp=2", marks=pytest.mark.long),
     ],
 )
 def test_a_killed_rank_is_named_at_once(model: Path, split: dict[str, int], rank: int, coords: str) -> None:
@@ -161,13 +169,13 @@ def test_a_killed_rank_is_named_at_once(model: Path, split: dict[str, int], rank
     error, waited_s = lose(llm, victim.kill, after_steps=20)
     assert (error.rank, error.coords) == (rank, coords)
     assert error.step > 0
-    assert waited_s < 5
+    assert waited_s < 15, "half of the deadline of a step"
     with pytest.raises(RankLostError):
         llm.generate([[5]], GREEDY)
     llm.close()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [*long(0), 1])
 def test_a_rank_killed_while_idle_is_named_by_the_next_answer(model: Path, rank: int) -> None:
     llm = load(model, tp=2)
     llm.generate([[5]], GREEDY)
@@ -176,20 +184,20 @@ def test_a_rank_killed_while_idle_is_named_by_the_next_answer(model: Path, rank:
     with pytest.raises(RankLostError) as lost:
         llm.generate([[5]], GREEDY)
     assert lost.value.rank == rank
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     llm.close()
 
 
-@pytest.mark.parametrize("split", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("split", [{"tp": 2}, *long({"pp": 2})], ids=str)
 def test_a_rank_that_hangs_is_named_at_the_deadline(model: Path, split: dict[str, int]) -> None:
     llm = load(model, rank_timeout_s=2, **split)
     victim = rank_process(1)
     error, waited_s = lose(llm, victim.suspend, after_steps=20)
     assert error.rank == 1
-    assert 1 < waited_s < 10
+    assert 1 < waited_s < 30
     start = time.monotonic()
     llm.close()
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
 
 
 def test_an_error_inside_the_with_block_ends_all_ranks(model: Path) -> None:
@@ -199,7 +207,7 @@ def test_an_error_inside_the_with_block_ends_all_ranks(model: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, *long(4)])
 def test_ranks_that_cannot_start_leave_nothing_and_say_why(tmp_path: Path, cp: int) -> None:
     model = byte_level(make_tiny(tmp_path / "broken", vocab_size=VOCAB, num_hidden_layers=1))
     config = (model / "config.json").read_text()
@@ -208,7 +216,7 @@ def test_ranks_that_cannot_start_leave_nothing_and_say_why(tmp_path: Path, cp: i
     start = time.monotonic()
     with pytest.raises(CheckpointError, match="mlp"):
         load(model, cp=cp)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 100
 
 
 def test_a_killed_script_leaves_no_rank_behind(model: Path) -> None:

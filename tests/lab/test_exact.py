@@ -33,6 +33,7 @@ def model(lab: Lab) -> Path:
 
 
 @pytest.mark.parametrize("split", ["--tp 2 --pp 2 --cp 2", "--tp 2 --cp 4"])
+@pytest.mark.long
 def test_every_tier_gives_the_tokens_of_transformers(lab: Lab, model: Path, phase: Phase, split: str) -> None:
     expected = greedy(model, PROMPT, _COUNT)
     endpoint = f"http://{lab.address(0)}:8000"

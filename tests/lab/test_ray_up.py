@@ -83,6 +83,7 @@ def test_ranks_on_two_hosts_answer_an_openai_client(
         assert service.end() == 0
 
 
+@pytest.mark.long
 def test_ray_job_submit_serves_a_model(
     lab: Lab, cluster: RayCluster, model: Path, expected: list[int], phase: Phase
 ) -> None:
@@ -101,6 +102,7 @@ def test_ray_job_submit_serves_a_model(
     assert "stopped" in said
 
 
+@pytest.mark.long
 def test_a_laptop_launches_on_the_cluster_and_stops_it(
     lab: Lab, cluster: RayCluster, model: Path, expected: list[int], phase: Phase
 ) -> None:
@@ -119,6 +121,7 @@ def test_a_laptop_launches_on_the_cluster_and_stops_it(
     assert "raycache launch" not in lab.on(0, "ps -ef | grep '[r]aycache launch' || true")
 
 
+@pytest.mark.long
 def test_every_host_with_ranks_fetches_its_own_copy_of_a_model_of_the_hub(
     lab: Lab, cluster: RayCluster, model: Path, expected: list[int], phase: Phase
 ) -> None:
@@ -158,6 +161,7 @@ def test_every_host_with_ranks_fetches_its_own_copy_of_a_model_of_the_hub(
             assert service.interrupt() == 0
 
 
+@pytest.mark.long
 def test_a_laptop_hears_why_it_cannot_launch(lab: Lab, cluster: RayCluster, model: Path) -> None:
     def refusal(*words: str, **environment: str) -> str:
         with pytest.raises(RuntimeError) as caught:

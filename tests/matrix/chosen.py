@@ -12,6 +12,7 @@ from tests.matrix.matrix import Workbench, run_row
 from tests.matrix.table import label
 
 # Every family meets every scenario, tp=2, pp=2, cp=2 and cp=4. A split reads what those before it have stored.
+# With every change a family meets one of the splits, llama all of them; the rest is for `make test-all`.
 CHOSEN = {
     Split(): [
         "cold",
@@ -67,10 +68,12 @@ RECURRENT = (
 
 def rows(families: Sequence[str]) -> pytest.MarkDecorator:
     """Parameters of a test of each of these families under each split, in the order in which they have to run."""
-    pairs = itertools.product(CHOSEN, families)
-    return pytest.mark.parametrize(
-        ("split", "family"), [pytest.param(split, family, id=f"{family}-{label(split)}") for split, family in pairs]
-    )
+    made = []
+    for (turn, split), (number, family) in itertools.product(enumerate(CHOSEN), enumerate(families)):
+        is_short = family == "llama" or number % len(CHOSEN) == turn
+        marks = () if is_short else pytest.mark.long
+        made.append(pytest.param(split, family, id=f"{family}-{label(split)}", marks=marks))
+    return pytest.mark.parametrize(("split", "family"), made)
 
 
 def check_row(bench: Workbench, family: str, split: Split) -> None:

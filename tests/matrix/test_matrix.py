@@ -15,7 +15,9 @@ def test_logits_and_reuse_are_right(bench: Workbench, split: Split, family: str)
     check_row(bench, family, split)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v32", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.long) for family in ("deepseek_v32", "gemma3"))]
+)
 def test_one_rank_reads_what_many_have_stored(bench: Workbench, family: str) -> None:
     check_back(bench, family)
 
@@ -28,9 +30,9 @@ def test_every_column_is_met() -> None:
     ("family", "split", "layers"),
     [
         pytest.param("llama", Split(cp=4), (1,), id="keys and values"),
-        pytest.param("deepseek_v32", Split(), (3,), id="latents and index keys"),
+        pytest.param("deepseek_v32", Split(), (3,), id="latents and index keys", marks=pytest.mark.long),
         pytest.param("gemma3", Split(cp=2), (1,), id="window"),
-        pytest.param("kimi_linear", Split(tp=2), (1, 3), id="states of KDA"),
+        pytest.param("kimi_linear", Split(tp=2), (1, 3), id="states of KDA", marks=pytest.mark.long),
         pytest.param("nemotron_h", Split(pp=2, cp=2), (0,), id="states of Mamba2"),
     ],
 )

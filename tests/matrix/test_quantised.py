@@ -15,7 +15,7 @@ from tests.matrix.matrix import Workbench
 @pytest.mark.parametrize(
     ("family", "split"),
     [
-        pytest.param("deepseek_v3_fp8", Split(tp=2, pp=2, cp=2), id="block FP8 over all three"),
+        pytest.param("deepseek_v3_fp8", Split(tp=2, pp=2, cp=2), id="block FP8 over all three", marks=pytest.mark.long),
         pytest.param("gpt_oss_mxfp4", Split(tp=2, pp=2, cp=2), id="MXFP4 over all three"),
         pytest.param("deepseek_v3_fp8", Split(cp=4), id="block FP8 out of host and storage"),
     ],

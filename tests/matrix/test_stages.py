@@ -19,15 +19,20 @@ CHOSEN = [
     ("gemma3", Split(pp=3), "2,1,1"),
     ("gemma3", Split(pp=3, stages=(1, 1, 2)), "1,1,2"),
 ]
+EVERY_CHANGE = ("1,5", "3,1", "1,1,2")
 SCENARIOS = ("exact", "host_hit", "storage_hit", "all_tiers", "other_splits")
 
 
-@pytest.mark.parametrize(("family", "split", "stages"), CHOSEN)
+@pytest.mark.parametrize(
+    ("family", "split", "stages"),
+    [pytest.param(*row, marks=() if row[2] in EVERY_CHANGE else pytest.mark.long) for row in CHOSEN],
+)
 def test_logits_and_reuse_are_right_under_any_borders(bench: Workbench, family: str, split: Split, stages: str) -> None:
     assert bench.prepare(family, split).config.pp_layers == stages
     check(bench, family, split, SCENARIOS)
 
 
+@pytest.mark.long
 def test_one_stage_reads_what_uneven_ones_have_stored(bench: Workbench) -> None:
     for family in ("glm-bound", "qwen3_next", "gemma3"):
         check(bench, family, Split(), ["other_splits"])
