@@ -24,7 +24,7 @@ def launched(model: str, *flags: str) -> Iterator[str]:
     Raises:
         RuntimeError: it ended before it served; the message has what it said.
     """
-    command = [sys.executable, "-m", "raycache", "launch", model, "--port", "0", "--no-dashboard", *flags]
+    command = [sys.executable, "-m", "raycache", "launch", model, "--port", "auto", "--no-dashboard", *flags]
     with tempfile.TemporaryFile("w+") as log:
         # In a session of its own, so that Ctrl-C reaches it once, from here.
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

@@ -97,7 +97,7 @@ def measure(model: Path, *, flags: list[str], timeout_s: float) -> tuple[list[Ma
         Phases in order, the last one "stopped"; own bytes of each rank.
     """
     begin = time.monotonic()
-    command = [sys.executable, "-u", "-m", "raycache", "launch", str(model), "--port", "0", "--no-dashboard", *flags]
+    command = [sys.executable, "-u", "-m", "raycache", "launch", str(model), "--port", "auto", "--no-dashboard", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     watchdog = threading.Timer(timeout_s, process.send_signal, [signal.SIGTERM])
     watchdog.start()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.window                                       a tiny random gemma3 with windows of 512
     python -m benchmarks.window models/gemma3-270m --tokens 8192
-    python -m benchmarks.window --restore-interval 2048 0             one run for each
+    python -m benchmarks.window --restore-interval 2048 none          one run for each
 
 Layers that see everything keep the pages of all tokens. Those with a window keep what the next token sees, and at each
 restore point what the token after it would see. Pages are counted in every step when it has its own.
@@ -157,12 +157,20 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32768, help="of prompt and output (default: %(default)s)")
     parser.add_argument("--page-size", type=int, default=64, help="tokens per page (default: %(default)s)")
     parser.add_argument(
-        "--restore-interval", type=int, nargs="+", default=[2048, 0], help="one run each (default: %(default)s)"
+        "--restore-interval",
+        type=_number,
+        nargs="+",
+        default=[2048, "none"],
+        help="one run each (default: %(default)s)",
     )
-    parser.add_argument("--restore-points", type=int, default=0, help="as of raycache launch (default: %(default)s)")
+    parser.add_argument("--restore-points", type=_number, default="auto", help="as of launch (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=8, help="of the table (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures")
     return parser.parse_args(argv)
+
+
+def _number(text: str) -> int | str:
+    return text if text in ("auto", "none") else int(text)
 
 
 def _make_tiny(model_dir: Path, *, tokens: int) -> Path:

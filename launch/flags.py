@@ -4,26 +4,66 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from launch.environment import api_key, storage
 from raycache.config import Config
 from raycache.errors import ConfigError
+from raycache.settings import kind_of
+from raycache.spelling import did_you_mean
+
+_EPILOG = "These are the settings that most services need; --help-all shows all."
+_YAML = "All settings can also stand in the YAML file, with _ for -, such as `kv_memory: 4GiB`."
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, --config and one flag per setting. A flag that is not given leaves no trace in the parsed options."""
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, and suggests the flag or the command that was probably meant."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_known_args(  # type: ignore[override]  # one signature instead of three overloads
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As argparse does, except that what a command does not know is refused by that command."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0])
+        return options, unknown
+
+    def _refuse(self, word: str) -> NoReturn:
+        hint = did_you_mean(word, self._option_string_actions) if word.startswith("--") else ""
+        self.error(f"unknown {'flag' if word.startswith('-') else 'argument'} {word!r}{hint}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        near = did_you_mean(str(value), map(str, action.choices))
+        raise argparse.ArgumentError(action, f"unknown {value!r}{near or '; use one of ' + ', '.join(action.choices)}")
+
+
+def add_config_flags(parser: argparse.ArgumentParser, *, shows_all: bool = False) -> None:
+    """Add MODEL, --config and one flag per setting. A flag that is not given leaves no trace in the parsed options.
+
+    Args:
+        parser: of a command.
+        shows_all: whether the help has all settings, and not only the common ones.
+    """
+    parser.usage = f"{parser.prog} [MODEL] [--config FILE.yaml] [--SETTING VALUE ...]"
+    parser.epilog = _YAML if shows_all else f"{_EPILOG}\n{_YAML}"
     fields = {field.name: field for field in dataclasses.fields(Config)}
     model = fields.pop("model")
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=_escaped(model))
-    parser.add_argument("--config", metavar="FILE.yaml", type=Path, help="settings as YAML; flags override it")
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=_help(model))
+    parser.add_argument("--config", metavar="FILE.yaml", type=Path, help="YAML file of settings; flags override it")
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all settings and exit")
     groups: dict[str, Any] = {}
     for field in fields.values():
         name = field.metadata["group"]
         if name not in groups:
-            groups[name] = parser.add_argument_group(f"{name} settings")
-        _add_flag(groups[name], field)
+            groups[name] = parser.add_argument_group(name)
+        _add_flag(groups[name], field, is_shown=shows_all or field.metadata["is_common"])
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -52,23 +92,53 @@ def seconds(text: str) -> float:
     return value
 
 
-def _add_flag(group: Any, field: dataclasses.Field[Any]) -> None:
+class _HelpAll(argparse.Action):
+    """Prints the help of a command with all settings."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> NoReturn:
+        whole = Parser(prog=parser.prog, description=parser.description)
+        add_config_flags(whole, shows_all=True)
+        whole.print_help()
+        parser.exit()
+
+
+def _add_flag(group: Any, field: dataclasses.Field[Any], *, is_shown: bool) -> None:
     flag = "--" + field.name.replace("_", "-")
-    common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _escaped(field)}
+    text = _help(field) if is_shown else argparse.SUPPRESS
+    common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
     if isinstance(field.default, bool):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
         return
-    kind = type(field.default)
-    choices = field.metadata["choices"] or None
-    metavar = None if choices else {int: "N", float: "SECONDS"}.get(kind, "TEXT")
-    group.add_argument(flag, type=kind, choices=choices, metavar=metavar, **common)
+    choices, unit = field.metadata["choices"] or None, "|".join((field.metadata["unit"], *field.metadata["words"]))
+    group.add_argument(flag, type=_reader(field), choices=choices, metavar=None if choices else unit, **common)
 
 
-def _escaped(field: dataclasses.Field[Any]) -> str:
+def _reader(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    """What makes a value of a flag's text. Whether the value can work is checked with all the others."""
+    kind = kind_of(field)
+
+    def read(text: str) -> Any:
+        if text in field.metadata["words"]:
+            return text
+        try:
+            return kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(
+                " or ".join((f"{text!r} is not {what}", *field.metadata["words"]))
+            ) from None
+
+    return read
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
     """Help text as argparse wants it, with the default if that says something."""
     text = str(field.metadata["help"]).replace("%", "%%")
-    default = "yes" if field.default is True else field.default
-    return f"{text} (default: {default})" if field.default not in ("", 0) else text
+    if field.default == "":
+        return text
+    default = "yes" if field.default is True else "no" if field.default is False else field.default
+    unit = " s" if field.metadata["unit"] == "SECONDS" else ""
+    return f"{text} (default: {f'{default:g}' if isinstance(default, float) else default}{unit})"
 
 
 def from_yaml(path: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     orders = parser.add_subparsers(title="orders", metavar="ORDER", required=True, dest="order")
 
     def add(name: str, text: str, show: Callable[[Mapping[str, Any]], str] = _show) -> argparse.ArgumentParser:
-        added = orders.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+        added = orders.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         add_order_flags(added, timeout_s=600.0)
         added.add_argument("--replica", metavar="NAME", default="", help="only this one; default: all")
         added.set_defaults(show=show)

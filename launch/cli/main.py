@@ -9,8 +9,9 @@ from pathlib import Path
 
 from launch.cli.cache import add_cache_flags
 from launch.cli.replicas import add_replicas_flags
+from launch.cli.stop import add_stop_flags
 from launch.environment import keep_ray_on_loopback
-from launch.flags import add_config_flags, seconds, settings
+from launch.flags import Parser, add_config_flags, seconds, settings
 from raycache import __version__
 from raycache.config import Config
 from raycache.errors import RayCacheError
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: without the program's name; None for those of this process.
     Returns:
-        Exit code: 0 done, 1 the answer is no, 2 what was asked cannot work, 130 interrupted.
+        Exit code: 0 done, 1 the answer is no, 2 it cannot work, 130 interrupted.
     """
     options = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = options.command
@@ -43,30 +44,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="raycache",
-        description="Serve large language models on Ray; cache hits do not depend on how the model is split.",
+        description="Serve large language models on Ray, with one KV cache over GPU, host memory and storage.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+        added = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         added.set_defaults(command=command)
         return added
 
-    add_config_flags(add("launch", _launch, "serve a model, in the foreground, until Ctrl-C"))
+    add_config_flags(add("launch", _launch, "serve a model until Ctrl-C"))
     status = add("status", _status, "show the services that run on this machine")
-    status.add_argument("--endpoint", metavar="URL", help="ask this one instead, such as http://HOST:8000")
+    status.add_argument("--endpoint", metavar="URL", help="of another machine, such as http://HOST:8000")
     status.add_argument("--json", action="store_true", help="print all figures as JSON")
     status.add_argument(
-        "--timeout-s", type=seconds, metavar="SECONDS", default=5.0, help="for an answer (default: %(default)s)"
+        "--timeout-s",
+        type=seconds,
+        metavar="SECONDS",
+        default=5.0,
+        help="time limit for an answer (default: %(default)g s)",
     )
-    top = add("top", _top, "watch a running service, until q")
+    top = add("top", _top, "watch a running service in the terminal")
     top.add_argument("--endpoint", metavar="URL", help="of another machine, such as http://HOST:8000")
-    for flag, default, text in (("--interval-s", 2.0, "between two looks"), ("--timeout-s", 5.0, "for an answer")):
-        top.add_argument(flag, type=seconds, metavar="SECONDS", default=default, help=f"{text} (default: %(default)s)")
+    for flag, default, text in (
+        ("--interval-s", 2.0, "time between updates"),
+        ("--timeout-s", 5.0, "time limit for an answer"),
+    ):
+        top.add_argument(
+            flag, type=seconds, metavar="SECONDS", default=default, help=f"{text} (default: %(default)g s)"
+        )
     top.add_argument("--once", action="store_true", help="print a single frame")
     boards = add("dashboards", _dashboards, "write a Grafana dashboard, alert rules and settings for Prometheus")
     boards.add_argument(
@@ -77,27 +86,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         action="append",
         default=[],
-        help="read /metrics of this server, instead of Ray's metrics; may be given several times",
+        help="scrape /metrics of this server instead of Ray's metrics; repeatable",
     )
-    add_cache_flags(add("cache", _cache, "look into the cache of a running server, and change its tiers"))
+    add_cache_flags(add("cache", _cache, "inspect and change the cache of a running server"))
     add_replicas_flags(add("replicas", _replicas, "start, drain and replace the replicas of a running server"))
-    stop = add("stop", _stop, "stop the services that run on this machine")
-    stop.add_argument("--port", type=int, metavar="N", help="only the one on this port")
-    stop.add_argument(
-        "--grace-s",
-        type=seconds,
-        metavar="SECONDS",
-        default=30.0,
-        help="to end cleanly before it is killed (default: %(default)s)",
-    )
-    key = add("key", _key, "make an API key for a tenant, and its line for the file of --api-keys")
-    key.add_argument("name", metavar="NAME", help="of the tenant")
+    add_stop_flags(add("stop", _stop, "stop a service that runs on this machine"))
+    key = add("key", _key, "make an API key for a tenant, with its line for the file of --api-keys")
+    key.add_argument("name", metavar="NAME", help="name of the tenant")
     key.add_argument("rights", metavar="RIGHT", nargs="*", help="admin, metrics or requests=N (most at a time)")
-    key.add_argument("--file", metavar="FILE", type=Path, help="add the line to this file; made if it is not there")
-    add_config_flags(add("doctor", _doctor, "check what launch would do, without loading weights"))
+    key.add_argument("--file", metavar="FILE", type=Path, help="append the line to this file")
+    add_config_flags(add("doctor", _doctor, "check whether launch would work, without loading weights"))
     demo = add("demo-model", _demo_model, "write a small real model as a Hugging Face directory")
     demo.add_argument("directory", metavar="DIR", type=Path)
-    add("version", _version, "print the versions that matter")
+    add("version", _version, "print versions")
     return parser
 
 
@@ -189,16 +190,9 @@ def _key(options: argparse.Namespace) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from launch.service import running, stop
+    from launch.cli.stop import run
 
-    chosen = [one for one in running() if options.port in (None, one.port)]
-    if not chosen:
-        where = "on this machine" if options.port is None else f"on port {options.port}"
-        print(f"no service runs {where}", file=sys.stderr)
-        return 1
-    for service in chosen:
-        print(f"{service.model} at {service.endpoint} (pid {service.pid}): {stop(service, grace_s=options.grace_s)}")
-    return 0
+    return run(options)
 
 
 def _version(options: argparse.Namespace) -> int:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 def add_order_flags(parser: argparse.ArgumentParser, *, timeout_s: float) -> None:
     """Add which server gets the order, and how its answer is shown."""
-    parser.add_argument("--endpoint", "--url", metavar="URL", help="of the server; default: the one on this machine")
+    parser.add_argument("--endpoint", metavar="URL", help="server to ask (default: the one on this machine)")
     parser.add_argument("--api-key", metavar="TEXT", default="", help="of the server (or set RAYCACHE_API_KEY)")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument(
-        "--timeout-s", type=seconds, metavar="SECONDS", default=timeout_s, help="for an answer (default: %(default)s)"
+        "--timeout-s", type=seconds, metavar="SECONDS", default=timeout_s, help="time limit (default: %(default)g s)"
     )
 
 

@@ -24,7 +24,7 @@ def add_replicas_flags(parser: argparse.ArgumentParser) -> None:
     orders = parser.add_subparsers(title="orders", metavar="ORDER", required=True, dest="order")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        added = orders.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+        added = orders.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         add_order_flags(added, timeout_s=1800.0)
         return added
 

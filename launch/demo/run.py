@@ -29,7 +29,7 @@ from launch.environment import api_key
 from launch.service import running, stop
 from raycache.errors import ConfigError, RayCacheError, RequestFailedError
 
-_FLAGS = ("--cp", "2", "--port", "0", "--max-model-len", "4096", "--no-dashboard")
+_FLAGS = ("--cp", "2", "--port", "auto", "--max-model-len", "4096", "--no-dashboard")
 _MAX_TOKENS = 64
 _ANSWER_TIMEOUT_S = 300.0
 _STOP_S = 60.0

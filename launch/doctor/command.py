@@ -114,6 +114,6 @@ def _port(config: Config) -> Finding:
 
     def check() -> str:
         bind(config).close()
-        return f"{config.host}:{config.port} is free" if config.port else f"{config.host}, a free port"
+        return f"{config.host}:{config.port} is free" if config.port != "auto" else f"{config.host}, a free port"
 
     return attempt("endpoint", check)

@@ -91,7 +91,7 @@ def plan_memory(config: Config, *, model: ModelConfig, weight_bytes: int) -> Mem
 
     fullest = max(contexts, key=lambda ctx: cache_bytes(ctx, _MANY_PAGES))
     pages = pages_that_fit(config, model, ctx=fullest, dtype=dtype, ranks_on_node=sharing)
-    if config.num_pages == 0 and config.kv_memory == "auto":
+    if config.num_pages == "auto" and config.kv_memory == "auto":
         # "auto" is a share of what is free once the weights are loaded, which they are not yet.
         memory = int(auto_bytes(torch.device(where), sharing) * max(0.0, 1 - weight_bytes / free))
         pages = min(pages, pages_within(config, model, ctx=fullest, dtype=dtype, memory=memory))

@@ -110,7 +110,7 @@ class _Api:
         self._template = ChatTemplate.load(tokenizer, path=config.chat_template)
         self._metrics = metrics
         self._bodies = Bodies(config)
-        self._timeout_s = config.request_timeout_s
+        self._timeout_s = None if config.request_timeout_s == "none" else config.request_timeout_s
         self._eviction = config.eviction
 
     async def list_models(self, request: Request) -> Response:

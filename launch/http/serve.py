@@ -36,9 +36,10 @@ def bind(config: Config) -> socket.socket:
     """
     identity_of(config)
     keys_of(config)
-    where = f"{config.host}:{config.port}"
+    port = 0 if config.port == "auto" else config.port
+    where = f"{config.host}:{port}"
     try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(f"host={config.host!r} is not an address of this machine: {error}") from error
     family, kind, protocol, _, address = found[0]
@@ -52,7 +53,7 @@ def bind(config: Config) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{where} is in use; choose another --port, or --port 0 for a free one") from error
+            raise ConfigError(f"{where} is in use; choose another --port, or --port auto for a free one") from error
         raise ConfigError(f"cannot bind to {where}: {error.strerror}; choose another --host or --port") from error
     sock.set_inheritable(False)
     _warn_if_open(config, sock)

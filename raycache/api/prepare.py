@@ -56,14 +56,16 @@ class Generation:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def prepare_completion(body: CompletionBody, *, tokenizer: Tokenizer, info: EngineInfo, timeout_s: float) -> Generation:
+def prepare_completion(
+    body: CompletionBody, *, tokenizer: Tokenizer, info: EngineInfo, timeout_s: float | None
+) -> Generation:
     """Tokenise the prompts of a /v1/completions request.
 
     Args:
         body: checked by parse_body.
         tokenizer: of the model.
         info: limits of the engine.
-        timeout_s: longest time that a request may take; 0 is no limit.
+        timeout_s: longest time that a request may take; None is no limit.
     Raises:
         RequestError: a value is out of range; names the field.
     """
@@ -86,7 +88,7 @@ def prepare_completion(body: CompletionBody, *, tokenizer: Tokenizer, info: Engi
 
 
 def prepare_chat(
-    body: ChatBody, *, tokenizer: Tokenizer, template: ChatTemplate, info: EngineInfo, timeout_s: float
+    body: ChatBody, *, tokenizer: Tokenizer, template: ChatTemplate, info: EngineInfo, timeout_s: float | None
 ) -> Generation:
     """Render and tokenise the messages of a /v1/chat/completions request.
 
@@ -95,7 +97,7 @@ def prepare_chat(
         tokenizer: of the model.
         template: of the model.
         info: limits of the engine.
-        timeout_s: longest time that a request may take; 0 is no limit.
+        timeout_s: longest time that a request may take; None is no limit.
     Raises:
         RequestError: a value is out of range, or the template refuses the messages.
     """
@@ -143,7 +145,7 @@ def _choices(
     *,
     tokenizer: Tokenizer,
     info: EngineInfo,
-    timeout_s: float,
+    timeout_s: float | None,
     echo: bool,
 ) -> tuple[Choice, ...]:
     _check_count(len(prompts), body, info=info)

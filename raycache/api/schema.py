@@ -9,7 +9,6 @@ end at their first wrong item, and what can have an error per item is counted be
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -18,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Pl
 from pydantic_core import PydanticCustomError
 
 from raycache.errors import RequestError
+from raycache.spelling import did_you_mean
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -295,9 +295,10 @@ def _first_error(error: ValidationError, *, known: Mapping[str, Any]) -> Request
         case "missing":
             return RequestError(f"{field} is required", field=field)
         case "extra_forbidden":
-            near = difflib.get_close_matches(str(place[-1])[:_NAME_CHARS], known, n=1) if len(place) == 1 else []
-            hint = f"; did you mean {near[0]!r}?" if near else " and would have no effect; leave it out"
-            return RequestError(f"{field} is not supported{hint}", field=field)
+            near = did_you_mean(str(place[-1])[:_NAME_CHARS], known) if len(place) == 1 else ""
+            return RequestError(
+                f"{field} is not supported{near or ' and would have no effect; leave it out'}", field=field
+            )
     wanted = first["msg"].removeprefix("Input should be ").removeprefix("Input should ")
     text = wanted if wanted.startswith("must ") else f"must be {wanted}"
     return RequestError(f"{field} {text}, got {_short(first['input'])}", field=field)

@@ -63,7 +63,9 @@ def usable_cpus() -> int:
 
 def step_tokens(config: Config, *, device_type: str) -> int:
     """Token budget of a step."""
-    return config.max_step_tokens or (8192 if device_type == "cuda" else 512)
+    if config.max_step_tokens == "auto":
+        return 8192 if device_type == "cuda" else 512
+    return config.max_step_tokens
 
 
 def cache_format(config: Config, *, dtype: torch.dtype) -> CacheFormat:
@@ -100,7 +102,9 @@ def pool_sizes(config: Config, model: ModelConfig, *, num_pages: int, fmt: Cache
     token_bytes = sum(whole_bytes(part) for part in parts if part.space == FULL) / page_size
     point_bytes = sum(whole_bytes(part) * max(1, windows[part.space]) for part in parts if part.space != FULL)
     tokens_per_point = max(_TOKENS_PER_POINT, point_bytes / max(token_bytes, 1))
-    points = config.restore_points or 1 + int(num_pages * config.page_size / tokens_per_point)
+    points = config.restore_points
+    if points == "auto":
+        points = 1 + int(num_pages * config.page_size / tokens_per_point)
     if not config.prefix_cache:
         points = 0
     sizes = {FULL: num_pages}
@@ -136,7 +140,7 @@ def pages_that_fit(
     """
     fmt = cache_format(config, dtype=dtype)
     most = _MOST_PAGES
-    if config.num_pages:
+    if config.num_pages != "auto":
         memory, pages = pool_bytes(config, model, num_pages=config.num_pages, fmt=fmt, ctx=ctx), config.num_pages
     else:
         if config.kv_memory != "auto":
@@ -153,7 +157,7 @@ def pages_that_fit(
 
 
 def _why_too_much(config: Config, *, rank: int, memory: int, use: MemoryUse) -> str:
-    wish = f"num_pages={config.num_pages}" if config.num_pages else f"kv_memory={config.kv_memory}"
+    wish = f"num_pages={config.num_pages}" if config.num_pages != "auto" else f"kv_memory={config.kv_memory}"
     left = f"{human_bytes(use.left)} are left" if use.left > 0 else "nothing is left"
     return (
         f"{wish} takes {human_bytes(memory)} of {use.device} of rank {rank}, {left}, {use}; use a smaller "
@@ -211,12 +215,14 @@ def context_len(config: Config, model: ModelConfig) -> int:
     Raises:
         ConfigError: the setting is above what the model was made for.
     """
+    if config.max_model_len == "auto":
+        return model.max_position_embeddings
     if config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is above the model's {model.max_position_embeddings} positions; "
             "use a smaller one, or a model with rope scaling in its config.json"
         )
-    return config.max_model_len or model.max_position_embeddings
+    return config.max_model_len
 
 
 def auto_bytes(device: torch.device, ranks_on_node: int) -> int:

@@ -127,7 +127,7 @@ def build_engine(
         max_running=config.max_running,
         micro_batches=config.pp,
         eos_token_ids=model.eos_token_ids,
-        restore_interval=config.restore_interval,
+        restore_interval=0 if config.restore_interval == "none" else config.restore_interval,
         drafts=Drafts(
             PromptLookup() if config.draft == "ngram" else None,
             most=config.most_drafts,

@@ -50,7 +50,7 @@ def make(directory: Path) -> None:
     except OSError as cause:
         raise ConfigError(
             f"cannot make {directory} for the host tier: {cause}; make {directory.parent} writable, or use "
-            "host_memory=0"
+            "host_memory=none"
         ) from cause
     for name in ("owner", "ranks"):
         (directory / name).touch(mode=0o600)

@@ -40,7 +40,7 @@ def check_host_tier(config: Config, model: ModelConfig) -> None:
     if config.has_host_tier and not any(part.space == FULL for part in components(model, CacheFormat("bfloat16"))):
         raise ConfigError(
             f"host_memory={config.host_memory} is not supported for {model.name}, none of whose layers keeps all "
-            "tokens; use host_memory=0"
+            "tokens; use host_memory=none"
         )
 
 

@@ -52,7 +52,7 @@ class Largest:
     def of(cls, config: Config, model: ModelConfig, *, pool: DevicePool) -> Largest:
         """What the settings allow."""
         longest = context_len(config, model)
-        if config.num_pages:
+        if config.num_pages != "auto":
             longest = min(longest, config.num_pages * config.page_size)
         return cls(
             tokens=step_tokens(config, device_type=pool.device.type),

@@ -18,7 +18,7 @@ def traces(scratch: Path, processes: list[psutil.Process]) -> set[str]:
 
 
 def start(model: Path, scratch: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "raycache", "launch", str(model), "--device", "cpu", "--port", "0", *flags]
+    command = [sys.executable, "-m", "raycache", "launch", str(model), "--device", "cpu", "--port", "auto", *flags]
     env = {**os.environ, "TMPDIR": str(scratch)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 

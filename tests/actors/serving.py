@@ -36,7 +36,7 @@ class Service:
 @asynccontextmanager
 async def serving(model: Path, **settings: Any) -> AsyncIterator[Service]:
     """Start a service, and end it with nothing left."""
-    config = Config(model=str(model), device="cpu", port=0, rank_timeout_s=60, **settings)
+    config = Config(model=str(model), device="cpu", port="auto", rank_timeout_s=60, **settings)
     places = reserve(config, device="cpu", on_wait=lambda missing: None)
     engine = RayEngine(config, device="cpu", places=places)
     try:

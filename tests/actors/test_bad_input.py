@@ -75,7 +75,7 @@ def test_a_mistake_is_refused_before_ray_starts(
     monkeypatch.setattr("launch.cli.main.keep_ray_on_loopback", lambda: None)
     copy = shutil.copytree(model, tmp_path / "copy")
     damage(copy)
-    assert main(["launch", str(copy), "--port", "0", *flags]) == 2
+    assert main(["launch", str(copy), "--port", "auto", *flags]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("raycache: error:") == 1
     assert "starting Ray" not in error and "Traceback" not in error

@@ -69,7 +69,7 @@ class Service:
 async def serving(model: Path, **settings: Any) -> AsyncIterator[Service]:
     """Start a service of two replicas, and end it with nothing left."""
     settings = {"replicas": 2, "page_size": _PAGE, "num_pages": 64, "drain_timeout_s": 2, **settings}
-    config = Config(model=str(model), device="cpu", port=0, rank_timeout_s=60, **settings)
+    config = Config(model=str(model), device="cpu", port="auto", rank_timeout_s=60, **settings)
     starter = Starter(config, device="cpu")
     try:
         started = await asyncio.to_thread(starter.start_all, on_progress=lambda phase, share: None)

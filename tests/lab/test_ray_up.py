@@ -132,7 +132,7 @@ def test_every_host_with_ranks_fetches_its_own_copy_of_a_model_of_the_hub(
     with launched(lab.hosts[0].command(serve), log=lab.folder / "hub.log") as hub:
         hub.await_line("http://", within_s=60)
         shell = " ".join(f"{name}={value}" for name, value in variables.items())
-        doctor = f"{shell} raycache doctor acme/tiny --address auto --device cpu --port 0"
+        doctor = f"{shell} raycache doctor acme/tiny --address auto --device cpu --port auto"
         said = lab.on(0, doctor, timeout_s=_READY_S)
         nodes = [line for line in said.splitlines() if line.startswith("node ")]
         assert len(nodes) == 3 and all("to download to" in line for line in nodes), said

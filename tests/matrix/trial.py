@@ -354,7 +354,7 @@ def load(gang: Gang, corpus: Corpus) -> Config:
         page_size=PAGE_SIZE,
         num_pages=NUM_PAGES,
         restore_points=24,
-        restore_interval=0,
+        restore_interval="none",
         max_running=6,
         max_step_tokens=512,
     )

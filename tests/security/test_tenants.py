@@ -211,18 +211,18 @@ def test_a_tenant_has_no_more_requests_at_a_time_than_it_may(tokenizer: Tokenize
 def test_a_wrong_file_is_refused_before_anything_listens(tenants: Path, text: str, words: str) -> None:
     tenants.write_text(text)
     with pytest.raises(ConfigError, match=words):
-        bind(Config(port=0, api_keys=str(tenants)))
+        bind(Config(port="auto", api_keys=str(tenants)))
 
 
 def test_a_file_that_others_may_change_is_refused(tenants: Path, caplog: pytest.LogCaptureFixture) -> None:
     tenants.chmod(0o660)
     with pytest.raises(ConfigError, match="others than you may write"):
-        bind(Config(port=0, api_keys=str(tenants)))
+        bind(Config(port="auto", api_keys=str(tenants)))
     tenants.chmod(0o604)
-    bind(Config(port=0, api_keys=str(tenants))).close()
+    bind(Config(port="auto", api_keys=str(tenants))).close()
     assert "can read" in caplog.text
     with pytest.raises(ConfigError, match="cannot be read"):
-        bind(Config(port=0, api_keys=str(tenants / "none")))
+        bind(Config(port="auto", api_keys=str(tenants / "none")))
     with pytest.raises(ConfigError, match="exclude each other"):
         Config(api_keys="x", api_key="y")
 
@@ -265,10 +265,10 @@ def test_commands_without_keys_come_from_this_machines_programs_only(
 
 def test_a_server_that_others_reach_without_a_key_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        bind(Config(port=0)).close()
+        bind(Config(port="auto")).close()
         assert not caplog.records
-        bind(Config(port=0, host="0.0.0.0")).close()
+        bind(Config(port="auto", host="0.0.0.0")).close()
         assert "anybody may use it" in caplog.text
         caplog.clear()
-        bind(Config(port=0, host="0.0.0.0", api_key="x")).close()
+        bind(Config(port="auto", host="0.0.0.0", api_key="x")).close()
         assert "travel as they are" in caplog.text

@@ -170,7 +170,7 @@ def test_what_cannot_be_used_is_refused_before_anything_listens(authority: Autho
         (certificate, tmp_path): "cannot be read",
     }.items():
         with pytest.raises(ConfigError, match=words):
-            bind(Config(port=0, tls_cert=str(first), tls_key=str(second)))
+            bind(Config(port="auto", tls_cert=str(first), tls_key=str(second)))
     with pytest.raises(ConfigError, match="tls_cert needs tls_key"):
         Config(tls_cert="x")
 
@@ -180,7 +180,7 @@ def test_a_key_that_this_user_may_not_read_is_refused(authority: Authority) -> N
     certificate, key = authority.sign("secret")
     key.chmod(0)
     with pytest.raises(ConfigError, match="cannot be read"):
-        bind(Config(port=0, tls_cert=str(certificate), tls_key=str(key)))
+        bind(Config(port="auto", tls_cert=str(certificate), tls_key=str(key)))
 
 
 def test_a_key_that_all_can_read_and_a_certificate_that_ends_soon_are_warned_of(
@@ -189,5 +189,5 @@ def test_a_key_that_all_can_read_and_a_certificate_that_ends_soon_are_warned_of(
     certificate, key = authority.sign("soon", valid="20200101000000Z/20991231235959Z")
     key.chmod(0o644)
     with caplog.at_level(logging.WARNING):
-        bind(Config(port=0, tls_cert=str(certificate), tls_key=str(key))).close()
+        bind(Config(port="auto", tls_cert=str(certificate), tls_key=str(key))).close()
     assert "can read the private key" in caplog.text and "expires" not in caplog.text

@@ -138,7 +138,7 @@ async def over_asgi(engine: ScriptedEngine, tokenizer: Tokenizer, **settings: An
 async def over_port(
     engine: ScriptedEngine, tokenizer: Tokenizer, *, observed: Observed | None = None, **settings: Any
 ) -> AsyncIterator[str]:
-    config = Config(port=0, **settings)
+    config = Config(port="auto", **settings)
     app = build_app(engine, config=config, info=await engine.info(), tokenizer=tokenizer, observed=observed)
     stop, started = asyncio.Event(), asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(

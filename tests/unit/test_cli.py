@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -13,7 +16,6 @@ import sys
 import textwrap
 import threading
 import time
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,11 +27,12 @@ import yaml
 
 from launch import service
 from launch.cli.main import main
-from launch.flags import add_config_flags, settings
+from launch.flags import Parser, add_config_flags, settings
 from launch.table import human_bytes, render
 from raycache import __version__
 from raycache.config import Config
 from raycache.errors import ConfigError
+from raycache.settings import kind_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIGURES = {
@@ -58,7 +61,7 @@ def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def parsed(*arguments: str) -> dict[str, Any]:
-    parser = ArgumentParser()
+    parser = Parser()
     add_config_flags(parser)
     return settings(parser.parse_args(arguments))
 
@@ -93,6 +96,52 @@ def test_help_imports_nothing_heavy() -> None:
         "psutil",
     }
     assert "launch" in loaded and not loaded & heavy
+
+
+def shown(*arguments: str) -> tuple[str, set[str]]:
+    """What --help says, and the settings that it names."""
+    output = io.StringIO()
+    with pytest.raises(SystemExit) as end, contextlib.redirect_stdout(output):
+        main(["launch", *arguments])
+    assert end.value.code == 0
+    names = set(re.findall(r"^  --([a-z-]+)", output.getvalue(), re.MULTILINE))
+    return output.getvalue(), {name.replace("-", "_") for name in names} - {"config", "help_all"}
+
+
+def test_help_shows_at_most_25_entries_and_says_how_to_see_the_rest() -> None:
+    text, names = shown("--help")
+    assert "--help-all shows all" in text
+    assert len(re.findall(r"^  (?:-|MODEL)", text, re.MULTILINE)) <= 25
+    assert {"tp", "kv_memory", "host_memory", "storage", "port"} <= names
+
+
+def test_help_all_shows_every_setting_with_what_its_value_is() -> None:
+    text, names = shown("--help-all")
+    assert names | {"model"} == {field.name for field in dataclasses.fields(Config)}
+    assert "--prefetch-share FRACTION" in text and "--num-pages PAGES|auto" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("lunch m", "unknown 'lunch'; did you mean 'launch'?"),
+        ("serve m", "unknown 'serve'; use one of launch, status,"),
+        ("cache statsu", "unknown 'statsu'; did you mean 'status'?"),
+        ("launch m --kv_memory=4GiB", "unknown flag '--kv_memory'; did you mean '--kv-memory'?"),
+        ("launch m --no-dashbord", "unknown flag '--no-dashbord'; did you mean '--no-dashboard'?"),
+        ("launch m --cq 2", "unknown flag '--cq'\n"),
+        ("launch m n", "unknown argument 'n'\n"),
+        ("launch m --device tpu", "unknown 'tpu'; use one of auto, cpu, cuda"),
+        ("launch m --num-pages all", "'all' is not a whole number or auto"),
+        ("status --jsno", "unknown flag '--jsno'; did you mean '--json'?"),
+    ],
+)
+def test_a_mistyped_word_gets_the_one_that_was_meant_or_none(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments.split())
+    assert end.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_version_names_the_packages_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +203,7 @@ def test_every_setting_is_a_flag_with_its_type() -> None:
             wanted[field.name] = not default
             arguments.append(flag.replace("--", "--no-") if default else flag)
             continue
-        value = {str: (field.metadata["choices"] or ["x"])[-1], int: 2, float: 7.5}[type(default)]
+        value = {str: (field.metadata["choices"] or ["x"])[-1], int: 2, float: 7.5}[kind_of(field)]
         wanted[field.name] = value
         arguments += [value] if field.name == "model" else [flag, str(value)]
     assert parsed(*arguments) == wanted
@@ -240,10 +289,9 @@ def test_a_state_folder_that_others_can_write_to_is_refused(home: Path) -> None:
 
 def test_nothing_running_is_said_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status"]) == 1
-    assert main(["stop"]) == 1
-    assert main(["stop", "--port", "8000"]) == 1
+    assert main(["stop"]) == main(["stop", "8000"]) == main(["stop", "--all"]) == 1
     captured = capsys.readouterr()
-    assert "no service runs" in captured.out and "on port 8000" in captured.err
+    assert "no service runs" in captured.out and captured.err.count("no service runs on this machine") == 3
     assert main(["status", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == []
 
@@ -348,14 +396,30 @@ def start() -> Iterator[Callable[..., psutil.Process]]:
         started.wait()
 
 
-def test_stop_interrupts_the_service_on_its_port(
-    start: Callable[..., psutil.Process], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["", "8123", "tiny", "http://127.0.0.1:8123"])
+def test_stop_interrupts_the_only_service_and_the_one_that_is_named(
+    name: str, start: Callable[..., psutil.Process], capsys: pytest.CaptureFixture[str]
 ) -> None:
     child = start()
-    assert main(["stop", "--port", "8124"]) == 1 and len(service.running()) == 1
-    assert main(["stop", "--port", "8123"]) == 0
+    assert main(["stop", "8124"]) == 2 and len(service.running()) == 1
+    assert "no service '8124' on this machine" in capsys.readouterr().err
+    assert main(["stop", name]) == 0
     assert capsys.readouterr().out.endswith(": stopped\n")
     assert gone(child) and service.running() == []
+
+
+def test_stop_asks_which_of_several_services(
+    start: Callable[..., psutil.Process], capsys: pytest.CaptureFixture[str]
+) -> None:
+    children = [start(), start()]
+    first, second = service.running()
+    assert main(["stop"]) == main(["stop", "tiny"]) == main(["stop", "8123", "--all"]) == 2
+    error = capsys.readouterr().err
+    assert "2 services run on this machine" in error and "2 services are named 'tiny'" in error
+    assert error.count(str(first.pid)) == error.count(str(second.pid)) == 2 and "not both" in error
+    assert main(["stop", str(first.pid)]) == 0 and service.running() == [second]
+    assert main(["stop", "--all"]) == 0 and service.running() == []
+    assert all(map(gone, children))
 
 
 @pytest.mark.parametrize(

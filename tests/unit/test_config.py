@@ -49,6 +49,8 @@ def test_what_is_no_size_is_refused_with_the_settings_name(text: str) -> None:
         ("pp", -1),
         ("page_size", 0),
         ("num_pages", -1),
+        ("num_pages", "none"),
+        ("draft_tokens", 0),
         ("max_running", 0),
         ("max_model_len", -5),
         ("port", 65536),
@@ -76,17 +78,31 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         Config.from_mapping({name: value})
 
 
-@pytest.mark.parametrize(
-    ("text", "has_tier"), [("0", False), ("0GiB", False), ("auto", True), ("1", True), ("64GiB", True)]
-)
-def test_a_host_tier_is_there_unless_its_size_is_nothing(text: str, has_tier: bool) -> None:
+@pytest.mark.parametrize(("text", "has_tier"), [("none", False), ("auto", True), ("1", True), ("64GiB", True)])
+def test_a_host_tier_is_there_unless_it_is_none(text: str, has_tier: bool) -> None:
     assert Config(host_memory=text).has_host_tier is has_tier
 
 
-def test_only_where_nothing_has_a_meaning_is_it_a_size() -> None:
-    assert parse_bytes("host_memory", "0", least=0) == 0
-    with pytest.raises(ConfigError, match="kv_memory='0' is not a size"):
-        parse_bytes("kv_memory", "0")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("max_model_len", "auto"),
+        ("num_pages", "auto"),
+        ("restore_points", "auto"),
+        ("max_step_tokens", "auto"),
+        ("port", "auto"),
+        ("restore_interval", "none"),
+        ("request_timeout_s", "none"),
+        ("kv_memory", "auto"),
+        ("host_memory", "auto or none"),
+    ],
+)
+def test_a_zero_is_refused_with_the_word_for_it_and_the_word_works(name: str, words: str) -> None:
+    for zero in (0, "0"):
+        with pytest.raises(ConfigError, match=f"^{name} must be .* or {words}, got '?0"):
+            Config.from_mapping({name: zero})
+    for word in words.split(" or "):
+        assert Config.from_mapping({name: word})
 
 
 @pytest.mark.parametrize(
@@ -106,7 +122,7 @@ def test_a_password_in_a_storage_url_is_not_in_its_refusal() -> None:
 
 
 def test_a_host_tier_without_cached_prefixes_is_refused_and_both_ways_out_work() -> None:
-    with pytest.raises(ConfigError, match="prefix_cache=False.*host_memory=0"):
+    with pytest.raises(ConfigError, match="prefix_cache=False.*host_memory=none"):
         Config(host_memory="1GiB", prefix_cache=False)
     assert Config(host_memory="1GiB") and Config(prefix_cache=False)
 
@@ -134,16 +150,37 @@ def test_divisors_are_all_and_only_those_that_divide(number: int) -> None:
     assert set(divisors(number)) == {d for d in range(1, number + 1) if number % d == 0}
 
 
-def test_a_misspelt_setting_names_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match="'page_szie'; did you mean 'page_size'"):
-        Config.from_mapping({"page_szie": 32})
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("page_szie", "page_size"),
+        ("kv-memory", "kv_memory"),
+        ("maxModelLen", "max_model_len"),
+        ("prot", "port"),
+        ("replica", "replicas"),
+        ("api_kyes", "api_keys"),
+        ("cq", ""),
+        ("min_running", ""),
+        ("tensor_parallel_size", ""),
+        ("max_seq_len", ""),
+        ("", ""),
+        ("--", ""),
+    ],
+)
+def test_a_mistyped_setting_gets_the_one_that_was_meant_or_none(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Config.from_mapping({name: 32})
+    assert str(refused.value) == f"unknown setting {name!r}; " + (
+        f"did you mean {meant!r}?" if meant else "`raycache launch --help-all` lists all"
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("tp", "2"), ("tp", 2.0), ("tp", True), ("prefix_cache", 1), ("host", None), ("model", 7)]
+    ("name", "value"),
+    [("tp", "2"), ("tp", 2.0), ("tp", True), ("prefix_cache", 1), ("host", None), ("model", 7), ("host_memory", 7)],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be of type"):
+    with pytest.raises(ConfigError, match=f"{name} must be a|{name} must be true or false"):
         Config.from_mapping({name: value})
 
 

@@ -42,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def examined(model: Path, **settings: Any) -> dict[str, Finding]:
-    found = list(examine({"model": str(model), "device": "cpu", "port": 0, **settings}))
+    found = list(examine({"model": str(model), "device": "cpu", "port": "auto", **settings}))
     return {one.subject: one for one in found}
 
 
@@ -51,7 +51,7 @@ def refused(found: dict[str, Finding]) -> set[str]:
 
 
 def test_a_model_that_can_be_served_is_refused_nowhere(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(tiny), "--device", "cpu", "--port", "0", "--kv-memory", "1MiB"]) == 0
+    assert main(["doctor", str(tiny), "--device", "cpu", "--port", "auto", "--kv-memory", "1MiB"]) == 0
     said = capsys.readouterr().out
     assert said.endswith("\nnothing refused\n") and "backend torch: float32 on cpu" in said
 
@@ -60,7 +60,9 @@ def test_a_host_tier_of_a_model_with_windows_everywhere_is_refused(tiny: Path, t
     make_family(tmp_path, "mistral", sliding_window=64)
     (tmp_path / "tokenizer.json").symlink_to(tiny / "tokenizer.json")
     found = examined(tmp_path, host_memory="1GiB")["host tier"]
-    assert found.verdict is Verdict.REFUSED and "none of whose layers keeps all tokens; use host_memory=0" in found.text
+    assert (
+        found.verdict is Verdict.REFUSED and "none of whose layers keeps all tokens; use host_memory=none" in found.text
+    )
     with pytest.raises(ConfigError, match=r"host_memory=1GiB is not supported"):
         check_model(Config(model=str(tmp_path), host_memory="1GiB"))
     assert check_model(Config(model=str(tmp_path))).num_layers == 4
@@ -104,16 +106,16 @@ def test_weights_are_divided_over_tensor_and_pipeline_ranks_and_converted(tiny: 
 
 def test_all_refusals_are_shown_and_not_the_first_only(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {"tp": 3, "pp": 5, "cp": 7, "max_model_len": 5000, "max_body": "much", "chat_template": "/nowhere"}
-    found = list(examine({"model": str(tiny), "device": "cpu", "port": 0, **wrong}))
+    found = list(examine({"model": str(tiny), "device": "cpu", "port": "auto", **wrong}))
     texts = " ".join(one.text for one in found if one.verdict is Verdict.REFUSED)
-    for name in ("tp=3", "pp=5", "cp=7", "max_model_len=5000", "max_body='much'", "/nowhere"):
+    for name in ("tp=3", "pp=5", "cp=7", "max_model_len=5000", "max_body", "/nowhere"):
         assert name in texts
     assert run({"model": str(tiny), **wrong}) == 1
     assert capsys.readouterr().out.endswith("6 refused: launch would not start\n")
 
 
 def test_settings_that_only_together_do_not_work_are_refused_once(tiny: Path) -> None:
-    found = list(examine({"model": str(tiny), "device": "cpu", "port": 0, "cp": 6, "page_size": 32}))
+    found = list(examine({"model": str(tiny), "device": "cpu", "port": "auto", "cp": 6, "page_size": 32}))
     assert [one.subject for one in found if one.verdict is Verdict.REFUSED] == ["settings"]
     assert not refused(examined(tiny, cp=3, page_size=96))
 

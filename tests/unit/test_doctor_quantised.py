@@ -27,7 +27,7 @@ from tests.oracle.tiny_tokenizers import byte_level
 
 
 def examined(model: Path, **settings: Any) -> dict[str, Finding]:
-    found = list(examine({"model": str(model), "device": "cpu", "port": 0, "kv_memory": "40MiB", **settings}))
+    found = list(examine({"model": str(model), "device": "cpu", "port": "auto", "kv_memory": "40MiB", **settings}))
     return {one.subject: one for one in found}
 
 

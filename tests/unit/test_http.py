@@ -437,21 +437,21 @@ def test_health_status_and_metrics_tell_the_engine(engine: ScriptedEngine, token
 
 
 def test_a_port_in_use_is_refused_before_anything_listens() -> None:
-    first = bind(Config(port=0))
+    first = bind(Config(port="auto"))
     port = first.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is in use.*--port 0"):
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is in use.*--port auto"):
         bind(Config(port=port))
     first.close()
     with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(ConfigError, match="is in use"):
         bind(Config(port=listening.getsockname()[1]))
     with pytest.raises(ConfigError, match="--host"):
-        bind(Config(host="203.0.113.7", port=0))
+        bind(Config(host="203.0.113.7", port="auto"))
     with pytest.raises(ConfigError, match="not an address"):
-        bind(Config(host="no such host", port=0))
+        bind(Config(host="no such host", port="auto"))
 
 
 def test_the_server_can_start_again_on_a_port_that_just_served(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
-    async def serve_once(port: int) -> int:
+    async def serve_once(port: int | str) -> int:
         config = Config(port=port)
         app = build_app(engine, config=config, info=await engine.info(), tokenizer=tokenizer)
         stop, started = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -466,7 +466,7 @@ def test_the_server_can_start_again_on_a_port_that_just_served(engine: ScriptedE
         return int(endpoint.rsplit(":", 1)[1])
 
     async def scenario() -> None:
-        port = await serve_once(0)
+        port = await serve_once("auto")
         assert await serve_once(port) == port
 
     run(scenario())

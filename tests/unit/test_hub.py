@@ -186,7 +186,7 @@ def test_the_doctor_reads_headers_and_no_weights(
     set_environment(monkeypatch, hub)
     monkeypatch.setattr("raycache.checkpoint.hub_outline._FIRST_BYTES", 64)  # less than a header
     weights = sum(len(content) for name, content in server.repos[_NAME].files.items() if name.startswith("model-"))
-    found = {one.subject: one for one in examine({"model": _NAME, "device": "cpu", "port": 0, "tp": 3})}
+    found = {one.subject: one for one in examine({"model": _NAME, "device": "cpu", "port": "auto", "tp": 3})}
     assert "GB" not in found["download"].text and f"to download to {hub.cache_dir}" in found["download"].text
     assert f"{weights / 2**10:.1f} KiB in safetensors files" in found["weights"].text
     assert "of acme/tiny" in found["tensor split"].text and found["tensor split"].verdict is Verdict.REFUSED
@@ -194,7 +194,7 @@ def test_the_doctor_reads_headers_and_no_weights(
     assert sum(server.sent[path] for path in server.sent if "/cdn/" in path) < weights / 10
 
     got(hub)
-    found = {one.subject: one for one in examine({"model": _NAME, "device": "cpu", "port": 0})}
+    found = {one.subject: one for one in examine({"model": _NAME, "device": "cpu", "port": "auto"})}
     assert found["download"].text.endswith(f"in {hub.cache_dir}")
     assert all(one.verdict is not Verdict.REFUSED for one in found.values())
 

@@ -51,7 +51,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 async def app_over(tokenizer: Tokenizer, replicas: ScriptedReplicas, **settings: Any) -> tuple[Any, Config]:
-    config = Config(model="/models/tiny", port=0, **settings)
+    config = Config(model="/models/tiny", port="auto", **settings)
     engine = ScriptedEngine(tokenizer)
     routes: list[Route] = ReplicasApi(replicas, config=config).routes()
     return build_app(engine, config=config, info=await engine.info(), tokenizer=tokenizer, routes=routes), config

@@ -146,7 +146,7 @@ def test_the_doctor_shows_the_layers_and_weights_of_each_stage(tmp_path: Path) -
     model_dir = tiny_tokenizers.byte_level(make_family(tmp_path / "bound", "glm-bound"))
 
     def examined(**settings: Any) -> dict[str, str]:
-        found = list(examine({"model": str(model_dir), "device": "cpu", "port": 0, **settings}))
+        found = list(examine({"model": str(model_dir), "device": "cpu", "port": "auto", **settings}))
         assert not [one for one in found if one.verdict is Verdict.REFUSED]
         return {one.subject: one.text for one in found}
 

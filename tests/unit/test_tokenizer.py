@@ -99,7 +99,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model: Path) -> 
         LLM(str(model), device="cpu")
     with pytest.raises(CheckpointError, match=message):
         Tokenizer.of(Config(model=str(model)), vocab_size=VOCAB)
-    found = {finding.subject: finding for finding in examine({"model": str(model), "device": "cpu", "port": 0})}
+    found = {finding.subject: finding for finding in examine({"model": str(model), "device": "cpu", "port": "auto"})}
     assert found["tokenizer"].verdict is Verdict.REFUSED and "vocab_size=403" in found["tokenizer"].text
 
 
@@ -122,7 +122,7 @@ def test_a_padded_vocabulary_fits(model: Path) -> None:
 
 def test_the_doctor_asks_for_no_tokenizer_where_weights_are_random(model: Path) -> None:
     (model / "tokenizer.json").unlink()
-    given = {"model": str(model), "device": "cpu", "port": 0}
+    given = {"model": str(model), "device": "cpu", "port": "auto"}
     refused = {finding.subject: finding for finding in examine(given)}["tokenizer"]
     assert refused.verdict is Verdict.REFUSED and "has no tokenizer: expected tokenizer.json" in refused.text
     found = {finding.subject: finding for finding in examine({**given, "dummy_weights": True})}["tokenizer"]
