@@ -22,7 +22,6 @@ EXEMPT = {
         "raycache/cache/host_tier.py",
         "raycache/cache/sequences.py",
         "raycache/cache/storage_tier.py",
-        "raycache/config.py",
         "raycache/decider/scheduler.py",
     },
     "function_lines": {
