@@ -91,7 +91,7 @@ def in_time(call: Callable[[], object]) -> object:
     """The call's result, which must not come much later than the timeout, as machines go."""
     start_s = time.monotonic()
     result = call()
-    assert time.monotonic() - start_s < LIMIT_S + 3
+    assert time.monotonic() - start_s < LIMIT_S + 20
     return result
 
 
@@ -255,11 +255,13 @@ def test_a_full_server_that_evicts_keeps_the_newest(tmp_path: Path) -> None:
     with redis_server(tmp_path, *settings) as port, contextlib.closing(RedisMedium(port).open()) as storage:
         for number in range(200):
             assert put(storage, [number], size=100_000) == [True]
+        # The server may go on evicting for a while, and may evict the set of suffixes as well.
+        eventually(lambda: storage.stats().objects - len(has(storage, range(200))) - bool(storage.suffixes()), 0)
         left = has(storage, range(200))
         assert 0 < len(left) < 90
         assert left[-1] == 199
         stats = storage.stats()
-        assert (stats.bytes_limit, stats.objects) == (8 * MIB, len(left) + 1)  # and the set of suffixes
+        assert stats.bytes_limit == 8 * MIB
         assert 0 < stats.bytes_used <= 10 * MIB
         assert stats.evicted >= 200 - len(left)
 
