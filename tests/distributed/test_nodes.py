@@ -100,4 +100,4 @@ def test_a_rank_that_dies_on_another_node_is_named(tmp_path: Path) -> None:
         far.kill()
         found.ask(PROMPT, NUM_TOKENS)
     assert lost.value.rank == 3, "the other rank of its node has said that it lost a peer"
-    assert time.monotonic() - start_s < 30, "long before the deadline of a step"
+    assert time.monotonic() - start_s < 50, "long before the deadline of a step"

@@ -31,7 +31,7 @@ def post(body: object, *, path: str = "/v1/completions", headers: str = "") -> b
     return f"{head}{headers}\r\n".encode() + data
 
 
-async def answer(reader: asyncio.StreamReader, *, within_s: float = 10.0) -> tuple[int, bytes]:
+async def answer(reader: asyncio.StreamReader, *, within_s: float = 30.0) -> tuple[int, bytes]:
     """Status and body of one answer that has a length; status 0 when the connection ended before."""
     async with asyncio.timeout(within_s):
         try:

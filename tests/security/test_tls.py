@@ -67,7 +67,7 @@ def test_the_official_client_and_our_commands_speak_https(
             assert (await asyncio.to_thread(status, endpoint))["model"] == "tiny"
             async with connection(endpoint) as (reader, writer):  # in plain text
                 writer.write(GET)
-                assert await is_ended(reader, within_s=5)
+                assert await is_ended(reader, within_s=30)
 
     run(scenario())
 
@@ -109,7 +109,7 @@ def test_handshakes_that_do_not_go_on_give_way(
             async with connection(endpoint, tls=context) as (reader, writer):
                 writer.write(GET)
                 assert (await answer(reader))[0] == 200
-            assert all([await is_ended(reader, within_s=8) for reader in readers])
+            assert all([await is_ended(reader, within_s=30) for reader in readers])
 
     run(scenario())
 
@@ -139,7 +139,7 @@ def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
             assert await subject(endpoint) == "first"
             shutil.copy(renewed[1], key)
             shutil.copy(renewed[0], certificate)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while await subject(endpoint) != "second":
                     await asyncio.sleep(0.05)
 

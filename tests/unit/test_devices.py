@@ -49,7 +49,7 @@ def test_two_ranks_on_one_gpu_are_named_on_every_rank() -> None:
 def test_who_does_not_come_is_named_at_the_deadline() -> None:
     begin = time.monotonic()
     found = met([Peer(0, "a", "GPU-0"), Peer(2, "a", "GPU-2")], store=Store(HOST), timeout_s=1)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert [(type(error), error.rank) for error in found if isinstance(error, RankLostError)] == [
         (RankLostError, 1)
     ] * 2
@@ -80,7 +80,7 @@ def test_peers_that_nccl_cannot_reach_are_named_with_what_to_set(
     begin = time.monotonic()
     with pytest.raises(RankLostError, match=rf"rank 0 \(tp.0\).* rank 1 on 10.0.0.7: {said}.*NCCL_SOCKET_IFNAME"):
         connect(group, torch.device("cpu"), handle=handle, me=0, peers=[Peer(1, "10.0.0.7", "GPU-1")])
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize(

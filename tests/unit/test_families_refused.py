@@ -121,10 +121,10 @@ def test_what_cannot_be_is_refused_by_name_at_once(
     tmp_path: Path, name: str, values: dict[str, Any], message: str
 ) -> None:
     model_dir = written(tmp_path, name, **values)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match=message):
         read_config(model_dir)
-    assert time.monotonic() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"hidden_size": ' + "9" * 5000 + "}"], ids=["deep", "long"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -68,15 +69,17 @@ def test_what_is_found_is_what_all_nodes_have(nodes: list[tuple[int, set[int], b
 
 
 def test_a_prefix_is_not_searched_for_longer_than_its_deadline() -> None:
+    rounds = []
+
     def slow(asked: StorageOrder) -> StorageAnswer:
+        rounds.append(asked)
         time.sleep(0.05)
         return finder(UNITS, {length for length in range(1, UNITS + 1) if length % 2})(asked)
 
     even = finder(UNITS, {length for length in range(1, UNITS + 1) if length % 2 == 0})
     asked = replace(order(OrderKind.FIND, digests=CHAIN), deadline_s=time.monotonic() + 0.12)
-    start_s = time.monotonic()
     assert work_on_all([slow, even])(asked).found == Found(UNITS, 0)
-    assert time.monotonic() - start_s < 0.6, "it takes 24 rounds to find out that they have nothing in common"
+    assert len(rounds) < 6, "it takes 24 rounds to find out that they have nothing in common"
 
 
 @given(st.lists(st.lists(st.sampled_from(list(Fetch)), min_size=5, max_size=5), min_size=1, max_size=4))
@@ -119,13 +122,13 @@ def test_an_order_that_one_node_refuses_is_refused() -> None:
 
 
 def test_nodes_are_asked_at_the_same_time() -> None:
-    def slow(asked: StorageOrder) -> StorageAnswer:
-        time.sleep(0.3)
+    all_are_here = threading.Barrier(4, timeout=30)
+
+    def together(asked: StorageOrder) -> StorageAnswer:
+        all_are_here.wait()
         return done(asked, stored=(True,), seconds=0.3)
 
-    start_s = time.monotonic()
-    answer = work_on_all([slow] * 4)(order(OrderKind.PERSIST, units=[UNIT]))
-    assert time.monotonic() - start_s < 0.9 and answer.seconds == 0.3
+    assert work_on_all([together] * 4)(order(OrderKind.PERSIST, units=[UNIT])).seconds == 0.3
 
 
 def test_a_deadline_travels_as_the_time_that_is_left() -> None:

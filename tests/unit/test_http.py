@@ -248,7 +248,7 @@ async def aenumerate(items: AsyncIterator[Any]) -> AsyncIterator[tuple[int, Any]
 
 
 def test_stopping_the_server_ends_streams_within_the_grace_time(tokenizer: Tokenizer) -> None:
-    engine = ScriptedEngine(tokenizer, delay_s=0.05)
+    engine = ScriptedEngine(tokenizer, delay_s=0.5)
 
     async def scenario() -> None:
         body = {"model": "tiny", "prompt": "x", "max_tokens": 190, "ignore_eos": True, "stream": True}
@@ -256,13 +256,13 @@ def test_stopping_the_server_ends_streams_within_the_grace_time(tokenizer: Token
             async with over_port(engine, tokenizer) as endpoint:
                 asking = asyncio.create_task(client.post(f"{endpoint}/v1/completions", json=body))
                 await until(lambda: len(engine.running) == 1)
-            # The server has stopped here, within its second, though the request would take ten.
+            # The server has stopped here, within its second, though the request would take ninety.
             assert not engine.running
             await asyncio.gather(asking, return_exceptions=True)
 
     started_s = time.monotonic()
     run(scenario())
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 45
 
 
 def test_choices_of_several_prompts_interleave_with_the_right_indices(
