@@ -19,6 +19,11 @@ def render(header: Sequence[str], *, rows: Sequence[Sequence[object]]) -> str:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 rank" and "2 ranks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def human_bytes(count: float) -> str:
     """Bytes as people read them, such as "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

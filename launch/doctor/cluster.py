@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from actors.cluster import connect, device_type, disconnect
 from actors.placement import cluster_nodes
 from actors.survey import Survey, survey
-from launch.doctor.finding import Finding, Verdict, attempt
+from launch.doctor.check import CheckResult, Outcome, attempt
 from launch.doctor.hub import say
 from launch.environment import hub_variables, keep_job_variables
 from launch.table import human_bytes
@@ -35,29 +35,29 @@ _ASK_S = 60.0
 """For nodes to answer; Ray starts a process on each."""
 
 
-def examine_cluster(config: Config) -> Iterator[Finding]:
+def examine_cluster(config: Config) -> Iterator[CheckResult]:
     """Connect to the cluster that the settings name, look at it, and leave it as it was.
 
     Args:
         config: of the service, with pinned models of the Hub.
     """
     if config.address.startswith(("http://", "https://")):
-        yield Finding("cluster", Verdict.WARNING, "a remote one is not looked at from here; run the doctor there")
+        yield CheckResult("cluster", Outcome.WARNING, "remote clusters are not checked from here; run the doctor there")
         return
     try:
         keep_job_variables()
         cluster = connect(config, variables=hub_variables() if pinned_models(config) else {})
-    except ConfigError as refusal:
-        yield Finding("cluster", Verdict.REFUSED, str(refusal))
+    except ConfigError as error:
+        yield CheckResult("cluster", Outcome.FAILED, str(error))
         return
     try:
-        yield Finding("cluster", Verdict.OK, f"at {cluster.address}")
+        yield CheckResult("cluster", Outcome.OK, f"at {cluster.address}")
         yield from examine_nodes(config, device=device_type(config))
     finally:
         disconnect(cluster.temp_dir)
 
 
-def examine_nodes(config: Config, *, device: str) -> Iterator[Finding]:
+def examine_nodes(config: Config, *, device: str) -> Iterator[CheckResult]:
     """Look at the nodes of the cluster that this process is connected to.
 
     Args:
@@ -77,9 +77,9 @@ def examine_nodes(config: Config, *, device: str) -> Iterator[Finding]:
         yield attempt("network", lambda: _network(links))
 
 
-def _place(config: Config, need: Need, nodes: Sequence[Node]) -> tuple[list[Finding], list[tuple[Node, str]]]:
-    """What to say of the places, and each used node with its ranks."""
-    name, findings, used = "placement", [], list[tuple[Node, str]]()
+def _place(config: Config, need: Need, nodes: Sequence[Node]) -> tuple[list[CheckResult], list[tuple[Node, str]]]:
+    """The results, and each used node with its ranks."""
+    name, results, used = "placement", [], list[tuple[Node, str]]()
     left = list(nodes)
     for number in range(config.replicas):
         of = f"replica {number}: " if config.replicas > 1 else ""
@@ -89,47 +89,47 @@ def _place(config: Config, need: Need, nodes: Sequence[Node]) -> tuple[list[Find
                 ranks = plan(need, left)
             else:
                 ranks = chosen(config.placement, need=need, nodes=left)
-                findings += [Finding(name, Verdict.WARNING, line) for line in split_groups(need.split, ranks)]
-        except ConfigError as refusal:
-            findings.append(_refused(name, refusal, config))
-            return findings, used
+                results += [CheckResult(name, Outcome.WARNING, line) for line in split_groups(need.split, ranks)]
+        except ConfigError as error:
+            results.append(_impossible(name, error, config))
+            return results, used
         if ranks is None or not has_room(need, ranks):
             lacks = missing(need, left, ranks=ranks or ())
-            text = f"{of}no room now: {lacks}; launch would wait up to {config.start_timeout_s:.0f} s"
-            findings.append(Finding(name, Verdict.WARNING, text))
-            return findings, used
+            text = f"{of}not enough free resources: {lacks}; launch would wait up to {config.start_timeout_s:.0f} s"
+            results.append(CheckResult(name, Outcome.WARNING, text))
+            return results, used
         layout = describe(ranks)
         text = "; ".join(f"ranks {those} on {node.address}" for node, those in layout)
-        findings.append(Finding(name, Verdict.OK, of + text))
+        results.append(CheckResult(name, Outcome.OK, of + text))
         used += [(node, of + those) for node, those in layout]
         left = without(left, need, ranks)
-    return findings, used
+    return results, used
 
 
-def _refused(name: str, refusal: ConfigError, config: Config) -> Finding:
+def _impossible(name: str, error: ConfigError, config: Config) -> CheckResult:
     if config.placement != "auto":
-        return Finding(name, Verdict.REFUSED, str(refusal))
-    text = f"{refusal}; launch would wait up to {config.start_timeout_s:.0f} s for nodes that join"
-    return Finding(name, Verdict.WARNING, text)
+        return CheckResult(name, Outcome.FAILED, str(error))
+    text = f"{error}; launch would wait up to {config.start_timeout_s:.0f} s for nodes to join"
+    return CheckResult(name, Outcome.WARNING, text)
 
 
-def _node(node: Node, said: Survey | str, *, ranks: str, config: Config) -> Finding:
+def _node(node: Node, said: Survey | str, *, ranks: str, config: Config) -> CheckResult:
     """A line per node: refused where ranks go and would not start."""
     has = f"{node.hostname}, {node.cpus:g} CPU ({node.free_cpus:g} free), {node.gpus:g} GPU ({node.free_gpus:g} free)"
-    hints, copied, refusals = ["it is draining"] if node.is_draining else [], list[str](), []
+    hints, copied, failures = ["draining"] if node.is_draining else [], list[str](), []
     if isinstance(said, str):
-        refusals.append(said)
+        failures.append(said)
     else:
         has += f", {human_bytes(said.memory_bytes)} of memory free, reached by {said.link.host}"
         has += f" ({said.link.interface})" if said.link.interface else ""
         has += f", {human_bytes(said.shared_bytes)} free for a host tier" if config.has_host_tier else ""
         hints += _other_versions(said)
         copied = [say(copy) for copy in said.copies]
-        refusals += [f"{copy.model.repo} does not fit there" for copy in said.copies if not copy.fits]
-        refusals += [f"{path} is not there; every node needs it at the same path" for path in said.missing]
-    verdict = Verdict.WARNING if hints or refusals else Verdict.OK
-    text = "; ".join([has, *([f"ranks {ranks}"] if ranks else []), *copied, *hints, *refusals])
-    return Finding(f"node {node.address}", Verdict.REFUSED if ranks and refusals else verdict, text)
+        failures += [f"{copy.model.repo} does not fit on its disk" for copy in said.copies if not copy.fits]
+        failures += [f"{path} is missing; every node needs it at the same path" for path in said.missing]
+    outcome = Outcome.WARNING if hints or failures else Outcome.OK
+    text = "; ".join([has, *([f"ranks {ranks}"] if ranks else []), *copied, *hints, *failures])
+    return CheckResult(f"node {node.address}", Outcome.FAILED if ranks and failures else outcome, text)
 
 
 def _other_versions(said: Survey) -> list[str]:
@@ -137,7 +137,7 @@ def _other_versions(said: Survey) -> list[str]:
     if said.versions == here:
         return []
     theirs, ours = (f"raycache {found[0]} with Python {found[1]}" for found in (said.versions, here))
-    return [f"it has {theirs}, this machine {ours}; install the same"]
+    return [f"it has {theirs}, this machine {ours}; install the same versions"]
 
 
 def _network(links: Mapping[str, Link]) -> str:

@@ -1,4 +1,4 @@
-"""What `launch` would do with the same settings, without loading weights: each check on a line, all refusals shown."""
+"""What `launch` would do with the same settings, without loading weights: a check per line, all failures shown."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import psutil
 
-from launch.doctor.finding import Finding, Verdict, attempt
-from launch.table import human_bytes, render
+from launch.doctor.check import CheckResult, Outcome, attempt
+from launch.table import counted, human_bytes, render
 from raycache.config import Config
 from raycache.errors import ConfigError
 
-_OF_A_MACHINE = {"attention", "cache", "device", "download", "host tier", "memory", "storage"}
-"""Checks whose outcome is another one on another machine."""
+_MACHINE_CHECKS = {"attention", "cache", "device", "download", "host tier", "memory", "storage"}
+"""Checks that can end differently on another machine."""
 
 
 def run(settings: Mapping[str, Any]) -> int:
@@ -26,30 +26,33 @@ def run(settings: Mapping[str, Any]) -> int:
     Args:
         settings: fields of `Config`, not checked yet.
     Returns:
-        Exit code: 1 when something is refused.
+        Exit code: 1 when a check failed.
     """
-    findings = list(examine(settings))
-    print(render(("CHECK", "VERDICT", "FOUND"), rows=[(one.subject, one.verdict, one.text) for one in findings]))
-    refused = sum(one.verdict is Verdict.REFUSED for one in findings)
-    print(f"\n{refused} refused: launch would not start" if refused else "\nnothing refused")
-    return 1 if refused else 0
+    results = list(examine(settings))
+    print(render(("CHECK", "RESULT", "DETAILS"), rows=[(one.check, one.outcome, one.text) for one in results]))
+    failed, warnings = (sum(one.outcome is kind for one in results) for kind in (Outcome.FAILED, Outcome.WARNING))
+    if failed:
+        print(f"\n{failed} of {len(results)} checks failed: launch would not start")
+    else:
+        print(f"\nno check failed, {counted(warnings, 'warning')}" if warnings else "\nall checks passed")
+    return 1 if failed else 0
 
 
-def examine(settings: Mapping[str, Any]) -> Iterator[Finding]:
+def examine(settings: Mapping[str, Any]) -> Iterator[CheckResult]:
     """Check everything that can be checked on this machine."""
-    config, refusals = _read_settings(settings)
-    yield from refusals
+    config, failures = _read_settings(settings)
+    yield from failures
     yield from _versions()
     yield _cpus(config)
     try:
         from launch.doctor.hub import examine_hub
         from launch.doctor.model import examine_model
     except ImportError as cause:
-        yield Finding("packages", Verdict.REFUSED, f"{cause}; install raycache again")
+        yield CheckResult("packages", Outcome.FAILED, f"{cause}; install raycache again")
     else:
         with ExitStack() as made:
             models = examine_hub(config, made)
-            found = chain(models.findings, examine_model(models.here) if models.here else ())
+            found = chain(models.results, examine_model(models.here) if models.here else ())
             yield from found if config.address == "local" else map(_elsewhere, found)
         yield _port(config)
         if config.address != "local" and models.pinned:
@@ -58,62 +61,63 @@ def examine(settings: Mapping[str, Any]) -> Iterator[Finding]:
             yield from examine_cluster(models.pinned)
 
 
-def _read_settings(settings: Mapping[str, Any]) -> tuple[Config, list[Finding]]:
-    """The settings that can work, and a refusal for each of the others, which count as not given."""
+def _read_settings(settings: Mapping[str, Any]) -> tuple[Config, list[CheckResult]]:
+    """The settings that can work, and a failure for each of the others, which count as not given."""
     left = dict(settings)
-    refusals: list[Finding] = []
+    failures: list[CheckResult] = []
     while True:
         try:
-            return Config.from_mapping(left), refusals
-        except ConfigError as refusal:
-            refusals.append(Finding("settings", Verdict.REFUSED, str(refusal)))
-            del left[_culprit(left, str(refusal))]
+            return Config.from_mapping(left), failures
+        except ConfigError as error:
+            failures.append(CheckResult("settings", Outcome.FAILED, str(error)))
+            del left[_culprit(left, str(error))]
 
 
-def _culprit(settings: Mapping[str, Any], refusal: str) -> str:
-    """A setting without which the refusal is another one, or none."""
+def _culprit(settings: Mapping[str, Any], failure: str) -> str:
+    """A setting without which the failure is another one, or none."""
     for name in settings:
         try:
             Config.from_mapping({key: value for key, value in settings.items() if key != name})
         except ConfigError as other:
-            if str(other) == refusal:
+            if str(other) == failure:
                 continue
         return name
-    raise ConfigError(refusal)
+    raise ConfigError(failure)
 
 
-def _elsewhere(found: Finding) -> Finding:
-    """What is known of this machine only, while ranks are on others."""
-    if found.verdict is not Verdict.REFUSED or found.subject not in _OF_A_MACHINE:
+def _elsewhere(found: CheckResult) -> CheckResult:
+    """A failure on this machine is only a warning while ranks are on others."""
+    if found.outcome is not Outcome.FAILED or found.check not in _MACHINE_CHECKS:
         return found
-    return Finding(found.subject, Verdict.WARNING, f"on this machine, which need not be where ranks go: {found.text}")
+    return CheckResult(found.check, Outcome.WARNING, f"on this machine, which may not be where ranks run: {found.text}")
 
 
-def _versions() -> Iterator[Finding]:
-    yield Finding("python", Verdict.OK, ".".join(map(str, sys.version_info[:3])))
+def _versions() -> Iterator[CheckResult]:
+    yield CheckResult("python", Outcome.OK, ".".join(map(str, sys.version_info[:3])))
     for package in ("ray", "torch"):
         try:
-            yield Finding(package, Verdict.OK, version(package))
+            yield CheckResult(package, Outcome.OK, version(package))
         except PackageNotFoundError:
-            yield Finding(package, Verdict.REFUSED, f"not installed; pip install {package}")
+            yield CheckResult(package, Outcome.FAILED, f"not installed; pip install {package}")
 
 
-def _cpus(config: Config) -> Finding:
+def _cpus(config: Config) -> CheckResult:
     cpus = len(psutil.Process().cpu_affinity()) if sys.platform == "linux" else psutil.cpu_count() or 1
-    text = f"{cpus} for {config.world_size} ranks, {human_bytes(psutil.virtual_memory().available)} of memory free"
+    memory = human_bytes(psutil.virtual_memory().available)
+    text = f"{cpus} for {counted(config.world_size, 'rank')}, {memory} of memory free"
     if config.address == "local" and config.world_size > cpus:
-        return Finding("cpus", Verdict.WARNING, f"{text}; ranks will share cores and be slow")
-    return Finding("cpus", Verdict.OK, text)
+        return CheckResult("CPUs", Outcome.WARNING, f"{text}; ranks share cores and are slow")
+    return CheckResult("CPUs", Outcome.OK, text)
 
 
-def _port(config: Config) -> Finding:
+def _port(config: Config) -> CheckResult:
     try:
         from launch.http.serve import bind
     except ImportError as cause:
-        return Finding("packages", Verdict.REFUSED, f"{cause}; install raycache again")
+        return CheckResult("packages", Outcome.FAILED, f"{cause}; install raycache again")
 
     def check() -> str:
         bind(config).close()
-        return f"{config.host}:{config.port} is free" if config.port != "auto" else f"{config.host}, a free port"
+        return f"{config.host}:{config.port} is free" if config.port != "auto" else f"{config.host}, on a free port"
 
     return attempt("endpoint", check)

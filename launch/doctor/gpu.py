@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from launch.doctor.finding import Finding, Verdict
+from launch.doctor.check import CheckResult, Outcome
 from launch.table import human_bytes
 from raycache.attention.flashinfer import HEAD_DIMS, LATENT_DIMS
 from raycache.config import Config
@@ -25,7 +25,7 @@ _BUSY_BYTES = 1 << 30
 _HOPPER = 9  # major compute capability
 
 
-def examine_gpus(config: Config) -> Iterator[Finding]:
+def examine_gpus(config: Config) -> Iterator[CheckResult]:
     """Check this machine's GPUs, one after another, and how they are connected.
 
     Args:
@@ -34,11 +34,11 @@ def examine_gpus(config: Config) -> Iterator[Finding]:
     wanted = config.world_size if config.address == "local" else 1
     try:
         require_gpus(wanted)
-    except ConfigError as refusal:
-        yield Finding("device", Verdict.REFUSED, str(refusal))
+    except ConfigError as error:
+        yield CheckResult("device", Outcome.FAILED, str(error))
         return
     count = torch.cuda.device_count()
-    yield Finding("device", Verdict.OK, f"cuda, {count} GPUs for {config.world_size} ranks, {_driver()}")
+    yield CheckResult("device", Outcome.OK, f"cuda, {count} GPUs for {config.world_size} ranks, {_driver()}")
     for index in range(count):
         yield _gpu(index)
     if config.world_size > 1 and count > 1:
@@ -63,25 +63,25 @@ def ask_smi(*arguments: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _gpu(index: int) -> Finding:
+def _gpu(index: int) -> CheckResult:
     about = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     room = f"{human_bytes(free)} of {human_bytes(total)} free"
     text = f"{about.name}, compute capability {about.major}.{about.minor}, {room}"
     if total - free > _BUSY_BYTES:
-        return Finding(f"cuda:{index}", Verdict.WARNING, f"{text}; others use it too, see `nvidia-smi`")
-    return Finding(f"cuda:{index}", Verdict.OK, text)
+        return CheckResult(f"cuda:{index}", Outcome.WARNING, f"{text}; other processes use it, see `nvidia-smi`")
+    return CheckResult(f"cuda:{index}", Outcome.OK, text)
 
 
-def _links(count: int) -> Finding:
+def _links(count: int) -> CheckResult:
     links = read_topology(ask_smi("topo", "-m"))
     ways = {links.get((a, b), "") for a in range(count) for b in range(a)}
     if "" in ways:
-        return Finding("links", Verdict.WARNING, "`nvidia-smi topo -m` does not say how the GPUs are connected")
+        return CheckResult("links", Outcome.WARNING, "`nvidia-smi topo -m` does not say how the GPUs are connected")
     if all(way.startswith("NV") for way in ways):
-        return Finding("links", Verdict.OK, f"NVLink between all pairs ({', '.join(sorted(ways))})")
+        return CheckResult("links", Outcome.OK, f"NVLink between all pairs ({', '.join(sorted(ways))})")
     found = f"{', '.join(sorted(ways))}, see `nvidia-smi topo -m`"
-    return Finding("links", Verdict.WARNING, f"not all pairs have NVLink ({found}); tp and cp are slow over PCIe")
+    return CheckResult("links", Outcome.WARNING, f"not all pairs have NVLink ({found}); tp and cp are slow over PCIe")
 
 
 def read_topology(matrix: str) -> Mapping[tuple[int, int], str]:
@@ -98,7 +98,7 @@ def read_topology(matrix: str) -> Mapping[tuple[int, int], str]:
     return links
 
 
-def examine_attention(config: Config, parts: Sequence[Component], *, dtype: torch.dtype) -> Iterator[Finding]:
+def examine_attention(config: Config, parts: Sequence[Component], *, dtype: torch.dtype) -> Iterator[CheckResult]:
     """Check what would compute attention on this machine's GPUs, and whether its kernels are built.
 
     Args:
@@ -107,33 +107,33 @@ def examine_attention(config: Config, parts: Sequence[Component], *, dtype: torc
         dtype: of activations.
     """
     if config.attention == "torch":
-        yield Finding("attention", Verdict.WARNING, "torch, as asked for; it is slower than flashinfer")
+        yield CheckResult("attention", Outcome.WARNING, "torch, as set; flashinfer is faster")
         return
     if obstacle := device_obstacle(torch.device("cuda:0"), dtype) or package_obstacle():
         is_refused = config.attention == "flashinfer"
-        text = obstacle if is_refused else f"torch, which is slower: {obstacle}"
-        yield Finding("attention", Verdict.REFUSED if is_refused else Verdict.WARNING, text)
+        text = obstacle if is_refused else f"torch instead of the faster flashinfer: {obstacle}"
+        yield CheckResult("attention", Outcome.FAILED if is_refused else Outcome.WARNING, text)
         return
     from flashinfer import __version__
     from flashinfer.jit import env
 
-    yield Finding("attention", Verdict.OK, f"flashinfer {__version__}: {str(dtype).removeprefix('torch.')} on cuda")
+    yield CheckResult("attention", Outcome.OK, f"flashinfer {__version__}: {str(dtype).removeprefix('torch.')} on cuda")
     kernels, strange = wanted_kernels(parts, dtype=dtype, capability=torch.cuda.get_device_capability(0))
     if strange:
-        text = f"flashinfer has none for {', '.join(strange)}: torch computes that, which is slower"
-        yield Finding("kernels", Verdict.WARNING, text)
+        text = f"flashinfer has none for {', '.join(strange)}; torch computes these, more slowly"
+        yield CheckResult("kernels", Outcome.WARNING, text)
     folders = [Path(folder) for folder in (*env.FLASHINFER_AOT_DIRS, env.FLASHINFER_JIT_DIR)]
     yield _kernels(missing_kernels(kernels, folders), Path(env.FLASHINFER_JIT_DIR))
 
 
-def _kernels(missing: Sequence[str], folder: Path) -> Finding:
+def _kernels(missing: Sequence[str], folder: Path) -> CheckResult:
     if not missing:
-        return Finding("kernels", Verdict.OK, "built for this model")
+        return CheckResult("kernels", Outcome.OK, "built for this model")
     tools = [tool for tool in ("nvcc", "ninja") if not _has_tool(tool)]
     text = f"{', '.join(missing)} will be built at the first start, about a minute each, into {folder}"
     if tools:
         text += f"; {' and '.join(tools)} not found: install the CUDA toolkit and ninja, or use attention=torch"
-    return Finding("kernels", Verdict.WARNING, text)
+    return CheckResult("kernels", Outcome.WARNING, text)
 
 
 def _has_tool(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from launch.doctor.finding import Finding, Verdict
+from launch.doctor.check import CheckResult, Outcome
 from launch.table import human_bytes
 from raycache.checkpoint.hub_models import Copy, copies, outlined, pinned
 from raycache.config import Config
@@ -14,33 +14,33 @@ from raycache.errors import ConfigError
 
 @dataclass(frozen=True)
 class FromHub:
-    """What came of looking up the models of the Hub among the settings.
+    """The models of the Hub among the settings.
 
     Attributes:
-        findings: a line for each of them.
+        results: a line for each of them.
         pinned: the settings with their commits; None if a model is refused.
         here: the settings with directories on this machine, which have the headers of weights; None likewise.
     """
 
-    findings: list[Finding]
+    results: list[CheckResult]
     pinned: Config | None = None
     here: Config | None = None
 
 
 def examine_hub(config: Config, made: ExitStack) -> FromHub:
-    """Look up the models of the Hub among the settings, without their weights.
+    """Look up the models of the Hub among the settings, without downloading weights.
 
     Args:
         config: of the service.
         made: what is entered into it lasts as long as the directories are needed.
     """
-    found: list[Finding] = []
+    found: list[CheckResult] = []
     try:
         wanted = pinned(config)
         found += [_copy(one) for one in copies(wanted)]
         return FromHub(found, wanted, made.enter_context(outlined(wanted)))
-    except ConfigError as refusal:
-        return FromHub([*found, Finding("hub", Verdict.REFUSED, str(refusal))])
+    except ConfigError as error:
+        return FromHub([*found, CheckResult("hub", Outcome.FAILED, str(error))])
 
 
 def say(copy: Copy) -> str:
@@ -49,10 +49,10 @@ def say(copy: Copy) -> str:
     if not copy.missing_bytes:
         return f"{whole}: in {copy.cache_dir}"
     text = f"{whole}: {human_bytes(copy.missing_bytes)} to download to {copy.cache_dir}"
-    return f"{text}, {human_bytes(copy.free_bytes)} are free there"
+    return f"{text}, {human_bytes(copy.free_bytes)} free there"
 
 
-def _copy(copy: Copy) -> Finding:
+def _copy(copy: Copy) -> CheckResult:
     if copy.fits:
-        return Finding("download", Verdict.OK, say(copy))
-    return Finding("download", Verdict.REFUSED, f"{say(copy)}; free some, or set HF_HOME to a larger disk")
+        return CheckResult("download", Outcome.OK, say(copy))
+    return CheckResult("download", Outcome.FAILED, f"{say(copy)}; free space, or point HF_HOME to a larger disk")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from launch.doctor.finding import Finding, Verdict, attempt
+from launch.doctor.check import CheckResult, Outcome, attempt
 from launch.doctor.fit import device_type, plan_memory, stage_weights
 from launch.doctor.gpu import examine_attention, examine_gpus
 from launch.doctor.held_weights import describe_quantisation, held_weights
@@ -27,35 +27,35 @@ from raycache.parallel.sharding import Split
 from raycache.rank.backend import device_obstacle
 
 
-def examine_model(config: Config) -> Iterator[Finding]:
+def examine_model(config: Config) -> Iterator[CheckResult]:
     """Check the device, the model's directory, the split and the memory that it needs."""
     devices = list(_devices(config))
     yield from devices
     try:
         model = served_model(config)
-    except ConfigError as refusal:
+    except ConfigError as error:
         model = None
-        yield Finding("model", Verdict.REFUSED, str(refusal))
+        yield CheckResult("model", Outcome.FAILED, str(error))
     if not Path(config.model).is_dir():
         return
-    has_devices = all(one.verdict is not Verdict.REFUSED for one in devices)
+    has_devices = all(one.outcome is not Outcome.FAILED for one in devices)
     found = [*_files(config, model), *(_splits(config, model, has_devices=has_devices) if model else [])]
     yield from found
-    if model and has_devices and all(one.verdict is not Verdict.REFUSED for one in found):
+    if model and has_devices and all(one.outcome is not Outcome.FAILED for one in found):
         yield from _memory(with_stages(config, model), model)
 
 
-def _devices(config: Config) -> Iterator[Finding]:
+def _devices(config: Config) -> Iterator[CheckResult]:
     if device_type(config) == "cuda":
         yield from examine_gpus(config)
     else:
-        yield Finding("device", Verdict.OK, "cpu")
+        yield CheckResult("device", Outcome.OK, "cpu")
 
 
-def _files(config: Config, model: ModelConfig | None) -> Iterator[Finding]:
+def _files(config: Config, model: ModelConfig | None) -> Iterator[CheckResult]:
     folder = Path(config.model)
     if config.dummy_weights:
-        yield Finding("weights", Verdict.OK, "random ones of the shapes that config.json says")
+        yield CheckResult("weights", Outcome.OK, "random, of the shapes in config.json")
     else:
         yield attempt("weights", lambda: _weights(folder))
     if model is not None and model.draft is not None and not config.dummy_weights:
@@ -65,16 +65,14 @@ def _files(config: Config, model: ModelConfig | None) -> Iterator[Finding]:
         if model is not None and not config.dummy_weights:
             tokenizer.check_fits(model.vocab_size)
         template = ChatTemplate.load(tokenizer, path=config.chat_template)
-    except ConfigError as refusal:
-        yield Finding("tokenizer", Verdict.REFUSED, str(refusal))
+    except ConfigError as error:
+        yield CheckResult("tokenizer", Outcome.FAILED, str(error))
         return
-    yield Finding("tokenizer", Verdict.OK, f"{tokenizer.vocab_size} tokens, {tokenizer.description}")
+    yield CheckResult("tokenizer", Outcome.OK, f"{tokenizer.vocab_size} tokens, {tokenizer.description}")
     if template.origin:
-        yield Finding("chat template", Verdict.OK, template.origin)
+        yield CheckResult("chat template", Outcome.OK, template.origin)
     else:
-        yield Finding(
-            "chat template", Verdict.WARNING, "none; chat completions are refused without --chat-template FILE"
-        )
+        yield CheckResult("chat template", Outcome.WARNING, "none; chat completions need --chat-template FILE")
 
 
 def _draft(model: ModelConfig, folder: Path) -> str:
@@ -89,11 +87,11 @@ def _weights(folder: Path) -> str:
     return f"{human_bytes(checkpoint.num_bytes)} in safetensors files"
 
 
-def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterator[Finding]:
+def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterator[CheckResult]:
     def tensor() -> str:
         check_split(model, Split(tp=config.tp, cp=config.cp))
         counts = ", ".join(f"{count.name} {count.count}" for count in head_counts(model))
-        return f"tp={config.tp}, cp={config.cp} suit {counts}"
+        return f"tp={config.tp} and cp={config.cp} divide {counts}"
 
     def pipeline() -> str:
         check_split(model, Split(pp=config.pp, stages=config.stages))
@@ -103,29 +101,29 @@ def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterato
         dtype = resolve_dtype(config, device_type=device_type(config))
         sizes = ", ".join(human_bytes(size * dtype.itemsize) for size in stage_weights(staged, model))
         in_type = str(dtype).removeprefix("torch.")
-        return f"pp={config.pp}: stages of {staged.pp_layers} layers, with {sizes} of weights in {in_type}"
+        return f"pp={config.pp}: stages of {staged.pp_layers} layers, {sizes} of weights in {in_type}"
 
     share = config.page_size // config.cp
     part = f"; the text part of a {model.part_of}, whose vision part is not loaded" if model.part_of else ""
     told = f"{model.name}: {model.model_type}, {model.num_layers} layers, {model.dtype}{part}"
-    yield Finding("model", Verdict.OK, told)
+    yield CheckResult("model", Outcome.OK, told)
     if model.doubt:
-        yield Finding("config", Verdict.WARNING, model.doubt)
+        yield CheckResult("config", Outcome.WARNING, model.doubt)
     yield attempt("tensor split", tensor)
     yield attempt("pipeline split", pipeline)
-    yield Finding(
-        "context split", Verdict.OK, f"cp={config.cp}: {share} of the {config.page_size} tokens of a page per rank"
+    yield CheckResult(
+        "context split", Outcome.OK, f"cp={config.cp}: {share} of {config.page_size} tokens of each page per rank"
     )
-    yield attempt("context", lambda: f"{context_len(config, model)} tokens of prompt and output")
+    yield attempt("context", lambda: f"{context_len(config, model)} tokens for prompt and output together")
     yield from _attention(config, model, has_devices=has_devices)
 
 
-def _attention(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterator[Finding]:
+def _attention(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterator[CheckResult]:
     where = device_type(config)
     try:
         dtype = resolve_dtype(config, device_type=where)
-    except ConfigError as refusal:
-        yield Finding("attention", Verdict.REFUSED, str(refusal))
+    except ConfigError as error:
+        yield CheckResult("attention", Outcome.FAILED, str(error))
         return
     if where == "cpu":
         yield attempt("attention", lambda: _attention_on_cpu(config, dtype))
@@ -136,43 +134,43 @@ def _attention(config: Config, model: ModelConfig, *, has_devices: bool) -> Iter
 def _attention_on_cpu(config: Config, dtype: torch.dtype) -> str:
     if config.attention == "flashinfer":
         raise ConfigError(f"attention=flashinfer cannot be used: {device_obstacle(torch.device('cpu'), dtype)}")
-    return f"backend torch: {str(dtype).removeprefix('torch.')} on cpu"
+    return f"torch: {str(dtype).removeprefix('torch.')} on cpu"
 
 
-def _memory(config: Config, model: ModelConfig) -> Iterator[Finding]:
+def _memory(config: Config, model: ModelConfig) -> Iterator[CheckResult]:
     held = held_weights(config, model, device_type=device_type(config))
     quantisation = read_quantisation(Path(config.model))
     if quantisation is not None:
         where = device_type(config)
         yield attempt("quantisation", lambda: describe_quantisation(quantisation, held, config, device_type=where))
-    yield Finding("weights per rank", Verdict.OK, str(held))
+    yield CheckResult("weights per rank", Outcome.OK, str(held))
     try:
         plan = plan_memory(config, model=model, weight_bytes=held.total)
-    except ConfigError as refusal:
-        yield Finding("cache", Verdict.REFUSED, str(refusal))
+    except ConfigError as error:
+        yield CheckResult("cache", Outcome.FAILED, str(error))
         return
     used = plan.weight_bytes + plan.cache_bytes
-    need = f"about {human_bytes(used)} per rank for weights and cache, {human_bytes(plan.free_bytes)} are free"
+    need = f"about {human_bytes(used)} per rank for weights and cache, {human_bytes(plan.free_bytes)} free"
     if device_type(config) == "cuda":
-        need += "; what a step takes beside them is measured at the start"
+        need += "; the memory of a step is measured at startup"
     per_token = human_bytes(plan.page_bytes / plan.page_size)
-    yield Finding("cache per rank", Verdict.OK, f"{per_token} per token, {human_bytes(plan.page_bytes)} per page")
+    yield CheckResult("cache per rank", Outcome.OK, f"{per_token} per token, {human_bytes(plan.page_bytes)} per page")
     for space, (count, size) in plan.slots.items():
-        text = f"{count} of {human_bytes(size)}: for {config.max_running} running requests, and for restore points"
-        yield Finding(f"{space} cache", Verdict.OK, text)
+        text = f"{count} of {human_bytes(size)}, for {config.max_running} running requests and for restore points"
+        yield CheckResult(f"{space} cache", Outcome.OK, text)
     if plan.num_pages == 0:
-        yield Finding("cache", Verdict.REFUSED, f"no page fits beside the weights: {need}; split further")
+        yield CheckResult("cache", Outcome.FAILED, f"no page fits beside the weights: {need}; use more ranks")
         return
     if plan.weight_bytes > plan.free_bytes:
-        yield Finding("memory", Verdict.REFUSED, f"{need}; split further")
+        yield CheckResult("memory", Outcome.FAILED, f"{need}; use more ranks")
     else:
-        yield Finding("memory", Verdict.WARNING if plan.is_too_large else Verdict.OK, need)
-    holds = f"{plan.num_pages} pages, {plan.num_tokens} tokens in whole"
+        yield CheckResult("memory", Outcome.WARNING if plan.is_too_large else Outcome.OK, need)
+    holds = f"{plan.num_pages} pages, {plan.num_tokens} tokens in total"
     if plan.num_tokens < context_len(config, model):
-        text = f"{holds}, fewer than the context: longer requests are refused; raise kv_memory or cp"
-        yield Finding("cache", Verdict.WARNING, text)
+        text = f"{holds}, less than the context length: longer requests are refused; raise kv_memory or cp"
+        yield CheckResult("cache", Outcome.WARNING, text)
     else:
-        yield Finding("cache", Verdict.OK, holds)
+        yield CheckResult("cache", Outcome.OK, holds)
     where = device_type(config)
     fmt = cache_format(config, dtype=resolve_dtype(config, device_type=where))
     yield from examine_tiers(config, model, fmt=fmt, taken=used * config.world_size if where == "cpu" else 0)

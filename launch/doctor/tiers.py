@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import psutil
 
-from launch.doctor.finding import Finding, Verdict, attempt
+from launch.doctor.check import CheckResult, Outcome, attempt
 from launch.table import human_bytes
 from raycache.config import Config, parse_bytes
 from raycache.errors import ConfigError
@@ -22,7 +22,7 @@ from raycache.storage.open import open_storage, storage_name
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def examine_tiers(config: Config, model: ModelConfig, *, fmt: CacheFormat, taken: int) -> Iterator[Finding]:
+def examine_tiers(config: Config, model: ModelConfig, *, fmt: CacheFormat, taken: int) -> Iterator[CheckResult]:
     """Check host memory and storage.
 
     Args:
@@ -53,11 +53,11 @@ def _host(config: Config, page_bytes: int, taken: int) -> str:
         free = min(free, shutil.disk_usage(_SHARED_MEMORY).free)
     each = f"{human_bytes(page_bytes / config.page_size)} per token"
     if config.host_memory == "auto":
-        return f"a share of the {human_bytes(free)} that can be had, {each}"
+        return f"a share of {human_bytes(free)} available, {each}"
     wanted = parse_bytes("host_memory", config.host_memory)
     if wanted > free:
         raise ConfigError(
-            f"host_memory={config.host_memory} is more than the {human_bytes(free)} that can be had beside weights and "
+            f"host_memory={config.host_memory} is more than the {human_bytes(free)} available beside weights and "
             f"device tier, in memory and in {_SHARED_MEMORY}; use host_memory=auto"
         )
     if wanted < page_bytes:
@@ -65,22 +65,22 @@ def _host(config: Config, page_bytes: int, taken: int) -> str:
     return f"at most {wanted // page_bytes * config.page_size} tokens, {each}"
 
 
-def _storage(config: Config) -> Finding:
+def _storage(config: Config) -> CheckResult:
     name = storage_name(config.storage)
     try:
         if urlsplit(config.storage).scheme == "file":
             return _directory(config.storage, name)
         opened = open_storage(config.storage, timeout_s=config.prefetch_timeout_s)
-    except ConfigError as refusal:
-        return Finding("storage", Verdict.REFUSED, str(refusal))
+    except ConfigError as error:
+        return CheckResult("storage", Outcome.FAILED, str(error))
     is_up = opened.is_up
     opened.close()
     if is_up:
-        return Finding("storage", Verdict.OK, f"{name} answers")
-    return Finding("storage", Verdict.WARNING, f"{name} cannot be reached now; it is used once it can")
+        return CheckResult("storage", Outcome.OK, f"{name} answers")
+    return CheckResult("storage", Outcome.WARNING, f"{name} is unreachable; it will be used once it answers")
 
 
-def _directory(url: str, name: str) -> Finding:
+def _directory(url: str, name: str) -> CheckResult:
     parts = urlsplit(url)
     size, directory = dict(parse_qsl(parts.query)).get("size"), Path(unquote(parts.path))
     if size is None or not directory.is_absolute():
@@ -89,5 +89,5 @@ def _directory(url: str, name: str) -> Finding:
     near = next(place for place in (directory, *directory.parents) if place.is_dir())
     held = sum(file.stat().st_size for file in directory.glob("*.segment"))
     free = shutil.disk_usage(near).free + held
-    text = f"{name}: up to {human_bytes(wanted)}, its disk has room for {human_bytes(free)}"
-    return Finding("storage", Verdict.WARNING if wanted > free else Verdict.OK, text)
+    text = f"{name}: up to {human_bytes(wanted)}, {human_bytes(free)} free on its disk"
+    return CheckResult("storage", Outcome.WARNING if wanted > free else Outcome.OK, text)

@@ -19,8 +19,8 @@ from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 from actors.placement import Places, cluster_nodes, reserve
+from launch.doctor.check import CheckResult, Outcome
 from launch.doctor.cluster import examine_nodes
-from launch.doctor.finding import Finding, Verdict
 from raycache.config import Config
 from raycache.errors import ConfigError
 
@@ -188,34 +188,32 @@ def test_a_node_that_joins_is_taken(apart: Apart) -> None:
 def examined(nodes: Nodes) -> None:
     there = cluster_nodes()
 
-    def doctor(**settings: Any) -> tuple[dict[str, Finding], set[Verdict]]:
+    def doctor(**settings: Any) -> tuple[dict[str, CheckResult], set[Outcome]]:
         config = replace(CONFIG, model=tempfile.gettempdir(), **settings)
         found = list(examine_nodes(config, device="cpu"))
-        rows = [one for one in found if one.subject.startswith("node ")]
-        return {one.subject: one for one in found}, {one.verdict for one in rows}
+        rows = [one for one in found if one.check.startswith("node ")]
+        return {one.check: one for one in found}, {one.outcome for one in rows}
 
-    def with_model(**settings: Any) -> dict[str, Finding]:
+    def with_model(**settings: Any) -> dict[str, CheckResult]:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").touch()
             rows = list(examine_nodes(replace(CONFIG, model=folder, **settings), device="cpu"))
-        assert [one.subject for one in rows[:3]] == [f"node {there[0].address}"] * 3
+        assert [one.check for one in rows[:3]] == [f"node {there[0].address}"] * 3
         assert all("2 CPU (2 free), 0 GPU (0 free)" in one.text for one in rows[:3])
         assert all(f"reached by {there[0].address}" in one.text for one in rows[:3])
-        return {"\n".join(one.text for one in rows[:3]): rows[0], **{one.subject: one for one in rows[3:]}}
+        return {"\n".join(one.text for one in rows[:3]): rows[0], **{one.check: one for one in rows[3:]}}
 
-    found, verdicts = doctor()
-    assert verdicts == {Verdict.REFUSED, Verdict.WARNING}, "two nodes with ranks lack the model, another one does too"
+    found, outcomes = doctor()
+    assert outcomes == {Outcome.FAILED, Outcome.WARNING}, "two nodes with ranks lack the model, another one does too"
     assert found["placement"].text == "; ".join(f"ranks {those} on {there[0].address}" for those in ("0-1", "2-3"))
     calm = with_model()
-    assert {one.verdict for one in calm.values()} == {Verdict.OK}
+    assert {one.outcome for one in calm.values()} == {Outcome.OK}
     assert "ranks 0-1" in next(iter(calm)) and calm["network"].text == there[0].address
     wide = with_model(tp=64)["placement"]
-    assert wide.verdict is Verdict.WARNING and "too much for 6 CPUs" in wide.text and "nodes that join" in wide.text
+    assert wide.outcome is Outcome.WARNING and "too much for 6 CPUs" in wide.text and "nodes to join" in wide.text
     strange = with_model(placement="0-3@nowhere")["placement"]
-    assert strange.verdict is Verdict.REFUSED and "there is no node 'nowhere'" in strange.text
-    several = [
-        one.text for one in examine_nodes(replace(CONFIG, replicas=2), device="cpu") if one.subject == "placement"
-    ]
+    assert strange.outcome is Outcome.FAILED and "there is no node 'nowhere'" in strange.text
+    several = [one.text for one in examine_nodes(replace(CONFIG, replicas=2), device="cpu") if one.check == "placement"]
     assert [text.split(":")[0] for text in several] == ["replica 0", "replica 1"]
     nothing_there = next(iter(examine_nodes(replace(CONFIG, interface="eth77"), device="cpu")))
     assert "interface='eth77' suits no address of the node" in nothing_there.text

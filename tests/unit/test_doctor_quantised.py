@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from launch.doctor.check import CheckResult, Outcome
 from launch.doctor.command import examine
-from launch.doctor.finding import Finding, Verdict
 from raycache.checkpoint.counted import CountedWeights
 from raycache.checkpoint.layout import Layouts
 from raycache.checkpoint.quantisation import read_quantisation
@@ -26,13 +26,13 @@ from tests.oracle.quantised import PLAIN, nvfp4, write_quantised
 from tests.oracle.tiny_tokenizers import byte_level
 
 
-def examined(model: Path, **settings: Any) -> dict[str, Finding]:
+def examined(model: Path, **settings: Any) -> dict[str, CheckResult]:
     found = list(examine({"model": str(model), "device": "cpu", "port": "auto", "kv_memory": "40MiB", **settings}))
-    return {one.subject: one for one in found}
+    return {one.check: one for one in found}
 
 
-def refused(found: dict[str, Finding]) -> dict[str, str]:
-    return {subject: one.text for subject, one in found.items() if one.verdict is Verdict.REFUSED}
+def refused(found: dict[str, CheckResult]) -> dict[str, str]:
+    return {subject: one.text for subject, one in found.items() if one.outcome is Outcome.FAILED}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_random_weights_need_no_files_and_take_the_same_memory(gpt_oss: Path, tm
         shutil.copy(gpt_oss / name, tmp_path)
     found = examined(tmp_path, dummy_weights=True)
     assert not refused(found)
-    assert found["weights"].text == "random ones of the shapes that config.json says"
+    assert found["weights"].text == "random, of the shapes in config.json"
     assert found["weights per rank"] == examined(gpt_oss)["weights per rank"]
     assert "random weights are float32" in found["quantisation"].text
     assert set(refused(examined(tmp_path))) == {"weights"}

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from launch.doctor.check import Outcome
 from launch.doctor.command import examine
-from launch.doctor.finding import Verdict
 from raycache.checkpoint.hub import Hub
 from raycache.checkpoint.hub_id import HubId
 from raycache.checkpoint.hub_models import fetch, located, outlined, pinned
@@ -186,17 +186,17 @@ def test_the_doctor_reads_headers_and_no_weights(
     set_environment(monkeypatch, hub)
     monkeypatch.setattr("raycache.checkpoint.hub_outline._FIRST_BYTES", 64)  # less than a header
     weights = sum(len(content) for name, content in server.repos[_NAME].files.items() if name.startswith("model-"))
-    found = {one.subject: one for one in examine({"model": _NAME, "device": "cpu", "port": "auto", "tp": 3})}
+    found = {one.check: one for one in examine({"model": _NAME, "device": "cpu", "port": "auto", "tp": 3})}
     assert "GB" not in found["download"].text and f"to download to {hub.cache_dir}" in found["download"].text
     assert f"{weights / 2**10:.1f} KiB in safetensors files" in found["weights"].text
-    assert "of acme/tiny" in found["tensor split"].text and found["tensor split"].verdict is Verdict.REFUSED
+    assert "of acme/tiny" in found["tensor split"].text and found["tensor split"].outcome is Outcome.FAILED
     assert not list(hub.cache_dir.rglob("*.safetensors")) and not list(tmp_path.glob("raycache-*"))
     assert sum(server.sent[path] for path in server.sent if "/cdn/" in path) < weights / 10
 
     got(hub)
-    found = {one.subject: one for one in examine({"model": _NAME, "device": "cpu", "port": "auto"})}
+    found = {one.check: one for one in examine({"model": _NAME, "device": "cpu", "port": "auto"})}
     assert found["download"].text.endswith(f"in {hub.cache_dir}")
-    assert all(one.verdict is not Verdict.REFUSED for one in found.values())
+    assert all(one.outcome is not Outcome.FAILED for one in found.values())
 
 
 def test_a_shard_of_another_model_is_refused_before_it_is_fetched(

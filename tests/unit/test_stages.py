@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from launch.doctor.check import Outcome
 from launch.doctor.command import examine
-from launch.doctor.finding import Verdict
 from raycache.config import Config
 from raycache.deployment.stages import with_stages
 from raycache.errors import ConfigError
@@ -147,14 +147,14 @@ def test_the_doctor_shows_the_layers_and_weights_of_each_stage(tmp_path: Path) -
 
     def examined(**settings: Any) -> dict[str, str]:
         found = list(examine({"model": str(model_dir), "device": "cpu", "port": "auto", **settings}))
-        assert not [one for one in found if one.verdict is Verdict.REFUSED]
-        return {one.subject: one.text for one in found}
+        assert not [one for one in found if one.outcome is Outcome.FAILED]
+        return {one.check: one.text for one in found}
 
     assert examined()["pipeline split"] == "pp=1: all 6 layers on every rank"
     held = layer_sizes(read_config(model_dir)).held.of_stages((4, 2))
     sizes = ", ".join(f"{2 * size / 1024:.1f} KiB" for size in held)
     shown = examined(pp=2, dtype="bfloat16")
-    assert shown["pipeline split"] == f"pp=2: stages of 4,2 layers, with {sizes} of weights in bfloat16"
+    assert shown["pipeline split"] == f"pp=2: stages of 4,2 layers, {sizes} of weights in bfloat16"
     fullest = float(shown["weights per rank"].split()[1])
     assert fullest == pytest.approx(2 * max(held) / 1024, rel=0.05)
     assert examined(pp=2, pp_layers="1,5")["pipeline split"].startswith("pp=2: stages of 1,5 layers")

@@ -12,8 +12,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.doctor.check import Outcome
 from launch.doctor.command import examine
-from launch.doctor.finding import Verdict
 from raycache.api.chat import ChatTemplate
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
@@ -97,8 +97,8 @@ def test_a_template_of_another_form_is_refused(folder: Path, value: object) -> N
 def test_a_model_without_any_template_says_what_to_do(folder: Path) -> None:
     with pytest.raises(RequestError, match="no chat template; use /v1/completions, or .* --chat-template FILE"):
         rendered(folder)
-    found = {finding.subject: finding for finding in examine({"model": str(folder), "device": "cpu", "port": "auto"})}
-    assert found["chat template"].verdict is Verdict.WARNING
+    found = {one.check: one for one in examine({"model": str(folder), "device": "cpu", "port": "auto"})}
+    assert found["chat template"].outcome is Outcome.WARNING
 
 
 def test_deepseek_v32_has_a_built_in_template_which_log_and_doctor_name(
@@ -115,7 +115,7 @@ def test_deepseek_v32_has_a_built_in_template_which_log_and_doctor_name(
     assert [record.getMessage() for record in caplog.records] == [
         "the model publishes no chat template; the one built in (deepseek_v32) is used"
     ]
-    found = {finding.subject: finding for finding in examine({"model": str(deepseek), "device": "cpu", "port": "auto"})}
+    found = {one.check: one for one in examine({"model": str(deepseek), "device": "cpu", "port": "auto"})}
     assert found["chat template"].text == "built in (deepseek_v32)"
     assert found["tokenizer"].text == "406 tokens, tokenizer.json (BPE)"
     caplog.clear()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import tokenizers
 
+from launch.doctor.check import Outcome
 from launch.doctor.command import examine
-from launch.doctor.finding import Verdict
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import CheckpointError
@@ -99,8 +99,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model: Path) -> 
         LLM(str(model), device="cpu")
     with pytest.raises(CheckpointError, match=message):
         Tokenizer.of(Config(model=str(model)), vocab_size=VOCAB)
-    found = {finding.subject: finding for finding in examine({"model": str(model), "device": "cpu", "port": "auto"})}
-    assert found["tokenizer"].verdict is Verdict.REFUSED and "vocab_size=403" in found["tokenizer"].text
+    found = {one.check: one for one in examine({"model": str(model), "device": "cpu", "port": "auto"})}
+    assert found["tokenizer"].outcome is Outcome.FAILED and "vocab_size=403" in found["tokenizer"].text
 
 
 def test_special_tokens_that_no_text_needs_may_lie_beyond_the_vocabulary(model: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_padded_vocabulary_fits(model: Path) -> None:
 def test_the_doctor_asks_for_no_tokenizer_where_weights_are_random(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     given = {"model": str(model), "device": "cpu", "port": "auto"}
-    refused = {finding.subject: finding for finding in examine(given)}["tokenizer"]
-    assert refused.verdict is Verdict.REFUSED and "has no tokenizer: expected tokenizer.json" in refused.text
-    found = {finding.subject: finding for finding in examine({**given, "dummy_weights": True})}["tokenizer"]
-    assert (found.verdict, found.text) == (Verdict.OK, "256 tokens, none (one token per byte)")
+    refused = {one.check: one for one in examine(given)}["tokenizer"]
+    assert refused.outcome is Outcome.FAILED and "has no tokenizer: expected tokenizer.json" in refused.text
+    found = {one.check: one for one in examine({**given, "dummy_weights": True})}["tokenizer"]
+    assert (found.outcome, found.text) == (Outcome.OK, "256 tokens, none (one token per byte)")
