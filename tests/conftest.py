@@ -16,11 +16,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 # No deadline per example, shared machines stall for seconds; the same examples every time, so that a red run stays red.
-settings.register_profile(
-    "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
-settings.register_profile("explore", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+# Three times as many with `make test-all`, and as many as one likes with HYPOTHESIS_PROFILE=explore.
+calm = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("some", calm, max_examples=50)
+settings.register_profile("many", calm, max_examples=150)
+settings.register_profile("explore", calm, max_examples=2000, derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "some"))
 
 
 @pytest.hookimpl(tryfirst=True)

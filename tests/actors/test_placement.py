@@ -219,6 +219,7 @@ def examined(nodes: Nodes) -> None:
     assert "interface='eth77' suits no address of the node" in nothing_there.text
 
 
+@pytest.mark.long
 def test_the_doctor_says_what_nodes_have_and_where_ranks_would_go(apart: Apart) -> None:
     apart(examined)
 

@@ -15,6 +15,7 @@ from raycache.types import Miss
 from tests.oracle.families import make_family
 from tests.oracle.golden import greedy
 from tests.oracle.spread import Spread, host_services, spread
+from tests.selection import mostly_long
 
 PROMPT = np.random.default_rng(3).integers(3, 250, 61).tolist()
 NUM_TOKENS = 6
@@ -50,9 +51,7 @@ def damage(found: Spread, node: int) -> None:
             arena.slab(rank, space)[...] ^= 1
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "llama, cp across nodes" else pytest.mark.long) for case in CASES]
-)
+@pytest.mark.parametrize("case", mostly_long(CASES, but=["llama, cp across nodes"]))
 def test_a_prompt_has_the_same_tokens_from_every_tier_of_several_nodes(tmp_path: Path, case: str) -> None:
     family, split, nodes = CASES[case]
     (tmp_path / "store").mkdir()

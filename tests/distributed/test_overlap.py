@@ -9,6 +9,7 @@ import pytest
 
 from tests.oracle.tiny import make_tiny
 from tests.oracle.tiny_tokenizers import byte_level
+from tests.selection import mostly_long
 from tests.unit.test_overlap import SAMPLINGS, VOCAB, alike, completions
 
 
@@ -17,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return byte_level(make_tiny(tmp_path_factory.mktemp("model"), vocab_size=VOCAB, num_hidden_layers=2))
 
 
-@pytest.mark.parametrize("split", [pytest.param({"tp": 2}, marks=pytest.mark.long), {"cp": 2}], ids=str)
+@pytest.mark.parametrize("split", mostly_long([{"tp": 2}, {"cp": 2}], but=[{"cp": 2}]), ids=str)
 def test_tokens_are_those_of_one_rank_one_by_one(model: Path, split: dict[str, int]) -> None:
     samplings = [SAMPLINGS[name] for name in ("greedy", "seeded", "stop token", "stop text", "two tokens")]
     off = completions(model, samplings, overlap="off")

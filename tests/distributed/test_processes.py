@@ -22,15 +22,12 @@ from raycache.llm import LLM, Completion
 from raycache.types import SamplingParams
 from tests.oracle.tiny import make_tiny
 from tests.oracle.tiny_tokenizers import byte_level
+from tests.selection import mostly_long
 
 VOCAB = 403
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+TWO_BY_TWO = {"tp": 2, "cp": 2}
 LONG = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
-
-
-def long(*values: Any) -> list[Any]:
-    """Parameters that only `make test-all` tries."""
-    return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +83,10 @@ def unsplit(model: Path) -> list[Completion]:
 
 @pytest.mark.parametrize(
     "split",
-    [
-        *({"pp": 4}, {"tp": 4}, {"tp": 2, "cp": 2}),
-        *long({"tp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 2, "cp": 2}, {"tp": 2, "pp": 2}),
-    ],
+    mostly_long(
+        [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 4}, {"tp": 4}, TWO_BY_TWO, {"pp": 2, "cp": 2}, {"tp": 2, "pp": 2}],
+        but=[{"pp": 4}, {"tp": 4}, TWO_BY_TWO],
+    ),
     ids=lambda split: " ".join(f"{axis}={size}" for axis, size in split.items()),
 )
 def test_a_split_model_says_what_the_whole_one_says(
@@ -175,7 +172,7 @@ def test_a_killed_rank_is_named_at_once(model: Path, split: dict[str, int], rank
     llm.close()
 
 
-@pytest.mark.parametrize("rank", [*long(0), 1])
+@pytest.mark.parametrize("rank", mostly_long([0, 1], but=[1]))
 def test_a_rank_killed_while_idle_is_named_by_the_next_answer(model: Path, rank: int) -> None:
     llm = load(model, tp=2)
     llm.generate([[5]], GREEDY)
@@ -188,7 +185,7 @@ def test_a_rank_killed_while_idle_is_named_by_the_next_answer(model: Path, rank:
     llm.close()
 
 
-@pytest.mark.parametrize("split", [{"tp": 2}, *long({"pp": 2})], ids=str)
+@pytest.mark.parametrize("split", mostly_long([{"tp": 2}, {"pp": 2}], but=[{"tp": 2}]), ids=str)
 def test_a_rank_that_hangs_is_named_at_the_deadline(model: Path, split: dict[str, int]) -> None:
     llm = load(model, rank_timeout_s=2, **split)
     victim = rank_process(1)
@@ -207,7 +204,7 @@ def test_an_error_inside_the_with_block_ends_all_ranks(model: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("cp", [2, *long(4)])
+@pytest.mark.parametrize("cp", mostly_long([2, 4], but=[2]))
 def test_ranks_that_cannot_start_leave_nothing_and_say_why(tmp_path: Path, cp: int) -> None:
     model = byte_level(make_tiny(tmp_path / "broken", vocab_size=VOCAB, num_hidden_layers=1))
     config = (model / "config.json").read_text()

@@ -8,6 +8,7 @@ from raycache.parallel.sharding import Split
 from tests.matrix.chosen import CHOSEN, RECURRENT, check_back, check_row, rows
 from tests.matrix.matrix import COLUMNS, Workbench, run_controls, run_row
 from tests.oracle.families import FAMILIES
+from tests.selection import mostly_long
 
 
 @rows([family for family in FAMILIES if family not in RECURRENT])
@@ -15,9 +16,7 @@ def test_logits_and_reuse_are_right(bench: Workbench, split: Split, family: str)
     check_row(bench, family, split)
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(family, marks=pytest.mark.long) for family in ("deepseek_v32", "gemma3"))]
-)
+@pytest.mark.parametrize("family", mostly_long(["llama", "deepseek_v32", "gemma3"], but=["llama"]))
 def test_one_rank_reads_what_many_have_stored(bench: Workbench, family: str) -> None:
     check_back(bench, family)
 

@@ -333,7 +333,7 @@ class Service(RuleBasedStateMachine):
                 self.ended.append(self.requests.pop(output.request_id))
 
 
-Service.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+Service.TestCase.settings = settings(stateful_step_count=40)
 TestService = Service.TestCase
 
 

@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycache.cache.evict import Eviction
@@ -39,7 +39,6 @@ def test_random_requests_get_the_right_tokens_whatever_fails(policy: WritePolicy
         assert story.run(5)["ended"] + story.counts["engines lost"] > 0
 
 
-@settings(max_examples=40)
 @given(cell=st.sampled_from(CELLS), random=st.randoms(use_true_random=False), has_damage=st.booleans())
 def test_stories_that_can_be_shortened(cell: Cell, random: Random, has_damage: bool) -> None:
     Story(setup_of(cell, random), random, has_damage=has_damage).run(5)

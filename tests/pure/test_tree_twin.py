@@ -267,9 +267,7 @@ class TreeByPriority(TreeAgainstDict):
 TestTreeAgainstDict = TreeAgainstDict.TestCase
 TestTreeByUses = TreeByUses.TestCase
 TestTreeByPriority = TreeByPriority.TestCase
-TestTreeAgainstDict.settings = TestTreeByUses.settings = TestTreeByPriority.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None
-)
+TestTreeAgainstDict.settings = TestTreeByUses.settings = TestTreeByPriority.settings = settings(stateful_step_count=40)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -167,7 +167,6 @@ heads_ = st.builds(
 
 
 @each_backend
-@settings(max_examples=60)
 @given(cases(), heads_)
 def test_any_batch_on_any_pages_equals_dense_attention(backend: AttentionBackend, case: Case, heads: Heads) -> None:
     check(backend, case, heads)
@@ -204,7 +203,6 @@ def test_scores_of_a_hundred_do_not_overflow(cp: int) -> None:
         close(out, right, 1e-4)
 
 
-@settings(max_examples=40)
 @given(st.integers(1, 40), st.sampled_from([0, 1, 5, 17]), st.integers(0, 2**20), st.integers(1, 5), st.data())
 def test_a_chunk_may_end_anywhere(length: int, window: int, seed: int, chunks: int, data: st.DataObject) -> None:
     """A sequence computed in chunks through the pages equals one computed at once."""

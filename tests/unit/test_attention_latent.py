@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -131,7 +131,6 @@ sizes_ = st.builds(
 
 
 @each_backend
-@settings(max_examples=50)
 @given(cases(), sizes_)
 def test_any_batch_equals_attention_to_expanded_keys(backend: AttentionBackend, case: Case, sizes: Sizes) -> None:
     check(backend, case, sizes)
@@ -148,7 +147,6 @@ def test_latents_in_every_dtype(backend: AttentionBackend, device: str, dtype: s
 
 
 @each_backend
-@settings(max_examples=50)
 @given(cases(), st.integers(1, 30))
 def test_equal_scores_are_won_by_the_earliest_tokens(backend: AttentionBackend, case: Case, top_k: int) -> None:
     sequences = Sequences(case, Sizes())

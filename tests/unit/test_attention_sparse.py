@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -100,7 +100,6 @@ def check(backend: AttentionBackend, case: Case, *, magnitude: int, top_k: int) 
 
 
 @each_backend
-@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.just(0) | st.integers(0, 40), st.just(1) | st.integers(1, 20)), min_size=1, max_size=4),
     st.sampled_from([1, 2, 3, 4]),

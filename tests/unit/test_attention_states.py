@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -127,7 +127,6 @@ def check(backend: AttentionBackend, sequences: Sequences) -> None:
 
 
 @each_backend
-@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.just(0) | st.integers(0, 40), st.just(1) | st.integers(1, 90)), min_size=1, max_size=5),
     st.sampled_from([1, 2, 4]),

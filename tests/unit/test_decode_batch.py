@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycache.memory.component import FULL, CacheFormat, kv, recurrent
@@ -53,7 +53,6 @@ def plan_of(starts: list[int], seed: int) -> tuple[StepPlan, dict[str, PageTable
     return StepPlan(1, rows), tables
 
 
-@settings(max_examples=60)
 @given(
     batches=st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=8), min_size=1, max_size=3),
     cp=st.sampled_from([1, 2, 4]),

@@ -13,6 +13,7 @@ from raycache.models.base import components
 from raycache.parallel.board import AckBoard
 from raycache.rank.runner import RankRunner, Seat
 from raycache.types import CacheAction, CacheCommand
+from tests.selection import mostly_long
 from tests.unit.test_draft_models import (
     PAIRS,
     PROMPTS,
@@ -53,7 +54,7 @@ def ask(llm: LLM, prompts: list[list[int]], rows: Rows) -> tuple[list[list[int]]
 NAMES = ["llama by nemotron_h", "qwen3_next by gemma3", "mtp of deepseek_v32", "mtp of qwen3_next", "eagle3 of llama"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_long(NAMES, but=["llama by nemotron_h", "mtp of deepseek_v32"]))
 def test_guesses_are_the_same_wherever_the_prefix_comes_from(tmp_path: Path, name: str) -> None:
     """Prompts go on from answers: the pages of those were written in rows with drafts."""
     pair = PAIRS[name](tmp_path / "pair")
@@ -82,7 +83,7 @@ def test_guesses_are_the_same_wherever_the_prefix_comes_from(tmp_path: Path, nam
         assert ask(llm, prompts, watch(llm)) == (texts, cold, {"storage": num_cached})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_long(NAMES, but=["mtp of deepseek_v32"]))
 def test_damage_to_what_the_draft_keeps_is_noticed_and_changes_no_output(tmp_path: Path, name: str) -> None:
     """Or the test above would prove nothing."""
     with PAIRS[name](tmp_path).open() as llm:

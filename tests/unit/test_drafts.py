@@ -20,6 +20,7 @@ from tests.oracle.drafters import KnownTexts
 from tests.oracle.families import FAMILIES, make_family
 from tests.oracle.golden import golden
 from tests.oracle.tiny_tokenizers import byte_level
+from tests.selection import mostly_long
 
 NUM_TOKENS = 40
 
@@ -213,7 +214,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Made()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_long(FAMILIES, but=["llama", "gemma3", "nemotron_h", "deepseek_v32"]))
 def test_greedy_outputs_are_what_transformers_finds_likeliest(models: dict[str, Path], family: str) -> None:
     plain = LLM(str(models[family]), page_size=16, num_pages=64)
     texts = [prompt + output for prompt, output in zip(PROMPTS, complete(plain, GREEDY), strict=True)]
@@ -229,7 +230,9 @@ def test_greedy_outputs_are_what_transformers_finds_likeliest(models: dict[str, 
     llm.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "nemotron_h", "gemma3", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "family", mostly_long(["llama", "nemotron_h", "gemma3", "deepseek_v32"], but=["llama", "nemotron_h"])
+)
 @pytest.mark.parametrize(
     "wishes",
     [
@@ -287,6 +290,7 @@ def likeliest(model: Path, texts: list[list[int]], count: int) -> list[list[tupl
     return found
 
 
+@pytest.mark.long
 def test_sampled_tokens_are_distributed_as_the_model_says(models: dict[str, Path]) -> None:
     """Three tokens in a row, each among the three likeliest: the second is guessed. Twenty times with other seeds."""
     model, prompt, width, num_draws, num_rounds = models["qwen3"], PROMPTS[2], 3, 300, 20

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -36,7 +36,6 @@ rows_of_all_kinds = st.lists(
 """(first position, new tokens) per row: decodes, short and long chunks, with and without a prefix."""
 
 each_cp = st.sampled_from([1, 2, 4])
-few = settings(max_examples=60, deadline=None)
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,6 @@ def mine(inputs: StepInputs, every: Tensor) -> Tensor:
 # --- the exchange -----------------------------------------------------------------------------------------------------
 
 
-@few
 @given(rows=rows_of_all_kinds, cp=each_cp)
 def test_every_token_is_on_one_rank(rows: list[tuple[int, int]], cp: int) -> None:
     batch = Batch.of(rows)
@@ -99,7 +97,6 @@ def test_every_token_is_on_one_rank(rows: list[tuple[int, int]], cp: int) -> Non
     assert sorted(ids.tolist()) == list(range(1, batch.num_tokens + 1))
 
 
-@few
 @given(rows=rows_of_all_kinds, cp=each_cp, shape=st.sampled_from([(), (3,), (2, 5)]))
 def test_gather_gives_all_tokens_in_the_order_of_the_plan(
     rows: list[tuple[int, int]], cp: int, shape: tuple[int, ...]
@@ -110,7 +107,6 @@ def test_gather_gives_all_tokens_in_the_order_of_the_plan(
         assert torch.equal(found, every)
 
 
-@few
 @given(rows=rows_of_all_kinds, cp=each_cp, heads_per_rank=st.integers(1, 3), shape=st.sampled_from([(), (2,), (2, 3)]))
 def test_to_heads_gives_all_tokens_of_own_heads_and_to_tokens_brings_them_back(
     rows: list[tuple[int, int]], cp: int, heads_per_rank: int, shape: tuple[int, ...]
@@ -128,7 +124,6 @@ def test_to_heads_gives_all_tokens_of_own_heads_and_to_tokens_brings_them_back(
     batch.on_ranks(cp, there_and_back)
 
 
-@few
 @given(rows=rows_of_all_kinds, cp=st.sampled_from([2, 4]), data=st.data())
 def test_heads_fewer_than_ranks_are_shared_by_neighbours(
     rows: list[tuple[int, int]], cp: int, data: st.DataObject
@@ -144,7 +139,6 @@ def test_heads_fewer_than_ranks_are_shared_by_neighbours(
     batch.on_ranks(cp, there)
 
 
-@few
 @given(rows=rows_of_all_kinds, cp=each_cp, shape=st.sampled_from([(), (2, 3)]))
 def test_give_back_brings_every_part_to_the_rank_of_its_token(
     rows: list[tuple[int, int]], cp: int, shape: tuple[int, ...]
@@ -199,7 +193,6 @@ def test_the_exchange_works_over_gloo_in_any_dtype(dtype: torch.dtype) -> None:
 # --- a plan, for one rank ---------------------------------------------------------------------------------------------
 
 
-@few
 @given(rows=rows_of_all_kinds, cp=each_cp)
 def test_local_tokens_stand_where_their_rows_say(rows: list[tuple[int, int]], cp: int) -> None:
     batch = Batch.of(rows)
@@ -221,7 +214,6 @@ def test_local_tokens_stand_where_their_rows_say(rows: list[tuple[int, int]], cp
     batch.on_ranks(cp, check)
 
 
-@few
 @given(rows=rows_of_all_kinds, cp=each_cp, seed=st.integers(0, 9))
 def test_the_pages_of_all_ranks_hold_each_token_that_a_query_sees_once(
     rows: list[tuple[int, int]], cp: int, seed: int
@@ -259,7 +251,6 @@ def test_the_pages_of_all_ranks_hold_each_token_that_a_query_sees_once(
     assert sorted(chain.from_iterable(batch.on_ranks(cp, read_all))) == sorted(wanted)
 
 
-@few
 @given(rows=rows_of_all_kinds, cp=each_cp, seed=st.integers(0, 9))
 def test_every_new_token_is_written_once_where_its_page_lies(rows: list[tuple[int, int]], cp: int, seed: int) -> None:
     batch = Batch.of(rows, seed=seed)
@@ -282,7 +273,6 @@ def test_every_new_token_is_written_once_where_its_page_lies(rows: list[tuple[in
     assert sorted(chain.from_iterable(batch.on_ranks(cp, written))) == sorted(wanted)
 
 
-@few
 @given(rows=rows_of_all_kinds, cp=each_cp)
 def test_the_last_token_of_every_row_gives_logits_on_its_rank(rows: list[tuple[int, int]], cp: int) -> None:
     batch = Batch.of(rows)

@@ -19,6 +19,7 @@ from tests.oracle.gang import Piece, gang_logits
 from tests.oracle.golden import Array
 from tests.oracle.kimi_k3 import SETTINGS, KimiK3Twin, make_kimi_k3
 from tests.oracle.single import single_rank_logits
+from tests.selection import mostly_long
 
 IDS = [
     torch.randint(3, 515, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (60, 31)
@@ -59,7 +60,11 @@ def test_logits_are_those_of_the_twin_however_the_prompt_is_cut(
         assert distance(single_rank_logits(tiny, IDS[0], cuts=cuts, dtype=dtype), expected[0]) < tolerance
 
 
-@pytest.mark.parametrize("split", [Split(tp=2), Split(cp=2), Split(tp=2, cp=2), Split(tp=4)], ids=str)
+@pytest.mark.parametrize(
+    "split",
+    mostly_long([Split(tp=2), Split(cp=2), Split(tp=2, cp=2), Split(tp=4)], but=[Split(tp=2, cp=2), Split(tp=4)]),
+    ids=str,
+)
 def test_logits_are_the_same_under_every_split(tiny: Path, expected: list[Array], split: Split) -> None:
     found = gang_logits(tiny, IDS, CHUNKED, split=split, dtype=torch.float64)
     assert max(map(distance, found, expected)) < 1e-12

@@ -28,6 +28,7 @@ from tests.oracle.families import TOPK, make_family
 from tests.oracle.gang import Piece, gang_logits
 from tests.oracle.golden import Golden, cache_contents, golden
 from tests.oracle.single import forced_logits, single_rank, single_rank_logits
+from tests.selection import mostly_long
 
 IDS = [
     torch.randint(3, 515, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (90, 41)
@@ -107,7 +108,11 @@ def test_logits_equal_transformers_in_one_piece_and_in_many(
     check_weights(read_config(tiny(variant)), Checkpoint(tiny(variant)))
 
 
-@pytest.mark.parametrize("split", [Split(tp=2), Split(tp=8), Split(cp=2), Split(tp=2, cp=4)], ids=str)
+@pytest.mark.parametrize(
+    "split",
+    mostly_long([Split(tp=2), Split(tp=8), Split(cp=2), Split(tp=2, cp=4)], but=[Split(tp=8), Split(tp=2, cp=4)]),
+    ids=str,
+)
 @pytest.mark.parametrize("variant", ["deepseek_v3", "v3-plain-queries", "v32-mixed", "glm_moe_dsa"])
 def test_any_split_gives_the_logits_of_transformers(
     tiny: Callable[[str], Path], truth: Callable[[str], Golden], variant: str, split: Split

@@ -50,6 +50,7 @@ def test_passed_failed_and_skipped_tests_are_counted_and_crashes_are_told(
     assert "torch " in text and "commit " in text
 
 
+@pytest.mark.long
 def test_a_machine_without_a_gpu_has_passed_nothing(tmp_path: Path) -> None:
     output = tmp_path / "found.md"
     command = ["scripts/gpu", "--output", str(output), "tests/gpu/test_mover.py", "-k", "pinned"]

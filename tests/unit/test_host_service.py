@@ -162,6 +162,7 @@ def test_passwords_in_urls_are_for_the_owner_alone(directory: Path) -> None:
         service.close()
 
 
+@pytest.mark.long
 def test_nothing_stays_when_all_who_used_it_are_dead(directory: Path, tmp_path: Path) -> None:
     owner = start_owner(directory, f"file://{tmp_path / 'store'}?size=8MiB")
     rank = Lease(directory, "ranks")

@@ -6,7 +6,7 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raycache.memory.box import Box
@@ -54,7 +54,6 @@ def count(where: np.ndarray, box: Box) -> None:
     where[tuple(slice(first, end) for first, end in box.ranges)] += 1
 
 
-@settings(deadline=None, max_examples=150)
 @given(models(), SPLITS)
 def test_every_row_of_the_model_is_stored_once(model: list[Component], split: Split) -> None:
     layout = layout_of(model, split)
@@ -81,7 +80,6 @@ def test_every_row_of_the_model_is_stored_once(model: list[Component], split: Sp
         assert whole <= layout.unit_bytes(space) < whole + ALIGN * max(num_pieces, 1)
 
 
-@settings(deadline=None, max_examples=150)
 @given(models(), SPLITS)
 def test_every_rank_finds_all_rows_of_its_device_once(model: list[Component], split: Split) -> None:
     layout = layout_of(model, split)
@@ -100,7 +98,6 @@ def spread(draw: st.DrawFn) -> tuple[Split, list[int]]:
     return split, [numbers[node] for node in at]
 
 
-@settings(deadline=None, max_examples=150)
 @given(models(), spread())
 def test_every_rank_finds_its_rows_once_on_its_own_node(model: list[Component], at: tuple[Split, list[int]]) -> None:
     split, nodes = at
@@ -144,7 +141,6 @@ def assert_found(layout: EnvelopeLayout, group: Component, rank: int) -> None:
     np.testing.assert_array_equal(found, held)
 
 
-@settings(deadline=None, max_examples=100)
 @given(models(), SPLITS)
 def test_fields_lie_behind_each_other_and_are_aligned(model: list[Component], split: Split) -> None:
     layout = layout_of(model, split)
