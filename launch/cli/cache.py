@@ -1,4 +1,4 @@
-"""`raycache cache`: an operator's orders to the cache of a running server, over its HTTP endpoints (http_cache.py)."""
+"""`raycache cache`: commands to the cache of a running server (its HTTP side is launch/http/cache.py)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from launch.cli.orders import add_order_flags, give_order
+from launch.cli.server import add_server_flags, send
 from launch.table import human_bytes, render
 from raycache.errors import ConfigError
 from raycache.types import TIERS
 
 _MARGIN_S = 60.0
-"""For an answer on top of the time that the order itself may take."""
+"""For an answer on top of the time that the command itself may take."""
 _EXAMPLES = """\
 examples:
   raycache cache status
@@ -26,48 +26,55 @@ examples:
 
 
 def add_cache_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the orders. Imports nothing heavy: --help has to answer at once."""
+    """Add the commands. Imports nothing heavy: --help has to answer at once."""
     parser.epilog, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
-    orders = parser.add_subparsers(title="orders", metavar="ORDER", required=True, dest="order")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
 
     def add(name: str, text: str, show: Callable[[Mapping[str, Any]], str] = _show) -> argparse.ArgumentParser:
-        added = orders.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        add_order_flags(added, timeout_s=600.0)
-        added.add_argument("--replica", metavar="NAME", default="", help="only this one; default: all")
+        added = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        add_server_flags(added, timeout_s=600.0)
+        added.add_argument("--replica", metavar="NAME", default="", help="only this replica (default: all)")
         added.set_defaults(show=show)
         return added
 
-    add("status", "show settings, what each tier holds and counts, and warnings", _show_status)
-    attach = add("attach", "use a storage tier; it needs a host tier")
-    attach.add_argument("storage_url", metavar="STORAGE", help="such as file:///var/cache/raycache?size=50GiB")
-    attach.add_argument("--size", metavar="SIZE", help="most bytes that it may take, if the URL does not say")
-    add("detach", "stop using the storage tier; it keeps what it has")
-    clear = add("clear", "forget what is cached; what running requests use stays")
-    clear.add_argument("--tier", action="append", choices=TIERS, dest="tiers", help="only this one; can be repeated")
-    add("resize", "change the bound of the storage tier").add_argument("size", metavar="SIZE", help="such as 50GiB")
-    add("scrub", "read everything in the storage tier and drop what is damaged, for --timeout-s at most")
-    add("flush", "write what device and host hold to the storage tier, for --timeout-s at most")
-    inspect = add("inspect", "say what of a prompt would be hit in which tier, and why not more", _show_inspected)
-    inspect.add_argument("prompt", metavar="PROMPT", nargs="?", help="text")
-    inspect.add_argument("--file", metavar="FILE", type=Path, help="text, or a whole request if its name ends in .json")
-    inspect.add_argument("--cache-salt", metavar="TEXT", default="", help="of the prompt's tenant")
+    add("status", "show settings, contents and counters of each tier, and warnings", _show_status)
+    attach = add("attach", "start using a storage tier; needs a host tier")
+    attach.add_argument("storage_url", metavar="STORAGE", help="URL, such as file:///var/cache/raycache?size=50GiB")
+    attach.add_argument("--size", metavar="SIZE", help="size limit, if the URL has none")
+    add("detach", "stop using the storage tier; its contents stay")
+    clear = add("clear", "clear the cache, except what running requests use")
+    clear.add_argument("--tier", action="append", choices=TIERS, dest="tiers", help="only this tier; repeatable")
+    add("resize", "change the size limit of the storage tier").add_argument(
+        "size", metavar="SIZE", help="such as 50GiB"
+    )
+    add("scrub", "check everything in the storage tier and drop what is damaged, for --timeout-s at most")
+    add("flush", "write device and host tier to the storage tier, for --timeout-s at most")
+    inspect = add("inspect", "show how much of a prompt each tier would hit, and why not more", _show_inspected)
+    inspect.add_argument("prompt", metavar="PROMPT", nargs="?", help="text of the prompt")
+    inspect.add_argument(
+        "--file",
+        metavar="FILE",
+        type=Path,
+        help="file with the prompt, or with a whole request if its name ends in .json",
+    )
+    inspect.add_argument("--cache-salt", metavar="SALT", default="", help="cache_salt of the request")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Give one order and print the answer.
+    """Send a command and print the answer.
 
     Returns:
         Exit code.
     Raises:
-        RayCacheError: it cannot be given, or was refused.
+        RayCacheError: it cannot be sent, or was refused.
     """
-    is_status = options.order == "status"
-    return give_order(
+    is_status = options.action == "status"
+    return send(
         options,
-        path=f"/cache{'' if is_status else '/' + options.order}{_only(options)}",
+        path=f"/cache{'' if is_status else '/' + options.action}{_only(options)}",
         body=None if is_status else _body(options),
         show=options.show,
-        margin_s=_MARGIN_S if options.order in ("flush", "scrub") else 0.0,
+        margin_s=_MARGIN_S if options.action in ("flush", "scrub") else 0.0,
     )
 
 
@@ -76,7 +83,7 @@ def _only(options: argparse.Namespace) -> str:
 
 
 def _body(options: argparse.Namespace) -> dict[str, Any]:
-    match options.order:
+    match options.action:
         case "attach":
             return {"url": options.storage_url, "size": options.size}
         case "clear":

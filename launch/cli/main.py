@@ -18,9 +18,9 @@ from raycache.errors import RayCacheError
 
 _EXAMPLES = """\
 examples:
-  raycache demo-model models/smollm2        a small real model, without a download
-  raycache doctor models/smollm2 --cp 2     what would run, and what would not
-  raycache launch models/smollm2 --cp 2     serve it, until Ctrl-C
+  raycache demo-model models/smollm2        write a small real model, without a download
+  raycache doctor models/smollm2 --cp 2     check whether it would run
+  raycache launch models/smollm2 --cp 2     serve it until Ctrl-C
 """
 
 
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_config_flags(add("launch", _launch, "serve a model until Ctrl-C"))
     status = add("status", _status, "show the services that run on this machine")
-    status.add_argument("--endpoint", metavar="URL", help="of another machine, such as http://HOST:8000")
+    status.add_argument("--endpoint", metavar="URL", help="server on another machine, such as http://HOST:8000")
     status.add_argument("--json", action="store_true", help="print all figures as JSON")
     status.add_argument(
         "--timeout-s",
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit for an answer (default: %(default)g s)",
     )
     top = add("top", _top, "watch a running service in the terminal")
-    top.add_argument("--endpoint", metavar="URL", help="of another machine, such as http://HOST:8000")
+    top.add_argument("--endpoint", metavar="URL", help="server on another machine, such as http://HOST:8000")
     for flag, default, text in (
         ("--interval-s", 2.0, "time between updates"),
         ("--timeout-s", 5.0, "time limit for an answer"),
@@ -79,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--once", action="store_true", help="print a single frame")
     boards = add("dashboards", _dashboards, "write a Grafana dashboard, alert rules and settings for Prometheus")
     boards.add_argument(
-        "directory", metavar="DIR", type=Path, nargs="?", help="default: Ray's, where its Grafana finds the dashboard"
+        "directory",
+        metavar="DIR",
+        type=Path,
+        nargs="?",
+        help="directory to write to (default: Ray's, where its Grafana finds the dashboard)",
     )
     boards.add_argument(
         "--server",
@@ -93,11 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     add_stop_flags(add("stop", _stop, "stop a service that runs on this machine"))
     key = add("key", _key, "make an API key for a tenant, with its line for the file of --api-keys")
     key.add_argument("name", metavar="NAME", help="name of the tenant")
-    key.add_argument("rights", metavar="RIGHT", nargs="*", help="admin, metrics or requests=N (most at a time)")
+    key.add_argument(
+        "rights", metavar="RIGHT", nargs="*", help="admin, metrics or requests=N (maximum concurrent requests)"
+    )
     key.add_argument("--file", metavar="FILE", type=Path, help="append the line to this file")
     add_config_flags(add("doctor", _doctor, "check whether launch would work, without loading weights"))
     demo = add("demo-model", _demo_model, "write a small real model as a Hugging Face directory")
-    demo.add_argument("directory", metavar="DIR", type=Path)
+    demo.add_argument("directory", metavar="DIR", type=Path, help="directory to write to")
     add("version", _version, "print versions")
     return parser
 

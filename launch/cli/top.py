@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from launch.cli import status
-from launch.cli.orders import only_service
+from launch.cli.server import only_service
 from launch.cli.status import Report
 from launch.cli.top_view import Figures, Look, view
 from launch.service import Service

@@ -113,9 +113,9 @@ def _load(look: Look) -> Table:
 
 
 def _by_place(drafted: Mapping[str, int], accepted: Mapping[str, int]) -> Iterator[str]:
-    """How many guesses were right, by their place behind the last known token; the first few places."""
+    """Acceptance rate of draft tokens by their distance from the last known token; the first few."""
     for place in sorted(drafted, key=int)[:_MOST_PLACES]:
-        yield f"{_percent(accepted.get(place, 0), drafted[place])} right at {place}"
+        yield f"{_percent(accepted.get(place, 0), drafted[place])} accepted at {place}"
 
 
 def _hit_rate(look: Look) -> str:

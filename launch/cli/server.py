@@ -1,4 +1,4 @@
-"""What commands share that give an operator's orders to a running server. Light, so that --help answers at once."""
+"""What the commands to a running server share. Light, so that --help answers at once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from launch.service import Service
 
 
-def add_order_flags(parser: argparse.ArgumentParser, *, timeout_s: float) -> None:
-    """Add which server gets the order, and how its answer is shown."""
+def add_server_flags(parser: argparse.ArgumentParser, *, timeout_s: float) -> None:
+    """Add which server gets the command, and how its answer is shown."""
     parser.add_argument("--endpoint", metavar="URL", help="server to ask (default: the one on this machine)")
-    parser.add_argument("--api-key", metavar="TEXT", default="", help="of the server (or set RAYCACHE_API_KEY)")
+    parser.add_argument("--api-key", metavar="KEY", default="", help="API key of the server (or set RAYCACHE_API_KEY)")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument(
         "--timeout-s", type=seconds, metavar="SECONDS", default=timeout_s, help="time limit (default: %(default)g s)"
     )
 
 
-def give_order(
+def send(
     options: argparse.Namespace,
     *,
     path: str,
@@ -33,18 +33,18 @@ def give_order(
     show: Callable[[Mapping[str, Any]], str],
     margin_s: float = 0.0,
 ) -> int:
-    """Give one order and print the answer.
+    """Send a command and print the answer.
 
     Args:
-        options: with the flags of `add_order_flags`.
-        path: of the order.
-        body: of the order; None for one that only asks.
+        options: with the flags of `add_server_flags`.
+        path: of the command.
+        body: of the command; None for one that only asks.
         show: makes the answer a text, where JSON is not wanted.
         margin_s: for an answer on top of `--timeout-s`.
     Returns:
         Exit code.
     Raises:
-        RayCacheError: it cannot be given, or was refused.
+        RayCacheError: it cannot be sent, or was refused.
     """
     from launch.cli.client import AnswerError, ask
 
