@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raycache.decider.request import Request
+from raycache.decider.run import Run
 from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
 
 
 @dataclass(slots=True)
 class Batch:
-    """A plan in the making, and the requests of its rows.
+    """A plan in the making, and the runs of its rows.
 
     Attributes:
         budget: tokens that may still be added.
         max_rows: most rows.
         scored_budget: scored tokens that may still be added; drafts count, each has logits.
-        draft_budget, guess_budget: drafts that may still be added, and guesses that may be asked for: the drafts of the
-            next step.
-        requests: of the rows, in order.
+        draft_budget, next_draft_budget: draft tokens that may still be added, and asked for: those of the next step.
+        runs: of the rows, in order.
         loads: numbers of the moves from the host that its rows wait for.
         num_loaded: tokens that those bring.
         is_catching_up: whether a draft model takes what it has missed, so that its pace says little.
@@ -29,10 +28,10 @@ class Batch:
     max_rows: int
     scored_budget: int = MAX_SCORED_TOKENS
     draft_budget: int = 0
-    guess_budget: int = 0
+    next_draft_budget: int = 0
     rows: list[Row] = field(default_factory=list)
     admits: list[Admit] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     num_loaded: int = 0
     is_catching_up: bool = False
@@ -49,11 +48,11 @@ class Batch:
         """Whether all rows are of requests in decode."""
         return all(row.first_sampled == 0 for row in self.rows)
 
-    def add(self, request: Request, row: Row) -> None:
+    def add(self, run: Run, row: Row) -> None:
         """Append a row."""
         self.rows.append(row)
-        self.requests.append(request)
+        self.runs.append(run)
         self.budget -= row.num_tokens
         self.scored_budget -= row.num_targets + row.num_drafts
         self.draft_budget -= row.num_drafts
-        self.guess_budget -= row.num_next_drafts
+        self.next_draft_budget -= row.num_next_drafts

@@ -1,9 +1,9 @@
-"""Rows with drafts: what is guessed at the tokens behind a row's own, and what became of it.
+"""Rows with draft tokens: which ones a row gets, and how many of them were accepted.
 
-    row       its own tokens, then drafts, which the decider knows; num_next_drafts are wanted of the ranks behind those
-    result    a token behind the last own one, and one behind each draft
+    row       its own tokens, then draft tokens; num_next_drafts more are wanted of the ranks after those
+    result    a token after the last own one, and one after each draft token
 
-Drafts are right up to the first that is not the token behind the one before it.
+Draft tokens are accepted up to the first that differs from the token sampled before it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from raycache.cache.holding import Room
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.batch import Batch
 from raycache.decider.drafts import Drafts
-from raycache.decider.request import Request
+from raycache.decider.run import Run
 from raycache.types import FinishReason, PackedTokens
 from raycache.wire.plan import Row, RowResult
 
 
 @dataclass(frozen=True, slots=True)
-class Guessed:
+class Drafted:
     """What goes into a row beside its own tokens.
 
     Attributes:
         drafts: packed.
-        num_next_drafts: that the ranks should make at what follows those.
+        num_next_drafts: that the ranks should make after those.
         room: for the row's own tokens and all of it.
     """
 
@@ -37,10 +37,10 @@ class Guessed:
 
 
 class DraftedRows:
-    """Puts drafts into rows and takes their results apart.
+    """Puts draft tokens into rows and takes their results apart.
 
     Args:
-        drafts: guesses at next tokens.
+        drafts: how many.
         cache: where sequences live.
         eos_token_ids: tokens that end an output.
     """
@@ -49,70 +49,75 @@ class DraftedRows:
         self._drafts, self._cache = drafts, cache
         self._eos = frozenset(eos_token_ids)
 
-    def guess(self, request: Request, count: int, batch: Batch) -> Guessed | None:
-        """Guesses for a request's next row, of `count` tokens of its own; None for none.
+    def draft(self, run: Run, count: int, batch: Batch) -> Drafted | None:
+        """Drafts for the next row, of `count` tokens of its own; None for none.
 
-        They get pages that others do not need: without room, there are none.
+        They get pages that others do not need: without such pages, there are none.
         """
-        assert request.holding is not None, "running requests hold something of the cache"
-        start = request.next_start
-        drafts, num_next_drafts = self._known(request, batch), 0
+        request, start = run.request, run.next_start
+        drafts, num_next_drafts = self._known(run, batch), 0
         num_drafts = len(drafts) // 4
         stop = start + count + num_drafts
-        if self._drafts.are_told and request.num_next == count:
-            useful = max(self._most(request, start + count + right) for right in range(num_drafts + 1))
-            most = min(request.max_len - stop, batch.guess_budget, useful)
-            num_next_drafts = self._drafts.ask(request.luck, most=most)
+        if self._drafts.are_from_ranks and run.num_next == count:
+            useful = max(self._most(run, start + count + accepted) for accepted in range(num_drafts + 1))
+            most = min(request.spec.max_len - stop, batch.next_draft_budget, useful)
+            num_next_drafts = self._drafts.ask(request.drafts.rate, most=most)
         if not num_drafts and not num_next_drafts:
             return None
-        room = self._cache.make_room(
-            request.holding, start, stop, num_drafts=num_drafts, num_next_drafts=num_next_drafts
-        )
+        room = self._cache.make_room(run.holding, start, stop, num_drafts=num_drafts, num_next_drafts=num_next_drafts)
         if room is None:
             return None
-        batch.is_catching_up |= num_next_drafts > 0 and request.num_next_drafts == 0
-        return Guessed(drafts, num_next_drafts, room)
+        batch.is_catching_up |= num_next_drafts > 0 and request.drafts.num_asked == 0
+        return Drafted(drafts, num_next_drafts, room)
 
-    def take(self, request: Request, row: Row, result: RowResult) -> tuple[list[int], FinishReason | None]:
-        """What a row adds to its request: tokens up to the first that a draft differs from, or that ends the output."""
+    def take(self, run: Run, row: Row, result: RowResult) -> tuple[list[int], FinishReason | None]:
+        """The tokens that a row gives: up to the first that a draft token differs from, or that ends the output.
+
+        Accepted ones are added to the request; the last token, which is no draft token, is not.
+        """
+        request = run.request
+        spec, state = request.spec, request.drafts
+        state.next_drafts = np.array(result.next_drafts, np.int32).tobytes() if result.next_drafts else b""
         if not result.tokens or request.ending is not None:
             return [], None
-        drafts = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist()
+        drafts = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist() if row.num_drafts else []
         taken: list[int] = []
         reason = None
         for token, draft in zip(result.tokens, [*drafts, None], strict=True):
             taken.append(token)
-            if token in request.sampling.stop_token_ids or (token in self._eos and not request.sampling.ignore_eos):
+            if token in spec.sampling.stop_token_ids or (token in self._eos and not spec.sampling.ignore_eos):
                 reason = FinishReason.STOP
-            elif request.num_tokens + len(taken) >= request.max_len:
+            elif request.num_tokens + len(taken) >= spec.max_len:
                 reason = FinishReason.LENGTH
             if reason is not None or token != draft:
                 break
         if drafts:
-            num_right = len(taken) - 1
-            # Behind the end of the output nothing was checked.
-            num_checked = len(drafts) if reason is None else num_right
-            self._drafts.note(request.luck, num_right, num_checked)
-            request.num_drafted += num_checked
-            request.num_accepted += num_right
+            num_accepted = len(taken) - 1
+            # After the end of the output nothing was verified.
+            self._drafts.note(state, num_accepted, len(drafts) if reason is None else num_accepted)
+            if num_accepted:
+                first = 4 * (row.first_sampled + 1)
+                state.uncounted = bytes(row.tokens[first : first + 4 * num_accepted])
+                request.tokens += state.uncounted
         return taken, reason
 
-    def _known(self, request: Request, batch: Batch) -> PackedTokens:
-        """Guesses at what follows the last token of a request in decode."""
-        is_decode = request.num_next == 1 and request.num_output > 0
+    def _known(self, run: Run, batch: Batch) -> PackedTokens:
+        """Draft tokens after the last token of a request in decode."""
+        request = run.request
+        is_decode = run.num_next == 1 and request.num_output > 0
         if self._drafts.most == 0 or not is_decode:
             return b""
-        most = min(batch.draft_budget, batch.scored_budget, self._most(request, request.next_start))
-        if self._drafts.are_told:
-            return b"" if request.is_in_flight else request.next_drafts[: 4 * max(most, 0)]
-        if request.is_in_flight:
-            request.luck.num_idle += 1
+        most = min(batch.draft_budget, batch.scored_budget, self._most(run, run.next_start))
+        if self._drafts.are_from_ranks:
+            return b"" if run.num_in_flight else request.drafts.next_drafts[: 4 * max(most, 0)]
+        if run.num_in_flight:
+            request.drafts.rate.num_idle += 1
             return b""
-        return self._drafts.guess(request.tokens, request.luck, most=most)
+        return self._drafts.draft(request.tokens, request.drafts.rate, most=most)
 
-    def _most(self, request: Request, start: int) -> int:
-        """Drafts that a row in decode can have which begins there."""
-        most = request.max_len - start - 2
+    def _most(self, run: Run, start: int) -> int:
+        """Draft tokens that a row in decode can have which begins there."""
+        most = run.request.spec.max_len - start - 2
         if self._cache.has_points and self._cache.is_kept:
             page_size = self._cache.page_size
             most = min(most, page_size - start % page_size - 1)  # or the restore point there would be missed

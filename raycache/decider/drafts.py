@@ -1,13 +1,13 @@
-"""Guesses at the next tokens of a sequence, which the model checks all in one row.
+"""Draft tokens of sequences in decode, which the model verifies all in one row, and how many of them pay.
 
-    row          last token   draft 1   draft 2   draft 3
-    sampled      A            B         C         D            one behind each
-    right if                  = A       = B       = C          so draft 1 right and 2 wrong gives A and B
+    row            last token   draft 1   draft 2   draft 3
+    sampled        A            B         C         D            one after each
+    accepted if                 = A       = B       = C          so with draft 1 accepted and 2 rejected: A and B
 
-A guess is right if it is what is sampled there anyway. So the output is that without drafts, token by token: greedy
+A draft token is accepted if it is what is sampled there anyway. Output is identical to decoding without drafts: greedy
 and with temperature, for every seed, with penalties.
 
-How many are guessed is a matter of pay: of how often they are right, and of what a token more costs a step.
+How many tokens are drafted follows from their acceptance rate and from what one token more costs a step.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from numpy.typing import NDArray
 
 from raycache.types import PackedTokens
 
-_WEIGHT = 0.1  # of the newest guess in what is known of a request
-_SHARED_WEIGHT = 0.03  # and of all requests
-_FIRST_SHARE = 0.7  # assumed to be right before anything is known
-_TRY_EVERY = 16  # tokens, where it does not pay
-_LONGEST_PAUSE = 4  # tokens, where there was no idea
+_WEIGHT = 0.1  # of the newest draft token in the rate of a request
+_SHARED_WEIGHT = 0.03  # and in that of all requests
+_FIRST_RATE = 0.7  # assumed before anything is known
+_TRY_EVERY = 16  # tokens, where drafts do not pay
+_LONGEST_PAUSE = 4  # tokens, where the drafter found nothing
 _FORGET = 0.98  # of what a step told about costs, with each that follows
 _LEAST_STEPS = 4  # that say something about costs
-_TRIAL_STEPS = 4  # with one number of guesses for all
+_TRIAL_STEPS = 4  # with one number of draft tokens for all
 _TRIAL_EVERY = 64  # steps, so that costs stay known
-_HOPELESS = 0.1  # share of right guesses below which costs do not matter
+_HOPELESS = 0.1  # acceptance rate below which costs do not matter
 _LONGEST_MATCH, _SHORTEST_MATCH = 4, 2  # tokens
 _REACH = 32768  # tokens that are looked through
 
 
 class Drafter(Protocol):
-    """Guesses how sequences go on."""
+    """Drafts next tokens on the decider."""
 
-    def guess(self, tokens: PackedTokens | bytearray, most: int) -> PackedTokens:
-        """Up to `most` next tokens, packed; none if it has no idea."""
+    def draft(self, tokens: PackedTokens | bytearray, most: int) -> PackedTokens:
+        """Up to `most` next tokens, packed; empty if it finds none."""
         ...
 
 
 class PromptLookup:
     """Whatever followed when the sequence's last few tokens stood in it before: no model, good at quoting."""
 
-    def guess(self, tokens: PackedTokens | bytearray, most: int) -> PackedTokens:
-        """See Drafter."""
+    def draft(self, tokens: PackedTokens | bytearray, most: int) -> PackedTokens:
+        """What followed the longest of the last 4 to 2 tokens that stood there before."""
         for length in range(_LONGEST_MATCH, _SHORTEST_MATCH - 1, -1):
             last = bytes(tokens[-4 * length :])
             begin, end = max(0, len(tokens) - 4 * _REACH), len(tokens) - 4
@@ -62,30 +62,62 @@ class PromptLookup:
 
 
 @dataclass(slots=True)
-class Luck:
-    """How often guesses are right, as a moving average.
+class AcceptanceRate:
+    """How often draft tokens are accepted, as a moving average.
 
     Attributes:
-        share: of the guesses that were right, of those that had only right ones before them.
-        num_idle: tokens since the last guess, or since one was asked for in vain.
-        num_vain: times in a row that there was no idea.
+        value: share of draft tokens that were accepted, of those after accepted ones only.
+        num_idle: tokens since the last draft, or since the drafter last found nothing.
+        num_vain: times in a row that the drafter found nothing.
     """
 
-    share: float = _FIRST_SHARE
+    value: float = _FIRST_RATE
     num_idle: int = 0
     num_vain: int = 0
 
-    def note(self, num_right: int, num_drafts: int, *, weight: float = _WEIGHT) -> None:
-        """Take in what became of a row's guesses."""
-        for _ in range(num_right):
-            self.share += weight * (1 - self.share)
-        if num_right < num_drafts:
-            self.share -= weight * self.share
+    def note(self, num_accepted: int, num_drafts: int, *, weight: float = _WEIGHT) -> None:
+        """Take in how many of a row's draft tokens were accepted."""
+        for _ in range(num_accepted):
+            self.value += weight * (1 - self.value)
+        if num_accepted < num_drafts:
+            self.value -= weight * self.value
+
+
+@dataclass(slots=True)
+class DraftState:
+    """Drafts of one request.
+
+    Attributes:
+        rate: of this request.
+        next_drafts: packed, what the ranks' draft model proposes after the last known token.
+        uncounted: packed draft tokens that were accepted and that the ranks' penalties do not know of yet.
+        num_in_row: draft tokens in the last row that was planned.
+        num_asked: of the ranks, with that row.
+        num_drafted, num_accepted: draft tokens that were verified, and those of them that were accepted.
+    """
+
+    rate: AcceptanceRate = field(default_factory=AcceptanceRate)
+    next_drafts: PackedTokens = b""
+    uncounted: PackedTokens = b""
+    num_in_row: int = 0
+    num_asked: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    def forget_rows(self) -> None:
+        """The next row is the first of a new slot."""
+        self.next_drafts = self.uncounted = b""
+
+    def plan(self, num_in_row: int, num_asked: int) -> PackedTokens:
+        """A row is planned, with what the ranks' penalties have to count before it."""
+        self.num_in_row, self.num_asked = num_in_row, num_asked
+        uncounted, self.uncounted = self.uncounted, b""
+        return uncounted
 
 
 class StepCosts:
-    """What steps of rows in decode take: a line over their rows without drafts; with drafts, a plane over their tokens
-    and the passes of a draft model. Apart, for what a second token costs may be more than all that follow it."""
+    """Time of decode steps: linear in their rows without drafts; with drafts, linear in their tokens and in the passes
+    of a draft model. Two fits, because a second token may cost more than all that follow it."""
 
     def __init__(self) -> None:
         self._plain, self._drafted = _Fit(1), _Fit(2)
@@ -103,20 +135,14 @@ class StepCosts:
         return min(self._plain.num_steps, self._drafted.num_steps) >= _LEAST_STEPS
 
     def seconds(self, num_rows: int, num_drafts: int, *, num_passes: int = 0) -> float:
-        """Of a step in which so many rows have so many guesses each, once costs are known."""
+        """Time of a step in which each row has `num_drafts`, once costs are known."""
         if num_drafts:
             return self._drafted.at(num_rows * (1 + num_drafts), num_passes)
         return self._plain.at(num_rows)
 
 
 class _Fit:
-    """Forgetful least squares: what n numbers add, none of them less than nothing.
-
-    Args:
-        count: n.
-    Attributes:
-        num_steps: that were noted.
-    """
+    """Least squares with exponential forgetting, of seconds over `count` numbers; no slope is negative."""
 
     def __init__(self, count: int) -> None:
         self.num_steps = 0
@@ -141,49 +167,48 @@ class _Fit:
 
 @dataclass
 class Drafts:
-    """Guesses for all requests.
+    """How many tokens are drafted for each request, and how many of them are accepted.
 
     Attributes:
-        drafter: who guesses; None for no guesses, or where the ranks' draft model does.
-        most: guesses of a row; 0 for none.
-        are_told: whether guesses come with the answers of the ranks.
+        drafter: None without drafts, or where the ranks' draft model makes them.
+        most: draft tokens per row; 0 for none.
+        are_from_ranks: whether draft tokens come with the results of the ranks.
         is_adaptive: whether fewer are made where they do not pay.
         stages: of the pipeline; so many plans are in flight.
-        costs: of steps.
-        num_made, num_right: guesses.
-        made_at, right_at: the same by position behind the last known token, from 1.
+        costs: of decode steps.
+        drafted_at, accepted_at: draft tokens verified and accepted, by position after the last known token, from 1.
     """
 
     drafter: Drafter | None = None
     most: int = 0
-    are_told: bool = False
+    are_from_ranks: bool = False
     is_adaptive: bool = True
     stages: int = 1
     costs: StepCosts = field(default_factory=StepCosts)
-    made_at: Counter[int] = field(default_factory=Counter)
-    right_at: Counter[int] = field(default_factory=Counter)
-    _luck: Luck = field(default_factory=Luck)
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    _rate: AcceptanceRate = field(default_factory=AcceptanceRate)
     _num_steps: int = 0
     _trial: int | None = None
     _seconds: list[float] = field(default_factory=list)
 
     @property
-    def num_made(self) -> int:
-        """Guesses that were checked."""
-        return self.made_at.total()
+    def num_drafted(self) -> int:
+        """Draft tokens that were verified."""
+        return self.drafted_at.total()
 
     @property
-    def num_right(self) -> int:
-        """Those of them that were right."""
-        return self.right_at.total()
+    def num_accepted(self) -> int:
+        """Those of them that were accepted."""
+        return self.accepted_at.total()
 
-    def new_luck(self) -> Luck:
-        """Of a request of which nothing is known yet."""
-        return Luck(self._luck.share)
+    def new_state(self) -> DraftState:
+        """For a new request, whose acceptance rate is assumed to be that of all."""
+        return DraftState(AcceptanceRate(self._rate.value))
 
     def begin_step(self, num_rows: int) -> None:
-        """A plan of up to so many rows is made. Now and then all rows that want guesses get the same number of them for
-        some steps on end, while costs are unknown from none to the most in turns: so the costs of each are seen."""
+        """A plan of up to `num_rows` is made. At intervals all rows that want drafts get the same number of them for
+        some steps, and all the time while costs are unknown, so that the cost of each number is measured."""
         if not (self.most and self.is_adaptive and num_rows):
             return
         length = _TRIAL_STEPS * self.stages
@@ -193,63 +218,56 @@ class Drafts:
         self._seconds = []
         if self.costs.are_known:
             counts = range(self.most + 1)
-            self._seconds = [self.costs.seconds(num_rows, n, num_passes=n if self.are_told else 0) for n in counts]
+            self._seconds = [
+                self.costs.seconds(num_rows, n, num_passes=n if self.are_from_ranks else 0) for n in counts
+            ]
 
     def end_step(self) -> None:
         """A plan was made of rows in decode alone, whose pace will be known."""
         self._num_steps += 1
 
-    def guess(self, tokens: bytearray, luck: Luck, *, most: int) -> PackedTokens:
-        """Guess how a sequence in decode goes on.
-
-        Args:
-            tokens: of the sequence, packed.
-            luck: of the request.
-            most: guesses that there is room for.
-        """
-        count = min(most, self.wanted(luck))
+    def draft(self, tokens: bytearray, rate: AcceptanceRate, *, most: int) -> PackedTokens:
+        """Draft the next tokens of a sequence in decode, at most `most`; packed, as `tokens` are."""
+        count = min(most, self.wanted(rate))
         if self.drafter is None or count <= 0:
-            luck.num_idle += 1
+            rate.num_idle += 1
             return b""
-        found = self.drafter.guess(tokens, count)
-        luck.num_idle, luck.num_vain = 0, 0 if found else luck.num_vain + 1
+        found = self.drafter.draft(tokens, count)
+        rate.num_idle, rate.num_vain = 0, 0 if found else rate.num_vain + 1
         return found
 
-    def ask(self, luck: Luck, *, most: int) -> int:
-        """How many guesses the ranks should make at what follows a request's next row.
-
-        Args:
-            luck: of the request.
-            most: that there is room for.
-        """
-        count = max(0, min(most, self.wanted(luck)))
-        luck.num_idle = 0 if count else luck.num_idle + 1
+    def ask(self, rate: AcceptanceRate, *, most: int) -> int:
+        """How many tokens the ranks should draft after a request's next row, at most `most`."""
+        count = max(0, min(most, self.wanted(rate)))
+        rate.num_idle = 0 if count else rate.num_idle + 1
         return count
 
-    def wanted(self, luck: Luck) -> int:
-        """Most guesses at a request's next tokens."""
-        if not self.most or luck.num_idle < min(luck.num_vain, _LONGEST_PAUSE):
+    def wanted(self, rate: AcceptanceRate) -> int:
+        """Most draft tokens for a request's next row."""
+        if not self.most or rate.num_idle < min(rate.num_vain, _LONGEST_PAUSE):
             return 0
-        return self._worth(luck) if self.is_adaptive else self.most
+        return self._worth(rate) if self.is_adaptive else self.most
 
-    def note(self, luck: Luck, num_right: int, num_drafts: int) -> None:
-        """Take in what became of a row's guesses."""
-        luck.note(num_right, num_drafts)
-        self._luck.note(num_right, num_drafts, weight=_SHARED_WEIGHT)
-        self.made_at.update(range(1, num_drafts + 1))
-        self.right_at.update(range(1, num_right + 1))
+    def note(self, state: DraftState, num_accepted: int, num_drafts: int) -> None:
+        """Take in how many of a row's draft tokens were accepted."""
+        state.num_drafted += num_drafts
+        state.num_accepted += num_accepted
+        state.rate.note(num_accepted, num_drafts)
+        self._rate.note(num_accepted, num_drafts, weight=_SHARED_WEIGHT)
+        self.drafted_at.update(range(1, num_drafts + 1))
+        self.accepted_at.update(range(1, num_accepted + 1))
 
-    def _worth(self, luck: Luck) -> int:
-        """Guesses with which a row is expected to give the most tokens per second."""
-        rarely = 1 if luck.num_idle >= _TRY_EVERY else 0
+    def _worth(self, rate: AcceptanceRate) -> int:
+        """Draft tokens with which a row is expected to give the most tokens per second."""
+        rarely = 1 if rate.num_idle >= _TRY_EVERY else 0
         if not self._seconds:
-            return (self._trial or 0) if luck.share > _HOPELESS else rarely
-        best = max(range(self.most + 1), key=lambda count: _expected(luck.share, count) / self._seconds[count])
+            return (self._trial or 0) if rate.value > _HOPELESS else rarely
+        best = max(range(self.most + 1), key=lambda count: _expected(rate.value, count) / self._seconds[count])
         if not best:
             return rarely
         return best if self._trial is None else self._trial
 
 
-def _expected(share: float, num_drafts: int) -> float:
-    """Tokens of a row, each of whose guesses is right so often behind right ones."""
-    return sum(share**place for place in range(num_drafts + 1))
+def _expected(rate: float, num_drafts: int) -> float:
+    """Tokens that a row with `num_drafts` gives on average."""
+    return sum(rate**place for place in range(num_drafts + 1))

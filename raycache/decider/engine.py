@@ -1,7 +1,7 @@
 """The decider of one replica: takes requests in, plans steps, hands out tokens.
 
-Not thread safe: one thread owns it. What executes the plans is behind `Executor`: the caller's own rank, processes,
-    or Ray actors.
+Not thread safe: one thread owns it. What executes the plans is behind `Executor`: the caller's own rank, processes, or
+Ray actors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raycache.cache.holding import Use
 from raycache.cache.keys import Identity
 from raycache.decider.admin import CommandResult
 from raycache.decider.batch import Batch
-from raycache.decider.request import Request
+from raycache.decider.request import RequestSpec
 from raycache.decider.scheduler import Scheduler
 from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
 from raycache.parallel.board import Acks
@@ -25,7 +25,7 @@ from raycache.types import CacheCommand, EngineInfo, EngineStats, FinishReason, 
 from raycache.wire.plan import RowResult, StepPlan
 
 _POLL_S = 0.0001
-"""Between two looks at the board, when a rank is later with its loads than with its answer."""
+"""Between two looks at the board, when a rank is later with its loads than with its results."""
 _DRAIN_S = 5.0
 _BEATS_PER_TIMEOUT = 4
 """Signs of life that ranks get within the time after which they give up."""
@@ -121,15 +121,16 @@ class Engine:
         self._arrivals += 1
         until_s = time.monotonic() + request.cache_ttl_s if request.cache_ttl_s else 0.0
         use = Use(self.root(request.cache_salt), request.cache_priority, until_s)
-        created = Request.create(
+        now_s = time.monotonic()
+        spec = RequestSpec.of(
             request,
             seed=self._random.getrandbits(62),
             arrival=self._arrivals,
-            now_s=time.monotonic(),
+            now_s=now_s,
             max_model_len=self.info.max_model_len,
+            use=use,
         )
-        created.use = use
-        self._scheduler.add(created, now_s=time.monotonic())
+        self._scheduler.add(spec, [*request.prompt, *request.output], now_s=now_s)
 
     def root(self, cache_salt: str) -> bytes:
         """Seed of the chains of a tenant's prefixes."""
@@ -166,7 +167,7 @@ class Engine:
             self._note_pace(batch, acks)
             self._outputs += self._scheduler.complete(batch, results, acks)
         else:
-            # Ranks without a plan end themselves, and nobody would notice, however long moves and orders take.
+            # Ranks without a plan end themselves, and nobody would notice, however long moves and commands take.
             if time.monotonic() - self._told_s > self._timeout_s / _BEATS_PER_TIMEOUT:
                 self.heartbeat()
             if self._scheduler.has_moves:
@@ -184,7 +185,7 @@ class Engine:
             self._executor.collect(plan)
 
     def _loaded(self, batch: Batch) -> Acks:
-        """Wait until all ranks have said what became of a plan's loads: some may be later than the answer."""
+        """Wait until all ranks have said what became of a plan's loads: some may be later than its results."""
         deadline = time.monotonic() + self._timeout_s
         while (acks := self._executor.acks()).loads < max(batch.loads, default=0):
             if time.monotonic() > deadline:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+from raycache.cache.holding import Holding
 from raycache.cache.storage_orders import Fetch
 from raycache.cache.storage_tier import Prefetch
 from raycache.cache.tree import PrefixHandle
-from raycache.decider.request import Request
 from raycache.types import TIERS, Miss
 
 _LEAST_REQUESTS = 50
@@ -33,6 +34,51 @@ _CAUSES: Mapping[str, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What a request found in the cache when it first ran; see `RequestOutput`."""
+
+    cached_len: int = 0
+    by_tier: dict[str, int] = field(default_factory=dict)
+    miss: Miss = Miss.NONE
+    cut_by: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        holding: Holding,
+        *,
+        num_tokens: int,
+        cached_len: int,
+        prefetch: Prefetch | None,
+        may_load: bool,
+        is_load_worth: bool,
+        page_size: int,
+    ) -> CacheReport:
+        """What a request that starts takes from which tier, and why it is not more."""
+        on_device = cached_len if holding.load is None else holding.load.num_device
+        fetched = 0
+        if prefetch is not None:
+            fetched = max(0, min(cached_len, prefetch.end) - max(on_device, prefetch.begin))
+        counts = dict(zip(TIERS, (on_device, cached_len - on_device - fetched, fetched), strict=True))
+        wanted = (num_tokens - 1) // page_size * page_size
+        host = None if holding.cursor is None else holding.cursor.found
+        cut_by = ""
+        if not may_load and cached_len < wanted:
+            miss = Miss.CHECKSUM
+        elif host is not None and host.length > cached_len:
+            miss = Miss.NO_ROOM if is_load_worth else Miss.SLOWER
+        else:
+            miss, cut_by = explain(wanted, cached_len, holding.handle, host, prefetch)
+        return cls(cached_len, {tier: count for tier, count in counts.items() if count}, miss, cut_by)
+
+    def with_fetched(self, num_tokens: int, *, is_all: bool) -> CacheReport:
+        """Storage has brought tokens of a prompt while the ones before them were computed; `is_all` its whole pages."""
+        by_tier = {**self.by_tier, "storage": self.by_tier.get("storage", 0) + num_tokens}
+        miss = Miss.NONE if is_all else self.miss
+        return replace(self, cached_len=self.cached_len + num_tokens, by_tier=by_tier, miss=miss)
+
+
 class Hits:
     """Counts over all requests."""
 
@@ -41,12 +87,12 @@ class Hits:
         self.misses: Counter[str] = Counter()
         self._num_requests = 0
 
-    def count(self, request: Request) -> None:
+    def count(self, report: CacheReport) -> None:
         """A request has got its first token."""
-        self.tokens.update(request.cached_by_tier)
+        self.tokens.update(report.by_tier)
         self._num_requests += 1
-        if request.miss:
-            self.misses[request.miss] += 1
+        if report.miss:
+            self.misses[report.miss] += 1
 
     def warnings(self, tiers: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
         """Tiers that store and never hit, with the likely cause."""
@@ -61,38 +107,6 @@ class Hits:
                     f"requests; most often: {reason} ({count}): {cause}"
                 )
         return tuple(found)
-
-
-def note_hit(request: Request, *, is_load_worth: bool, page_size: int) -> None:
-    """Write down what a request that starts takes from which tier, and why it is not more."""
-    holding = request.holding
-    assert holding is not None, "requests that start hold something of the cache"
-    cached = request.num_computed
-    on_device = cached if holding.load is None else holding.load.num_device
-    fetched = 0
-    if request.prefetch is not None:
-        fetched = max(0, min(cached, request.prefetch.end) - max(on_device, request.prefetch.begin))
-    counts = dict(zip(TIERS, (on_device, cached - on_device - fetched, fetched), strict=True))
-    request.cached_len = cached
-    request.cached_by_tier = {tier: count for tier, count in counts.items() if count}
-    wanted = (request.num_tokens - 1) // page_size * page_size
-    host = None if holding.cursor is None else holding.cursor.found
-    if not request.may_load and cached < wanted:
-        request.miss = Miss.CHECKSUM
-    elif host is not None and host.length > cached:
-        request.miss = Miss.NO_ROOM if is_load_worth else Miss.SLOWER
-    else:
-        request.miss, request.cut_by = explain(wanted, cached, holding.handle, host, request.prefetch)
-
-
-def count_more(request: Request, num_tokens: int, *, page_size: int) -> None:
-    """Storage has brought tokens of a prompt while the ones before them were computed."""
-    if num_tokens and request.num_output == 0:
-        request.cached_len += num_tokens
-        if request.num_computed >= (request.num_tokens - 1) // page_size * page_size:
-            request.miss = Miss.NONE
-        by_tier = request.cached_by_tier
-        request.cached_by_tier = {**by_tier, "storage": by_tier.get("storage", 0) + num_tokens}
 
 
 def explain(

@@ -2,8 +2,8 @@
 
 Only models with windows or recurrent states need that; others can be continued from every page.
 
-    prompt     [ known to the cache | ............................. | last page boundary | rest ]
-    cuts                            ^ branch         ^ interval     ^ end
+    prompt            [ known to the cache | ............................. | last page boundary | rest ]
+    restore points                         ^ branch         ^ interval     ^ end
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from raycache.cache.holding import Holding
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.request import Request
+from raycache.decider.run import Run
 
 
-class Cuts:
+class RestorePointPlanner:
     """Chooses restore points.
 
     Args:
@@ -31,63 +33,67 @@ class Cuts:
         self._interval = -(-interval // cache.page_size) * cache.page_size
         self._is_needed = cache.has_points and cache.is_kept
 
-    def plan(self, request: Request) -> list[int]:
-        """Cuts of a request that starts: where it leaves what the cache knows, and before its end."""
+    def plan(self, holding: Holding, start: int, num_tokens: int) -> list[int]:
+        """For a request that starts: where it leaves what the cache knows, and the last page boundary before its end.
+
+        Args:
+            holding: of the request.
+            start: tokens of it that are cached.
+            num_tokens: of the request.
+        """
         if not self._is_needed:
             return []
-        assert request.holding is not None, "requests that start are locked"
-        branch, end = request.holding.handle.known_length, self._floor(request.num_tokens - 1)
-        return sorted(cut for cut in {branch, end} if cut > request.num_computed)
+        points = {holding.handle.known_length, self._floor(num_tokens - 1)}
+        return sorted(point for point in points if point > start)
 
-    def end(self, request: Request, *, reach: int) -> int:
+    def end(self, run: Run, *, reach: int) -> int:
         """Where its next chunk ends, if it may go as far as `reach`."""
         if not self._is_needed:
             return reach
-        start = request.num_computed
-        index = bisect.bisect_right(request.cuts, start)
-        cuts = request.cuts[index : index + 1]
+        start = run.num_computed
+        index = bisect.bisect_right(run.restore_at, start)
+        points = run.restore_at[index : index + 1]
         if self._interval:
-            cuts = [*cuts, (start // self._interval + 1) * self._interval]
-        if cuts and min(cuts) <= reach:
-            return min(cuts)
+            points = [*points, (start // self._interval + 1) * self._interval]
+        if points and min(points) <= reach:
+            return min(points)
         # On a page boundary, where a request that has to stop here leaves what it has.
-        is_last, floor = reach == request.num_tokens, self._floor(reach)
+        is_last, floor = reach == run.request.num_tokens, self._floor(reach)
         return reach if is_last or floor <= start else floor
 
-    def is_point(self, request: Request) -> bool:
+    def is_point(self, run: Run) -> bool:
         """Whether what it has computed now should become a restore point."""
         if not self._is_needed:
             return False
-        return request.num_computed in request.cuts or (
-            self._interval > 0 and request.num_computed % self._interval == 0
-        )
+        return run.num_computed in run.restore_at or (self._interval > 0 and run.num_computed % self._interval == 0)
 
-    def ask(self, request: Request, running: Sequence[Request]) -> None:
+    def ask(self, request: Request, running: Sequence[Run]) -> None:
         """Let running prompts leave a restore point where a waiting request goes another way, if they still can."""
         for other in self._serving(request, running):
-            shared = self._floor(_shared_len(request, other))
-            if shared > max(request.num_computed, other.num_planned) and shared not in other.cuts:
-                bisect.insort(other.cuts, shared)
+            shared = self._floor(_shared_len(request, other.request))
+            if shared > other.num_planned and shared not in other.restore_at:
+                bisect.insort(other.restore_at, shared)
 
-    def is_worth_waiting(self, request: Request, running: Sequence[Request]) -> bool:
-        """Whether a running prompt will leave a restore point that serves a waiting request that is locked."""
+    def is_worth_waiting(self, request: Request, cached_len: int, running: Sequence[Run]) -> bool:
+        """Whether a running prompt will leave a restore point behind the cached tokens of a waiting request."""
         for other in self._serving(request, running):
-            shared = self._floor(_shared_len(request, other))
-            if request.num_computed <= other.num_computed and any(
-                other.num_computed < cut <= shared for cut in other.cuts
+            shared = self._floor(_shared_len(request, other.request))
+            if cached_len <= other.num_computed and any(
+                other.num_computed < point <= shared for point in other.restore_at
             ):
                 return True
         return False
 
-    def _serving(self, request: Request, running: Sequence[Request]) -> list[Request]:
+    def _serving(self, request: Request, running: Sequence[Run]) -> list[Run]:
         """Running prompts that could leave something for a request."""
         if not self._is_needed or request.is_scored:
             return []
         # Those of lower priority may be kept from running by others.
+        priority = request.spec.order[0]
         return [
             other
             for other in running
-            if other.remaining > 1 and not other.is_scored and other.order[0] <= request.order[0]
+            if other.remaining > 1 and not other.request.is_scored and other.request.spec.order[0] <= priority
         ]
 
     def _floor(self, position: int) -> int:

@@ -19,7 +19,6 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Add a request, which waits from now on."""
-        request.phase = Phase.WAITING
         self._count += 1
         self._put(request)
 
@@ -63,4 +62,4 @@ class WaitingQueue:
         assert waiting == self._count, f"{self._count} waiting requests counted, there are {waiting}"
 
     def _put(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.order, request))
+        heapq.heappush(self._heap, (request.spec.order, request))

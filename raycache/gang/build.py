@@ -131,7 +131,7 @@ def build_engine(
         drafts=Drafts(
             PromptLookup() if config.draft == "ngram" else None,
             most=config.most_drafts,
-            are_told=config.has_draft_model,
+            are_from_ranks=config.has_draft_model,
             is_adaptive=config.adaptive_drafts,
             stages=config.pp,
         ),

@@ -35,7 +35,7 @@ def test_outputs_of_any_split_are_what_transformers_finds_likeliest(
     llm, drafts = drafting(model, texts, rank_timeout_s=60, **split)
     for _ in range(2):
         assert [p + o for p, o in zip(PROMPTS, complete(llm, GREEDY), strict=True)] == texts
-    assert 0 < drafts.num_right < drafts.num_made
+    assert 0 < drafts.num_accepted < drafts.num_drafted
     llm.close()
 
 

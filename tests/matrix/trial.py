@@ -118,16 +118,16 @@ class ForcedExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Send the plan so that all of its positions are emitted."""
         assert self.scheduler is not None, "made with the engine"
-        owners = {request.slot: request for request in self.scheduler._running}
-        flight = Flight([owners[row.slot].request_id for row in plan.rows])
+        owners = {run.slot: run for run in self.scheduler._queues.running}
+        flight = Flight([owners[row.slot].request.spec.request_id for row in plan.rows])
         rows = {row.slot: row for row in plan.rows}
         for admit in plan.admits:
-            request, row = owners[admit.slot], rows[admit.slot]
-            flight.admitted[request.request_id] = row.start
-            assert request.holding is not None, "it runs"
-            if request.holding.load is not None:
-                flight.loading.add(request.request_id)
-            self.on_admit(request.request_id, admit, row)
+            run, row = owners[admit.slot], rows[admit.slot]
+            request_id = run.request.spec.request_id
+            flight.admitted[request_id] = row.start
+            if run.holding.load is not None:
+                flight.loading.add(request_id)
+            self.on_admit(request_id, admit, row)
         self._flying.append(flight)
         self._gang.ask(Run(_all_emitted(plan).pack()))
 

@@ -17,7 +17,7 @@ class KnownTexts:
         self.texts = texts
         self._vocab = vocab
 
-    def guess(self, tokens: bytes | bytearray, most: int) -> bytes:
+    def draft(self, tokens: bytes | bytearray, most: int) -> bytes:
         """See Drafter."""
         known = np.frombuffer(bytes(tokens), np.int32).tolist()
         random = np.random.default_rng(known)

@@ -405,7 +405,7 @@ def test_the_queue_of_cancelled_requests_does_not_grow_without_bound() -> None:
         add(engine, f"waits{i}", [3, 4], priority=9)
         engine.cancel(f"waits{i}")
         engine.step()
-    assert len(engine._scheduler._waiting) < 100
+    assert len(engine._scheduler._queues.waiting) < 100
     engine.check()
 
 
@@ -819,7 +819,7 @@ def test_drafts_leave_their_share_of_a_step_to_others(stages: int, plans_ahead: 
         for output in engine.step():
             got[output.request_id] = got.get(output.request_id, 0) + len(output.token_ids)
     assert min(got.get(name, 0) for name in wanted) > 20, got
-    assert drafts.num_right > 0
+    assert drafts.num_accepted > 0
     run(engine)
     assert max(row.num_tokens for plan in executor.plans for row in plan.rows if row.num_drafts) > 1
     assert engine.stats().prompt_tokens == 8 * 9

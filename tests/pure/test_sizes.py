@@ -22,7 +22,6 @@ EXEMPT = {
         "raycache/cache/host_tier.py",
         "raycache/cache/sequences.py",
         "raycache/cache/storage_tier.py",
-        "raycache/decider/scheduler.py",
     },
     "function_lines": {
         "raycache/attention/recurrent_plain.py::_scan_plain",
@@ -40,7 +39,6 @@ EXEMPT = {
         "raycache/cache/sequences.py::SequenceCache",
         "raycache/cache/storage_tier.py::StorageTier",
         "raycache/cache/tree.py::RadixTree",
-        "raycache/decider/scheduler.py::Scheduler",
         "raycache/host/service.py::HostService",
         "raycache/storage/file.py::FileStorage",
         "raycache/storage/redis.py::RedisStorage",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycache.decider.drafts import Luck
+from raycache.decider.drafts import AcceptanceRate
 from raycache.llm import LLM
 from raycache.types import CacheAction, CacheCommand, SamplingParams
 from tests.oracle.draft_models import (
@@ -209,10 +209,10 @@ def watch(llm: LLM) -> Rows:
 
     def watched() -> object:
         batch = schedule()
-        for request, row in zip(batch.requests, batch.rows, strict=True) if batch is not None else ():
+        for run, row in zip(batch.runs, batch.rows, strict=True) if batch is not None else ():
             if row.num_drafts:
                 num_known = row.start + row.num_tokens - row.num_drafts
-                known = np.frombuffer(bytes(request.tokens), np.int32)[:num_known].tolist()
+                known = np.frombuffer(bytes(run.request.tokens), np.int32)[:num_known].tolist()
                 rows[tuple(known)] = np.frombuffer(bytes(row.tokens), np.int32)[-row.num_drafts :].tolist()
         return batch
 
@@ -413,8 +413,8 @@ def test_a_draft_that_nobody_asks_for_long_catches_up(pairs: dict[str, Pair]) ->
         guesser = llm._runner._rank.guesser  # type: ignore[union-attr]
         assert guesser is not None and guesser.may_lag
 
-        def now_and_then(luck: Luck, *, most: int) -> int:
-            return ask(luck, most=most) if random.random() < 0.15 else 0
+        def now_and_then(rate: AcceptanceRate, *, most: int) -> int:
+            return ask(rate, most=most) if random.random() < 0.15 else 0
 
         drafts.ask = now_and_then  # type: ignore[method-assign]
         longest = 0

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycache.decider.drafts import Drafts, Luck, PromptLookup
+from raycache.decider.drafts import AcceptanceRate, Drafts, PromptLookup
 from raycache.llm import LLM
 from raycache.types import SamplingParams
 from tests.oracle.drafters import KnownTexts
@@ -47,36 +47,36 @@ def slow_lookup(tokens: list[int], most: int) -> list[int]:
 
 @given(st.lists(st.sampled_from([0, 1, 2, 256, 65536, 257]), max_size=40), st.integers(1, 6))
 def test_a_prompt_is_looked_up_as_its_slow_twin_does(tokens: list[int], most: int) -> None:
-    assert unpacked(PromptLookup().guess(packed(tokens), most)) == slow_lookup(tokens, most)
+    assert unpacked(PromptLookup().draft(packed(tokens), most)) == slow_lookup(tokens, most)
 
 
 def test_bytes_that_lie_across_two_tokens_are_no_match() -> None:
     tokens = [0x01000000, 0x02000000, 0x00000002, 7, 1, 2]  # in bytes 1 0 0 0 2 0 0 0, too
-    assert unpacked(PromptLookup().guess(packed(tokens), 3)) == []
+    assert unpacked(PromptLookup().draft(packed(tokens), 3)) == []
 
 
 # --- how many ---------------------------------------------------------------------------------------------------------
 
 
-def count(drafts: Drafts, luck: Luck, *, num_rows: int = 1, most: int = 100) -> int:
+def count(drafts: Drafts, rate: AcceptanceRate, *, num_rows: int = 1, most: int = 100) -> int:
     drafts.begin_step(num_rows)
     drafts.end_step()
-    return len(drafts.guess(bytearray(packed([1, 2] * 60)), luck, most=most)) // 4
+    return len(drafts.draft(bytearray(packed([1, 2] * 60)), rate, most=most)) // 4
 
 
-def wanted_in(drafts: Drafts, luck: Luck, steps: int, *, num_rows: int = 1) -> list[int]:
+def wanted_in(drafts: Drafts, rate: AcceptanceRate, steps: int, *, num_rows: int = 1) -> list[int]:
     """Guesses wanted in so many steps."""
     found = []
     for _ in range(steps):
         drafts.begin_step(num_rows)
-        found.append(drafts.wanted(luck))
+        found.append(drafts.wanted(rate))
         drafts.end_step()
     return found
 
 
 def with_costs(*, fixed: float, per_token: float, jump: float = 0.0, per_pass: float = 0.0) -> Drafts:
     """Costs of steps, `jump` of which comes with the first guess."""
-    drafts = Drafts(PromptLookup(), most=8, are_told=per_pass > 0)
+    drafts = Drafts(PromptLookup(), most=8, are_from_ranks=per_pass > 0)
     for num_rows, num_drafts in itertools.product((1, 2, 9), (0, 0, 0, 1, 2, 5, 8)):
         num_passes = num_drafts if per_pass else 0
         for passes in {num_passes, num_passes // 2}:
@@ -87,7 +87,7 @@ def with_costs(*, fixed: float, per_token: float, jump: float = 0.0, per_pass: f
 
 
 def test_nothing_is_guessed_without_a_drafter() -> None:
-    assert count(Drafts(), Luck()) == 0
+    assert count(Drafts(), AcceptanceRate()) == 0
 
 
 def test_costs_of_steps_without_guesses_and_with_them_are_told_apart() -> None:
@@ -98,7 +98,7 @@ def test_costs_of_steps_without_guesses_and_with_them_are_told_apart() -> None:
 
 
 def test_costs_that_came_together_are_known_together() -> None:
-    drafts = Drafts(PromptLookup(), most=4, are_told=True)
+    drafts = Drafts(PromptLookup(), most=4, are_from_ranks=True)
     for num_drafts in (0, 1, 2, 3, 4) * 8:
         seconds = 1 + 0.3 * num_drafts
         drafts.costs.note(seconds, 1 + num_drafts, num_rows=1, num_passes=num_drafts)
@@ -106,18 +106,18 @@ def test_costs_that_came_together_are_known_together() -> None:
 
 
 def test_until_costs_are_known_all_numbers_are_tried_for_some_steps_each() -> None:
-    assert wanted_in(Drafts(PromptLookup(), most=2), Luck(), 16) == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4
-    assert not any(wanted_in(Drafts(PromptLookup(), most=2), Luck(0.01), 40)), "a hopeless one needs no costs"
+    assert wanted_in(Drafts(PromptLookup(), most=2), AcceptanceRate(), 16) == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4
+    assert not any(wanted_in(Drafts(PromptLookup(), most=2), AcceptanceRate(0.01), 40)), "a hopeless one needs no costs"
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 8])
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_costs_become_known_with_any_number_of_requests_and_stages(num_requests: int, stages: int) -> None:
     """Each stage has requests of its own in a plan."""
-    drafts, last = Drafts(most=4, are_told=True, stages=stages), [0] * stages
+    drafts, last = Drafts(most=4, are_from_ranks=True, stages=stages), [0] * stages
     for step in range(24 * stages):
         drafts.begin_step(num_requests)
-        (asked,) = {drafts.ask(Luck(), most=8) for _ in range(num_requests)}
+        (asked,) = {drafts.ask(AcceptanceRate(), most=8) for _ in range(num_requests)}
         drafts.end_step()
         num_tokens = num_requests * (1 + last[step % stages])
         drafts.costs.note(1 + 0.01 * num_tokens + 0.1 * asked, num_tokens, num_rows=num_requests, num_passes=asked)
@@ -140,45 +140,45 @@ def test_costs_become_known_with_any_number_of_requests_and_stages(num_requests:
 )
 def test_as_many_are_guessed_as_pay(share: float, costs: dict[str, float], num_rows: int, wanted: int) -> None:
     drafts = with_costs(**costs)
-    assert wanted_in(drafts, Luck(share), 8, num_rows=num_rows)[-1] == wanted
+    assert wanted_in(drafts, AcceptanceRate(share), 8, num_rows=num_rows)[-1] == wanted
 
 
 def test_now_and_then_another_number_is_guessed_so_that_costs_stay_known() -> None:
-    found = wanted_in(with_costs(fixed=1.0, per_token=0.0), Luck(0.9), 64 * 9)
+    found = wanted_in(with_costs(fixed=1.0, per_token=0.0), AcceptanceRate(0.9), 64 * 9)
     assert set(found) == set(range(9)) and found.count(8) == 64 * 9 - 4 * 8
 
 
 def test_where_it_does_not_pay_it_is_tried_now_and_then() -> None:
-    drafts, luck = with_costs(fixed=0.0, per_token=1.0), Luck(0.1)
-    assert [count(drafts, luck) for _ in range(34)] == [*([0] * 16), 1, *([0] * 16), 1]
+    drafts, rate = with_costs(fixed=0.0, per_token=1.0), AcceptanceRate(0.1)
+    assert [count(drafts, rate) for _ in range(34)] == [*([0] * 16), 1, *([0] * 16), 1]
 
 
 def test_who_had_no_idea_is_asked_less_often() -> None:
     class Clueless:
         asked = 0
 
-        def guess(self, tokens: bytes | bytearray, most: int) -> bytes:
+        def draft(self, tokens: bytes | bytearray, most: int) -> bytes:
             self.asked += 1
             return b""
 
-    drafter, luck = Clueless(), Luck()
+    drafter, rate = Clueless(), AcceptanceRate()
     drafts = Drafts(drafter, most=4, is_adaptive=False)
     for _ in range(100):
-        assert count(drafts, luck) == 0
+        assert count(drafts, rate) == 0
     assert 20 <= drafter.asked <= 25
 
 
 def test_luck_follows_what_is_accepted_and_new_requests_begin_with_that_of_all() -> None:
     drafts = Drafts(PromptLookup(), most=4)
-    luck = drafts.new_luck()
+    state = drafts.new_state()
     for _ in range(200):
-        drafts.note(luck, 0, 4)
-    assert luck.share < 0.01 and drafts.new_luck().share < 0.2
+        drafts.note(state, 0, 4)
+    assert state.rate.value < 0.01 and drafts.new_state().rate.value < 0.2
     for _ in range(200):
-        drafts.note(luck, 3, 4)
-    assert luck.share == pytest.approx(0.75, abs=0.1)
-    assert (drafts.num_made, drafts.num_right) == (1600, 600)
-    assert drafts.made_at[4] == 400 and drafts.right_at == {1: 200, 2: 200, 3: 200}
+        drafts.note(state, 3, 4)
+    assert state.rate.value == pytest.approx(0.75, abs=0.1)
+    assert (drafts.num_drafted, drafts.num_accepted) == (1600, 600)
+    assert drafts.drafted_at[4] == 400 and drafts.accepted_at == {1: 200, 2: 200, 3: 200}
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_greedy_outputs_are_what_transformers_finds_likeliest(models: dict[str, 
     llm, drafts = drafting(models[family], texts)
     for _ in range(2):  # cold, and from what was left in the cache with drafts
         assert [p + o for p, o in zip(PROMPTS, complete(llm, GREEDY), strict=True)] == texts
-    assert 0 < drafts.num_right < drafts.num_made
+    assert 0 < drafts.num_accepted < drafts.num_drafted
     assert llm.stats().cached_tokens > 0
     llm.close()
 
@@ -249,7 +249,7 @@ def test_samples_are_the_same_for_a_seed(models: dict[str, Path], family: str, w
     plain.close()
     llm, drafts = drafting(models[family], [p + o for p, o in zip(PROMPTS, expected, strict=True)])
     assert complete(llm, sampling) == expected
-    assert 0 < drafts.num_right < drafts.num_made
+    assert 0 < drafts.num_accepted < drafts.num_drafted
     llm.close()
 
 
@@ -264,7 +264,7 @@ def test_log_probabilities_and_stops_are_those_of_single_steps(models: dict[str,
     found = llm.generate(PROMPTS, sampling)
     llm.check()
     llm.close()
-    assert drafts.num_right > 0
+    assert drafts.num_accepted > 0
     for one, other in zip(expected, found, strict=True):
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
         assert one.logprobs is not None and other.logprobs is not None
@@ -312,5 +312,5 @@ def test_sampled_tokens_are_distributed_as_the_model_says(models: dict[str, Path
         counts, expected = np.array([found[path] for path in paths]), num_draws * np.array(list(paths.values()))
         p_values.append(chi_square_p(counts, expected))
     llm.close()
-    assert 0.1 * drafts.num_made < drafts.num_right < drafts.num_made
+    assert 0.1 * drafts.num_drafted < drafts.num_accepted < drafts.num_drafted
     assert min(p_values) > 0.001 and 0.3 < np.mean(p_values) < 0.7, p_values

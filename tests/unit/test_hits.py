@@ -9,8 +9,7 @@ from raycache.cache.costs import ENOUGH, Costs
 from raycache.cache.host_moves import WritePolicy
 from raycache.cache.storage_orders import Fetch, OrderKind, StorageAnswer, StorageOrder
 from raycache.cache.storage_tier import Waiting
-from raycache.decider.hits import Hits
-from raycache.decider.request import Request
+from raycache.decider.hits import CacheReport, Hits
 from raycache.types import CacheAction, CacheCommand, GenerateRequest, Miss, RequestOutput, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
 from tests.oracle.twin import VOCAB
@@ -262,21 +261,18 @@ def test_a_tier_that_was_hit_or_stores_nothing_is_not_inert() -> None:
     hits = Hits()
     tiers = {"host": {"saved_pages": 9.0}, "storage": {"persisted_pages": 0.0}}
     for _ in range(100):
-        hits.count(request_with(miss=Miss.EVICTED_HOST))
+        hits.count(report(miss=Miss.EVICTED_HOST))
     assert len(hits.warnings(tiers)) == 1 and "--host-memory" in hits.warnings(tiers)[0]
-    hits.count(request_with(miss=Miss.NONE, host=4))
+    hits.count(report(miss=Miss.NONE, host=4))
     assert hits.warnings(tiers) == ()
 
 
 def test_few_requests_say_nothing_about_a_tier() -> None:
     hits = Hits()
     for _ in range(10):
-        hits.count(request_with(miss=Miss.NEVER_SEEN))
+        hits.count(report(miss=Miss.NEVER_SEEN))
     assert hits.warnings({"host": {"saved_pages": 9.0}}) == ()
 
 
-def request_with(*, miss: Miss, **by_tier: int) -> Request:
-    plain = GenerateRequest("r", [1])
-    request = Request.create(plain, seed=0, arrival=1, now_s=0.0, max_model_len=10)
-    request.miss, request.cached_by_tier = miss, by_tier
-    return request
+def report(*, miss: Miss, **by_tier: int) -> CacheReport:
+    return CacheReport(sum(by_tier.values()), by_tier, miss)

@@ -1,0 +1,132 @@
+"""What the results of a step change: tokens of requests, the tree, and requests that end."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from raycache.cache.sequences import SequenceCache
+from raycache.decider.batch import Batch
+from raycache.decider.drafted_rows import DraftedRows
+from raycache.decider.hits import Hits
+from raycache.decider.open_requests import OpenRequests
+from raycache.decider.queues import Clock, RequestQueues
+from raycache.decider.request import Phase
+from raycache.decider.restore_points import RestorePointPlanner
+from raycache.decider.run import Run
+from raycache.parallel.board import Acks
+from raycache.types import FinishReason, RequestOutput, TokenLogprob
+from raycache.wire.plan import Row, RowResult
+
+
+class Results:
+    """Takes in the results of plans.
+
+    Args:
+        cache: where sequences live.
+        queues: where requests wait or run.
+        clock: of the scheduler.
+        requests: all that have not ended.
+        drafted: takes rows with draft tokens apart.
+        points: chooses restore points.
+    Attributes:
+        counts: tokens, by name of EngineStats.
+        hits: of all requests.
+    """
+
+    def __init__(
+        self,
+        cache: SequenceCache,
+        *,
+        queues: RequestQueues,
+        clock: Clock,
+        requests: OpenRequests,
+        drafted: DraftedRows,
+        points: RestorePointPlanner,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.hits = Hits()
+        self._cache, self._queues, self._clock, self._requests = cache, queues, clock, requests
+        self._drafted, self._points = drafted, points
+
+    def take(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
+        """Take in what came of a plan; one increment per request that got a token."""
+        is_whole = not batch.loads or acks.bad_load < batch.loads[0]
+        outputs = []
+        for run, row, result in zip(batch.runs, batch.rows, results, strict=True):
+            run.num_in_flight -= 1
+            run.request.num_losses = 0
+            if run.request.phase is Phase.FINISHED:
+                self._queues.release(run)
+            elif run.holding.load is None or self._take_load(run, is_whole=is_whole, bad_load=acks.bad_load):
+                output = self._take_row(run, row, result)
+                if output is not None:
+                    outputs.append(output)
+        return outputs
+
+    def _take_load(self, run: Run, *, is_whole: bool, bad_load: int) -> bool:
+        """What was loaded for a row is the tree's now. After a failure its requests begin again: only the last that
+        failed is known, and loses what it loaded from; another one that failed will be known when it fails again."""
+        request, load = run.request, run.holding.load
+        assert load is not None, "asked for a row with a load only"
+        is_bad = load.number == bad_load
+        tokens, now = request.tokens, self._clock.step
+        self._cache.finish_load(run.holding, tokens, is_whole=is_whole, is_bad=is_bad, now=now)
+        if not is_whole:
+            request.may_load &= not is_bad
+            request.num_admissions -= 1
+            self._queues.requeue(run)
+        return is_whole
+
+    def _take_row(self, run: Run, row: Row, result: RowResult) -> RequestOutput | None:
+        request = run.request
+        # One that is told to end is not planned ahead any more, so what a row is fed with is never thrown away.
+        end = row.start + row.num_tokens - row.num_drafts
+        assert end <= request.num_tokens, "a row of tokens that nobody knows"
+        tokens, reason = self._drafted.take(run, row, result)
+        run.num_computed = end + max(len(tokens) - 1, 0)
+        if result.scores:
+            most = request.spec.sampling.prompt_logprobs or 0
+            request.prompt_scores += [_trim(score, most) for score in result.scores]
+        self._advance(run)
+        return self._add_tokens(run, tokens, result.logprobs, reason) if tokens else None
+
+    def _advance(self, run: Run) -> None:
+        request = run.request
+        # A prompt that is scored is computed again even where it is cached. With the cached pages locked beside the new
+        # ones it would take twice the pages, and a prompt of more than half the pool would never end.
+        is_again = request.is_scored and run.num_computed < request.spec.prompt_len
+        self._cache.advance(
+            run.holding,
+            request.tokens,
+            run.num_computed,
+            is_kept=not is_again,
+            is_point=self._points.is_point(run),
+            now=self._clock.step,
+        )
+
+    def _add_tokens(
+        self, run: Run, tokens: list[int], logprobs: list[TokenLogprob], reason: FinishReason | None
+    ) -> RequestOutput:
+        """Take the last of a row's tokens in; the others are already."""
+        request = run.request
+        spec = request.spec
+        if request.num_output == 0:
+            self._requests.abandon_prefetch(request)
+            self.counts["prompt_tokens"] += spec.prompt_len
+            self.counts["cached_tokens"] += request.report.cached_len
+            self.hits.count(request.report)
+        request.append(tokens[-1])
+        self.counts["output_tokens"] += len(tokens)
+        if spec.sampling.prompt_logprobs is not None and request.num_output == 1:
+            request.prompt_scores.insert(0, None)
+        wanted = spec.sampling.logprobs
+        entries = [] if wanted is None else [_trim(entry, wanted) for entry in logprobs[: len(tokens)]]
+        output = request.output(*tokens, logprobs=entries, reason=reason)
+        if reason is not None:
+            self._requests.finish(request, reason)
+        return output
+
+
+def _trim(entry: TokenLogprob, count: int) -> TokenLogprob:
+    """Only the alternatives that this request asked for; another row of the batch may have wanted more."""
+    return entry if len(entry.top) <= count else TokenLogprob(entry.token_id, entry.logprob, entry.top[:count])
