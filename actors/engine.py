@@ -25,12 +25,11 @@ from actors.placement import Places
 from raycache.checkpoint.hub_models import located
 from raycache.config import Config
 from raycache.decider.engine import Engine
-from raycache.deployment.stages import with_stages
+from raycache.deployment.deployment import Deployment, deploy
 from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
-from raycache.gang.build import build_engine, check_model
+from raycache.gang.build import build_engine
 from raycache.host.link import HostLink
 from raycache.host.nodes import are_all_gone, open_all, work_on_all
-from raycache.models.base import ModelConfig
 from raycache.observe import logs
 from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
@@ -41,6 +40,9 @@ _MAX_REBUILDS = 4
 
 Message = tuple[str, RequestOutput | RayCacheError | str]
 """Request id, and an increment or why it was refused; or "", and a line for the operator."""
+
+_KILL_TIMEOUT_S = 60.0
+"""For a rank that was killed to be dead; Ray takes some seconds for one that does not answer it."""
 
 T = TypeVar("T")
 
@@ -216,29 +218,26 @@ class EngineActor:
         self._end()
 
     def _start(self) -> None:
-        here = located(self._config)
-        model = check_model(here)
-        here, self._config = with_stages(here, model), with_stages(self._config, model)
+        deployment = deploy(located(self._config), device_type=self._device)
+        self._config = dataclasses.replace(self._config, pp_layers=deployment.config.pp_layers)
         if self._owners:
-            self._host = self._open_host(here, model)
-        gang = self._new_gang()
+            self._host = self._open_host(deployment)
+        gang = self._new_gang(deployment)
         self._engine = build_engine(
             gang.executor,
-            here,
-            model=model,
-            device_type=self._device,
+            gang.deployment,
             num_pages=gang.num_pages,
             ranks=[{**row, "pages": gang.num_pages} for row in gang.rows],
             host=self._host,
         )
         self._progress = ("ready", 1.0)
 
-    def _open_host(self, config: Config, model: ModelConfig) -> HostLink:
+    def _open_host(self, deployment: Deployment) -> HostLink:
         """Have the arena made, or find that of an engine before, whose size it keeps."""
         self._note_progress("making the host tier", 0.0)
         node_ids = list(dict.fromkeys(self._places.nodes))
         nodes = tuple(map(node_ids.index, self._places.nodes))
-        opened = open_all(self._owners, config, model, device_type=self._device, epoch=self._epoch, nodes=nodes)
+        opened = open_all(self._owners, deployment, epoch=self._epoch, nodes=nodes)
         self._arenas = {node: each.path for node, each in zip(node_ids, opened, strict=True)}
         return HostLink(
             path=opened[0].path,
@@ -273,36 +272,40 @@ class EngineActor:
     def _recover(self, error: RankLostError) -> None:
         """Replace a lost gang by one of the next epoch; requests go on with the tokens that they have."""
         assert self._gang is not None and self._engine is not None, "steps come after the start"
-        error = self._gang.explain(error)
         self._gang.kill()
-        # The pool must not change under requests that were accepted for it.
-        self._config = dataclasses.replace(self._config, num_pages=self._gang.num_pages)
-        self._engine.restart(self._rebuilt(error).executor)
+        self._engine.restart(self._rebuilt(error, self._gang).executor)
         self._progress = ("ready", 1.0)
 
-    def _rebuilt(self, error: RankLostError) -> Gang:
+    def _rebuilt(self, error: RankLostError, lost: Gang) -> Gang:
         """The next gang that starts whole: one can lose a rank while it starts, as a running one can."""
+        # Neither the pool nor the form of the weights may change under requests that were accepted for them.
+        weights = "stored" if lost.deployment.config.weights == "auto" else lost.deployment.config.weights
+        pinned = {"num_pages": lost.num_pages, "weights": weights}
+        deployment = dataclasses.replace(lost.deployment, config=dataclasses.replace(lost.deployment.config, **pinned))
+        self._config = dataclasses.replace(self._config, **pinned)
         while self._losses < _MAX_REBUILDS:
             self._losses += 1
             self._rebuilds += 1
             self._put([("", f"{error}; rebuilding the gang as epoch {self._epoch + 1}")])
             try:
-                return self._new_gang()
+                return self._new_gang(deployment)
             except RankLostError as cause:
                 error = cause
         raise error
 
-    def _new_gang(self) -> Gang:
+    def _new_gang(self, deployment: Deployment) -> Gang:
         self._epoch += 1
         self._log_fields["epoch"] = self._epoch
+        # Ranks of a lost gang end by themselves, but they may still be writing into an arena.
+        if self._arenas and not are_all_gone(self._owners, timeout_s=_KILL_TIMEOUT_S):
+            raise ActorLostError(f"ranks of the gang before still use the host tier after {_KILL_TIMEOUT_S:.0f} s")
         self._gang = Gang(
+            deployment,
             self._config,
-            device=self._device,
             places=self._places,
             epoch=self._epoch,
             replica=self._replica,
             arenas=self._arenas,
-            are_ranks_gone=lambda timeout_s: are_all_gone(self._owners, timeout_s=timeout_s),
             on_progress=self._note_progress,
         )
         _log.info("epoch %d runs on %d ranks", self._epoch, self._config.world_size)

@@ -5,51 +5,48 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
 
 from actors.answers import ActorLostError, ours
 from actors.placement import Places
 from actors.rank import RankActor
 from raycache.config import Config
+from raycache.deployment.deployment import Deployment
 from raycache.deployment.memory_use import human_bytes
+from raycache.deployment.weights import with_weights_form
 from raycache.errors import ConfigError, RankLostError
-from raycache.gang.executors import GangExecutor
+from raycache.gang.meeting import Meeting
 from raycache.host.directory import DirectoryGoneError
 from raycache.parallel.board import AckBoard
-from raycache.parallel.collectives import Group
-from raycache.parallel.context import DECIDER, Store, build_group, group_handles
 from raycache.parallel.interfaces import link, require_reachable
-from raycache.parallel.relay import BoardReceiver, leaders, receive_boards
-from raycache.rank.runner import Seat
+from raycache.rank.member import RankSpec
 
 LOADING = "loading weights"
 
-_KILL_TIMEOUT_S = 60.0
-"""For a rank that was killed to be dead; Ray takes some seconds for one that does not answer it."""
+Progress = Callable[[str, float], None]
 
 
 class Gang:
     """Rank actors of one epoch.
 
     Args:
-        config: of the service.
-        device: "cpu" or "cuda".
+        deployment: to serve.
+        config: the same settings with the model's name on the Hub, of which every node has its own copy.
         places: for the ranks.
         epoch: number of this gang; handles of others are refused.
         replica: whose ranks they are.
         arenas: node id -> file of the host tier there, which only one gang at a time moves rows in; empty without one.
-        are_ranks_gone: waits so many seconds for the ranks of gangs before to be dead on all nodes; whether they are.
         on_progress: told phase and share (0 to 1) while the gang starts; what it raises ends the start.
     Raises:
         RayCacheError: what kept a rank from starting; no actor is left behind.
 
     Attributes:
+        deployment: as the ranks have it, with the form of their weights.
         executor: to hand to an engine.
         num_pages: that every rank holds.
         rows: one per rank, for people.
@@ -57,154 +54,132 @@ class Gang:
 
     def __init__(
         self,
+        deployment: Deployment,
         config: Config,
         *,
-        device: str,
         places: Places,
         epoch: int,
         replica: str,
         arenas: Mapping[str, Path],
-        are_ranks_gone: Callable[[float], bool],
-        on_progress: Callable[[str, float], None],
+        on_progress: Progress,
     ) -> None:
-        self._config, self._epoch, self._replica = config, epoch, replica
-        self._split = config.split
-        self._on_progress = on_progress
-        self._running: list[Any] = []
-        self._actors: list[Any] = []
-        self._receivers: list[BoardReceiver] = []
-        # Ranks of a lost gang end by themselves, but they may still be writing into an arena.
-        if arenas and not are_ranks_gone(_KILL_TIMEOUT_S):
-            raise ActorLostError(f"ranks of the gang before still use the host tier after {_KILL_TIMEOUT_S:.0f} s")
-        self._board = AckBoard.create(config.world_size)
-        # Without a name at once, so that nothing is left of it even if this process is killed while ranks start.
-        board = self._board.share()
+        self._ranks = _Ranks(config, places=places, epoch=epoch, replica=replica, on_progress=on_progress)
+        executor = None
         try:
-            for rank in range(config.world_size):
-                self._actors.append(self._create(rank, places))
-            wheres = self._get([actor.where.remote() for actor in self._actors], phase="starting ranks")
-            seats = _seats(wheres, device=device)
-            self._meet(seats, wheres, board=board, epoch=epoch)
-            fits = self._get([actor.load.remote() for actor in self._actors], phase=LOADING)
-            self.num_pages = min(fits)
-            builds = [
-                actor.build.remote(self.num_pages, arenas[where["node"]] if arenas else None)
-                for actor, where in zip(self._actors, wheres, strict=True)
-            ]
-            self._get(builds, phase="making pools")
+            wheres = self._ranks.ask("where", phase="starting ranks")
+            self.deployment = with_weights_form(deployment, [where["gpu"] for where in wheres if where["gpu"]])
+            specs = _specs(wheres, device=deployment.device_type)
+            config = replace(config, weights=self.deployment.config.weights)
+            meeting = _meeting(config, wheres, device_type=deployment.device_type, epoch=epoch)
+            try:
+                boards = self._ranks.boards(meeting, [where["node"] for where in wheres])
+                invitations = [(each,) for each in meeting.invitations(specs, boards)]
+                executor, _ = meeting.join(lambda: self._ranks.ask("join", invitations, phase="joining groups"))
+            finally:
+                meeting.board.unshare()
+            self.num_pages = min(self._ranks.ask("load", phase=LOADING, board=meeting.board))
+            builds = [(self.num_pages, arenas[where["node"]] if arenas else None) for where in wheres]
+            self._ranks.ask("build", builds, phase="making pools")
         except BaseException:
-            self.kill()
+            if executor is not None:
+                executor.abandon()
+            self._ranks.end()
             raise
-        finally:
-            self._board.unshare()
+        self.executor = executor
         self.rows = [
             {
-                "rank": seat.rank,
-                "coords": str(self._split.coords(seat.rank)),
-                "node": seat.host,
-                "device": _device(where, seat),
+                "rank": spec.rank,
+                "coords": str(config.split.coords(spec.rank)),
+                "node": spec.host,
+                "device": _device(where, spec),
             }
-            for seat, where in zip(seats, wheres, strict=True)
+            for spec, where in zip(specs, wheres, strict=True)
         ]
-        self._running = [actor.run.remote() for actor in self._actors]
-
-    def explain(self, error: RankLostError) -> RankLostError:
-        """Ask Ray which rank really ended; the survivors only saw a silent peer.
-
-        Args:
-            error: as the executor saw it.
-        """
-        ended, _ = ray.wait(self._running, num_returns=len(self._running), timeout=1.0)
-        for rank, run in enumerate(self._running):
-            if run in ended:
-                try:
-                    ray.get(run)
-                except RayActorError as cause:
-                    text = str(cause).strip().splitlines()[0]
-                    return RankLostError(rank, str(self._split.coords(rank)), error.step, f"its actor died: {text}")
-                except RayTaskError as cause:
-                    if not isinstance(cause.cause, RankLostError):
-                        return RankLostError(rank, str(self._split.coords(rank)), error.step, repr(cause.cause))
-        return error
+        self._ranks.run()
+        executor.watch(self._ranks)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the ranks to end after their last plan, then remove them."""
-        ray.wait(self._running, num_returns=len(self._running), timeout=timeout_s)
+        self._ranks.join(timeout_s)
         self.kill()
 
     def kill(self) -> None:
         """Remove all ranks at once. They are gone when the next gang begins."""
-        for receiver in self._receivers:
-            receiver.close()
+        self.executor.abandon()
+        self._ranks.end()
+
+
+class _Ranks:
+    """The actors of a gang's ranks, in their order.
+
+    Args:
+        config: of the service.
+        places: for the ranks.
+        epoch: of the gang.
+        replica: whose ranks they are.
+        on_progress: told phase and share; what it raises ends the start.
+    """
+
+    def __init__(self, config: Config, *, places: Places, epoch: int, replica: str, on_progress: Progress) -> None:
+        self._config, self._on_progress = config, on_progress
+        self._running: list[Any] = []
+        self._actors: list[Any] = [
+            ray.remote(RankActor).options(**places.options(rank)).remote(config, rank, epoch=epoch, replica=replica)
+            for rank in range(config.world_size)
+        ]
+
+    def ask(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]] = (),
+        *,
+        phase: str,
+        board: AckBoard | None = None,
+    ) -> list[Any]:
+        """Results of all ranks, within the start's deadline.
+
+        Args:
+            method: of the actors.
+            arguments: for each of them, in their order.
+            phase: of the start.
+            board: where they post how much they have loaded.
+        """
+        each = arguments or [()] * len(self._actors)
+        calls = [getattr(actor, method).remote(*values) for actor, values in zip(self._actors, each, strict=True)]
+        return self._results(calls, phase=phase, board=board)
+
+    def boards(self, meeting: Meeting, nodes: Sequence[str]) -> dict[str, Path]:
+        """Make the boards of the other nodes; node -> where its ranks find theirs."""
+        calls = [self._actors[rank].new_board.remote() for rank in meeting.leaders]
+        others = self._results(calls, phase="making boards")
+        # The decider's loses its name at once, so that nothing is left of it even if this process is killed.
+        here = {ray.get_runtime_context().get_node_id(): meeting.board.share()}
+        return {**here, **{nodes[rank]: path for rank, path in zip(meeting.leaders, others, strict=True)}}
+
+    def run(self) -> None:
+        """Let them execute plans."""
+        self._running = [actor.run.remote() for actor in self._actors]
+
+    def wait(self) -> Mapping[int, str]:
+        """Wait until some have ended: rank -> how, "" for one that ended because it lost another."""
+        ended, others = ray.wait(self._running, num_returns=1)
+        ended += ray.wait(others, num_returns=len(others), timeout=0)[0] if others else []
+        return {rank: _how(run) for rank, run in enumerate(self._running) if run in ended}
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for all of them to end after their last plan."""
+        ray.wait(self._running, num_returns=len(self._running), timeout=timeout_s)
+
+    def end(self) -> None:
+        """Remove all at once."""
         for actor in self._actors:
             ray.kill(actor)
 
-    def _create(self, rank: int, places: Places) -> Any:
-        return (
-            ray.remote(RankActor)
-            .options(**places.options(rank))
-            .remote(self._config, rank, epoch=self._epoch, replica=self._replica)
-        )
-
-    def _meet(self, seats: Sequence[Seat], wheres: Sequence[dict[str, Any]], *, board: Path, epoch: int) -> None:
-        """Exchange handles; every rank and the decider build their groups from them."""
-        mine = link(self._config.interface, node_address=ray.util.get_node_ip_address())
-        require_reachable({"the engine": mine, **{f"rank {i}": where["link"] for i, where in enumerate(wheres)}})
-        host = mine.host
-        here = ray.get_runtime_context().get_node_id()
-        self._store = Store(host)
-        nodes = [where["node"] for where in wheres]
-        leading = leaders(nodes, here=here)
-        device = torch.device(seats[0].device).type
-        handles = group_handles(
-            self._split,
-            backend="nccl" if device == "cuda" else "gloo",
-            store=self._store.address,
-            epoch=epoch,
-            timeout_s=self._config.rank_timeout_s,
-            leaders=leading,
-        )
-        others = self._get([self._actors[rank].new_board.remote() for rank in leading], phase="making boards")
-        boards = {here: board, **{nodes[rank]: path for rank, path in zip(leading, others, strict=True)}}
-        joins = [
-            actor.join.remote(seat, handles, epoch, boards[node])
-            for actor, seat, node in zip(self._actors, seats, nodes, strict=True)
-        ]
-
-        def meet() -> Group:
-            """In the ranks' order: boards first."""
-            self._receivers = receive_boards(self._board, handles, nodes=nodes, epoch=epoch, host=host)
-            return build_group(handles["control"], member=DECIDER, epoch=epoch, host=host, device=torch.device("cpu"))
-
-        with ThreadPoolExecutor(1) as pool:
-            control = pool.submit(meet)
-            try:
-                self._get(joins, phase="joining groups")
-            except BaseException:
-                # Or the decider would wait for members that do not come.
-                self._store.close()
-                raise
-            self.executor = GangExecutor(
-                control.result(),
-                split=self._split,
-                board=self._board,
-                plans_ahead=self._config.plans_ahead(device_type=device),
-                receivers=self._receivers,
-            )
-
-    def _told(self, phase: str) -> tuple[str, float]:
-        """Phase and share; of weights with bytes, once all ranks know how many they read."""
-        loaded, to_load = self._board.loaded()
-        if phase == LOADING and to_load and not self._config.dummy_weights:
-            phase += f": {human_bytes(loaded)} of {human_bytes(to_load)}"
-        return phase, loaded / max(to_load, 1)
-
-    def _get(self, refs: list[Any], *, phase: str) -> list[Any]:
-        """Results of all ranks, within the start's deadline."""
+    def _results(self, refs: list[Any], *, phase: str, board: AckBoard | None = None) -> list[Any]:
         begin = time.monotonic()
         pending = list(refs)
         while pending:
-            self._on_progress(*self._told(phase))
+            self._tell(phase, board)
             ended, pending = ray.wait(pending, num_returns=len(pending), timeout=0.5)
             for ref in ended:
                 try:
@@ -215,7 +190,8 @@ class Gang:
                     raise ours(cause) from cause
                 except (RayActorError, ActorUnschedulableError) as cause:
                     rank = refs.index(ref)
-                    raise RankLostError(rank, str(self._split.coords(rank)), 0, f"it died while {phase}") from cause
+                    coords = str(self._config.split.coords(rank))
+                    raise RankLostError(rank, coords, 0, f"it died while {phase}") from cause
             waited = time.monotonic() - begin
             if waited > self._config.start_timeout_s:
                 late = [refs.index(ref) for ref in pending]
@@ -225,12 +201,44 @@ class Gang:
         except GetTimeoutError as cause:
             raise RankLostError(-1, "unknown", 0, f"answers were lost while {phase}") from cause
 
+    def _tell(self, phase: str, board: AckBoard | None) -> None:
+        """Phase and share; of weights with bytes, once all ranks know how many they read."""
+        loaded, to_load = (0, 0) if board is None else board.loaded()
+        if to_load and not self._config.dummy_weights:
+            phase += f": {human_bytes(loaded)} of {human_bytes(to_load)}"
+        self._on_progress(phase, loaded / max(to_load, 1))
 
-def _seats(wheres: Sequence[dict[str, Any]], *, device: str) -> list[Seat]:
+
+def _how(run: Any) -> str:
+    """How a rank ended that did not get its last plan."""
+    try:
+        ray.get(run)
+    except RayActorError as cause:
+        return f"its actor died: {str(cause).strip().splitlines()[0]}"
+    except RayTaskError as cause:
+        return "" if isinstance(cause.cause, RankLostError) else repr(cause.cause)
+    return ""
+
+
+def _meeting(config: Config, wheres: Sequence[dict[str, Any]], *, device_type: str, epoch: int) -> Meeting:
+    mine = link(config.interface, node_address=ray.util.get_node_ip_address())
+    require_reachable({"the engine": mine, **{f"rank {i}": where["link"] for i, where in enumerate(wheres)}})
+    return Meeting(
+        config,
+        device_type=device_type,
+        epoch=epoch,
+        host=mine.host,
+        nodes=[where["node"] for where in wheres],
+        here=ray.get_runtime_context().get_node_id(),
+        plan_timeout_s=config.rank_timeout_s,
+    )
+
+
+def _specs(wheres: Sequence[dict[str, Any]], *, device: str) -> list[RankSpec]:
     on_node = Counter(where["node"] for where in wheres)
     cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
     return [
-        Seat(
+        RankSpec(
             rank=rank,
             host=where["host"],
             # Ray shows each actor only its own GPUs.
@@ -242,5 +250,5 @@ def _seats(wheres: Sequence[dict[str, Any]], *, device: str) -> list[Seat]:
     ]
 
 
-def _device(where: dict[str, Any], seat: Seat) -> str:
-    return f"cuda:{','.join(map(str, where['gpus']))}" if where["gpus"] else seat.device
+def _device(where: dict[str, Any], spec: RankSpec) -> str:
+    return f"cuda:{','.join(map(str, where['gpus']))}" if where["gpus"] else spec.device

@@ -1,29 +1,34 @@
-"""A rank as a Ray actor: a thin coat around `RankRunner`."""
+"""A rank as a Ray actor: its life in raycache/rank, one call after another."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from raycache.checkpoint.hub_models import located
 from raycache.config import Config
+from raycache.deployment.deployment import Deployment, served_model
 from raycache.host.directory import Lease
 from raycache.observe import logs
 from raycache.parallel.board import AckBoard
-from raycache.parallel.context import GroupHandle
+from raycache.parallel.devices import GpuModel, require_gpus
 from raycache.parallel.interfaces import link
-from raycache.rank.runner import RankRunner, Seat
+from raycache.rank.build import LoadedRank, load
+from raycache.rank.member import Invitation, Member, join
+from raycache.rank.rank import Rank
+from raycache.rank.run import run
 
 _log = logging.getLogger(__name__)
 
 
 class RankActor:
-    """One rank. Its calls come in this order: where, new_board on some, join, load, build, run; see `RankRunner`.
+    """One rank. Its calls come in this order: where, new_board on some, join, load, build, run.
 
     Args:
         config: of the service.
@@ -37,7 +42,9 @@ class RankActor:
         self._config = config
         self._of = f"replica {replica}, epoch {epoch}"
         self._number = rank
-        self._runner: RankRunner | None = None
+        self._member: Member | None = None
+        self._loaded: LoadedRank | None = None
+        self._rank: Rank | None = None
         self._lease: Lease | None = None
         self._own_board: AckBoard | None = None
 
@@ -47,16 +54,20 @@ class RankActor:
         return f"rank {self._number} ({split.coords(self._number)}), {self._of}"
 
     def where(self) -> dict[str, Any]:
-        """Node, address that peers reach this rank by, and GPUs.
+        """Node, address that peers reach this rank by, GPUs, and what kind of GPU they are.
 
         Raises:
-            ConfigError: the interface that is set is not there.
+            ConfigError: the interface that is set is not there, or a GPU cannot be used.
         """
         context = ray.get_runtime_context()
         mine = link(self._config.interface, node_address=ray.util.get_node_ip_address())
         if mine.nccl_interface:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", mine.nccl_interface)
-        return {"node": context.get_node_id(), "host": mine.host, "link": mine, "gpus": ray.get_gpu_ids()}
+        gpus, gpu = ray.get_gpu_ids(), None
+        if gpus:
+            require_gpus(1)
+            gpu = GpuModel.of(torch.device("cuda:0"))
+        return {"node": context.get_node_id(), "host": mine.host, "link": mine, "gpus": gpus, "gpu": gpu}
 
     def new_board(self) -> Path:
         """Make the ack board of this rank's node, which it leads; returns where the node's ranks find it."""
@@ -64,29 +75,30 @@ class RankActor:
         self._own_board = AckBoard.create(split.world_size)
         return self._own_board.share()
 
-    def join(self, seat: Seat, handles: Mapping[str, GroupHandle], epoch: int, board: Path) -> None:
-        """Become a member of the gang; see `RankRunner.join`."""
-        self._runner = RankRunner(located(self._config), seat)
-        self._runner.join(handles, epoch=epoch, board=board)
+    def join(self, invitation: Invitation) -> None:
+        """Become a member of the gang."""
+        self._config = located(invitation.config)
+        self._member = join(replace(invitation, config=self._config))
 
     def load(self) -> int:
         """Read the weights; pages that fit."""
+        assert self._member is not None, "join comes first"
         if self._own_board is not None:
             self._own_board.unshare()  # all ranks have joined
-        return self._started().load()
+        device_type = self._member.ctx.device.type
+        self._loaded = load(Deployment(self._config, served_model(self._config), device_type), self._member)
+        return self._loaded.measure()
 
     def build(self, num_pages: int, arena: Path | None) -> None:
         """Make the pool, and map the arena."""
         if arena is not None:
             # Until this process ends, however it ends: no other gang may use the slabs before.
             self._lease = Lease(arena.parent, "ranks")
-        self._started().build(num_pages, arena)
+        assert self._loaded is not None, "load comes first"
+        self._rank = self._loaded.build(num_pages, arena)
 
     def run(self) -> None:
         """Execute plans until the last one."""
+        assert self._rank is not None and self._member is not None, "build comes first"
         _log.info("rank %d runs plans", self._number)
-        self._started().run()
-
-    def _started(self) -> RankRunner:
-        assert self._runner is not None, "join comes first"
-        return self._runner
+        run(self._rank, self._member)

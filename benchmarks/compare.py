@@ -29,9 +29,11 @@ from benchmarks.tokens import plain_token_ids
 from benchmarks.trace import Prompt
 from raycache.config import Config
 from raycache.decider.engine import Engine
-from raycache.gang.build import build_engine, check_model
+from raycache.deployment.deployment import deploy
+from raycache.gang.build import build_engine
 from raycache.gang.executors import LocalExecutor
-from raycache.rank.runner import RankRunner, Seat
+from raycache.rank.build import load
+from raycache.rank.member import alone
 from raycache.types import GenerateRequest, SamplingParams
 
 _NUM_PAGES = 512
@@ -50,16 +52,10 @@ class InProcess:
 
     def __init__(self, model: str) -> None:
         config = Config(model=model, device="cpu", num_pages=_NUM_PAGES)
-        model_config = check_model(config)
-        runner = RankRunner(config, Seat(rank=0, host="127.0.0.1", device="cpu", ranks_on_node=1))
-        num_pages = runner.load()
-        self._engine: Engine = build_engine(
-            LocalExecutor(runner.build(num_pages)),
-            config,
-            model=model_config,
-            device_type="cpu",
-            num_pages=num_pages,
-        )
+        deployment = deploy(config, device_type="cpu")
+        loaded = load(deployment, alone())
+        num_pages = loaded.measure()
+        self._engine: Engine = build_engine(LocalExecutor(loaded.build(num_pages)), deployment, num_pages=num_pages)
         self._count = 0
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Reply]:

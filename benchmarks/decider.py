@@ -18,7 +18,6 @@ import pstats
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -40,11 +39,12 @@ from raycache.decider.drafts import Drafts
 from raycache.decider.engine import Engine
 from raycache.decider.scheduler import Scheduler
 from raycache.gang.executors import GangExecutor
-from raycache.gang.processes import Invitation, RankProcess, invite
+from raycache.gang.processes import ProcessRanks, meet_here
 from raycache.parallel.board import AckBoard, Acks, Lane
 from raycache.parallel.collectives import Group
-from raycache.parallel.context import DECIDER, Store, build_group
+from raycache.parallel.context import build_group
 from raycache.parallel.sharding import Split
+from raycache.rank.member import Invitation
 from raycache.types import EngineInfo, GenerateRequest, RequestOutput, SamplingParams
 from raycache.wire.control import receive_plan, result_ranks, send_result
 from raycache.wire.plan import RowResult, StepPlan, read_results, result_lens, result_width
@@ -234,35 +234,28 @@ def null_gang(split: Split, *, device_s: float) -> Iterator[tuple[Group, AckBoar
     """Rank processes without a model, which take so long for a plan; the decider's end of their control group, and
     their board."""
     config = Config(model="none", tp=split.tp, pp=split.pp, cp=split.cp, page_size=_PAGE_SIZE)
-    store, board = Store(_HOST), AckBoard.create(split.world_size)
-    invitations = invite(config, device_type="cpu", store=store, boards=[board], epoch=1)
-    ranks = [RankProcess(partial(_run_null_rank, device_s=device_s), invitation) for invitation in invitations]
-    handle = invitations[0].handles["control"]
+    meeting, invitations = meet_here(config, device_type="cpu")
+    ranks = ProcessRanks(partial(_run_null_rank, device_s=device_s), invitations)
     try:
-        with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(build_group, handle, member=DECIDER, epoch=1, host=_HOST, device=torch.device("cpu"))
-            for rank in ranks:
-                rank.receive()
-            control = joining.result()
-        yield control, board
+        executor, _ = meeting.join(lambda: ranks.receive(60.0))
+        yield executor.control, meeting.board
     finally:
-        board.unlink()
-        for rank in ranks:
-            rank.process.join(5.0)
-            rank.process.kill()
+        meeting.board.unlink()
+        ranks.join(5.0)
+        ranks.end()
 
 
 def _run_null_rank(connection: Connection, invitation: Invitation, *, device_s: float) -> None:
-    config, seat = invitation.config, invitation.seat
+    config, spec = invitation.config, invitation.spec
     split = config.split
     torch.set_num_threads(1)
     board = AckBoard(invitation.board, num_ranks=split.world_size)
     control = build_group(
-        invitation.handles["control"], member=seat.rank, epoch=1, host=_HOST, device=torch.device("cpu")
+        invitation.handles["control"], member=spec.rank, epoch=1, host=_HOST, device=torch.device("cpu")
     )
     connection.send("joined")
-    answers = seat.rank in result_ranks(split)
-    answer = NullAnswers(cp_rank=split.coords(seat.rank).cp, cp_size=split.cp)
+    answers = spec.rank in result_ranks(split)
+    answer = NullAnswers(cp_rank=split.coords(spec.rank).cp, cp_size=split.cp)
     is_last = False
     while not is_last:
         plan = receive_plan(control)
@@ -271,7 +264,7 @@ def _run_null_rank(connection: Connection, invitation: Invitation, *, device_s: 
             time.sleep(device_s)
         if answers and not is_last:
             send_result(plan, answer(plan), control)
-        board.post(seat.rank, Lane.STEP, plan.step)
+        board.post(spec.rank, Lane.STEP, plan.step)
 
 
 def measure_alone(options: argparse.Namespace, *, device_s: float = 0.0, plans_ahead: bool = False) -> dict[str, Any]:

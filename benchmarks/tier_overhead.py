@@ -25,8 +25,7 @@ import torch
 
 from benchmarks.figures import write_json
 from raycache.config import Config
-from raycache.gang.build import check_model
-from raycache.host.plan import envelope_layout
+from raycache.deployment.deployment import deploy
 from raycache.llm import LLM
 from raycache.memory.component import FULL
 from raycache.types import CacheAction, CacheCommand, SamplingParams
@@ -99,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     settings = {"model": str(options.model), "device": "cpu", "page_size": _PAGE_SIZE, "max_running": options.prompts}
     config = Config.from_mapping(settings)
-    page_bytes = envelope_layout(config, check_model(config), device_type="cpu").unit_bytes(FULL)
+    page_bytes = deploy(config, device_type="cpu").envelope_layout().unit_bytes(FULL)
     num_pages = options.prompts * -(-(options.tokens + options.new_tokens) // _PAGE_SIZE)
     held_bytes = int(_HELD_ROUNDS * num_pages * page_bytes * 1.1)
     with tempfile.TemporaryDirectory() as folder:

@@ -30,9 +30,7 @@ from benchmarks.figures import write_json
 from raycache.cache.keys import tag_of
 from raycache.cache.storage_orders import Fetch, StoredUnit
 from raycache.config import Config
-from raycache.deployment.stages import with_stages
-from raycache.gang.build import check_model
-from raycache.host.plan import envelope_layout
+from raycache.deployment.deployment import deploy
 from raycache.memory.arena import Arena
 from raycache.memory.checksum import checksum_of
 from raycache.memory.component import FULL
@@ -77,8 +75,7 @@ class HostPages:
     """
 
     def __init__(self, config: Config, directory: Path, *, num_pages: int, num_lanes: int) -> None:
-        model = check_model(config)
-        self.layout = envelope_layout(with_stages(config, model), model, device_type="cpu")
+        self.layout = deploy(config, device_type="cpu").envelope_layout()
         self._num_ranks, self._num_pages = config.world_size, num_pages
         arena_path = Path(f"/dev/shm/raycache-benchmark-{os.getpid()}")
         self._arena = Arena.create(

@@ -33,8 +33,7 @@ import torch
 
 from benchmarks.figures import write_json
 from raycache.config import Config
-from raycache.gang.build import check_model
-from raycache.host.plan import envelope_layout
+from raycache.deployment.deployment import deploy
 from raycache.llm import LLM
 from raycache.memory.component import FULL
 from raycache.types import CacheAction, CacheCommand, SamplingParams
@@ -190,7 +189,7 @@ def open_llm(model: Path, *, num_tokens: int, storage: str) -> LLM:
     """An engine whose device and host tiers hold the prefix, and waits for storage."""
     settings = {"model": str(model), "device": "cpu", "page_size": _PAGE_SIZE}
     config = Config.from_mapping(settings)
-    page_bytes = envelope_layout(config, check_model(config), device_type="cpu").unit_bytes(FULL)
+    page_bytes = deploy(config, device_type="cpu").envelope_layout().unit_bytes(FULL)
     num_pages = num_tokens // _PAGE_SIZE + _SPARE_PAGES
     return LLM(
         **settings,

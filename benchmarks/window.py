@@ -22,15 +22,14 @@ from pathlib import Path
 from benchmarks.figures import write_json
 from raycache.config import Config
 from raycache.decider.engine import Engine
-from raycache.deployment.memory_plan import cache_format, resolve_dtype
-from raycache.gang.build import build_engine, check_model
+from raycache.deployment.deployment import deploy
+from raycache.gang.build import build_engine
 from raycache.gang.executors import LocalExecutor
 from raycache.memory.component import FULL, Reuse
-from raycache.memory.device import unit_bytes
-from raycache.models.base import components
 from raycache.parallel.board import Acks
 from raycache.parallel.sharding import Coords, Split
-from raycache.rank.runner import RankRunner, Seat
+from raycache.rank.build import load
+from raycache.rank.member import alone
 from raycache.types import GenerateRequest, SamplingParams
 from raycache.wire.plan import RowResult, StepPlan
 
@@ -94,13 +93,11 @@ class LongPrompt:
 
     def __init__(self, model: Path, *, tokens: int, **settings: int) -> None:
         self.config = Config(model=str(model), device="cpu", max_running=1, **settings)
-        self.model = check_model(self.config)
-        fmt = cache_format(self.config, dtype=resolve_dtype(self.config, device_type="cpu"))
-        self.parts = components(self.model, fmt)
+        self._deployment = deploy(self.config, device_type="cpu")
+        self.model, self.parts = self._deployment.model, self._deployment.components
         self.sizes: dict[str, int] = {}
         for part in self.parts:
-            layout = {"num_layers": self.model.num_layers, "page_size": self.config.page_size}
-            size = unit_bytes(part, **layout, split=Split(), at=Coords(pp=0, cp=0, tp=0))
+            size = self._deployment.unit_bytes(part, Split(), Coords(pp=0, cp=0, tp=0))
             self.sizes[part.space] = self.sizes.get(part.space, 0) + size
         self.history: list[Held] = []
         draw = random.Random(0)
@@ -109,10 +106,10 @@ class LongPrompt:
         self._count = 0
 
     def _build(self) -> Engine:
-        runner = RankRunner(self.config, Seat(rank=0, host="127.0.0.1", device="cpu", ranks_on_node=1))
-        num_pages = runner.load()
-        executor = Watched(LocalExecutor(runner.build(num_pages)), lambda: self.history.append(self.held()))
-        return build_engine(executor, self.config, model=self.model, device_type="cpu", num_pages=num_pages)
+        loaded = load(self._deployment, alone())
+        num_pages = loaded.measure()
+        executor = Watched(LocalExecutor(loaded.build(num_pages)), lambda: self.history.append(self.held()))
+        return build_engine(executor, self._deployment, num_pages=num_pages)
 
     def held(self) -> Held:
         """What is held now."""

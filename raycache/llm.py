@@ -20,18 +20,20 @@ from raycache.checkpoint.hub_models import fetch, located, pinned
 from raycache.checkpoint.hub_progress import ProgressBar
 from raycache.config import Config
 from raycache.decider.engine import Engine, Executor
-from raycache.deployment.stages import with_stages
+from raycache.deployment.deployment import Deployment, deploy
+from raycache.deployment.weights import with_weights_form
 from raycache.errors import ConfigError, EngineStoppedError, RankLostError, RequestError
-from raycache.gang.build import build_engine, check_model
+from raycache.gang.build import build_engine
 from raycache.gang.executors import LocalExecutor
 from raycache.gang.processes import ProcessGang
 from raycache.host.directory import SHARED_MEMORY, new_name
 from raycache.host.link import HostLink
 from raycache.host.nodes import open_all
 from raycache.host.service import HostService
-from raycache.models.base import ModelConfig
-from raycache.parallel.board import AckBoard
-from raycache.rank.runner import RankRunner, Seat
+from raycache.parallel.devices import GpuModel
+from raycache.rank.build import load
+from raycache.rank.member import alone
+from raycache.rank.rank import Rank
 from raycache.types import (
     TIERS,
     CacheAction,
@@ -101,14 +103,14 @@ class LLM:
         device_type = self.config.device
         if device_type == "auto":
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        model_config = check_model(self.config)
-        self.config = with_stages(self.config, model_config)
-        self.tokenizer = Tokenizer.of(self.config, vocab_size=model_config.vocab_size)
+        deployment = deploy(self.config, device_type=device_type)
+        self.config = deployment.config
+        self.tokenizer = Tokenizer.of(self.config, vocab_size=deployment.model.vocab_size)
         self._host: HostService | None = None
-        self._runner: RankRunner | None = None
+        self._rank: Rank | None = None
         self._gang: ProcessGang | None = None
         try:
-            self._engine, self._executor = self._start(model_config, device_type=device_type)
+            self._engine, self._executor = self._start(deployment)
         except BaseException:
             if self._gang is not None:
                 self._gang.kill()
@@ -117,26 +119,22 @@ class LLM:
         self._ids = itertools.count()
         self._is_closed = False
 
-    def _start(self, model: ModelConfig, *, device_type: str) -> tuple[Engine, Executor]:
-        host = self._open_host(model, device_type=device_type) if self.config.has_host_tier else None
+    def _start(self, deployment: Deployment) -> tuple[Engine, Executor]:
+        host = self._open_host(deployment) if self.config.has_host_tier else None
         arena = None if host is None else host.path
         executor: Executor
         if self.config.world_size == 1:
-            device = "cuda:0" if device_type == "cuda" else "cpu"
-            board = AckBoard.create(1)
-            board.unlink()  # nobody else looks at it
-            seat = Seat(rank=0, host="127.0.0.1", device=device, ranks_on_node=1)
-            self._runner = RankRunner(self.config, seat, board=board)
-            num_pages = self._runner.load()
-            plans_ahead = self.config.plans_ahead(device_type=device_type)
-            executor = LocalExecutor(self._runner.build(num_pages, arena), board, plans_ahead=plans_ahead)
+            member = alone(device="cuda:0" if deployment.device_type == "cuda" else "cpu")
+            if deployment.device_type == "cuda":
+                deployment = with_weights_form(deployment, [GpuModel.of(member.ctx.device)])
+            loaded = load(deployment, member)
+            num_pages = loaded.measure()
+            self._rank = loaded.build(num_pages, arena)
+            executor = LocalExecutor(self._rank, member.board, plans_ahead=deployment.plans_ahead)
         else:
-            self._gang = ProcessGang(self.config, device_type=device_type, arenas=[] if arena is None else [arena])
-            num_pages, executor = self._gang.num_pages, self._gang.executor
-        engine = build_engine(
-            executor, self.config, model=model, device_type=device_type, num_pages=num_pages, host=host
-        )
-        return engine, executor
+            self._gang = ProcessGang(deployment, arenas=[] if arena is None else [arena])
+            deployment, num_pages, executor = self._gang.deployment, self._gang.num_pages, self._gang.executor
+        return build_engine(executor, deployment, num_pages=num_pages, host=host), executor
 
     @property
     def engine(self) -> Engine:
@@ -259,17 +257,17 @@ class LLM:
         self._close_host()
 
     def _close_host(self) -> None:
-        if self._runner is not None:
-            self._runner.close()  # before the memory that it moves to goes
+        if self._rank is not None:
+            self._rank.close()  # before the memory that it moves to goes
         if self._host is not None:
             self._host.close()
 
-    def _open_host(self, model: ModelConfig, *, device_type: str) -> HostLink:
+    def _open_host(self, deployment: Deployment) -> HostLink:
         """Own a host tier, whose memory goes with this process."""
         directory = SHARED_MEMORY / new_name()
         service = HostService(directory)
         try:
-            (opened,) = open_all([service], self.config, model, device_type=device_type, epoch=0)
+            (opened,) = open_all([service], deployment, epoch=0)
         except BaseException:
             service.close()
             raise

@@ -30,7 +30,7 @@ from raycache.api.chat import ChatTemplate
 from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.hub_models import outlined, pinned, pinned_models
 from raycache.config import Config
-from raycache.gang.build import check_model
+from raycache.deployment.deployment import check_model
 from raycache.observe import logs
 from raycache.routing.totals import total_info
 from raycache.types import EngineInfo

@@ -10,18 +10,10 @@ import psutil
 import torch
 
 from raycache.config import Config
-from raycache.deployment.memory_plan import (
-    auto_bytes,
-    cache_format,
-    pages_that_fit,
-    pages_within,
-    pool_bytes,
-    pool_sizes,
-    resolve_dtype,
-)
+from raycache.deployment.deployment import Deployment
+from raycache.deployment.memory_plan import auto_bytes, pages_that_fit, pages_within, pool_bytes
 from raycache.memory.component import FULL
-from raycache.memory.device import unit_bytes
-from raycache.models.base import ModelConfig, components
+from raycache.models.base import ModelConfig
 from raycache.models.layer_sizes import layer_sizes
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
@@ -69,38 +61,33 @@ def device_type(config: Config) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def plan_memory(config: Config, *, model: ModelConfig, weight_bytes: int) -> MemoryPlan:
+def plan_memory(deployment: Deployment, *, weight_bytes: int) -> MemoryPlan:
     """Work out what the fullest rank would hold.
 
     Args:
-        config: a split that `check_split` has accepted, with stages.
-        model: to serve.
+        deployment: with a split that `check_split` has accepted, and stages.
         weight_bytes: of that rank.
     Raises:
         ConfigError: not even one page fits.
     """
-    where = device_type(config)
-    dtype = resolve_dtype(config, device_type=where)
+    config, where = deployment.config, deployment.device_type
     sharing = config.world_size if where == "cpu" else 1
     free = _free_bytes(where) // sharing
     contexts = _contexts(config, where=where)
-    fmt = cache_format(config, dtype=dtype)
 
     def cache_bytes(ctx: ParallelContext, num_pages: int) -> int:
-        return pool_bytes(config, model, num_pages=num_pages, fmt=fmt, ctx=ctx)
+        return pool_bytes(deployment, num_pages=num_pages, ctx=ctx)
 
     fullest = max(contexts, key=lambda ctx: cache_bytes(ctx, _MANY_PAGES))
-    pages = pages_that_fit(config, model, ctx=fullest, dtype=dtype, ranks_on_node=sharing)
+    pages = pages_that_fit(deployment, ctx=fullest, ranks_on_node=sharing)
     if config.num_pages == "auto" and config.kv_memory == "auto":
         # "auto" is a share of what is free once the weights are loaded, which they are not yet.
         memory = int(auto_bytes(torch.device(where), sharing) * max(0.0, 1 - weight_bytes / free))
-        pages = min(pages, pages_within(config, model, ctx=fullest, dtype=dtype, memory=memory))
-    sizes = pool_sizes(config, model, num_pages=pages, fmt=fmt)
+        pages = min(pages, pages_within(deployment, ctx=fullest, memory=memory))
+    sizes = deployment.pool_sizes(pages)
     units: Counter[str] = Counter()
-    for part in components(model, fmt):
-        units[part.space] += unit_bytes(
-            part, num_layers=model.num_layers, page_size=config.page_size, split=fullest.split, at=fullest.coords
-        )
+    for part in deployment.components:
+        units[part.space] += deployment.unit_bytes(part, fullest.split, fullest.coords)
     slots = {space: (sizes[space], size) for space, size in units.items() if space != FULL}
     return MemoryPlan(weight_bytes, units[FULL], cache_bytes(fullest, pages), slots, pages, config.page_size, free)
 

@@ -15,10 +15,8 @@ from raycache.checkpoint.layout import Layouts
 from raycache.checkpoint.quantisation import Quantisation, read_quantisation
 from raycache.checkpoint.stored_slice import Format
 from raycache.checkpoint.tensor_files import Checkpoint
-from raycache.checkpoint.weights_form import check_kernels, weights_form
-from raycache.config import Config
-from raycache.deployment.memory_plan import resolve_dtype
-from raycache.models.base import ModelConfig, load_model
+from raycache.deployment.deployment import Deployment
+from raycache.models.base import load_model
 from raycache.models.drafts.loading import load_draft
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
@@ -47,17 +45,15 @@ class HeldWeights:
         return f"about {' + '.join(parts)}"
 
 
-def held_weights(config: Config, model: ModelConfig, *, device_type: str) -> HeldWeights:
+def held_weights(deployment: Deployment) -> HeldWeights:
     """Count what the fullest stage reads; takes no memory for it.
 
     Args:
-        config: of the service, with stages.
-        model: to serve.
-        device_type: "cpu" or "cuda".
+        deployment: with stages, and the form of its weights.
     Raises:
         CheckpointError: the weights are damaged or not the model's.
     """
-    split, counted = config.split, []
+    split, counted = deployment.config.split, []
     for stage in range(split.pp):
         rank = next(rank for rank in range(split.world_size) if split.coords(rank).pp == stage)
         at = split.coords(rank)
@@ -69,17 +65,17 @@ def held_weights(config: Config, model: ModelConfig, *, device_type: str) -> Hel
             pp=Group(rank=at.pp, size=split.pp),
             cp=Group(rank=at.cp, size=split.cp),
         )
-        counted.append(_count(config, model, ctx, device_type=device_type))
+        counted.append(_count(deployment, ctx))
     return max(counted, key=lambda held: held.total)
 
 
-def _count(config: Config, model: ModelConfig, ctx: ParallelContext, *, device_type: str) -> HeldWeights:
-    dtype = resolve_dtype(config, device_type=device_type)
-    own = _source(config, Path(config.model), dtype, device_type=device_type)
+def _count(deployment: Deployment, ctx: ParallelContext) -> HeldWeights:
+    model = deployment.model
+    own = _source(deployment, Path(deployment.config.model))
     target = load_model(replace(model, draft=None), own, ctx, torch.float32, on_progress=lambda done, total: None)
     sources = [own]
     if model.draft is not None and ctx.is_last_stage:
-        theirs = _source(config, model.draft.directory, dtype, device_type=device_type)
+        theirs = _source(deployment, model.draft.directory)
         load_draft(model, theirs, ctx, torch.float32, target=target, target_source=own)
         sources.append(theirs)
     num_bytes, formats = Counter[str](), Counter[Format]()
@@ -89,30 +85,22 @@ def _count(config: Config, model: ModelConfig, ctx: ParallelContext, *, device_t
     return HeldWeights(num_bytes, tuple(form for form, _ in formats.most_common()))
 
 
-def _source(config: Config, directory: Path, dtype: torch.dtype, *, device_type: str) -> CountedWeights:
-    if config.dummy_weights:
-        return CountedWeights(None, None, form=None, dtype=dtype)
+def _source(deployment: Deployment, directory: Path) -> CountedWeights:
+    if deployment.config.dummy_weights:
+        return CountedWeights(None, None, form=None, dtype=deployment.dtype)
     checkpoint, quantisation = Checkpoint(directory), read_quantisation(directory)
-    form = None
-    if quantisation is not None:
-        form = weights_form(quantisation, config.weights, dtype=dtype, device_type=device_type)
-    return CountedWeights(checkpoint, Layouts(checkpoint, quantisation), form=form, dtype=dtype)
+    form = None if quantisation is None else deployment.weights_form(quantisation)
+    return CountedWeights(checkpoint, Layouts(checkpoint, quantisation), form=form, dtype=deployment.dtype)
 
 
-def describe_quantisation(quantisation: Quantisation, held: HeldWeights, config: Config, *, device_type: str) -> str:
-    """How a checkpoint is quantised, and what becomes of it in memory.
-
-    Raises:
-        ConfigError: this machine's GPU has no kernels for it.
-    """
+def describe_quantisation(quantisation: Quantisation, held: HeldWeights, deployment: Deployment) -> str:
+    """How a checkpoint is quantised, and what becomes of it in memory."""
     formats = held.formats or tuple(dict.fromkeys(scheme.format for scheme in quantisation.schemes))
     names = (" and " if held.formats else " or ").join(form.value for form in formats)
     told = f"{names} ({quantisation.method}, {quantisation.path.name})"
-    dtype = resolve_dtype(config, device_type=device_type)
-    form = weights_form(quantisation, config.weights, dtype=dtype, device_type=device_type)
-    check_kernels(form, torch.device(device_type))
+    dtype, form = deployment.dtype, deployment.weights_form(quantisation)
     kept = [one.value for one in formats if one in form.stored]
-    if config.dummy_weights:
+    if deployment.config.dummy_weights:
         drawn = f"quantised where a kernel takes the layer, and counted as {_name(dtype)}" if kept else _name(dtype)
         return f"{told}; random weights are {drawn}"
     if not kept:

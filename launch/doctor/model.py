@@ -18,11 +18,13 @@ from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.config import Config
-from raycache.deployment.memory_plan import cache_format, context_len, resolve_dtype, served_model
+from raycache.deployment.deployment import Deployment, served_model
 from raycache.deployment.stages import with_stages
+from raycache.deployment.weights import why_no_kernels, with_weights_form
 from raycache.errors import ConfigError
-from raycache.models.base import ModelConfig, check_split, check_weights, components, head_counts, read_config
+from raycache.models.base import ModelConfig, check_split, check_weights, head_counts, read_config
 from raycache.models.drafts.loading import check_draft
+from raycache.parallel.devices import GpuModel
 from raycache.parallel.sharding import Split
 from raycache.rank.backend import device_obstacle
 
@@ -42,7 +44,7 @@ def examine_model(config: Config) -> Iterator[CheckResult]:
     found = [*_files(config, model), *(_splits(config, model, has_devices=has_devices) if model else [])]
     yield from found
     if model and has_devices and all(one.outcome is not Outcome.FAILED for one in found):
-        yield from _memory(with_stages(config, model), model)
+        yield from _memory(Deployment(with_stages(config, model), model, device_type(config)))
 
 
 def _devices(config: Config) -> Iterator[CheckResult]:
@@ -88,6 +90,8 @@ def _weights(folder: Path) -> str:
 
 
 def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterator[CheckResult]:
+    deployment = Deployment(config, model, device_type(config))
+
     def tensor() -> str:
         check_split(model, Split(tp=config.tp, cp=config.cp))
         counts = ", ".join(f"{count.name} {count.count}" for count in head_counts(model))
@@ -98,7 +102,7 @@ def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterato
         staged = with_stages(config, model)
         if config.pp == 1:
             return f"pp=1: all {model.num_layers} layers on every rank"
-        dtype = resolve_dtype(config, device_type=device_type(config))
+        dtype = deployment.dtype
         sizes = ", ".join(human_bytes(size * dtype.itemsize) for size in stage_weights(staged, model))
         in_type = str(dtype).removeprefix("torch.")
         return f"pp={config.pp}: stages of {staged.pp_layers} layers, {sizes} of weights in {in_type}"
@@ -114,21 +118,21 @@ def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterato
     yield CheckResult(
         "context split", Outcome.OK, f"cp={config.cp}: {share} of {config.page_size} tokens of each page per rank"
     )
-    yield attempt("context", lambda: f"{context_len(config, model)} tokens for prompt and output together")
-    yield from _attention(config, model, has_devices=has_devices)
+    yield attempt("context", lambda: f"{deployment.max_model_len} tokens for prompt and output together")
+    yield from _attention(deployment, has_devices=has_devices)
 
 
-def _attention(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterator[CheckResult]:
-    where = device_type(config)
+def _attention(deployment: Deployment, *, has_devices: bool) -> Iterator[CheckResult]:
+    config = deployment.config
     try:
-        dtype = resolve_dtype(config, device_type=where)
+        dtype = deployment.dtype
     except ConfigError as error:
         yield CheckResult("attention", Outcome.FAILED, str(error))
         return
-    if where == "cpu":
+    if deployment.device_type == "cpu":
         yield attempt("attention", lambda: _attention_on_cpu(config, dtype))
     elif has_devices:
-        yield from examine_attention(config, components(model, cache_format(config, dtype=dtype)), dtype=dtype)
+        yield from examine_attention(config, deployment.components, dtype=dtype)
 
 
 def _attention_on_cpu(config: Config, dtype: torch.dtype) -> str:
@@ -137,21 +141,33 @@ def _attention_on_cpu(config: Config, dtype: torch.dtype) -> str:
     return f"torch: {str(dtype).removeprefix('torch.')} on cpu"
 
 
-def _memory(config: Config, model: ModelConfig) -> Iterator[CheckResult]:
-    held = held_weights(config, model, device_type=device_type(config))
-    quantisation = read_quantisation(Path(config.model))
+def _gpus(deployment: Deployment) -> list[GpuModel]:
+    if deployment.device_type != "cuda":
+        return []
+    return [GpuModel.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+
+
+def _memory(deployment: Deployment) -> Iterator[CheckResult]:
+    quantisation = read_quantisation(Path(deployment.config.model))
+    reason = why_no_kernels(deployment, _gpus(deployment))
+    try:
+        deployment = with_weights_form(deployment, _gpus(deployment))
+    except ConfigError as error:
+        yield CheckResult("quantisation", Outcome.FAILED, str(error))
+        quantisation = None
+    config, held = deployment.config, held_weights(deployment)
     if quantisation is not None:
-        where = device_type(config)
-        yield attempt("quantisation", lambda: describe_quantisation(quantisation, held, config, device_type=where))
+        told = describe_quantisation(quantisation, held, deployment)
+        yield CheckResult("quantisation", Outcome.OK, f"{told}: {reason}" if reason else told)
     yield CheckResult("weights per rank", Outcome.OK, str(held))
     try:
-        plan = plan_memory(config, model=model, weight_bytes=held.total)
+        plan = plan_memory(deployment, weight_bytes=held.total)
     except ConfigError as error:
         yield CheckResult("cache", Outcome.FAILED, str(error))
         return
     used = plan.weight_bytes + plan.cache_bytes
     need = f"about {human_bytes(used)} per rank for weights and cache, {human_bytes(plan.free_bytes)} free"
-    if device_type(config) == "cuda":
+    if deployment.device_type == "cuda":
         need += "; the memory of a step is measured at startup"
     per_token = human_bytes(plan.page_bytes / plan.page_size)
     yield CheckResult("cache per rank", Outcome.OK, f"{per_token} per token, {human_bytes(plan.page_bytes)} per page")
@@ -166,11 +182,10 @@ def _memory(config: Config, model: ModelConfig) -> Iterator[CheckResult]:
     else:
         yield CheckResult("memory", Outcome.WARNING if plan.is_too_large else Outcome.OK, need)
     holds = f"{plan.num_pages} pages, {plan.num_tokens} tokens in total"
-    if plan.num_tokens < context_len(config, model):
+    if plan.num_tokens < deployment.max_model_len:
         text = f"{holds}, less than the context length: longer requests are refused; raise kv_memory or cp"
         yield CheckResult("cache", Outcome.WARNING, text)
     else:
         yield CheckResult("cache", Outcome.OK, holds)
-    where = device_type(config)
-    fmt = cache_format(config, dtype=resolve_dtype(config, device_type=where))
-    yield from examine_tiers(config, model, fmt=fmt, taken=used * config.world_size if where == "cpu" else 0)
+    is_shared = deployment.device_type == "cpu"
+    yield from examine_tiers(deployment, taken=used * config.world_size if is_shared else 0)

@@ -12,39 +12,32 @@ import psutil
 from launch.doctor.check import CheckResult, Outcome, attempt
 from launch.table import human_bytes
 from raycache.config import Config, parse_bytes
+from raycache.deployment.deployment import Deployment, check_host_tier
 from raycache.errors import ConfigError
-from raycache.host.plan import check_host_tier
-from raycache.memory.component import FULL, CacheFormat
-from raycache.memory.rows import EnvelopeLayout
-from raycache.models.base import ModelConfig, components
+from raycache.memory.component import FULL
 from raycache.storage.open import open_storage, storage_name
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def examine_tiers(config: Config, model: ModelConfig, *, fmt: CacheFormat, taken: int) -> Iterator[CheckResult]:
+def examine_tiers(deployment: Deployment, *, taken: int) -> Iterator[CheckResult]:
     """Check host memory and storage.
 
     Args:
-        config: of the service.
-        model: to serve.
-        fmt: of the rows.
+        deployment: to look at.
         taken: bytes of this machine's memory that weights and device tier will need.
     """
+    config = deployment.config
     if config.has_host_tier:
-        yield attempt("host tier", lambda: _host(config, _page_bytes(config, model, fmt), taken))
+        yield attempt("host tier", lambda: _host(config, _page_bytes(deployment), taken))
     if config.storage:
         yield _storage(config)
 
 
-def _page_bytes(config: Config, model: ModelConfig, fmt: CacheFormat) -> int:
+def _page_bytes(deployment: Deployment) -> int:
     """One page of the sequence on all ranks together, each replica's rows once."""
-    check_host_tier(config, model)
-    split = config.split
-    layout = EnvelopeLayout(
-        components(model, fmt), num_layers=model.num_layers, page_size=config.page_size, split=split
-    )
-    return layout.unit_bytes(FULL)
+    check_host_tier(deployment.config, deployment.model)
+    return deployment.envelope_layout().unit_bytes(FULL)
 
 
 def _host(config: Config, page_bytes: int, taken: int) -> str:

@@ -9,7 +9,6 @@ import torch
 
 from raycache.checkpoint.quantisation import Quantisation
 from raycache.checkpoint.stored_slice import Format
-from raycache.errors import ConfigError
 
 _KERNELS: Mapping[str, frozenset[Format]] = {
     "cpu": frozenset(),
@@ -54,23 +53,9 @@ def weights_form(quantisation: Quantisation, wish: str, *, dtype: torch.dtype, d
     return WeightsForm(_kernels(device_type, dtype) & formats, dtype)
 
 
-def check_kernels(form: WeightsForm, device: torch.device) -> None:
-    """Refuse to keep weights quantised on a GPU without kernels for them.
-
-    To dequantise them instead would change what is computed, which the cache's identity does not say.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    if not form.stored or device.type != "cuda":
-        return
-    major, minor = torch.cuda.get_device_capability(device)
-    if major != _HOPPER:
-        formats = " and ".join(sorted(one.value for one in form.stored))
-        raise ConfigError(
-            f"no kernels for {formats} weights on {torch.cuda.get_device_name(device)} (compute capability "
-            f"{major}.{minor}); pass --weights bfloat16"
-        )
+def has_kernels(capability: tuple[int, int]) -> bool:
+    """Whether a GPU of this compute capability multiplies by quantised weights."""
+    return capability[0] == _HOPPER
 
 
 def why_dequantised(quantisation: Quantisation, wish: str, *, dtype: torch.dtype, device_type: str) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from raycache.deployment.memory_use import refusing_out_of_memory
 from raycache.errors import RankLostError
+from raycache.gang.watch import RankProcesses, RankWatch
 from raycache.parallel.board import AckBoard, Acks
 from raycache.parallel.collectives import Group
 from raycache.parallel.relay import BoardReceiver
@@ -18,7 +19,8 @@ from raycache.wire.control import broadcast_plan, receive_results
 from raycache.wire.plan import RowResult, StepPlan, read_results
 
 _BLAME_S = 1.0
-"""How long to wait for the survivors of a lost gang to say that they lost a peer; who says nothing is to blame."""
+"""How long to wait for the end of a process, or for the survivors of a lost gang to say that they lost a peer; who says
+nothing is to blame."""
 _MOVES_END_S = 30.0
 
 
@@ -72,6 +74,8 @@ class GangExecutor:
         board: where the ranks say how far they are.
         plans_ahead: whether plans are sent to a single stage while it works on another.
         receivers: of the boards of other nodes.
+    Attributes:
+        control: as given.
     """
 
     def __init__(
@@ -83,21 +87,31 @@ class GangExecutor:
         plans_ahead: bool = False,
         receivers: Sequence[BoardReceiver] = (),
     ) -> None:
-        self._control = control
+        self.control = control
         self._split = split
         self._board = board
         self._receivers = receivers
+        self._watch: RankWatch | None = None
         self._step = 0
         self._sending: deque[Callable[[], None]] = deque()
         self.depth = 2 if plans_ahead and split.pp == 1 else split.pp
 
+    def watch(self, ranks: RankProcesses) -> None:
+        """Wake whoever waits for the ranks when one of their processes ends."""
+        self._watch = RankWatch(ranks, board=self._board)
+
     def submit(self, plan: StepPlan) -> None:
         self._step = plan.step
-        self._sending.append(broadcast_plan(plan, self._control))
+        if plan.is_last:
+            self._stop_watching()
+        try:
+            self._sending.append(broadcast_plan(plan, self.control))
+        except RankLostError as cause:
+            raise self._blame(plan.step, cause.cause) from cause
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         try:
-            answers = receive_results(plan, self._control, split=self._split)
+            answers = receive_results(plan, self.control, split=self._split)
             self._sending.popleft()()
         except RankLostError as cause:
             raise self._blame(plan.step, cause.cause) from cause
@@ -114,12 +128,25 @@ class GangExecutor:
             for sent in self._sending:
                 sent()
         finally:
-            self._control.close()
+            self.control.close()
+
+    def abandon(self) -> None:
+        """Listen to the ranks no more: they are about to be ended."""
+        self._stop_watching()
+        for receiver in self._receivers:
+            receiver.close()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
 
     def _blame(self, step: int, cause: str) -> RankLostError:
-        """Name the rank that the others wait for."""
+        """Name the rank that the others wait for: the one whose process has ended, or else what the board says."""
         deadline = time.monotonic() + _BLAME_S
-        time.sleep(_BLAME_S / 10)
+        ended = None if self._watch is None else self._watch.lost(timeout_s=_BLAME_S)
+        if ended is not None:
+            rank, how = ended
+            return RankLostError(rank, str(self._split.coords(rank)), step, how)
         while len(suspects := self._board.suspects(step)) > 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         rank = suspects[0] if suspects else -1

@@ -1,8 +1,7 @@
 """A gang of plain processes on this machine, without Ray: for scripts and tests.
 
-The decider is the process that makes the gang. Ranks are forked from a server that has imported torch once, so that
-a rank is up in
-a fraction of a second.
+The decider is the process that makes the gang. Ranks are forked from a server that has imported torch once, so that a
+rank is up in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
@@ -19,15 +17,16 @@ from typing import Any, cast
 import torch
 
 from raycache.config import Config
+from raycache.deployment.deployment import Deployment, served_model
 from raycache.deployment.memory_plan import usable_cpus
+from raycache.deployment.weights import with_weights_form
 from raycache.errors import RankLostError, RayCacheError
-from raycache.gang.executors import GangExecutor
+from raycache.gang.meeting import Meeting
 from raycache.parallel.board import AckBoard
-from raycache.parallel.collectives import Group
-from raycache.parallel.context import DECIDER, GroupHandle, Store, build_group, group_handles
-from raycache.parallel.devices import require_gpus
-from raycache.parallel.relay import BoardReceiver, leaders, receive_boards
-from raycache.rank.runner import RankRunner, Seat
+from raycache.parallel.devices import GpuModel, require_gpus
+from raycache.rank.build import load
+from raycache.rank.member import Invitation, RankSpec, join
+from raycache.rank.run import run
 
 _HOST = "127.0.0.1"
 _IDLE_S = 14 * 24 * 3600.0
@@ -35,153 +34,87 @@ _IDLE_S = 14 * 24 * 3600.0
 decider that ends closes its connections."""
 
 
-@dataclass(frozen=True)
-class Invitation:
-    """What a rank process needs to become a member of a gang."""
-
-    config: Config
-    seat: Seat
-    handles: dict[str, GroupHandle]
-    epoch: int
-    board: Path
-
-
-def invite(
-    config: Config, *, device_type: str, store: Store, boards: Sequence[AckBoard], epoch: int, nodes: Sequence[int] = ()
-) -> list[Invitation]:
-    """One invitation per rank of a gang on this machine.
+def meet_here(config: Config, *, device_type: str, nodes: Sequence[int] = ()) -> tuple[Meeting, list[Invitation]]:
+    """The meeting of a gang on this machine, and an invitation per rank.
 
     Args:
         config: of the service.
         device_type: "cpu" or "cuda".
-        store: where ranks and decider meet.
-        boards: one per node.
-        epoch: of the gang.
-        nodes: node of each rank, for tests that have several on this machine; node 0 is the decider's.
+        nodes: node of each rank, for tests: as if ranks were on several. Node 0 is the decider's.
     Raises:
         ConfigError: fewer GPUs than ranks, or no CUDA that works.
     """
-    split = config.split
+    size = config.world_size
     if device_type == "cuda":
-        require_gpus(split.world_size)
-    places = tuple(nodes) or (0,) * split.world_size
-    handles = group_handles(
-        split,
-        backend="nccl" if device_type == "cuda" else "gloo",
-        store=store.address,
-        epoch=epoch,
-        timeout_s=config.rank_timeout_s,
-        leaders=leaders(places, here=0),
-    )
-    handles["control"] = replace(handles["control"], timeout_s=_IDLE_S)
-    threads = max(1, usable_cpus() // split.world_size)
-    return [
-        Invitation(
-            config=config,
-            seat=Seat(
-                rank=rank,
-                host=_HOST,
-                device=f"cuda:{rank}" if device_type == "cuda" else "cpu",
-                ranks_on_node=split.world_size,
-                num_threads=threads,
-            ),
-            handles=handles,
-            epoch=epoch,
-            board=boards[places[rank]].path,
+        require_gpus(size)
+    nodes = tuple(nodes) or (0,) * size
+    meeting = Meeting(config, device_type=device_type, epoch=1, host=_HOST, nodes=nodes, here=0, plan_timeout_s=_IDLE_S)
+    boards = {0: meeting.board, **{nodes[rank]: AckBoard.create(size) for rank in meeting.leaders}}
+    specs = [
+        RankSpec(
+            rank=rank,
+            host=_HOST,
+            device=f"cuda:{rank}" if device_type == "cuda" else "cpu",
+            ranks_on_node=size,
+            num_threads=max(1, usable_cpus() // size),
         )
-        for rank in range(split.world_size)
+        for rank in range(size)
     ]
+    return meeting, meeting.invitations(specs, {node: board.path for node, board in boards.items()})
 
 
 class ProcessGang:
     """Ranks in processes of their own, joined, loaded and running.
 
     Args:
-        config: of the service.
-        device_type: "cpu" or "cuda".
+        deployment: to serve.
         arenas: file of the host tier of each node; empty without one.
         nodes: node of each rank, for tests: as if ranks were on several. Node 0 is the decider's.
     Raises:
         RayCacheError: what kept a rank from starting; no process is left behind.
 
     Attributes:
+        deployment: as the ranks have it, with the form of their weights.
         executor: to hand to an engine.
         num_pages: that all ranks hold.
     """
 
-    def __init__(
-        self, config: Config, *, device_type: str, arenas: Sequence[Path] = (), nodes: Sequence[int] = ()
-    ) -> None:
-        split = config.split
-        nodes = tuple(nodes) or (0,) * split.world_size
-        store = Store(_HOST)
-        boards = [AckBoard.create(split.world_size) for _ in range(max(nodes) + 1)]
-        self._store = store
-        self._processes: list[RankProcess] = []
-        self._receivers: list[BoardReceiver] = []
+    def __init__(self, deployment: Deployment, *, arenas: Sequence[Path] = (), nodes: Sequence[int] = ()) -> None:
+        config = deployment.config
+        timeout_s, executor = config.start_timeout_s, None
+        meeting, invitations = meet_here(config, device_type=deployment.device_type, nodes=nodes)
+        self._ranks = ProcessRanks(_run_rank, invitations)
         try:
-            invitations = invite(config, device_type=device_type, store=store, boards=boards, epoch=1, nodes=nodes)
-            for invitation in invitations:
-                self._processes.append(RankProcess(_run_rank, invitation))
-            handles = dict(invitations[0].handles)
-            handles["control"] = replace(handles["control"], timeout_s=config.rank_timeout_s)
-            with ThreadPoolExecutor(1) as pool:
-                # Joining is a meeting: the decider has to be on its way while it waits for the ranks' answers.
-                joining = pool.submit(self._meet, boards[0], handles, nodes=nodes)
-                try:
-                    self.num_pages = min(self._receive(config.start_timeout_s))
-                except BaseException:
-                    # Or the decider would wait for members that do not come.
-                    store.close()
-                    raise
-                control = joining.result()
-            for process, node in zip(self._processes, nodes, strict=True):
-                process.send((self.num_pages, arenas[node] if arenas else None))
-            self._receive(config.start_timeout_s)
+            gpus = [gpu for gpu in self._ranks.receive(timeout_s) if gpu is not None]
+            self.deployment = with_weights_form(deployment, gpus)
+            self._ranks.send([self.deployment.config.weights] * len(invitations))
+            executor, fits = meeting.join(lambda: self._ranks.receive(timeout_s))
+            self.num_pages = min(fits)
+            by_rank = [arenas[node] if arenas else None for node in tuple(nodes) or (0,) * len(invitations)]
+            self._ranks.send([(self.num_pages, arena) for arena in by_rank])
+            self._ranks.receive(timeout_s)
         except BaseException:
-            self.kill()
+            if executor is not None:
+                executor.abandon()
+            self._ranks.end()
+            self._ranks.join(None)
             raise
         finally:
-            for board in boards:
-                board.unlink()
-        plans_ahead = config.plans_ahead(device_type=device_type)
-        self.executor = GangExecutor(
-            control, split=split, board=boards[0], plans_ahead=plans_ahead, receivers=self._receivers
-        )
-
-    def _meet(self, board: AckBoard, handles: Mapping[str, GroupHandle], *, nodes: Sequence[int]) -> Group:
-        """Join the decider's groups, in the ranks' order: boards first."""
-        self._receivers = receive_boards(board, handles, nodes=nodes, epoch=1, host=_HOST)
-        return build_group(handles["control"], member=DECIDER, epoch=1, host=_HOST, device=torch.device("cpu"))
+            for path in {invitation.board for invitation in invitations}:
+                path.unlink(missing_ok=True)
+        self.executor = executor
+        executor.watch(self._ranks)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the ranks to end after their last plan; what has not ended by then is killed."""
-        for process in self._processes:
-            process.process.join(timeout_s)
+        self._ranks.join(timeout_s)
         self.kill()
-
-    def _receive(self, timeout_s: float) -> list[Any]:
-        """The next value of every rank, by rank; the first one that fails is told at once."""
-        deadline = time.monotonic() + timeout_s
-        found: dict[int, Any] = {}
-        while missing := {p.connection: rank for rank, p in enumerate(self._processes) if rank not in found}:
-            ready = wait(missing, timeout=max(deadline - time.monotonic(), 0))
-            if not ready:
-                raise RankLostError(
-                    min(missing.values()), "", 0, f"no answer after {timeout_s:.0f} s; see --start-timeout-s"
-                )
-            for connection in ready:
-                rank = missing[cast(Connection, connection)]
-                found[rank] = self._processes[rank].receive()
-        return [found[rank] for rank in sorted(found)]
 
     def kill(self) -> None:
         """End all ranks at once."""
-        for receiver in self._receivers:
-            receiver.close()
-        for process in self._processes:
-            process.process.kill()
-            process.process.join()
+        self.executor.abandon()
+        self._ranks.end()
+        self._ranks.join(None)
 
 
 class RankProcess:
@@ -195,7 +128,7 @@ class RankProcess:
     def __init__(self, target: Callable[[Connection, Invitation], None], invitation: Invitation) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["raycache.gang.processes"])
-        self._rank = invitation.seat.rank
+        self._rank = invitation.spec.rank
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(theirs, invitation), daemon=True, name=f"rank {self._rank}")
         self.process.start()
@@ -222,14 +155,69 @@ class RankProcess:
         return value
 
 
+class ProcessRanks:
+    """The processes of a gang's ranks, in their order.
+
+    Args:
+        target: called with (connection, invitation) in each of them.
+        invitations: for the ranks.
+    """
+
+    def __init__(self, target: Callable[[Connection, Invitation], None], invitations: Sequence[Invitation]) -> None:
+        self._processes = [RankProcess(target, invitation) for invitation in invitations]
+
+    def send(self, values: Sequence[Any]) -> None:
+        """Send each rank its value."""
+        for process, value in zip(self._processes, values, strict=True):
+            process.send(value)
+
+    def receive(self, timeout_s: float) -> list[Any]:
+        """The next value of every rank, by rank; the first one that fails is told at once.
+
+        Raises:
+            RayCacheError: what a rank raised.
+            RankLostError: one ended, or said nothing in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        found: dict[int, Any] = {}
+        while missing := {p.connection: rank for rank, p in enumerate(self._processes) if rank not in found}:
+            ready = wait(missing, timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise RankLostError(
+                    min(missing.values()), "", 0, f"no answer after {timeout_s:.0f} s; see --start-timeout-s"
+                )
+            for connection in ready:
+                rank = missing[cast(Connection, connection)]
+                found[rank] = self._processes[rank].receive()
+        return [found[rank] for rank in sorted(found)]
+
+    def wait(self) -> Mapping[int, str]:
+        """Wait until some have ended."""
+        sentinels = {p.process.sentinel: rank for rank, p in enumerate(self._processes)}
+        return {sentinels[cast(int, sentinel)]: "its process ended" for sentinel in wait(sentinels)}
+
+    def end(self) -> None:
+        """End all at once."""
+        for process in self._processes:
+            process.process.kill()
+
+    def join(self, timeout_s: float | None) -> None:
+        """Wait so long for each to end; None waits for as long as it takes."""
+        for process in self._processes:
+            process.process.join(timeout_s)
+
+
 def _run_rank(connection: Connection, invitation: Invitation) -> None:
+    spec, config = invitation.spec, invitation.config
     try:
-        runner = RankRunner(invitation.config, invitation.seat)
-        runner.join(invitation.handles, epoch=invitation.epoch, board=invitation.board)
-        connection.send(runner.load())
-        runner.build(*connection.recv())
+        connection.send(GpuModel.of(torch.device(spec.device)) if spec.device != "cpu" else None)
+        config = replace(config, weights=connection.recv())
+        member = join(invitation)
+        loaded = load(Deployment(config, served_model(config), member.ctx.device.type), member)
+        connection.send(loaded.measure())
+        rank = loaded.build(*connection.recv())
         connection.send("running")
     except RayCacheError as cause:
         connection.send(cause)
         return
-    runner.run()
+    run(rank, member)

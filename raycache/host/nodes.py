@@ -17,12 +17,11 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder
-from raycache.config import Config
+from raycache.deployment.deployment import Deployment
 from raycache.errors import EngineStoppedError, RankLostError
 from raycache.host.plan import host_sizes
 from raycache.host.service import Opened
 from raycache.host.spec import HostSpec, host_spec
-from raycache.models.base import ModelConfig
 
 _GONE_TIMEOUT_S = 60.0
 """For ranks of a gang before to be dead, before memory that they have mapped is given up."""
@@ -58,13 +57,7 @@ class Owner(Protocol):
 
 
 def open_all(
-    owners: Sequence[Owner],
-    config: Config,
-    model: ModelConfig,
-    *,
-    device_type: str,
-    epoch: int,
-    nodes: tuple[int, ...] = (),
+    owners: Sequence[Owner], deployment: Deployment, *, epoch: int, nodes: tuple[int, ...] = ()
 ) -> list[Opened]:
     """Have one arena opened on every node: those that are there if all suit, else all anew.
 
@@ -72,9 +65,7 @@ def open_all(
 
     Args:
         owners: one per node.
-        config: of the service; it has a host tier.
-        model: to serve.
-        device_type: "cpu" or "cuda".
+        deployment: with a host tier.
         epoch: of the decider that asks, above those before.
         nodes: node of each rank; may be empty when there is one.
     Raises:
@@ -88,7 +79,7 @@ def open_all(
 
     def wanted(node: int, sizes: Mapping[str, int]) -> HostSpec:
         at = node if places else None
-        spec = host_spec(config, model, device_type=device_type, sizes=sizes, nodes=places, node=at)
+        spec = host_spec(deployment, sizes=sizes, nodes=places, node=at)
         # Another storage may have been attached since the start.
         return spec if known is None else replace(spec, storage=known.storage, storage_bytes=known.storage_bytes)
 
@@ -104,8 +95,8 @@ def open_all(
             cause = f"ranks of the gang before still use the host tier after {_GONE_TIMEOUT_S:.0f} s"
             raise RankLostError(-1, "unknown", 0, cause)
         _of_all(owners, lambda owner, _: owner.drop())
-    budgets = _of_all(owners, lambda owner, _: owner.budget(config.host_memory))
-    opened = open_with(host_sizes(config, model, device_type=device_type, budgets=budgets, nodes=places))
+    budgets = _of_all(owners, lambda owner, _: owner.budget(deployment.config.host_memory))
+    opened = open_with(host_sizes(deployment, budgets=budgets, nodes=places))
     if not all(each.is_fresh for each in opened):
         raise EngineStoppedError("a node's host tier came back while the others were made anew; start again")
     return opened

@@ -9,11 +9,9 @@ from enum import Enum
 from typing import Any
 
 from raycache.cache.catalog import Catalog
-from raycache.config import Config
-from raycache.host.plan import model_components, part_widths
+from raycache.deployment.deployment import Deployment
 from raycache.memory.component import Component, Reuse, RowField
 from raycache.memory.rows import EnvelopeLayout
-from raycache.models.base import ModelConfig
 from raycache.parallel.sharding import Split
 
 
@@ -96,29 +94,21 @@ _CHANGEABLE: dict[str, Any] = {
 
 
 def host_spec(
-    config: Config,
-    model: ModelConfig,
-    *,
-    device_type: str,
-    sizes: Mapping[str, int],
-    nodes: Sequence[int] = (),
-    node: int | None = None,
+    deployment: Deployment, *, sizes: Mapping[str, int], nodes: Sequence[int] = (), node: int | None = None
 ) -> HostSpec:
     """What to open.
 
     Args:
-        config: of the service; it has a host tier.
-        model: to serve.
-        device_type: "cpu" or "cuda".
+        deployment: with a host tier.
         sizes: component space -> units.
         nodes: node of each rank; empty when all are on one.
         node: whose; None when all ranks are on one. The first one keeps the catalog.
     """
-    widths = part_widths(config, model, device_type=device_type)
-    catalog_bytes = Catalog.num_bytes(sizes=sizes, page_size=config.page_size, part_widths=widths)
+    config = deployment.config
+    catalog_bytes = Catalog.num_bytes(sizes=sizes, page_size=config.page_size, part_widths=deployment.part_widths)
     return HostSpec(
-        components=tuple(model_components(config, model, device_type=device_type)),
-        num_layers=model.num_layers,
+        components=deployment.components,
+        num_layers=deployment.model.num_layers,
         page_size=config.page_size,
         split=config.split,
         sizes=sizes,

@@ -63,6 +63,29 @@ def explain_no_cuda(reason: str, *, cuda: str) -> str:
     return f"CUDA does not start: {first.rstrip('.')}; see `nvidia-smi`"
 
 
+@dataclass(frozen=True)
+class GpuModel:
+    """A kind of GPU, as a rank reports it.
+
+    Attributes:
+        name: such as "NVIDIA L40S".
+        capability: compute capability, major and minor.
+    """
+
+    name: str
+    capability: tuple[int, int]
+
+    @classmethod
+    def of(cls, device: torch.device) -> GpuModel:
+        """Of one of this process's GPUs, which becomes the current one: no other gets a context by this."""
+        torch.cuda.set_device(device)
+        return cls(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
+
+
 def gpu_id(device: torch.device) -> str:
     """What no other GPU of any machine is called."""
     return str(torch.cuda.get_device_properties(device).uuid)

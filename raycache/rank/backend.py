@@ -9,10 +9,8 @@ import torch
 
 from raycache.attention.base import AttentionBackend
 from raycache.attention.torch_ref import TorchBackend
-from raycache.config import Config
-from raycache.deployment.memory_plan import context_len
+from raycache.deployment.deployment import Deployment
 from raycache.errors import ConfigError
-from raycache.models.base import ModelConfig
 
 _log = logging.getLogger(__name__)
 
@@ -22,24 +20,23 @@ NEWEST = (0, 7)
 _LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
 
 
-def choose_backend(config: Config, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def choose_backend(deployment: Deployment, device: torch.device) -> AttentionBackend:
     """FlashInfer where it can be used and is not refused, else torch.
 
     Args:
-        config: of the service; `attention` is the wish.
-        model: to serve.
+        deployment: whose setting `attention` decides.
         device: of the rank.
-        dtype: of activations.
     Raises:
-        ConfigError: FlashInfer is wished for and cannot be used here.
+        ConfigError: FlashInfer is asked for and cannot be used here.
     """
+    config = deployment.config
     if config.attention == "torch":
         return TorchBackend()
-    obstacle = device_obstacle(device, dtype) or package_obstacle()
+    obstacle = device_obstacle(device, deployment.dtype) or package_obstacle()
     if not obstacle:
         from raycache.attention.flashinfer import FlashInferBackend
 
-        return FlashInferBackend(device, max_pages=-(-context_len(config, model) // config.page_size))
+        return FlashInferBackend(device, max_pages=-(-deployment.max_model_len // config.page_size))
     if config.attention == "flashinfer":
         raise ConfigError(f"attention=flashinfer cannot be used: {obstacle}; or use attention=torch")
     if device.type == "cuda":

@@ -19,6 +19,7 @@ from torch import Tensor
 from raycache.attention.base import AttentionBackend, StaticStep
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.device import DevicePool, DraftLayers
+from raycache.models.base import Model
 from raycache.parallel.context import ParallelContext
 from raycache.rank.decode_batch import DecodeBatch
 from raycache.rank.last_tokens import LastTokens
@@ -33,6 +34,38 @@ _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 Layers = Callable[[Tensor, Tensor | None, ForwardPass], tuple[Tensor, ...]]
 """What is recorded: [L] token ids, and [L, F] features of a target for a draft that takes them, -> what comes out."""
+
+
+@dataclass(frozen=True)
+class GraphLayers:
+    """What a graph runs: a model in its whole depth, or its draft.
+
+    Attributes:
+        forward: of the layers.
+        views: of the pool, for these layers.
+        records: see `ForwardPass`.
+        features: an empty tensor [0, F] of those that the layers take of a target, or None.
+    """
+
+    forward: Layers
+    views: DevicePool | DraftLayers
+    records: Sequence[int] = ()
+    features: Tensor | None = None
+
+
+def whole_model(model: Model) -> Layers:
+    """All of a model that has one stage: logits [T, vocab], and what a draft takes."""
+
+    def forward(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
+        hidden = model.forward(model.embed(ids), run)
+        return model.logits(hidden), for_draft(hidden, run)
+
+    return forward
+
+
+def for_draft(hidden: Tensor, run: ForwardPass) -> Tensor:
+    """What a draft takes of a pass: the layers that it records, or the last one."""
+    return torch.cat(run.recorded, dim=-1) if run.recorded else hidden
 
 
 def batch_sizes(most: int, *, cp: int) -> list[int]:
@@ -74,57 +107,51 @@ class _Recorded:
 
 
 class DecodeGraphs:
-    """Recorded decode steps of one rank that has the whole depth of the model, or of its draft.
+    """Recorded decode steps of one rank. Recording them is collective over tp and cp.
 
     Args:
-        layers: of the model.
+        layers: to run.
+        sizes: rows of the batches to record.
         pool: with scratch units.
-        views: of those layers.
         backend: that can capture.
         ctx: of the rank.
-        last: for rows that are fed, or None.
-        features: an empty tensor [0, F] of those that the layers take, or None.
-        records: see `ForwardPass`.
         has_states: whether the layers are recurrent.
+        last: for rows that are fed, or None.
+        target: graphs of the same sizes that are always replayed before, so that their inputs serve both.
     Attributes:
-        num_bytes: of device memory that the graphs keep, once recorded.
+        ctx: as given.
+        num_bytes: of device memory that the graphs keep.
+    Raises:
+        NotRecordableError: the layers cannot be recorded.
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
-        layers: Layers,
+        layers: GraphLayers,
         *,
+        sizes: Sequence[int],
         pool: DevicePool,
-        views: DevicePool | DraftLayers,
         backend: AttentionBackend,
         ctx: ParallelContext,
-        last: LastTokens | None = None,
-        features: Tensor | None = None,
-        records: Sequence[int] = (),
         has_states: bool,
+        last: LastTokens | None = None,
+        target: DecodeGraphs | None = None,
     ) -> None:
-        self._layers, self._pool, self._views, self._backend, self._ctx = layers, pool, views, backend, ctx
-        self._last, self._features, self._records = last, features, records
-        self._has_states = has_states
-        self._recorded: dict[int, _Recorded] = {}
+        self._layers, self._pool, self._backend, self.ctx = layers, pool, backend, ctx
+        self._last, self._has_states = last, has_states
         self._next: _Recorded | None = None
-        self.num_bytes = 0
-
-    @torch.inference_mode()
-    def record(self, sizes: Sequence[int], *, behind: DecodeGraphs | None = None) -> None:
-        """Record batches of these sizes; collective over tp and cp.
-
-        Args:
-            sizes: of the batches.
-            behind: what has the same rows and is always replayed before, so that its inputs serve both.
-        """
-        before, _ = torch.cuda.mem_get_info(self._ctx.device)
+        before, _ = torch.cuda.mem_get_info(ctx.device)
         memory = torch.cuda.graph_pool_handle()
         # The largest first: the others fit into its memory.
-        for size in sorted(sizes, reverse=True):
-            self._recorded[size] = self._record(size, memory, behind)
-        after, _ = torch.cuda.mem_get_info(self._ctx.device)
+        self._recorded = {size: self._record(size, memory, target) for size in sorted(sizes, reverse=True)}
+        after, _ = torch.cuda.mem_get_info(ctx.device)
         self.num_bytes = before - after
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of the batches that are recorded."""
+        return list(self._recorded)
 
     def can_run(self, plan: StepPlan) -> bool:
         """Whether a plan, in single rows, is a batch that was recorded."""
@@ -166,24 +193,24 @@ class DecodeGraphs:
             return False
         # How several tokens lie on cp ranks, and states behind each of them, are not those of single rows.
         is_single = row.num_tokens == 1
-        return (is_single or self._ctx.cp.size == 1) if not self._has_states else is_single and row.read_state >= 0
+        return (is_single or self.ctx.cp.size == 1) if not self._has_states else is_single and row.read_state >= 0
 
-    def _record(self, size: int, memory: Any, behind: DecodeGraphs | None) -> _Recorded:
-        if behind is None:
-            batch = DecodeBatch(size, self._pool, self._ctx)
+    def _record(self, size: int, memory: Any, target: DecodeGraphs | None) -> _Recorded:
+        if target is None:
+            batch = DecodeBatch(size, self._pool, self.ctx)
             step = self._backend.plan_static(batch.inputs)
         else:
-            batch, step = behind._recorded[size].batch, behind._recorded[size].step
+            batch, step = target._recorded[size].batch, target._recorded[size].step
         features = None
-        if self._features is not None:
-            features = self._features.new_zeros(len(batch.inputs.ids), self._features.shape[1])
+        if (empty := self._layers.features) is not None:
+            features = empty.new_zeros(len(batch.inputs.ids), empty.shape[1])
         step.replan(batch.inputs)
-        stream = torch.cuda.Stream(self._ctx.device)
-        stream.wait_stream(torch.cuda.current_stream(self._ctx.device))
+        stream = torch.cuda.Stream(self.ctx.device)
+        stream.wait_stream(torch.cuda.current_stream(self.ctx.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 self._run(batch, step, features)
-        torch.cuda.current_stream(self._ctx.device).wait_stream(stream)
+        torch.cuda.current_stream(self.ctx.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory):
             found = self._run(batch, step, features)
@@ -194,5 +221,5 @@ class DecodeGraphs:
         if self._last is not None:
             # A token that the host does not know yet is -1. What is replayed behind this reads it here, too.
             ids.copy_(torch.where(ids < 0, self._last.tokens[batch.slots], ids))
-        run = ForwardPass(step, self._views, batch.inputs.positions, self._records)
-        return self._layers(ids, features, run)
+        run = ForwardPass(step, self._layers.views, batch.inputs.positions, self._layers.records)
+        return self._layers.forward(ids, features, run)

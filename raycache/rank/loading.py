@@ -19,11 +19,10 @@ from raycache.checkpoint.read_ahead import MAX_THREADS, ReadAhead
 from raycache.checkpoint.read_plan import ReadPlan
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.checkpoint.weights import CheckpointWeights
-from raycache.checkpoint.weights_form import check_kernels, weights_form
-from raycache.config import Config
+from raycache.deployment.deployment import Deployment
 from raycache.deployment.memory_plan import usable_cpus
 from raycache.deployment.memory_use import human_bytes
-from raycache.models.base import Model, ModelConfig, load_model
+from raycache.models.base import Model, load_model
 from raycache.models.drafts.base import DraftModel
 from raycache.models.drafts.loading import load_draft
 from raycache.parallel.context import ParallelContext
@@ -34,33 +33,26 @@ Loaded = tuple[Model, DraftModel | None]
 
 
 def load_weights(
-    config: Config,
-    model: ModelConfig,
-    ctx: ParallelContext,
-    dtype: torch.dtype,
-    *,
-    num_threads: int,
-    on_progress: Callable[[int, int], None],
+    deployment: Deployment, ctx: ParallelContext, *, num_threads: int, on_progress: Callable[[int, int], None]
 ) -> Loaded:
     """Read a rank's share of a model, and of its draft on the last stage.
 
     Args:
-        config: of the service.
-        model: to serve.
+        deployment: whose model to read.
         ctx: of the rank.
-        dtype: of weights and activations.
         num_threads: that read files.
         on_progress: told (bytes read, bytes that the rank reads); with random weights (layers made, layers).
     Raises:
         CheckpointError: a tensor is missing, has another shape, or cannot be read.
     """
-    if config.dummy_weights:
-        random = _random_weights(config, ctx, dtype)
+    model, dtype = deployment.model, deployment.dtype
+    if deployment.config.dummy_weights:
+        random = _random_weights(deployment, ctx)
         made = load_model(model, random, ctx, dtype, on_progress=on_progress)
         if model.draft is None or not ctx.is_last_stage:
             return made, None
         return made, load_draft(model, random, ctx, dtype, target=made, target_source=random)
-    return _Loading(config, model, ctx, dtype, num_threads=num_threads, on_progress=on_progress).load()
+    return _Loading(deployment, ctx, num_threads=num_threads, on_progress=on_progress).load()
 
 
 def read_threads(*, ranks_on_node: int) -> int:
@@ -73,17 +65,16 @@ class _Loading:
 
     def __init__(
         self,
-        config: Config,
-        model: ModelConfig,
+        deployment: Deployment,
         ctx: ParallelContext,
-        dtype: torch.dtype,
         *,
         num_threads: int,
         on_progress: Callable[[int, int], None],
     ) -> None:
-        self._config, self._model, self._ctx, self._dtype = config, model, ctx, dtype
+        model = deployment.model
+        self._deployment, self._model, self._ctx, self._dtype = deployment, model, ctx, deployment.dtype
         self._num_threads, self._on_progress = num_threads, on_progress
-        self._source = self._draft_source = self._open(Path(config.model))
+        self._source = self._draft_source = self._open(Path(deployment.config.model))
         self._draft = model.draft if ctx.is_last_stage else None
         if self._draft is not None and self._draft.kind is not DraftKind.LAYER:
             self._draft_source = self._open(self._draft.directory)
@@ -129,19 +120,17 @@ class _Loading:
         quantisation, device = read_quantisation(directory), self._ctx.device
         if quantisation is None:
             return CheckpointWeights(Checkpoint(directory), None, dtype=self._dtype, device=device)
-        form = weights_form(quantisation, self._config.weights, dtype=self._dtype, device_type=device.type)
-        check_kernels(form, device)
+        form = self._deployment.weights_form(quantisation)
         return CheckpointWeights(Checkpoint(directory), quantisation, dtype=form.dtype, device=device, kept=form.stored)
 
 
-def _random_weights(config: Config, ctx: ParallelContext, dtype: torch.dtype) -> DummyWeights:
+def _random_weights(deployment: Deployment, ctx: ParallelContext) -> DummyWeights:
     """Quantised ones where the model's are, and are kept so."""
-    quantisation = read_quantisation(Path(config.model))
+    quantisation = read_quantisation(Path(deployment.config.model))
     if quantisation is None:
-        return DummyWeights(ctx.device, dtype)
-    form = weights_form(quantisation, config.weights, dtype=dtype, device_type=ctx.device.type)
-    check_kernels(form, ctx.device)
-    return QuantisedDummyWeights(ctx.device, dtype, quantisation, kept=form.stored)
+        return DummyWeights(ctx.device, deployment.dtype)
+    kept = deployment.weights_form(quantisation).stored
+    return QuantisedDummyWeights(ctx.device, deployment.dtype, quantisation, kept=kept)
 
 
 def _ignore(done: int, total: int) -> None:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raycache.config import Config
-from raycache.deployment.memory_plan import cache_format, context_len, step_tokens
+from raycache.deployment.deployment import Deployment
 from raycache.deployment.memory_use import MemoryUse, free_bytes, refusing_out_of_memory
-from raycache.memory.device import DevicePool
-from raycache.models.base import ModelConfig, components
+from raycache.memory.component import FULL, Reuse
 from raycache.rank.rank import Rank
 from raycache.types import MAX_TOP_LOGPROBS, SamplingParams
 from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
@@ -49,19 +47,21 @@ class Largest:
     spaces: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: Config, model: ModelConfig, *, pool: DevicePool) -> Largest:
+    def of(cls, deployment: Deployment) -> Largest:
         """What the settings allow."""
-        longest = context_len(config, model)
+        config, longest = deployment.config, deployment.max_model_len
         if config.num_pages != "auto":
             longest = min(longest, config.num_pages * config.page_size)
         return cls(
-            tokens=step_tokens(config, device_type=pool.device.type),
+            tokens=deployment.max_step_tokens,
             rows=config.max_running,
             drafts=config.most_drafts,
             longest=longest,
             page_size=config.page_size,
-            vocab_size=model.vocab_size,
-            spaces=tuple(pool.windows),
+            vocab_size=deployment.model.vocab_size,
+            spaces=tuple(
+                dict.fromkeys((FULL, *(p.space for p in deployment.components if p.reuse is not Reuse.STATE_HERE)))
+            ),
         )
 
     def prefill(self) -> StepPlan:
@@ -93,13 +93,13 @@ class Largest:
         return StepPlan(1, rows=rows, admits=admits, num_top=MAX_TOP_LOGPROBS)
 
 
-def measure_peak(config: Config, rank: Rank, *, use: MemoryUse, num_graphs: int) -> None:
+def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_graphs: int) -> None:
     """Run the largest steps, and keep memory free for what they take. Collective: all ranks of a gang do it together.
 
     What is built, chosen or allocated once at first use is so now: it is noted as "kernels".
 
     Args:
-        config: of the service.
+        deployment: of the rank.
         rank: on a GPU, with a pool of one page and one slot, to be thrown away.
         use: of the rank's GPU; "activations" and "graphs" are kept free.
         num_graphs: decode steps that will be recorded. They share the memory of one decode step, which is not returned;
@@ -107,10 +107,10 @@ def measure_peak(config: Config, rank: Rank, *, use: MemoryUse, num_graphs: int)
     Raises:
         ConfigError: a largest step does not fit beside the weights.
     """
-    for part in components(rank.config, cache_format(config, dtype=rank.dtype)):
+    for part in deployment.components:
         for rows in rank.pool.rows(part.name).values():
             rows.view(torch.uint8).zero_()  # numbers that are none would take other ways through the model
-    largest = Largest.of(config, rank.config, pool=rank.pool)
+    largest = Largest.of(deployment)
     plans = {"prefill": largest.prefill(), "decode": largest.decode()}
     for kind, plan in plans.items():
         num_tokens = sum(row.num_tokens for row in plan.rows)
@@ -120,7 +120,7 @@ def measure_peak(config: Config, rank: Rank, *, use: MemoryUse, num_graphs: int)
     use.note("kernels")
     peaks = {kind: _peak(rank, plan) for kind, plan in plans.items()}
     use.keep("activations", max(peaks.values()))
-    shared = peaks["decode"] * (1 if rank.guesser is None else 2)
+    shared = peaks["decode"] * (1 if rank.drafter is None else 2)
     use.keep("graphs", shared + num_graphs * _GRAPH_BYTES if num_graphs else 0)
 
 

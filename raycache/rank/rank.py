@@ -23,8 +23,8 @@ from raycache.memory.streams import Event, Passed, after_compute
 from raycache.models.base import Model, ModelConfig
 from raycache.parallel.context import ParallelContext
 from raycache.rank.answer import PendingAnswer
-from raycache.rank.graphs import DecodeGraphs, in_single_rows
-from raycache.rank.guesser import Followed, Guesser
+from raycache.rank.drafter import Drafter, Followed
+from raycache.rank.graphs import DecodeGraphs, for_draft, in_single_rows
 from raycache.rank.last_tokens import LastTokens
 from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, sample
 from raycache.step.inputs import StepInputs, step_inputs
@@ -87,7 +87,7 @@ class Rank:
         mover: between the pool and the host, None without a host tier.
         last: what slots sampled, where plans may have rows that are fed.
         graphs: recorded decode steps, None where there are none.
-        guesser: a draft model, on the last stage of a gang that has one.
+        drafter: a draft model, on the last stage of a gang that has one.
     """
 
     ctx: ParallelContext
@@ -99,7 +99,7 @@ class Rank:
     mover: Mover | None = None
     last: LastTokens | None = None
     graphs: DecodeGraphs | None = None
-    guesser: Guesser | None = None
+    drafter: Drafter | None = None
     _slots: dict[int, Slot] = field(default_factory=dict)
     _tables: dict[str, PageTables] = field(init=False)
     _unsent: Callable[[], None] = lambda: None
@@ -115,6 +115,11 @@ class Rank:
             The answer, [result_len, result_width]; empty on ranks that are not of the last stage.
         """
         return self.start(plan).answer()
+
+    def close(self) -> None:
+        """Let go of the host tier."""
+        if self.mover is not None:
+            self.mover.close()
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> PendingAnswer:
@@ -138,8 +143,8 @@ class Rank:
         self._move(plan)
         for admit in plan.admits:
             self._slots[admit.slot] = _new_slot(admit)
-            if self.guesser is not None:
-                self.guesser.forget(admit.slot)
+            if self.drafter is not None:
+                self.drafter.forget(admit.slot)
             for space, tables in self._tables.items():
                 tables.begin(admit.slot, admit.pages.get(space, ()))
         for row in plan.rows:
@@ -167,12 +172,7 @@ class Rank:
         hidden, run = self._run_stage(inputs)
         if not self.ctx.is_last_stage:
             return _Done()
-        return _Done(self.model.logits(hidden[inputs.logits]), _for_draft(hidden, run), inputs)
-
-    def layers(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
-        """All of a model that has one stage: logits [T, vocab], and what a draft takes. See `graphs.Layers`."""
-        hidden = self.model.forward(self.model.embed(ids), run)
-        return self.model.logits(hidden), _for_draft(hidden, run)
+        return _Done(self.model.logits(hidden[inputs.logits]), for_draft(hidden, run), inputs)
 
     def _move(self, plan: StepPlan) -> None:
         """Start the plan's page moves. Views wait for the loads of their layer."""
@@ -209,34 +209,34 @@ class Rank:
         return hidden, run
 
     def _answer(self, plan: StepPlan, done: _Done) -> Tensor:
-        """What is sampled, scored and guessed, int64 [result_len, result_width]."""
+        """What is sampled, scored and drafted, int64 [result_len, result_width]."""
         logits = done.logits
         assert logits is not None, "the last stage answers"
         if plan.loads:
             # A load that failed leaves whatever was there. The decider throws such rows away; sampling must bear them.
             logits = logits.nan_to_num()
         tokens = self._tokens(plan, logits)
-        guesses = self._guess(plan, done, tokens)
+        drafted = self._draft(plan, done, tokens)
         if plan.num_top is None:
-            return torch.cat([tokens, guesses])[:, None]
+            return torch.cat([tokens, drafted])[:, None]
         chosen_logprob, top_ids, top = logprobs(logits, tokens, num_top=plan.num_top)
         bits = [values.double().view(torch.int64) for values in (chosen_logprob[:, None], top)]
         lines = torch.cat([tokens[:, None], bits[0], top_ids, bits[1]], dim=1)
-        return torch.cat([lines, F.pad(guesses[:, None], (0, lines.shape[1] - 1))])
+        return torch.cat([lines, F.pad(drafted[:, None], (0, lines.shape[1] - 1))])
 
-    def _guess(self, plan: StepPlan, done: _Done, tokens: Tensor) -> Tensor:
-        """Let the draft follow, and guess what is wanted."""
-        if self.guesser is None or done.found is None:
+    def _draft(self, plan: StepPlan, done: _Done, tokens: Tensor) -> Tensor:
+        """Let the draft model follow, and draft what is wanted."""
+        if self.drafter is None or done.found is None:
             return tokens[:0]
-        self.guesser.planned = self._planned
+        self.drafter.planned = self._planned
         step = Followed(plan, tokens, done.found, done.inputs, done.recorded, self._tables)
-        guesses = self.guesser.guess(step, self._wish)
-        self._planned = self.guesser.planned
-        return guesses
+        drafted = self.drafter.draft(step, self._draft_row)
+        self._planned = self.drafter.planned
+        return drafted
 
-    def _wish(self, row: Row, behind: int) -> SampleRow:
+    def _draft_row(self, row: Row, behind: int) -> SampleRow:
         slot = self._slots[row.slot]
-        # Penalties for the newest tokens are left out: a guess may be wrong.
+        # Penalties for the newest tokens are left out: a draft token may be wrong.
         return SampleRow(slot.sampling, seed=slot.seed, position=row.output_position + behind, token_counts=slot.counts)
 
     def _tokens(self, plan: StepPlan, logits: Tensor) -> Tensor:
@@ -295,10 +295,6 @@ class _Done:
     found: Tensor | None = None
     inputs: StepInputs | None = None
     recorded: DecodeGraphs | None = None
-
-
-def _for_draft(hidden: Tensor, run: ForwardPass) -> Tensor:
-    return torch.cat(run.recorded, dim=-1) if run.recorded else hidden
 
 
 def _new_slot(admit: Admit) -> Slot:

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from raycache.config import Config
+from raycache.deployment.deployment import Deployment
 from raycache.deployment.stages import with_stages
-from raycache.gang.processes import Invitation, RankProcess, invite
+from raycache.gang.processes import ProcessRanks, meet_here
 from raycache.memory.component import FULL
 from raycache.models.base import read_config
-from raycache.parallel.board import AckBoard
-from raycache.parallel.context import DECIDER, Store, build_group
-from raycache.rank.runner import RankRunner
+from raycache.rank.build import load
+from raycache.rank.member import Invitation, join
 from raycache.types import SamplingParams
 from raycache.wire.plan import Admit, Row, StepPlan, emitted, local_positions
 
@@ -94,35 +94,28 @@ def forced_logits(
         rank_timeout_s=60,
     )
     config = with_stages(config, read_config(model))
-    store, board = Store("127.0.0.1"), AckBoard.create(config.world_size)
-    invitations = invite(config, device_type=device, store=store, boards=[board], epoch=1)
-    processes = [RankProcess(_run_plans, invitation) for invitation in invitations]
-    control = build_group(
-        invitations[0].handles["control"], member=DECIDER, epoch=1, host="127.0.0.1", device=torch.device("cpu")
-    )
+    meeting, invitations = meet_here(config, device_type=device)
+    ranks = ProcessRanks(_run_plans, invitations)
+    executor, _ = meeting.join(lambda: None)
     found: dict[tuple[int, int], NDArray[np.float32]] = {}
     try:
-        for process in processes:
-            process.send([plan.pack() for plan in plans])
-        for process in processes:
-            for place, logits in process.receive():
+        ranks.send([[plan.pack() for plan in plans]] * config.world_size)
+        for of_rank in ranks.receive(600.0):
+            for place, logits in of_rank:
                 assert place not in found or np.array_equal(found[place], logits), "tp ranks differ"
                 found[place] = logits
     finally:
-        control.close()
-        board.unlink()
-        for process in processes:
-            process.process.kill()
-            process.process.join()
+        executor.close()
+        meeting.board.unlink()
+        ranks.end()
+        ranks.join(None)
     return found
 
 
 def _run_plans(connection: Connection, invitation: Invitation) -> None:
     torch.set_num_threads(1)
-    runner = RankRunner(invitation.config, invitation.seat)
-    runner.join(invitation.handles, epoch=invitation.epoch, board=invitation.board)
-    runner.load()
-    rank = runner.build(NUM_PAGES)
+    member, config = join(invitation), invitation.config
+    rank = load(Deployment(config, read_config(Path(config.model)), member.ctx.device.type), member).build(NUM_PAGES)
     found = []
     for plan in [StepPlan.unpack(packed_plan) for packed_plan in connection.recv()]:
         logits = rank.forward(plan)

@@ -172,6 +172,20 @@ def test_a_killed_rank_is_named_at_once(model: Path, split: dict[str, int], rank
     llm.close()
 
 
+@pytest.mark.parametrize(("killed", "stopped"), [(1, 0), (0, 1)])
+def test_the_death_of_a_process_ends_a_wait_for_another(model: Path, killed: int, stopped: int) -> None:
+    """A stopped rank answers nothing, and its connections stay: only the death of the other one can end the wait."""
+    llm = load(model, tp=2, rank_timeout_s=3600)
+
+    def harm() -> None:
+        rank_process(stopped).suspend()
+        rank_process(killed).kill()
+
+    error, _ = lose(llm, harm, after_steps=20)
+    assert error.rank == killed
+    llm.close()
+
+
 @pytest.mark.parametrize("rank", mostly_long([0, 1], but=[1]))
 def test_a_rank_killed_while_idle_is_named_by_the_next_answer(model: Path, rank: int) -> None:
     llm = load(model, tp=2)

@@ -24,10 +24,12 @@ from transformers import CONFIG_MAPPING
 
 from raycache import LLM, SamplingParams
 from raycache.config import Config
-from raycache.deployment.memory_plan import cache_format
+from raycache.deployment.deployment import deploy
+from raycache.memory.component import CacheFormat
 from raycache.models.base import components
+from raycache.rank.build import load
+from raycache.rank.member import alone
 from raycache.rank.rank import Rank
-from raycache.rank.runner import RankRunner, Seat
 from raycache.wire.plan import StepPlan
 from tests.oracle import tiny_tokenizers
 from tests.oracle.families import FAMILIES
@@ -117,13 +119,13 @@ def settings(kind: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 def new_rank(model: Path, kind: Mapping[str, Any]) -> Rank:
     """A rank as a service has it."""
     config = Config(model=str(model), **settings(kind))
-    runner = RankRunner(config, Seat(0, "127.0.0.1", "cuda:0" if DEVICE == "cuda" else DEVICE, ranks_on_node=1))
-    return runner.build(runner.load())
+    loaded = load(deploy(config, device_type=DEVICE), alone(device="cuda:0" if DEVICE == "cuda" else DEVICE))
+    return loaded.build(loaded.measure())
 
 
 def fields(rank: Rank) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """Rows [L, units, ...] of the pool, without what only padding uses."""
-    fmt = cache_format(Config(), dtype=rank.dtype)
+    fmt = CacheFormat(str(rank.dtype).removeprefix("torch."))
     for part in components(rank.config, fmt):
         for name, rows in rank.pool.rows(part.name).items():
             yield (part.name, name), rows[:, : rank.pool.sizes[part.space]]

@@ -7,9 +7,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
 from raycache.config import Config
-from raycache.gang.processes import RankProcess, invite
-from raycache.parallel.board import AckBoard, Acks
-from raycache.parallel.context import Store
+from raycache.gang.processes import RankProcess, meet_here
+from raycache.parallel.board import Acks
 from raycache.parallel.sharding import Split
 from tests.matrix.ranks import Failure, Order, serve
 
@@ -34,9 +33,9 @@ class Gang:
         self.split = split
         self.is_broken = False
         self._num_open = 0
-        self._store, self._board = Store("127.0.0.1"), AckBoard.create(split.world_size)
         config = Config(tp=split.tp, pp=split.pp, cp=split.cp, page_size=8, rank_timeout_s=TIMEOUT_S)
-        invitations = invite(config, device_type=device_type, store=self._store, boards=[self._board], epoch=1)
+        # Without the decider's end: what these ranks are told comes over their pipes.
+        self._meeting, invitations = meet_here(config, device_type=device_type)
         self._processes = [RankProcess(serve, invitation) for invitation in invitations]
 
     def close(self) -> None:
@@ -46,8 +45,7 @@ class Gang:
         for process in self._processes:
             process.process.join()
             process.connection.close()
-        self._board.unlink()
-        self._store.close()
+        self._meeting.board.unlink()
 
     def tell(self, order: Order) -> None:
         """Give all ranks an order that is not answered."""

@@ -16,8 +16,8 @@ import numpy as np
 from raycache.cache.host_tier import HostTier
 from raycache.cache.storage_orders import Fetch
 from raycache.config import Config
+from raycache.deployment.deployment import Deployment
 from raycache.host.link import HostLink
-from raycache.host.plan import part_widths
 from raycache.host.service import HostService, open_arena
 from raycache.host.spec import host_spec
 from raycache.memory.arena import Arena
@@ -52,10 +52,9 @@ class Home:
         directory = Path(tempfile.mkdtemp(prefix="raycache-matrix-", dir="/dev/shm"))
         for name in ("owner", "ranks"):  # made beforehand, so that no process is started that watches over it
             (directory / name).touch()
-        model = read_config(at.corpus.model_dir)
-        widths = part_widths(config, model, device_type="cpu")
-        sizes = {FULL: pages} | {space: points * width for space, width in widths.items()}
-        self._spec = host_spec(config, model, device_type="cpu", sizes=sizes)
+        deployment = Deployment(config, read_config(at.corpus.model_dir), "cpu")
+        sizes = {FULL: pages} | {space: points * width for space, width in deployment.part_widths.items()}
+        self._spec = host_spec(deployment, sizes=sizes)
         self._service = HostService(directory)
 
     def trial(self, **settings: int) -> Trial:

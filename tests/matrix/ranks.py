@@ -16,16 +16,16 @@ from torch import Tensor
 from raycache.attention.torch_ref import TorchBackend
 from raycache.checkpoint.weights import open_weights
 from raycache.config import Config
-from raycache.deployment.memory_plan import cache_format, pool_sizes
-from raycache.gang.processes import Invitation
+from raycache.deployment.deployment import Deployment
 from raycache.host.service import open_arena
 from raycache.memory.device import DevicePool
 from raycache.memory.mover import LaneName, Mover
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
-from raycache.models.base import components, load_model, read_config
+from raycache.models.base import load_model, read_config
 from raycache.parallel.board import AckBoard, Lane
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
+from raycache.rank.member import Invitation
 from raycache.rank.rank import Rank
 from raycache.wire.plan import StepPlan
 
@@ -115,14 +115,14 @@ class Failure:
 def serve(connection: Connection, invitation: Invitation) -> None:
     """Join, then follow orders until the connection closes. Load, Host, Run and Read are answered."""
     torch.set_num_threads(1)
-    config, seat = invitation.config, invitation.seat
+    config, spec = invitation.config, invitation.spec
     handles = {name: handle for name, handle in invitation.handles.items() if handle.kind != "control"}
     split = Split(tp=config.tp, pp=config.pp, cp=config.cp)
-    device = torch.device(seat.device)
+    device = torch.device(spec.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ctx = ParallelContext.join(
-        split, rank=seat.rank, host=seat.host, device=device, handles=handles, epoch=invitation.epoch
+        split, rank=spec.rank, host=spec.host, device=device, handles=handles, epoch=invitation.epoch
     )
     bench = Bench(ctx, AckBoard(invitation.board, num_ranks=split.world_size))
     while True:
@@ -133,7 +133,7 @@ def serve(connection: Connection, invitation: Invitation) -> None:
         try:
             answer = bench.follow(order)
         except Exception:  # whatever a rank raises belongs into the table
-            connection.send(Failure(f"rank {seat.rank} ({ctx.coords}): {traceback.format_exc()}"))
+            connection.send(Failure(f"rank {spec.rank} ({ctx.coords}): {traceback.format_exc()}"))
             continue
         if isinstance(order, Load | Host | Run | Read):
             connection.send(answer)
@@ -264,14 +264,16 @@ class Bench:
 
 def load_rank(config: Config, ctx: ParallelContext) -> Rank:
     """A rank with this model, in float32."""
-    model_dir, dtype = Path(config.model), torch.float32
+    model_dir = Path(config.model)
     ctx = replace(ctx, split=config.split)
     model = read_config(model_dir)
-    fmt = cache_format(config, dtype=dtype)
+    deployment = Deployment(config, model, "cpu")
+    dtype = deployment.dtype
+    assert dtype == torch.float32
     pool = DevicePool(
-        components(model, fmt),
+        deployment.components,
         num_layers=model.num_layers,
-        sizes=pool_sizes(config, model, num_pages=config.num_pages, fmt=fmt),
+        sizes=deployment.pool_sizes(config.num_pages),
         page_size=config.page_size,
         ctx=ctx,
     )

@@ -21,6 +21,7 @@ from raycache.cache.sequences import SequenceCache
 from raycache.config import Config
 from raycache.decider.engine import Engine
 from raycache.decider.scheduler import Scheduler
+from raycache.deployment.deployment import Deployment
 from raycache.deployment.stages import with_stages
 from raycache.gang.build import build_engine
 from raycache.host.link import HostLink
@@ -200,9 +201,7 @@ class Trial:
         gang.answers()
         self.engine: Engine = build_engine(
             self.executor,
-            config,
-            model=read_config(Path(config.model)),
-            device_type="cpu",
+            Deployment(config, read_config(Path(config.model)), "cpu"),
             num_pages=config.num_pages,
             host=host,
         )

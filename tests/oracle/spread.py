@@ -11,9 +11,9 @@ from pathlib import Path
 
 from raycache.config import Config
 from raycache.decider.engine import Engine
-from raycache.deployment.stages import with_stages
+from raycache.deployment.deployment import deploy
 from raycache.errors import RankLostError
-from raycache.gang.build import build_engine, check_model
+from raycache.gang.build import build_engine
 from raycache.gang.processes import ProcessGang
 from raycache.host.directory import SHARED_MEMORY, new_name
 from raycache.host.link import HostLink
@@ -81,11 +81,10 @@ def spread(
         settings: of `Config`.
     """
     config = Config(model=str(model_dir), device="cpu", page_size=8, host_memory="4MiB", **settings)  # type: ignore[arg-type]
-    model = check_model(config)
-    config = with_stages(config, model)
+    deployment = deploy(config, device_type="cpu")
     assert are_all_gone(owners, timeout_s=60)
-    opened = open_all(owners, config, model, device_type="cpu", epoch=epoch, nodes=nodes)
-    gang = ProcessGang(config, device_type="cpu", arenas=[each.path for each in opened], nodes=nodes)
+    opened = open_all(owners, deployment, epoch=epoch, nodes=nodes)
+    gang = ProcessGang(deployment, arenas=[each.path for each in opened], nodes=nodes)
     link = HostLink(
         path=opened[0].path,
         sizes=opened[0].spec.sizes,
@@ -95,9 +94,7 @@ def spread(
         nodes=nodes,
     )
     try:
-        engine = build_engine(
-            gang.executor, config, model=model, device_type="cpu", num_pages=gang.num_pages, host=link
-        )
+        engine = build_engine(gang.executor, deployment, num_pages=gang.num_pages, host=link)
         yield Spread(engine, gang, opened)
         engine.close()
         gang.join(30)

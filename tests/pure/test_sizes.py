@@ -27,7 +27,6 @@ EXEMPT = {
         "raycache/attention/recurrent_plain.py::_scan_plain",
         "raycache/attention/recurrent_triton.py::_convolve",
         "raycache/attention/recurrent_triton.py::_step",
-        "raycache/gang/build.py::build_engine",
         "raycache/layers/kernels.py::_turn",
         "raycache/models/drafts/eagle.py::load_eagle",
     },

@@ -13,8 +13,8 @@ from tests.oracle.tiny import make_tiny
 _CODE = """
 import sys
 from raycache.config import Config
-from raycache.gang.build import check_model
-import raycache.rank.runner
+from raycache.deployment.deployment import check_model
+import raycache.rank.build, raycache.rank.run
 check_model(Config(model=sys.argv[1]))
 heavy = {"torch._dynamo", "torch._inductor", "transformers", "ray", "pydantic"}
 print(*sorted(heavy & sys.modules.keys()))

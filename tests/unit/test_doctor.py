@@ -19,8 +19,8 @@ from launch.doctor.check import CheckResult, Outcome
 from launch.doctor.command import examine, run
 from launch.doctor.gpu import missing_kernels, read_topology, wanted_kernels
 from raycache.config import Config
+from raycache.deployment.deployment import check_model
 from raycache.errors import ConfigError
-from raycache.gang.build import check_model
 from raycache.memory.component import CacheFormat, Component, kv, latent
 from tests.oracle import tiny_tokenizers
 from tests.oracle.families import make_family

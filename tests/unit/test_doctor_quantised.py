@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from launch.doctor import model as doctor_model
 from launch.doctor.check import CheckResult, Outcome
 from launch.doctor.command import examine
 from raycache.checkpoint.counted import CountedWeights
@@ -19,8 +20,11 @@ from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.stored_slice import Format
 from raycache.checkpoint.tensor_files import SINGLE, Checkpoint
 from raycache.checkpoint.weights_form import WeightsForm
+from raycache.config import Config
+from raycache.deployment.deployment import Deployment
 from raycache.models.base import load_model, read_config
 from raycache.parallel.context import ParallelContext
+from raycache.parallel.devices import GpuModel
 from tests.oracle.families import make_family
 from tests.oracle.quantised import PLAIN, nvfp4, write_quantised
 from tests.oracle.tiny_tokenizers import byte_level
@@ -99,3 +103,21 @@ def test_kept_formats_take_the_bytes_of_their_codes_and_scales(gpt_oss: Path) ->
     kept = sum(one.nbytes for one in tensors.values() if one.dtype == torch.uint8)
     others = sum(2 * one.numel() for one in tensors.values() if one.dtype != torch.uint8)
     assert counted.num_bytes == {"MXFP4": kept, "bfloat16": others}
+
+
+def test_a_gpu_without_kernels_is_named_with_what_becomes_of_the_weights(
+    gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_model, "_gpus", lambda deployment: [GpuModel("NVIDIA L40S", (8, 9))])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 << 30, 90 << 30))
+
+    def said(weights: str) -> CheckResult:
+        config = Config(model=str(gpt_oss), dtype="bfloat16", weights=weights)
+        deployment = Deployment(config, read_config(gpt_oss), "cuda")
+        return next(one for one in doctor_model._memory(deployment) if one.check == "quantisation")
+
+    reason = "no kernels for MXFP4 weights on NVIDIA L40S (compute capability 8.9)"
+    assert said("auto").text.endswith(f"dequantised to bfloat16 in memory: {reason}")
+    assert said("bfloat16").text.endswith("dequantised to bfloat16 in memory")
+    assert said("stored").outcome is Outcome.FAILED and reason in said("stored").text

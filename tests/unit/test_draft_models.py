@@ -410,8 +410,8 @@ def test_a_draft_that_nobody_asks_for_long_catches_up(pairs: dict[str, Pair]) ->
     with pair.open() as llm:
         rows, drafts = watch(llm), llm.engine._scheduler.drafts
         random, ask = np.random.default_rng(0), drafts.ask
-        guesser = llm._runner._rank.guesser  # type: ignore[union-attr]
-        assert guesser is not None and guesser.may_lag
+        drafter = llm._rank.drafter  # type: ignore[union-attr]
+        assert drafter is not None and drafter.may_lag
 
         def now_and_then(rate: AcceptanceRate, *, most: int) -> int:
             return ask(rate, most=most) if random.random() < 0.15 else 0
@@ -420,7 +420,7 @@ def test_a_draft_that_nobody_asks_for_long_catches_up(pairs: dict[str, Pair]) ->
         longest = 0
         for _ in range(2):  # the second time from the pages that the first has left
             texts = complete(llm, PROMPTS)
-            longest = max([longest, *(len(missed) // 4 for _, missed in guesser._missed.values())])
+            longest = max([longest, *(len(missed) // 4 for _, missed in drafter._missed.values())])
             check_guesses(pair, rows)
         assert 5 < len(rows) < 60 and longest > 2 and llm.stats().cached_tokens > 0
         for prompt, text, logits in zip(PROMPTS, texts, golden(pair.plain or pair.target, texts).logits, strict=True):

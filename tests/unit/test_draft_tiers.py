@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from raycache.deployment.deployment import deploy
 from raycache.gang.executors import LocalExecutor
 from raycache.llm import LLM
 from raycache.memory.component import CacheFormat
 from raycache.models.base import components
-from raycache.parallel.board import AckBoard
-from raycache.rank.runner import RankRunner, Seat
+from raycache.rank.build import load
+from raycache.rank.member import alone
 from raycache.types import CacheAction, CacheCommand
 from tests.selection import mostly_long
 from tests.unit.test_draft_models import (
@@ -31,14 +32,13 @@ def clear(llm: LLM, *tiers: str) -> None:
 
 def rebuild(llm: LLM) -> None:
     """A new rank with an empty pool takes the place of the one that there is; the host tier stays."""
-    assert llm._runner is not None and llm._host is not None
+    assert llm._rank is not None and llm._host is not None
     llm._executor.close()
-    llm._runner.close()
-    board = AckBoard.create(1)
-    board.unlink()  # nobody else looks at it
-    llm._runner = RankRunner(llm.config, Seat(rank=0, host="127.0.0.1", device="cpu", ranks_on_node=1), board=board)
-    llm._runner.load()
-    llm._executor = LocalExecutor(llm._runner.build(llm.info.num_pages, llm._host.path), board)
+    llm._rank.close()
+    member = alone()
+    loaded = load(deploy(llm.config, device_type="cpu"), member)
+    llm._rank = loaded.build(llm.info.num_pages, llm._host.path)
+    llm._executor = LocalExecutor(llm._rank, member.board)
     llm.engine.restart(llm._executor)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from raycache.checkpoint.config_file import DraftKind
 from raycache.config import Config
+from raycache.deployment.deployment import check_model
 from raycache.errors import CheckpointError, ConfigError
-from raycache.gang.build import check_model
 from raycache.models.drafts.loading import read_models
 from tests.oracle.draft_models import make_eagle3, make_predicting, make_target
 from tests.oracle.families import make_family

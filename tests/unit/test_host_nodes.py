@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
 from raycache.config import Config
+from raycache.deployment.deployment import Deployment, deploy
 from raycache.errors import ConfigError, RankLostError
-from raycache.gang.build import check_model
 from raycache.host.directory import Lease
 from raycache.host.nodes import are_all_gone, open_all, work_on_all
 from raycache.host.service import HostService, Opened, open_arena
-from raycache.models.base import ModelConfig
 from raycache.parallel.sharding import Split
 from raycache.storage.file import FileStorage
 from tests.oracle.spread import host_services
@@ -245,17 +244,15 @@ NODES = (0, 0, 1, 1)
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, ModelConfig]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
     model = make_tiny(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
     config = Config(model=str(model), device="cpu", page_size=8, tp=2, cp=2, host_memory="2MiB")
-    return config, check_model(config)
+    return deploy(config, device_type="cpu")
 
 
-def opened_by(
-    owners: Sequence[HostService], served: tuple[Config, ModelConfig], *, epoch: int = 1, **settings: object
-) -> list[Opened]:
-    config, model = served
-    return open_all(owners, replace(config, **settings), model, device_type="cpu", epoch=epoch, nodes=NODES)  # type: ignore[arg-type]
+def opened_by(owners: Sequence[HostService], served: Deployment, *, epoch: int = 1, **settings: object) -> list[Opened]:
+    deployment = replace(served, config=replace(served.config, **settings))  # type: ignore[arg-type]
+    return open_all(owners, deployment, epoch=epoch, nodes=NODES)
 
 
 class Poor(HostService):
@@ -266,7 +263,7 @@ class Poor(HostService):
 
 
 def test_every_node_has_the_slabs_of_its_ranks_and_the_first_one_the_catalog(
-    served: tuple[Config, ModelConfig],
+    served: Deployment,
 ) -> None:
     with host_services(2) as owners:
         opened = opened_by(owners, served)
@@ -285,7 +282,7 @@ def test_every_node_has_the_slabs_of_its_ranks_and_the_first_one_the_catalog(
         assert all(open_arena(each.path).slab(2 * node, "full")[0].all() for node, each in enumerate(again))
 
 
-def test_the_poorest_node_says_how_many_pages_there_are(served: tuple[Config, ModelConfig]) -> None:
+def test_the_poorest_node_says_how_many_pages_there_are(served: Deployment) -> None:
     with host_services(2) as owners:
         rich = opened_by(owners, served)[0].spec.sizes["full"]
     with host_services(1) as owners, host_services(1) as others:
@@ -300,7 +297,7 @@ def test_the_poorest_node_says_how_many_pages_there_are(served: tuple[Config, Mo
             poor.close()
 
 
-def test_when_one_node_has_lost_its_pages_all_begin_anew(served: tuple[Config, ModelConfig], tmp_path: Path) -> None:
+def test_when_one_node_has_lost_its_pages_all_begin_anew(served: Deployment, tmp_path: Path) -> None:
     (tmp_path / "late").mkdir()
     with host_services(2) as owners:
         opened = opened_by(owners, served)
@@ -317,16 +314,15 @@ def test_when_one_node_has_lost_its_pages_all_begin_anew(served: tuple[Config, M
         assert [owner.status()["bytes_limit"] for owner in owners] == [4 * MIB, 4 * MIB]
 
 
-def test_ranks_that_moved_to_other_nodes_begin_anew(served: tuple[Config, ModelConfig]) -> None:
-    config, model = served
+def test_ranks_that_moved_to_other_nodes_begin_anew(served: Deployment) -> None:
     with host_services(2) as owners:
         opened_by(owners, served)
-        moved = open_all(owners, config, model, device_type="cpu", epoch=2, nodes=(0, 1, 0, 1))
+        moved = open_all(owners, served, epoch=2, nodes=(0, 1, 0, 1))
         assert all(each.is_fresh for each in moved)
         assert [open_arena(each.path).layout.ranks for each in moved] == [(0, 2), (1, 3)]
 
 
-def test_one_node_that_cannot_give_the_memory_says_so(served: tuple[Config, ModelConfig]) -> None:
+def test_one_node_that_cannot_give_the_memory_says_so(served: Deployment) -> None:
     with host_services(2) as owners:
         with pytest.raises(ConfigError, match="does not fit"):
             opened_by(owners, served, host_memory="900TiB")
@@ -334,7 +330,7 @@ def test_one_node_that_cannot_give_the_memory_says_so(served: tuple[Config, Mode
             opened_by(owners, served, host_memory="70KiB")
 
 
-def test_ranks_are_gone_when_they_are_gone_on_all_nodes(served: tuple[Config, ModelConfig]) -> None:
+def test_ranks_are_gone_when_they_are_gone_on_all_nodes(served: Deployment) -> None:
     with host_services(2) as owners:
         opened = opened_by(owners, served)
         lease = Lease(opened[1].path.parent, "ranks")
@@ -344,13 +340,13 @@ def test_ranks_are_gone_when_they_are_gone_on_all_nodes(served: tuple[Config, Mo
     assert are_all_gone([], timeout_s=0.05)
 
 
-def test_nodes_that_share_a_directory_are_told_to_part(served: tuple[Config, ModelConfig], tmp_path: Path) -> None:
+def test_nodes_that_share_a_directory_are_told_to_part(served: Deployment, tmp_path: Path) -> None:
     with host_services(2) as owners, pytest.raises(ConfigError, match="in use.*write {node} into the path"):
         opened_by(owners, served, epoch=0, storage=f"file://{tmp_path}/one?size=8MiB")
 
 
 def test_a_storage_that_a_lost_owner_still_has_does_not_keep_a_later_engine_from_starting(
-    served: tuple[Config, ModelConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    served: Deployment, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"file://{tmp_path}/{{node}}?size=8MiB"
     with host_services(2) as lost, host_services(2) as owners:
@@ -363,9 +359,7 @@ def test_a_storage_that_a_lost_owner_still_has_does_not_keep_a_later_engine_from
         assert all(owner.status() for owner in lost), "who has it keeps it"
 
 
-def test_ranks_that_do_not_end_are_a_reason_to_try_again(
-    served: tuple[Config, ModelConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_end_are_a_reason_to_try_again(served: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raycache.host.nodes._GONE_TIMEOUT_S", 0.05)
     with host_services(2) as owners:
         opened = opened_by(owners, served)

@@ -22,8 +22,8 @@ from raycache.checkpoint.hub_id import HubId
 from raycache.checkpoint.hub_models import fetch, located, outlined, pinned
 from raycache.checkpoint.tensor_files import INDEX, weights_fingerprint
 from raycache.config import Config
+from raycache.deployment.deployment import check_model
 from raycache.errors import CheckpointError, ConfigError
-from raycache.gang.build import check_model
 from raycache.llm import LLM
 from raycache.types import SamplingParams
 from tests.hub_server import Fault, HubServer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,10 @@ from raycache.checkpoint.dummy import QuantisedDummyWeights
 from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.stored_slice import Format, StoredSlice
 from raycache.checkpoint.weights import open_weights
-from raycache.checkpoint.weights_form import WeightsForm, check_kernels, weights_form, why_dequantised
+from raycache.checkpoint.weights_form import weights_form, why_dequantised
+from raycache.config import Config
+from raycache.deployment.deployment import Deployment
+from raycache.deployment.weights import model_identity, with_weights_form
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.kept_weights import (
     Cut,
@@ -28,11 +32,14 @@ from raycache.layers.kept_weights import (
     mx_matrices,
     mx_obstacle,
 )
+from raycache.models.base import read_config
+from raycache.parallel.devices import GpuModel
 from tests.oracle.families import make_family
 from tests.oracle.quantised import Form, fp8_blocks, fp8_channels, fp8_tensor, mxfp4_experts, write_quantised
 from tests.oracle.stored import draw_fp8, draw_mxfp4
 
 CPU = torch.device("cpu")
+HOPPER, ADA = GpuModel("NVIDIA H200", (9, 0)), GpuModel("NVIDIA L40S", (8, 9))
 
 
 def close(found: Tensor, right: Tensor) -> bool:
@@ -150,15 +157,39 @@ def test_nothing_is_kept_without_kernels(caplog: pytest.LogCaptureFixture) -> No
     assert "136 output features are no multiple" in record.message
 
 
-def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = WeightsForm(frozenset({Format.MXFP4, Format.FP8_BLOCK}), torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    with pytest.raises(ConfigError, match=r"NVIDIA L40S \(compute capability 8\.9\); pass --weights bfloat16"):
-        check_kernels(kept, torch.device("cuda"))
-    check_kernels(replace(kept, stored=frozenset()), torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check_kernels(kept, torch.device("cuda"))
+def test_a_gang_with_a_gpu_without_kernels_dequantises_on_all_ranks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write(tmp_path, "qwen3", fp8_blocks())
+    deployment = Deployment(Config(model=str(model), dtype="bfloat16"), read_config(model), "cuda")
+    wanted = {
+        weights: replace(deployment, config=replace(deployment.config, weights=weights))
+        for weights in ("auto", "stored", "bfloat16")
+    }
+    for one in wanted.values():
+        assert with_weights_form(one, [HOPPER, HOPPER]) == one
+    with caplog.at_level(logging.INFO):
+        assert with_weights_form(wanted["auto"], [HOPPER, ADA, ADA]) == wanted["bfloat16"]
+        assert with_weights_form(wanted["bfloat16"], [ADA]) == wanted["bfloat16"]
+    (record,) = caplog.records
+    reason = "no kernels for block FP8 weights on NVIDIA L40S (compute capability 8.9)"
+    assert record.message == f"{reason}; they are dequantised to bfloat16"
+    with pytest.raises(ConfigError, match=f"^{re.escape(reason)}; pass --weights auto"):
+        with_weights_form(wanted["stored"], [HOPPER, ADA])
+    forms = {weights: model_identity(one).weights.split(" weights ")[1] for weights, one in wanted.items()}
+    assert forms == {
+        "auto": "stored, else bfloat16",
+        "stored": "stored, else bfloat16",
+        "bfloat16": "dequantised to bfloat16",
+    }
+
+
+def test_plain_weights_need_no_kernels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_family(tmp_path, "qwen3")
+    deployment = Deployment(Config(model=str(model), dtype="bfloat16"), read_config(model), "cuda")
+    with caplog.at_level(logging.INFO):
+        assert with_weights_form(deployment, [ADA]) == deployment
+    assert not caplog.records
 
 
 def test_experts_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

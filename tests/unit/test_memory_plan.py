@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from raycache.attention.torch_ref import TorchBackend
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.config import Config
-from raycache.deployment.memory_plan import cache_format, pages_that_fit, pool_bytes, pool_sizes
+from raycache.deployment.deployment import Deployment
+from raycache.deployment.memory_plan import pages_that_fit, pool_bytes
 from raycache.deployment.memory_use import MemoryUse, refusing_out_of_memory
 from raycache.errors import ConfigError
 from raycache.memory.device import DevicePool
-from raycache.models.base import components, load_model, read_config
+from raycache.models.base import load_model, read_config
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from raycache.rank.peak import Largest
@@ -98,19 +99,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fitting(tiny: Path, use: MemoryUse, **settings: object) -> int:
-    config = Config.from_mapping({"model": str(tiny), "max_running": 100_000, **settings})
     ctx = ParallelContext.single(torch.device("cpu"))
-    return pages_that_fit(config, read_config(tiny), ctx=ctx, dtype=torch.float32, ranks_on_node=1, use=use)
+    return pages_that_fit(deployed(tiny, **settings), ctx=ctx, ranks_on_node=1, use=use)
+
+
+def deployed(tiny: Path, **settings: object) -> Deployment:
+    config = Config.from_mapping({"model": str(tiny), "max_running": 100_000, **settings})
+    return Deployment(config, read_config(tiny), "cpu")
 
 
 def test_pages_take_what_is_left_and_no_more(tiny: Path) -> None:
     use = used(99, 20)
     use.note("weights")
     use.keep("activations", 5 * GIB)
-    config, ctx = Config(model=str(tiny), max_running=100_000), ParallelContext.single(torch.device("cpu"))
-    fmt = cache_format(config, dtype=torch.float32)
+    ctx = ParallelContext.single(torch.device("cpu"))
     pages = fitting(tiny, use)
-    sizes = [pool_bytes(config, read_config(tiny), num_pages=count, fmt=fmt, ctx=ctx) for count in (pages, pages + 1)]
+    sizes = [pool_bytes(deployed(tiny), num_pages=count, ctx=ctx) for count in (pages, pages + 1)]
     assert sizes[0] <= 13 * GIB < sizes[1]
 
 
@@ -145,19 +149,19 @@ def test_the_largest_steps_run_with_a_pool_of_one_page(tmp_path: Path, family: s
     folder = make_family(tmp_path / family, family)
     model = read_config(folder)
     config = Config(model=str(folder), page_size=16, max_step_tokens=70, max_running=3, max_model_len=100)
-    fmt = cache_format(config, dtype=torch.float32)
+    deployment = Deployment(config, model, "cpu")
 
     def run(ctx: ParallelContext) -> list[tuple[int, int]]:
         pool = DevicePool(
-            components(model, fmt),
+            deployment.components,
             num_layers=model.num_layers,
-            sizes=dict.fromkeys(pool_sizes(config, model, num_pages=1, fmt=fmt), 1),
+            sizes=dict.fromkeys(deployment.pool_sizes(1), 1),
             page_size=config.page_size,
             ctx=ctx,
         )
         loaded = load_model(model, Checkpoint(folder), ctx, dtype=torch.float32, on_progress=lambda done, total: None)
         rank = Rank(ctx=ctx, config=model, model=loaded, pool=pool, backend=TorchBackend(), dtype=torch.float32)
-        largest = Largest.of(config, model, pool=pool)
+        largest = Largest.of(deployment)
         found = []
         for plan in (largest.prefill(), largest.decode()):
             answer = rank.execute(plan)

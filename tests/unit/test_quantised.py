@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from raycache.cache.keys import Identity
 from raycache.checkpoint.tensor_files import SINGLE, Checkpoint, weights_fingerprint
 from raycache.config import Config
-from raycache.gang.build import model_identity
+from raycache.deployment.deployment import Deployment
+from raycache.deployment.weights import model_identity
 from raycache.llm import LLM
 from raycache.models.base import check_weights, read_config
 from raycache.parallel.sharding import Split
@@ -99,14 +100,14 @@ def test_the_form_of_the_weights_is_part_of_what_a_cache_is_of(tmp_path: Path) -
     model = read_config(quantised)
 
     def weights(**settings: Any) -> str:
-        return model_identity(Config(model=str(quantised), **settings), model, device_type="cpu").weights
+        return model_identity(Deployment(Config(model=str(quantised), **settings), model, "cpu")).weights
 
     fingerprint = weights_fingerprint(quantised)
     assert weights() == weights(weights="stored") == f"{fingerprint} weights dequantised to float32"
     assert weights(weights="bfloat16") == weights(dtype="bfloat16") == f"{fingerprint} weights dequantised to bfloat16"
     assert weights(dummy_weights=True) == f"drawn on cpu {fingerprint}"
     for wish in ("auto", "stored", "bfloat16"):
-        identity = model_identity(Config(model=str(plain), weights=wish), read_config(plain), device_type="cpu")
+        identity = model_identity(Deployment(Config(model=str(plain), weights=wish), read_config(plain), "cpu"))
         assert identity == Identity(weights_fingerprint(plain), 64)
 
 
@@ -114,7 +115,7 @@ def test_what_is_stored_for_plain_weights_keeps_its_keys(tmp_path: Path) -> None
     header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}  '
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(8)))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "rms_norm_eps": 1e-6}))
-    identity = model_identity(Config(model=str(tmp_path)), read_config(tmp_path), device_type="cpu")
+    identity = model_identity(Deployment(Config(model=str(tmp_path)), read_config(tmp_path), "cpu"))
     assert (
         identity.seed().hex() == "47471a41f7914cd25e2974c6b04ad8a43e7e3a19a30be1734317e6a2347b3d8c"
     )  # of commit 52cc029

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from launch.doctor.check import Outcome
 from launch.doctor.command import examine
 from raycache.config import Config
+from raycache.deployment.deployment import check_model
 from raycache.deployment.stages import with_stages
 from raycache.errors import ConfigError
-from raycache.gang.build import check_model
 from raycache.llm import LLM
 from raycache.models.base import read_config
 from raycache.models.drafts.loading import read_models

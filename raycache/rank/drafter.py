@@ -1,24 +1,27 @@
-"""Guesses of a draft model, on the ranks of the last stage: one pass over what the target computed, then one per guess.
+"""Draft tokens of a draft model, on the ranks of the last stage: one pass over what the target computed, then one per
+draft token.
 
-    row       s  d1 d2 d3        the last token and three guesses; behind them were sampled  d1 d2 x y
-    known     s  d1 d2 x         two guesses were right, x is the token behind them
-    follow    s  d1 d2 d3        the draft takes the same row, so that its cache is as long as the target's
-    guess     x -> g1 -> g2      each pass takes one token of each sequence, at the places behind the last right one
+    row       s  d1 d2 d3        the last token and three draft tokens; behind them were sampled  d1 d2 x y
+    known     s  d1 d2 x         two were right, x is the token behind them
+    follow    s  d1 d2 d3        the draft model takes the same row, so that its cache is as long as the target's
+    draft     x -> e1 -> e2      each pass takes one token of each sequence, behind the last right one
 
-A draft that takes features has them and the next token in each row: it follows with d1 d2 x, and has g1 already.
-The next row of the target is x g1 g2, and is followed wherever guesses were written before.
+A draft model that takes features has them and the next token in each row: it follows with d1 d2 x, and has e1 already.
+The next row of the target is x e1 e2, and is followed even where draft tokens were written before.
 
-While nobody wants its guesses, a draft that takes tokens alone may lag behind, up to the end of a page: then it takes
-all that it has missed at once, before others can go on from that page.
+While nobody wants its draft tokens, a model that takes tokens alone may lag behind, up to the end of a page: then it
+takes all that it has missed at once, before others can go on from that page.
 
-What is written for tokens that turn out to be wrong nobody reads: the next row begins before them. A recurrent draft
-keeps a state behind each guess of a row, as the target does; while it guesses, its states lie in a spare slot.
+Nobody reads what is written for tokens that turn out to be wrong: the next row begins before them. A recurrent draft
+model keeps a state behind each draft token of a row, as the target does; while it drafts, its states lie in a spare
+slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,23 +35,23 @@ from raycache.memory.streams import Event, Passed, after_compute
 from raycache.models.drafts.base import DraftModel
 from raycache.parallel.context import ParallelContext
 from raycache.rank.answer import PendingAnswer
-from raycache.rank.graphs import DecodeGraphs
+from raycache.rank.graphs import DecodeGraphs, GraphLayers
 from raycache.rank.sampler import SampleRow, sample
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
 from raycache.types import PackedTokens
 from raycache.wire.plan import UNKNOWN, Row, StepPlan, drafting_rows, emissions, local_positions
 
-Wish = Callable[[Row, int], SampleRow]
-"""How a row's slot samples the token so many places behind the first that the row samples."""
+DraftRow = Callable[[Row, int], SampleRow]
+"""How a row's slot samples the token so many positions behind the first that the row samples."""
 
-# Shapes in this file: T_local new tokens of this rank, M its emitted positions, G rows that want guesses of all cp
+# Shapes in this file: T_local new tokens of this rank, M its emitted positions, G rows that want draft tokens of all cp
 # ranks, G_local of this one, C hidden size of the target, F features of the draft.
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where the guesses at a sequence begin.
+class _Start:
+    """Where the draft tokens of a sequence begin.
 
     Attributes:
         row: of the plan.
@@ -91,9 +94,51 @@ class Followed:
     tables: Mapping[str, PageTables]
 
 
+@dataclass(frozen=True)
+class DraftGraphs:
+    """Recorded passes of a draft model.
+
+    Attributes:
+        passes: of one token of each sequence.
+        following: of whole steps, for the recorded ones of the target.
+    """
+
+    passes: DecodeGraphs
+    following: DecodeGraphs
+
+    @classmethod
+    def record(
+        cls,
+        model: DraftModel,
+        *,
+        sizes: Sequence[int],
+        pool: DevicePool,
+        backend: AttentionBackend,
+        target: DecodeGraphs,
+        has_states: bool,
+        dtype: torch.dtype,
+    ) -> DraftGraphs:
+        """Record passes of so many rows, and what follows the recorded steps of the target."""
+        features = None
+        if model.num_features:
+            features = torch.empty((0, model.num_features), dtype=dtype, device=target.ctx.device)
+
+        def forward(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, ...]:
+            return (model.forward(ids, features, run),)
+
+        layers = GraphLayers(forward, pool.behind(), features=features)
+        graphs = partial(DecodeGraphs, layers, pool=pool, backend=backend, ctx=target.ctx, has_states=has_states)
+        return cls(graphs(sizes=sizes), graphs(sizes=target.sizes, target=target))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that they keep."""
+        return self.passes.num_bytes + self.following.num_bytes
+
+
 @dataclass
-class Guesser:
-    """The draft of one rank.
+class Drafter:
+    """The draft model of one rank.
 
     Attributes:
         model: this rank's share of it.
@@ -101,12 +146,10 @@ class Guesser:
         windows: of the draft's component spaces, see `build_inputs`.
         backend: attention.
         ctx: of the rank.
-        dtype: of activations.
         has_states: whether the draft is recurrent.
         may_lag: whether it may take decoded tokens later, all of its state being in the pages of the sequence; not
             where rows are fed, nor where the memory of a step is counted.
         graphs: recorded passes, or None.
-        following: the same of whole steps, recorded after those of the target; or None.
         planned: behind what is copied of the plans of its passes, and of the step before them.
     """
 
@@ -115,11 +158,9 @@ class Guesser:
     windows: Mapping[str, int]
     backend: AttentionBackend
     ctx: ParallelContext
-    dtype: torch.dtype
     has_states: bool
     may_lag: bool
-    graphs: DecodeGraphs | None = None
-    following: DecodeGraphs | None = None
+    graphs: DraftGraphs | None = None
     planned: Event = field(default_factory=Passed)
     _missed: dict[int, tuple[int, PackedTokens]] = field(default_factory=dict)  # slot -> from where on, and what
 
@@ -127,14 +168,14 @@ class Guesser:
         """A slot has another owner."""
         self._missed.pop(slot, None)
 
-    def guess(self, step: Followed, wish: Wish) -> Tensor:
-        """Follow a step, and guess what its rows want. Collective over tp and cp.
+    def draft(self, step: Followed, row_of: DraftRow) -> Tensor:
+        """Follow a step, and draft what its rows want. Collective over tp and cp.
 
         Args:
             step: of the target.
-            wish: of its rows.
+            row_of: how its rows sample.
         Returns:
-            int64, of this cp rank's rows in the order of `drafting_rows`, all guesses of one behind each other.
+            int64, of this cp rank's rows in the order of `drafting_rows`, all draft tokens of one behind each other.
         """
         plan, cp = step.plan, self.ctx.cp
         in_turn = drafting_rows(plan, cp_size=cp.size)
@@ -144,48 +185,24 @@ class Guesser:
         sampled = self._gather(plan, step.tokens)  # on its way while the draft follows
         emitted = self._follow(step)
         rows = [of_rank[turn] for turn in range(len(in_turn[0])) for of_rank in in_turn if turn < len(of_rank)]
-        places = self._places(plan, rows, _by_place(plan, sampled.answer()))
-        mine = places[cp.rank :: cp.size]
-        guesses: list[Tensor] = []  # one per pass; sequences that want fewer come last
+        starts = self._starts(plan, rows, _by_position(plan, sampled.answer()))
+        mine = starts[cp.rank :: cp.size]
+        drafted: list[Tensor] = []  # one per pass; sequences that want fewer come last
         if self.model.num_features:
-            found = self._behind(plan, rows, places, emitted)
-            ids = self._choose(found, mine, 0, wish)
-            guesses.append(ids)
+            found = self._behind(plan, rows, starts, emitted)
+            ids = self._choose(found, mine, 0, row_of)
+            drafted.append(ids)
         else:
-            found, ids = emitted, self.ctx.on_device(np.array([place.token for place in mine], np.int64))
-        for turn in range(len(guesses), places[0].row.num_next_drafts):
-            left = [place for place in places if place.row.num_next_drafts > turn]
+            found, ids = emitted, self.ctx.on_device(np.array([start.token for start in mine], np.int64))
+        for turn in range(len(drafted), starts[0].row.num_next_drafts):
+            left = [start for start in starts if start.row.num_next_drafts > turn]
             count = len(left[cp.rank :: cp.size])
             features = found[:count] if self.model.num_features else None
             found = self._pass(self._next_plan(left, turn), ids[:count], features, step.tables)
-            ids = self._choose(found, mine[:count], turn, wish)
-            guesses.append(ids)
-        order = [(turn, i) for i, place in enumerate(mine) for turn in range(place.row.num_next_drafts)]
-        return torch.cat([step.tokens[:0], *(guesses[turn][i : i + 1] for turn, i in order)])
-
-    def record(self, sizes: Sequence[int], *, target: DecodeGraphs, target_sizes: Sequence[int]) -> int:
-        """Record passes of so many rows, and what follows the recorded steps of the target; bytes that they take."""
-        passes, following = self._new_graphs(), self._new_graphs()
-        passes.record(sizes)
-        following.record(target_sizes, behind=target)
-        self.graphs, self.following = passes, following
-        return passes.num_bytes + following.num_bytes
-
-    def _new_graphs(self) -> DecodeGraphs:
-        features = torch.empty((0, self.model.num_features), dtype=self.dtype, device=self.ctx.device)
-        return DecodeGraphs(
-            self.layers,
-            pool=self.pool,
-            views=self.pool.behind(),
-            backend=self.backend,
-            ctx=self.ctx,
-            features=features if self.model.num_features else None,
-            has_states=self.has_states,
-        )
-
-    def layers(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, ...]:
-        """See `graphs.Layers`."""
-        return (self.model.forward(ids, features, run),)
+            ids = self._choose(found, mine[:count], turn, row_of)
+            drafted.append(ids)
+        order = [(turn, i) for i, start in enumerate(mine) for turn in range(start.row.num_next_drafts)]
+        return torch.cat([step.tokens[:0], *(drafted[turn][i : i + 1] for turn, i in order)])
 
     def _follow(self, step: Followed) -> Tensor:
         """Take all tokens of a step; what was found at the emitted ones, [M, F]."""
@@ -195,9 +212,11 @@ class Guesser:
                 self._run(late.ids, None, late)
             return step.found  # nobody looks at what a draft without features found
         features = self.model.features(step.found) if self.model.num_features else None
-        if step.recorded is not None and self.following is not None:
-            self.following.prepare_behind(step.recorded)
-            (found,) = self.following.replay(ids=step.tokens if self.model.num_features else None, features=features)
+        if step.recorded is not None and self.graphs is not None:
+            self.graphs.following.prepare_behind(step.recorded)
+            (found,) = self.graphs.following.replay(
+                ids=step.tokens if self.model.num_features else None, features=features
+            )
             return found
         assert step.inputs is not None, "what follows a recorded step is recorded with it"
         ids = self._next_ids(step, step.inputs) if self.model.num_features else step.inputs.ids
@@ -229,9 +248,9 @@ class Guesser:
         ids[inputs.logits] = step.tokens
         return ids
 
-    def _places(self, plan: StepPlan, rows: Sequence[int], sampled: Mapping[tuple[int, int], int]) -> list[_Place]:
-        """Compare what was sampled with what was guessed before."""
-        places = []
+    def _starts(self, plan: StepPlan, rows: Sequence[int], sampled: Mapping[tuple[int, int], int]) -> list[_Start]:
+        """Compare what was sampled with what was drafted before."""
+        starts = []
         for i in rows:
             row = plan.rows[i]
             drafts = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist()
@@ -241,8 +260,8 @@ class Guesser:
             if self.has_states:
                 state = (row.write_state, *row.draft_states)[num_right]
                 spare = self.pool.first_spare_state + row.slot
-            places.append(_Place(row, num_right, behind[num_right], state, spare))
-        return places
+            starts.append(_Start(row, num_right, behind[num_right], state, spare))
+        return starts
 
     def _gather(self, plan: StepPlan, tokens: Tensor) -> PendingAnswer:
         """The tokens behind the emitted positions of each cp rank, padded: [cp, longest M]. Collective over cp."""
@@ -253,12 +272,12 @@ class Guesser:
         padded[: len(tokens)] = tokens
         return PendingAnswer(self.ctx.cp.all_gather(padded))
 
-    def _behind(self, plan: StepPlan, rows: Sequence[int], places: Sequence[_Place], emitted: Tensor) -> Tensor:
+    def _behind(self, plan: StepPlan, rows: Sequence[int], starts: Sequence[_Start], emitted: Tensor) -> Tensor:
         """What was found at the last right token of each row: [G_local, F] of [M, F]. Collective over cp."""
         mine = emissions(plan, cp_size=self.ctx.cp.size)[self.ctx.cp.rank]
         index = [(i, position) for i, positions in mine for position in positions.tolist()]
         line_of = {key: line for line, key in enumerate(index)}
-        wanted = [line_of.get((i, p.row.first_sampled + p.num_right), -1) for i, p in zip(rows, places, strict=True)]
+        wanted = [line_of.get((i, p.row.first_sampled + p.num_right), -1) for i, p in zip(rows, starts, strict=True)]
         if self.ctx.cp.size == 1:
             return emitted[self.ctx.on_device(np.array(wanted, np.int64))]
         here = [k for k, line in enumerate(wanted) if line >= 0]
@@ -268,29 +287,29 @@ class Guesser:
             every[self.ctx.on_device(np.array(here, np.int64))] = emitted[lines]
         return self.ctx.cp.all_reduce(every)[self.ctx.cp.rank :: self.ctx.cp.size]
 
-    def _next_plan(self, places: Sequence[_Place], turn: int) -> StepPlan:
+    def _next_plan(self, starts: Sequence[_Start], turn: int) -> StepPlan:
         """One token more of each sequence."""
-        offset = turn - bool(self.model.num_features)  # a row with features stands one place before its token
-        states = [(place.spare if offset else place.state, place.spare) for place in places]
+        offset = turn - bool(self.model.num_features)  # a row with features stands one position before its token
+        states = [(start.spare if offset else start.state, start.spare) for start in starts]
         return StepPlan(
             0,
             [
                 Row(
-                    place.row.slot,
-                    place.position + offset,
+                    start.row.slot,
+                    start.position + offset,
                     UNKNOWN,
                     output_position=0,
                     read_state=read,
                     write_state=write,
                 )
-                for place, (read, write) in zip(places, states, strict=True)
+                for start, (read, write) in zip(starts, states, strict=True)
             ],
         )
 
     def _pass(self, plan: StepPlan, ids: Tensor, features: Tensor | None, tables: Mapping[str, PageTables]) -> Tensor:
         """Run a plan of one token per row: what was found, [G_local, F]."""
-        if self.graphs is not None and self.graphs.can_run(plan):
-            return self._replay(plan, ids, features, tables)
+        if self.graphs is not None and self.graphs.passes.can_run(plan):
+            return self._replay(self.graphs.passes, plan, ids, features, tables)
         inputs = step_inputs(plan, tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
         return self._run(ids, features, inputs)
 
@@ -301,21 +320,27 @@ class Guesser:
         self.planned = after_compute(self.ctx.device)
         return found
 
-    def _replay(self, plan: StepPlan, ids: Tensor, features: Tensor | None, tables: Mapping[str, PageTables]) -> Tensor:
-        assert self.graphs is not None, "there are recorded passes"
+    def _replay(
+        self,
+        graphs: DecodeGraphs,
+        plan: StepPlan,
+        ids: Tensor,
+        features: Tensor | None,
+        tables: Mapping[str, PageTables],
+    ) -> Tensor:
         self.planned.synchronize()
-        self.graphs.prepare(plan, tables)
+        graphs.prepare(plan, tables)
         self.planned = after_compute(self.ctx.device)
-        (found,) = self.graphs.replay(ids=ids, features=features)
+        (found,) = graphs.replay(ids=ids, features=features)
         return found
 
-    def _choose(self, found: Tensor, places: Sequence[_Place], turn: int, wish: Wish) -> Tensor:
+    def _choose(self, found: Tensor, starts: Sequence[_Start], turn: int, row_of: DraftRow) -> Tensor:
         """The token that the request's own sampler draws of the draft's logits: the same one, where both agree."""
         logits = self.model.logits(found).nan_to_num()  # of a load that failed, too; the decider throws that away
-        return sample(logits, [wish(place.row, place.num_right + 1 + turn) for place in places])
+        return sample(logits, [row_of(start.row, start.num_right + 1 + turn) for start in starts])
 
 
-def _by_place(plan: StepPlan, tokens: NDArray[np.int64]) -> dict[tuple[int, int], int]:
+def _by_position(plan: StepPlan, tokens: NDArray[np.int64]) -> dict[tuple[int, int], int]:
     """(row, position in it) -> the token behind it, of all cp ranks: [cp, longest M]."""
     found: dict[tuple[int, int], int] = {}
     for of_rank, values in zip(emissions(plan, cp_size=len(tokens)), tokens.tolist(), strict=True):

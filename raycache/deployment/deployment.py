@@ -1,0 +1,235 @@
+"""A model, the settings to serve it with, and what follows from the two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from raycache.cache.spaces import SpaceSizes
+from raycache.checkpoint.quantisation import Quantisation
+from raycache.checkpoint.tensor_files import Checkpoint
+from raycache.checkpoint.weights_form import WeightsForm, weights_form
+from raycache.config import Config
+from raycache.deployment.stages import with_stages
+from raycache.errors import ConfigError
+from raycache.memory.component import FULL, CacheFormat, Component, Reuse, window_pages
+from raycache.memory.device import unit_bytes
+from raycache.memory.rows import EnvelopeLayout
+from raycache.models.base import ModelConfig, check_split, check_weights, components
+from raycache.models.drafts.loading import check_draft, read_models
+from raycache.parallel.sharding import Coords, Split
+
+_TOKENS_PER_POINT = 1024
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One model on one kind of device. Everybody who needs what follows from the settings takes it from here.
+
+    Attributes:
+        config: of the service, with stages.
+        model: to serve, with its draft model.
+        device_type: "cpu" or "cuda".
+    """
+
+    config: Config
+    model: ModelConfig
+    device_type: str
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of activations, and of weights that are not quantised. "auto" is the checkpoint's on cuda, and float32 on
+        cpu, which has no fast half types.
+
+        Raises:
+            ConfigError: the checkpoint's type is not supported.
+        """
+        name = self.config.dtype
+        if name == "auto":
+            name = self.model.dtype if self.device_type == "cuda" else "float32"
+        if name not in _DTYPES:
+            raise ConfigError(
+                f"dtype {name!r} of {self.config.model} is not supported; use --dtype with one of {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[name]
+
+    @cached_property
+    def cache_format(self) -> CacheFormat:
+        """How rows of the cache are stored."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return CacheFormat(dtype, has_fp8_latent=self.config.kv_dtype == "fp8")
+
+    @cached_property
+    def components(self) -> tuple[Component, ...]:
+        """Kinds of state that a token leaves behind, in the model and in its draft."""
+        return components(self.model, self.cache_format)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together; raises as `check_context` does."""
+        check_context(self.config, self.model)
+        longest = self.config.max_model_len
+        return self.model.max_position_embeddings if longest == "auto" else longest
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Token budget of a step."""
+        if self.config.max_step_tokens == "auto":
+            return 8192 if self.device_type == "cuda" else 512
+        return self.config.max_step_tokens
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether the decider plans a step while the one before runs."""
+        return self.config.plans_ahead(device_type=self.device_type)
+
+    def weights_form(self, quantisation: Quantisation) -> WeightsForm:
+        """How quantised weights are held in memory."""
+        return weights_form(quantisation, self.config.weights, dtype=self.dtype, device_type=self.device_type)
+
+    # --- sizes of a tier ----------------------------------------------------------------------------------------------
+
+    def pool_sizes(self, num_pages: int) -> dict[str, int]:
+        """Pages or slots of every component space on the device, so that every running request finds what it needs.
+
+        A running request holds two states (the one that it goes on from, and the one at the last page boundary), one
+        more per draft token, and the window's pages twice over (those before a row, and those after it). Restore points
+        share the rest. Their number grows with the pages of the sequence, by no more than that they take as much
+        memory.
+
+        Args:
+            num_pages: of the sequence.
+        """
+        config, parts = self.config, self.components
+        windows = {part.space: window_pages(part.window, config.page_size) for part in parts}
+        whole = {part.name: self.unit_bytes(part, Split(), Coords(0, 0, 0)) for part in parts}
+        token_bytes = sum(whole[part.name] for part in parts if part.space == FULL) / config.page_size
+        point_bytes = sum(whole[part.name] * max(1, windows[part.space]) for part in parts if part.space != FULL)
+        tokens_per_point = max(_TOKENS_PER_POINT, point_bytes / max(token_bytes, 1))
+        points = config.restore_points
+        if points == "auto":
+            points = 1 + int(num_pages * config.page_size / tokens_per_point)
+        if not config.prefix_cache:
+            points = 0
+        sizes = {FULL: num_pages}
+        for part in parts:
+            if part.reuse is Reuse.STATE_HERE:
+                sizes[part.space] = (2 + config.most_drafts) * config.max_running + points
+            if part.reuse is Reuse.LAST_WINDOW:
+                sizes[part.space] = (2 * config.max_running + points) * windows[part.space]
+        return sizes
+
+    def num_spare_states(self, part: Component) -> int:
+        """Slots of the states that a draft model passes through while it drafts: one per running request."""
+        return self.config.max_running if part.is_draft and part.reuse is Reuse.STATE_HERE else 0
+
+    def unit_bytes(self, part: Component, split: Split, at: Coords) -> int:
+        """Bytes of a page or slot of a component on one rank."""
+        return unit_bytes(part, num_layers=self.model.num_layers, page_size=self.config.page_size, split=split, at=at)
+
+    def space_sizes(self, sizes: Mapping[str, int]) -> SpaceSizes:
+        """What the decider must know of the pools of a tier.
+
+        Args:
+            sizes: component space -> pages or slots.
+        """
+        return SpaceSizes(
+            num_pages=sizes[FULL],
+            page_size=self.config.page_size,
+            windows={p.space: (p.window, sizes[p.space]) for p in self.components if p.reuse is Reuse.LAST_WINDOW},
+            states={p.space: sizes[p.space] for p in self.components if p.reuse is Reuse.STATE_HERE},
+        )
+
+    @property
+    def part_widths(self) -> dict[str, int]:
+        """Component space -> most units that one restore point has of it."""
+        return {
+            part.space: 1 if part.reuse is Reuse.STATE_HERE else window_pages(part.window, self.config.page_size)
+            for part in self.components
+            if part.space != FULL
+        }
+
+    def envelope_layout(self, *, nodes: Sequence[int] = (), node: int | None = None) -> EnvelopeLayout:
+        """Envelopes of all ranks, or of those on one node; see `EnvelopeLayout`."""
+        return EnvelopeLayout(
+            list(self.components),
+            num_layers=self.model.num_layers,
+            page_size=self.config.page_size,
+            split=self.config.split,
+            nodes=nodes,
+            node=node,
+        )
+
+
+def served_model(config: Config) -> ModelConfig:
+    """Read the model to serve, with its draft model.
+
+    Raises:
+        CheckpointError: a directory is none, or holds what is not supported.
+        ConfigError: the draft model does not suit the model.
+    """
+    return read_models(Path(config.model), config.draft if config.has_draft_model else "none")
+
+
+def deploy(config: Config, *, device_type: str) -> Deployment:
+    """Read a model, check it against the settings, and choose its stages. Reads no weight.
+
+    Raises:
+        CheckpointError: the model's directory is missing something, is damaged or of an unknown kind.
+        ConfigError: the settings do not suit the model.
+    """
+    model = check_model(config)
+    return Deployment(with_stages(config, model), model, device_type)
+
+
+def check_model(config: Config) -> ModelConfig:
+    """The same, before the device is known."""
+    if not config.model:
+        raise ConfigError("no model given; name the directory of a Hugging Face model")
+    model = served_model(config)
+    check_split(model, config.split)
+    check_context(config, model)
+    _check_kv_dtype(config, model)
+    check_host_tier(config, model)
+    if not config.dummy_weights:
+        check_weights(model, Checkpoint(Path(config.model)))
+        check_draft(model, Path(config.model))
+    return model
+
+
+def check_context(config: Config, model: ModelConfig) -> None:
+    """Refuse longer sequences than a model was made for.
+
+    Raises:
+        ConfigError: max_model_len is above the model's positions.
+    """
+    if config.max_model_len != "auto" and config.max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is above the model's {model.max_position_embeddings} positions; "
+            "use a smaller one, or a model with rope scaling in its config.json"
+        )
+
+
+def _check_kv_dtype(config: Config, model: ModelConfig) -> None:
+    if config.kv_dtype == "fp8":
+        parts = components(model, CacheFormat("bfloat16", has_fp8_latent=True))  # refuses latents of a wrong size
+        if not any(field.dtype.startswith("float8") for part in parts for field in part.fields):
+            raise ConfigError(f"kv_dtype=fp8 is for latents (MLA), {model.name} has none; use kv_dtype=auto")
+
+
+def check_host_tier(config: Config, model: ModelConfig) -> None:
+    """Refuse a host tier whose pages would be empty.
+
+    Raises:
+        ConfigError: no layer keeps all tokens.
+    """
+    if config.has_host_tier and not any(part.space == FULL for part in components(model, CacheFormat("bfloat16"))):
+        raise ConfigError(
+            f"host_memory={config.host_memory} is not supported for {model.name}, none of whose layers keeps all "
+            "tokens; use host_memory=none"
+        )

@@ -1,0 +1,107 @@
+"""How the ranks of a gang and their decider find each other, under Ray and in plain processes alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from raycache.config import Config
+from raycache.gang.executors import GangExecutor
+from raycache.parallel.board import AckBoard
+from raycache.parallel.context import DECIDER, Store, build_group, group_handles
+from raycache.parallel.relay import leaders, receive_boards
+from raycache.rank.member import Invitation, RankSpec
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """The meeting point of one gang, kept by its decider.
+
+    Args:
+        config: of the service, with stages.
+        device_type: "cpu" or "cuda".
+        epoch: of the gang.
+        host: address of this process that the ranks can reach.
+        nodes: of each rank.
+        here: node of this process.
+        plan_timeout_s: how long a rank waits for a plan.
+    Attributes:
+        board: of this node's ranks.
+        leaders: the lowest rank of every other node: its ranks need a board there.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device_type: str,
+        epoch: int,
+        host: str,
+        nodes: Sequence[Hashable],
+        here: Hashable,
+        plan_timeout_s: float,
+    ) -> None:
+        self._config, self._device_type, self._epoch, self._host = config, device_type, epoch, host
+        self._nodes, self._plan_timeout_s = nodes, plan_timeout_s
+        self.leaders = leaders(nodes, here=here)
+        self.board = AckBoard.create(config.world_size)
+        self._store = Store(host)
+        self._handles = group_handles(
+            config.split,
+            backend="nccl" if device_type == "cuda" else "gloo",
+            store=self._store.address,
+            epoch=epoch,
+            timeout_s=config.rank_timeout_s,
+            leaders=self.leaders,
+        )
+
+    def invitations(self, specs: Sequence[RankSpec], boards: Mapping[Any, Path]) -> list[Invitation]:
+        """One per rank.
+
+        Args:
+            specs: of the ranks.
+            boards: node -> where its ranks find their board.
+        """
+        control = replace(self._handles["control"], timeout_s=self._plan_timeout_s)
+        handles = {**self._handles, "control": control}
+        return [
+            Invitation(self._config, spec, handles, self._epoch, boards[node])
+            for spec, node in zip(specs, self._nodes, strict=True)
+        ]
+
+    def join(self, wait_for_ranks: Callable[[], T]) -> tuple[GangExecutor, T]:
+        """Join the decider's groups while the ranks join theirs.
+
+        Args:
+            wait_for_ranks: returns when all of them have joined; what it raises ends the meeting.
+        Returns:
+            What reaches the ranks, and what `wait_for_ranks` returned.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(self._join)
+            try:
+                answers = wait_for_ranks()
+            except BaseException:
+                self._store.close()  # or the decider would wait for members that do not come
+                raise
+            return joining.result(), answers
+
+    def _join(self) -> GangExecutor:
+        """In the ranks' order: boards first."""
+        epoch, host = self._epoch, self._host
+        receivers = receive_boards(self.board, self._handles, nodes=self._nodes, epoch=epoch, host=host)
+        cpu, handle = torch.device("cpu"), self._handles["control"]
+        control = build_group(handle, member=DECIDER, epoch=epoch, host=host, device=cpu)
+        return GangExecutor(
+            control,
+            split=self._config.split,
+            board=self.board,
+            plans_ahead=self._config.plans_ahead(device_type=self._device_type),
+            receivers=receivers,
+        )

@@ -1,0 +1,255 @@
+"""A rank from its weights to its recorded steps.
+
+load      reads this rank's slices of the weights
+measure   says how many pages fit beside them
+build     makes the pool, with the number of pages that all ranks have agreed on, and what works on it
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from raycache.attention.base import AttentionBackend, NotRecordableError
+from raycache.deployment.deployment import Deployment
+from raycache.deployment.memory_plan import pages_that_fit
+from raycache.deployment.memory_use import refusing_out_of_memory
+from raycache.host.service import open_arena
+from raycache.memory.component import STATE, Reuse
+from raycache.memory.device import DevicePool
+from raycache.memory.mover import LaneName, Mover
+from raycache.models.base import Model
+from raycache.models.drafts.base import DraftModel
+from raycache.parallel.board import Lane
+from raycache.rank.backend import choose_backend
+from raycache.rank.drafter import Drafter, DraftGraphs
+from raycache.rank.graphs import DecodeGraphs, GraphLayers, batch_sizes, whole_model
+from raycache.rank.last_tokens import LastTokens
+from raycache.rank.loading import load_weights, read_threads
+from raycache.rank.member import Member
+from raycache.rank.peak import measure_peak
+from raycache.rank.rank import Rank
+
+_log = logging.getLogger(__name__)
+
+STAGING_BYTES = 512 << 20
+"""Of a GPU, kept for page moves until their buffers and checksums are made, beside four units: four buffers of 32 MiB,
+or of a unit where that is wider, and sums of up to 320 MiB."""
+
+
+def load(deployment: Deployment, member: Member) -> LoadedRank:
+    """Read a rank's weights.
+
+    Raises:
+        CheckpointError: the model's directory is damaged.
+        ConfigError: they do not fit into the GPU.
+    """
+    device = member.ctx.device
+    backend = choose_backend(deployment, device)
+    with refusing_out_of_memory(device, doing="loading weights"):
+        model, draft = load_weights(
+            deployment,
+            member.ctx,
+            num_threads=read_threads(ranks_on_node=member.spec.ranks_on_node),
+            on_progress=member.post_loaded,
+        )
+    member.note("weights")
+    return LoadedRank(deployment, member, model, draft, backend)
+
+
+@dataclass(frozen=True)
+class LoadedRank:
+    """A rank whose weights are in memory.
+
+    Attributes:
+        deployment: of which it holds a part.
+        member: in the gang.
+        model: this rank's share of it.
+        draft: the same of a draft model, on the last stage.
+        backend: attention.
+    """
+
+    deployment: Deployment
+    member: Member
+    model: Model
+    draft: DraftModel | None
+    backend: AttentionBackend
+
+    def measure(self) -> int:
+        """Pages that fit into this rank's memory. Collective: on GPUs all ranks run the largest step.
+
+        Raises:
+            ConfigError: not even one sequence fits.
+        """
+        deployment, use = self.deployment, self.member.use
+        if use is not None:
+            sizes, draft_sizes = self._graph_sizes
+            num_graphs = len(sizes) + bool(draft_sizes) * len(sizes) + len(draft_sizes) if self._has_graphs else 0
+            pool = self._new_pool(dict.fromkeys(deployment.pool_sizes(1), 1))
+            trial = self._new_rank(pool, drafter=self._new_drafter(pool))
+            measure_peak(deployment, trial, use=use, num_graphs=num_graphs)
+            if deployment.config.has_host_tier:
+                use.keep("staging", self._staging_bytes)
+        ranks_on_node = self.member.spec.ranks_on_node
+        return pages_that_fit(deployment, ctx=self.member.ctx, ranks_on_node=ranks_on_node, use=use)
+
+    def build(self, num_pages: int, arena: Path | None = None) -> Rank:
+        """Make the pool and what works on it.
+
+        Args:
+            num_pages: the same on all ranks.
+            arena: file of this node's host tier, or None.
+        """
+        member, mover, last, graphs, draft_graphs = self.member, None, None, None, None
+        pool = self._new_pool(self.deployment.pool_sizes(num_pages))
+        member.note("pages")
+        if arena is not None:
+            with refusing_out_of_memory(member.ctx.device, doing="making the buffers of page moves"):
+                mover = _new_mover(member, pool, arena)
+        if self.deployment.plans_ahead:
+            last = LastTokens(self.deployment.config.max_running, member.ctx)
+        member.note("staging")
+        if self._has_graphs:
+            graphs, draft_graphs = self._record(pool, last)
+        if (use := member.use) is not None:
+            use.note("graphs")
+            for purpose in ("graphs", "staging"):
+                use.keep(purpose, 0)
+            _log.info("memory of %s: %s", member.ctx.device, use)
+            use.check()
+        return self._new_rank(
+            pool, mover=mover, last=last, graphs=graphs, drafter=self._new_drafter(pool, draft_graphs)
+        )
+
+    def _new_pool(self, sizes: dict[str, int]) -> DevicePool:
+        deployment = self.deployment
+        return DevicePool(
+            deployment.components,
+            num_layers=deployment.model.num_layers,
+            sizes=sizes,
+            page_size=deployment.config.page_size,
+            ctx=self.member.ctx,
+            has_scratch=self._has_graphs,
+            num_spare_states=max(map(deployment.num_spare_states, deployment.components), default=0),
+        )
+
+    def _new_rank(
+        self,
+        pool: DevicePool,
+        *,
+        mover: Mover | None = None,
+        last: LastTokens | None = None,
+        graphs: DecodeGraphs | None = None,
+        drafter: Drafter | None = None,
+    ) -> Rank:
+        return Rank(
+            ctx=self.member.ctx,
+            config=self.deployment.model,
+            model=self.model,
+            pool=pool,
+            backend=self.backend,
+            dtype=self.deployment.dtype,
+            mover=mover,
+            last=last,
+            graphs=graphs,
+            drafter=drafter,
+        )
+
+    def _new_drafter(self, pool: DevicePool, graphs: DraftGraphs | None = None) -> Drafter | None:
+        if self.draft is None:
+            return None
+        parts = [part for part in self.deployment.components if part.is_draft]
+        return Drafter(
+            self.draft,
+            pool=pool,
+            windows={part.space: part.window for part in parts if part.reuse is not Reuse.STATE_HERE},
+            backend=self.backend,
+            ctx=self.member.ctx,
+            has_states=self._has_draft_states,
+            may_lag=not self.draft.num_features
+            and all(part.reuse is Reuse.EVERY_PAGE for part in parts)
+            and self.member.ctx.device.type == "cpu"
+            and self.deployment.config.overlap != "on",
+            graphs=graphs,
+        )
+
+    def _record(self, pool: DevicePool, last: LastTokens | None) -> tuple[DecodeGraphs | None, DraftGraphs | None]:
+        """Record decode steps as CUDA graphs, if the model's layers can be."""
+        draft_config = self.deployment.model.draft
+        layers = GraphLayers(
+            whole_model(self.model), pool, records=() if draft_config is None else draft_config.recorded
+        )
+        start_s = time.monotonic()
+        sizes, draft_sizes = self._graph_sizes
+        draft_graphs = None
+        try:
+            graphs = DecodeGraphs(
+                layers,
+                sizes=sizes,
+                pool=pool,
+                backend=self.backend,
+                ctx=self.member.ctx,
+                has_states=STATE in pool.sizes,  # the draft's, too: it follows
+                last=last,
+            )
+            if self.draft is not None:
+                draft_graphs = DraftGraphs.record(
+                    self.draft,
+                    sizes=draft_sizes,
+                    pool=pool,
+                    backend=self.backend,
+                    target=graphs,
+                    has_states=self._has_draft_states,
+                    dtype=self.deployment.dtype,
+                )
+        except NotRecordableError as cause:
+            _log.warning("decode steps are not recorded as CUDA graphs, and take longer: %s", cause)
+            return None, None
+        _log.info(
+            "recorded decode steps of %s rows as CUDA graphs in %.1f s, %.0f MiB",
+            "/".join(map(str, sizes)),
+            time.monotonic() - start_s,
+            (graphs.num_bytes + (0 if draft_graphs is None else draft_graphs.num_bytes)) / 2**20,
+        )
+        return graphs, draft_graphs
+
+    @property
+    def _has_draft_states(self) -> bool:
+        return any(part.is_draft and part.reuse is Reuse.STATE_HERE for part in self.deployment.components)
+
+    @property
+    def _has_graphs(self) -> bool:
+        config = self.deployment.config
+        return config.cuda_graphs and self.backend.capabilities.can_capture and config.pp == 1
+
+    @property
+    def _graph_sizes(self) -> tuple[list[int], list[int]]:
+        """Batches to record: of steps, a row for each token; and of passes of a draft, a row for each request."""
+        config, cp = self.deployment.config, self.member.ctx.cp.size
+        most = config.max_running
+        tokens = most * (1 + config.most_drafts) if cp == 1 else most
+        return batch_sizes(tokens, cp=cp), batch_sizes(most, cp=cp) if self.draft is not None else []
+
+    @property
+    def _staging_bytes(self) -> int:
+        """Most that page moves take of a GPU."""
+        units, ctx = Counter[str](), self.member.ctx
+        for part in self.deployment.components:
+            units[part.space] += self.deployment.unit_bytes(part, ctx.split, ctx.coords)
+        return STAGING_BYTES + 4 * max(units.values())
+
+
+def _new_mover(member: Member, pool: DevicePool, path: Path) -> Mover:
+    arena, rank = open_arena(path), member.spec.rank
+    assert rank in arena.layout.ranks, f"{path} is the arena of ranks {arena.layout.ranks}, not of rank {rank}"
+
+    def post(lane: LaneName, number: int, has_failed: bool) -> None:
+        member.post(Lane.LOAD_US, int(1e6 * mover.load_s))
+        member.post(Lane.SAVE_US, int(1e6 * mover.save_s))
+        member.board.post_moves(rank, lane, number, has_failed)
+
+    mover = Mover(pool, arena, arena.layout, rank=rank, post=post)
+    return mover

@@ -1,0 +1,77 @@
+"""A rank at work: it executes plans until the last one, or until the decider is gone."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from raycache.deployment.memory_use import refusing_out_of_memory
+from raycache.errors import RankLostError
+from raycache.parallel.board import Lane
+from raycache.rank.answer import PendingAnswer
+from raycache.rank.member import Member
+from raycache.rank.rank import Rank
+from raycache.wire.control import receive_plan, result_ranks, send_result
+from raycache.wire.plan import StepPlan
+
+_log = logging.getLogger(__name__)
+
+
+def run(rank: Rank, member: Member) -> None:
+    """Execute plans until the last one, then leave the gang.
+
+    Raises:
+        RankLostError: the decider or a peer is gone or late.
+    """
+    plans, number, has_lost = _Plans(rank, member), member.spec.rank, True
+    try:
+        plans.execute_all()
+        has_lost = False
+    except RankLostError as cause:
+        member.post(Lane.LOST, max(plans.step, 1))
+        raise RankLostError(number, str(rank.ctx.coords), plans.step, cause.cause) from cause
+    except BaseException:
+        member.post(Lane.FAILED, max(plans.step, 1))
+        _log.exception("rank %d (%s) failed at step %d", number, rank.ctx.coords, plans.step)
+        raise
+    finally:
+        member.ctx.close()  # whoever waits for this rank fails now instead of at its deadline
+        rank.close()
+        if member.sender is not None:
+            member.sender.close(has_lost=has_lost)
+
+
+class _Plans:
+    """Plans that a rank has taken, in the order of their steps.
+
+    Attributes:
+        step: of the last one taken.
+    """
+
+    def __init__(self, rank: Rank, member: Member) -> None:
+        self._rank, self._member = rank, member
+        self._is_answering = member.spec.rank in result_ranks(rank.ctx.split)
+        self._unanswered: deque[tuple[StepPlan, PendingAnswer]] = deque()
+        self.step = 0
+
+    def execute_all(self) -> None:
+        """Until the last one."""
+        ctx = self._rank.ctx
+        while True:
+            plan = receive_plan(ctx.control, meanwhile=self._answer_ready)
+            self.step = plan.step
+            with refusing_out_of_memory(ctx.device, doing=f"running step {plan.step}"):
+                answer = self._rank.start(plan)
+            self._unanswered.append((plan, answer))
+            self._answer_ready()
+            if plan.is_last:
+                return
+
+    def _answer_ready(self) -> bool:
+        """Answer the steps that the device is done with, in their order; whether some are left."""
+        while self._unanswered and self._unanswered[0][1].is_ready():
+            plan, answer = self._unanswered.popleft()
+            if self._is_answering and not plan.is_last:
+                send_result(plan, answer.answer(), self._rank.ctx.control)
+            self._member.post(Lane.STEP, plan.step)
+        return bool(self._unanswered)
