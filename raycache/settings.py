@@ -333,7 +333,7 @@ def check_value(known: Field[Any], value: object) -> None:
     kind, least, choices = kind_of(known), known.metadata["least"], known.metadata["choices"]
     if value in known.metadata["words"]:
         return
-    if type(value) not in ((int, float) if kind is float else (kind,)):
+    if not isinstance(value, int | float if kind is float else kind) or isinstance(value, bool) is not (kind is bool):
         raise ConfigError(f"{known.name} must be {_wanted(known)}, got {value!r}")
     if choices and value not in choices:
         raise ConfigError(f"{known.name}={value!r} is unknown; use one of {', '.join(choices)}")
