@@ -108,8 +108,10 @@ def _options() -> argparse.Namespace:
     server.add_argument("--endpoint", metavar="URL", help="ask this one, as it is, instead of starting any")
     for axis in ("tp", "pp", "cp"):
         server.add_argument(f"--{axis}", type=int, default=1)
-    server.add_argument("--num-pages", type=int, default=0, help="of the pool; 0: as many as fit")
-    server.add_argument("--page-size", type=int, default=0, help="tokens; 0: those of a block")
+    server.add_argument(
+        "--num-pages", metavar="N|auto", default="auto", help="as of raycache launch (default: %(default)s)"
+    )
+    server.add_argument("--page-size", type=int, metavar="TOKENS", help="default: the tokens of a block")
     parser.add_argument("--compare-transformers", action="store_true", help="benchmarks.compare with its defaults")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures")
     options = parser.parse_args()

@@ -65,8 +65,14 @@ class Service:
 def register(
     endpoint: str, *, model: str, ray_address: str, dashboard: str, certificate: str = ""
 ) -> Iterator[Service]:
-    """Keep the state file of this process's service while the block runs; see `Service` for the arguments.
+    """Keep the state file of this process's service while the block runs.
 
+    Args:
+        endpoint: such as "http://127.0.0.1:8000".
+        model: name that clients use.
+        ray_address: of the cluster, HOST:PORT, or "local".
+        dashboard: URL of the Ray dashboard, or empty.
+        certificate: PEM file that the server shows to its clients, or empty.
     Raises:
         ConfigError: others may write to the folder for it.
     """

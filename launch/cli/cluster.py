@@ -175,15 +175,14 @@ def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config)
     each = ["replica"] if config.replicas > 1 else []
     return "\n".join(
         [
-            table.render([*each, "rank", "place", "node", "device", "pages", "tokens held"], rows=rows),
+            table.render([*each, "rank", "position", "node", "device", "pages", "tokens"], rows=rows),
             "",
-            f"model      {info.model} (context of {info.max_model_len} tokens)",
-            f"cache      {info.num_pages} pages of {info.page_size} tokens: {tokens} tokens fit"
-            + (" into each replica" if each else ""),
+            f"model      {info.model}, up to {info.max_model_len:,} tokens per request",
+            f"cache      {tokens:,} tokens in {info.num_pages:,} pages{' per replica' if each else ''}",
             *cache.summary(info.tiers),
             f"endpoint   {endpoint}/v1",
             f"dashboard  {dashboard + _TOKEN_HINT if dashboard else 'none'}",
-            "Ctrl-C stops it.",
+            "Press Ctrl-C to stop.",
         ]
     )
 

@@ -69,7 +69,7 @@ def run(values: Mapping[str, Any]) -> int:
 
     with _signals_interrupt():
         job = Job(config.address, entrypoint=_command(values), environment=_variables(config))
-        print(f"job {job.job_id} at {config.address}; Ctrl-C stops it", file=sys.stderr, flush=True)
+        print(f"job {job.job_id} at {config.address}; press Ctrl-C to stop it", file=sys.stderr, flush=True)
         try:
             job.follow(_Screen(job.node, is_loopback=config.host in ("127.0.0.1", "localhost", "::1")).show)
         except KeyboardInterrupt:
