@@ -124,7 +124,7 @@ def _show_status(answer: Mapping[str, Any]) -> str:
     tiers = answer.get("tiers", {})
     rows = [(tier, name, _value(name, value)) for tier in tiers for name, value in _flat(tiers[tier])]
     parts = [
-        "settings  " + "  ".join(f"{name}={value}" for name, value in settings.items()),
+        "settings   " + "  ".join(f"{name}={value}" for name, value in settings.items()),
         *summary(answer.get("capacity", {})),
         "",
         render(("TIER", "WHAT", "VALUE"), rows=rows),
@@ -153,7 +153,7 @@ def summary(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
         told = [str(name)] if name else []
         told += [f"{tokens:,} tokens"] if tokens else []
         told += [human_bytes(size)] if size else []
-        lines.append(f"{tier:<8}  {', '.join(told)}" + (f" ({parts})" if parts else ""))
+        lines.append(f"{tier:<9}  {', '.join(told)}" + (f" ({parts})" if parts else ""))
     return lines
 
 

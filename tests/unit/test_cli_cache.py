@@ -126,7 +126,7 @@ def test_status_prints_settings_room_figures_and_warnings(
     engine.answer = {"tiers": tiers, "warnings": ["storage stores and never hits: page_size differs"]}
     assert order("status", host_memory="1GiB") == 0
     said = capsys.readouterr().out
-    assert "host_memory=1GiB" in said and "host      4,096 tokens\n" in said
+    assert "host_memory=1GiB" in said and "host       4,096 tokens\n" in said
     rows = [line.split(maxsplit=2) for line in said.splitlines()]
     for row in (
         ["host", "pages_free", "12,288"],
@@ -218,7 +218,7 @@ def test_room_is_summed_up_in_a_line_per_tier() -> None:
         "storage": {"name": "file:/var/cache", "bytes": 0},
     }
     assert summary(tiers) == [
-        "device    12,288 tokens, 1.0 MiB",
-        "host      131,072 tokens, 1.0 GiB (full 120.0 MiB, state 8.0 MiB)",
-        "storage   file:/var/cache",
+        "device     12,288 tokens, 1.0 MiB",
+        "host       131,072 tokens, 1.0 GiB (full 120.0 MiB, state 8.0 MiB)",
+        "storage    file:/var/cache",
     ]
