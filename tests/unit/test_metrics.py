@@ -224,12 +224,13 @@ def test_whoever_watches_requests_sees_their_ends() -> None:
 
 
 def test_names_are_those_of_the_documentation_and_of_the_dashboard() -> None:
-    text = (_ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    text = (_ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     documented = dict(re.findall(r"^\| `(raycache_\w+)` \| (\w+) \|", text, re.MULTILINE))
     assert documented == {metric.full_name: metric.kind.value for metric in (*ENGINE, *FRONT)}
     assert set(re.findall(r"^\| `((?:vllm|sglang):\w+)` \|", text, re.MULTILINE)) == {
         name_there(alias.name, alias.of) for alias in ALIASES
     }
+    text = (_ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(RayCache\w+)` \|", text, re.MULTILINE)) == {alert.name for alert in ALERTS}
     used = " ".join(query for row in panels.ROWS.values() for panel in row for query, _ in panel.queries)
     for metric in ENGINE + FRONT:
