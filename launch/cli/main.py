@@ -95,17 +95,20 @@ def _parser() -> argparse.ArgumentParser:
     add_cache_flags(add("cache", _cache, "inspect and change the cache of a running server"))
     add_replicas_flags(add("replicas", _replicas, "start, drain and replace the replicas of a running server"))
     add_stop_flags(add("stop", _stop, "stop a service that runs on this machine"))
-    key = add("key", _key, "make an API key for a tenant, with its line for the file of --api-keys")
-    key.add_argument("name", metavar="NAME", help="name of the tenant")
-    key.add_argument(
-        "rights", metavar="RIGHT", nargs="*", help="admin, metrics or requests=N (maximum concurrent requests)"
-    )
-    key.add_argument("--file", metavar="FILE", type=Path, help="append the line to this file")
+    _add_key_flags(add("key", _key, "make an API key for a tenant, with its line for the file of --api-keys"))
     add_config_flags(add("doctor", _doctor, "check whether launch would work, without loading weights"))
     demo = add("demo-model", _demo_model, "write a small real model as a Hugging Face directory")
     demo.add_argument("directory", metavar="DIR", type=Path, help="directory to write to")
     add("version", _version, "print versions")
     return parser
+
+
+def _add_key_flags(key: argparse.ArgumentParser) -> None:
+    key.add_argument("name", metavar="NAME", help="name of the tenant")
+    key.add_argument(
+        "rights", metavar="RIGHT", nargs="*", help="admin, metrics or requests=N (maximum concurrent requests)"
+    )
+    key.add_argument("--file", metavar="FILE", type=Path, help="append the line to this file")
 
 
 def _launch(options: argparse.Namespace) -> int:

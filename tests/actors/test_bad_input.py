@@ -124,8 +124,8 @@ def test_a_service_leaves_a_cluster_that_it_found_as_it_was(cluster: Cluster, mo
     endpoint_of(process)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)  # an impatient second one changes nothing
-    assert process.wait(30) == 0
-    assert is_true_within(10, lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
+    assert process.wait(100) == 0
+    assert is_true_within(60, lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
 
 
@@ -146,10 +146,10 @@ def test_a_service_whose_engine_is_killed_goes_on_and_leaves_nothing(model: Path
         everybody = [launched, *before, *launched.children(recursive=True)]
         assert traces(scratch, everybody), "the host tier's directory"
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=40)
+        output, _ = process.communicate(timeout=100)
         assert process.returncode == 0, output
         assert "the engine actor died" in output and "starting another one for 1 open requests" in output
-        assert is_gone(everybody[1:], within_s=10)
+        assert is_gone(everybody[1:], within_s=30)
         assert traces(scratch, everybody) == set()
     finally:
         process.kill()
@@ -168,5 +168,5 @@ def test_a_killed_service_leaves_no_rank_and_no_files(model: Path, scratch: Path
         process.kill()
     process.wait()
     # Ray's two agents of a node notice its end late, all others at once.
-    assert is_gone(working, within_s=15)
-    assert is_true_within(45, lambda: not traces(scratch, [launched, *children]))
+    assert is_gone(working, within_s=60)
+    assert is_true_within(100, lambda: not traces(scratch, [launched, *children]))

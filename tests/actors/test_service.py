@@ -66,7 +66,7 @@ def test_streams_equal_transformers_cold_and_cached(cluster: Cluster, model: Pat
             assert [cached for _, cached in together] == [4 * _PAGE, 3 * _PAGE, 3 * _PAGE]
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 120))
+    asyncio.run(asyncio.wait_for(run(), 250))
 
 
 def test_64_streams_with_random_cancellations_leave_no_page_in_use(cluster: Cluster, model: Path) -> None:
@@ -88,16 +88,13 @@ def test_64_streams_with_random_cancellations_leave_no_page_in_use(cluster: Clus
         async with serving(model, cp=2, page_size=_PAGE, num_pages=120, max_running=32) as service:
             cases = prompts(64, shared=40, length=40)
             await asyncio.gather(*(one(service, prompt, draw.choice([1, 5, 20, 10**6])) for prompt in cases))
-            for _ in range(100):
-                stats = await service.engine.stats()
-                if not stats.running and not stats.waiting:
-                    break
+            while (stats := await service.engine.stats()).running or stats.waiting:
                 await asyncio.sleep(0.1)
             assert (stats.running, stats.waiting, stats.pages_in_use, stats.pages_locked) == (0, 0, 0, 0)
             assert stats.finished["cancelled"] > 0 and stats.finished["length"] > 0
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 120))
+    asyncio.run(asyncio.wait_for(run(), 250))
 
 
 def test_a_killed_rank_is_replaced_and_its_requests_go_on_with_the_same_tokens(cluster: Cluster, model: Path) -> None:
@@ -109,8 +106,8 @@ def test_a_killed_rank_is_replaced_and_its_requests_go_on_with_the_same_tokens(c
                 await asyncio.sleep(0.02)
             ranks = [p for p in psutil.Process().children(recursive=True) if "RankActor" in p.name()]
             ranks[0].kill()
-            tokens, _ = await asyncio.wait_for(running, 120)
+            tokens, _ = await running
             assert tokens == greedy(model, case, 400)
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 120))
+    asyncio.run(asyncio.wait_for(run(), 250))

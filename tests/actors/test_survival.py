@@ -136,7 +136,7 @@ def test_a_new_engine_takes_what_came_meanwhile_and_goes_on_with_the_same_random
             again = await listen(service, prompt, 120, Heard(), temperature=1.0, seed=seed)
             assert (await unseeded).tokens == again.tokens and len(again.tokens) == 120
 
-    asyncio.run(asyncio.wait_for(run(), 200))
+    asyncio.run(asyncio.wait_for(run(), 250))
 
 
 @pytest.mark.long
@@ -155,7 +155,7 @@ def test_an_engine_that_never_gets_anywhere_is_given_up(cluster: Cluster, model:
             with pytest.raises(openai.APIError, match="the engine actor died"):
                 await running
 
-    asyncio.run(asyncio.wait_for(run(), 200))
+    asyncio.run(asyncio.wait_for(run(), 250))
 
 
 @pytest.mark.parametrize("victims", [["RankActor"], ["EngineActor", "ArenaActor"]])
@@ -181,17 +181,16 @@ def test_hits_in_the_host_tier_outlive_all_that_use_it(cluster: Cluster, model: 
             assert stats.cached_by_tier["host"] >= 2 * 4 * _PAGE
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 200))
+    asyncio.run(asyncio.wait_for(run(), 250))
 
 
 async def figure_of(service: Service, name: str, *, at_least: float) -> float:
-    """A figure of the storage tier, once it is so high."""
-    for _ in range(200):
-        figures = (await service.engine.stats()).tiers.get("storage", {})
-        if figures.get(name, -1) >= at_least:
-            break
+    """A figure of the storage tier, once it is so high; whoever waits for that has the deadline."""
+    while True:
+        figure = (await service.engine.stats()).tiers.get("storage", {}).get(name, -1)
+        if figure >= at_least:
+            return figure
         await asyncio.sleep(0.1)
-    return figures[name]
 
 
 def test_another_owner_of_the_arena_goes_on_with_arena_and_storage(
@@ -201,7 +200,7 @@ def test_another_owner_of_the_arena_goes_on_with_arena_and_storage(
 
     async def run() -> None:
         settings = {"page_size": _PAGE, "num_pages": 64, "host_memory": "32MiB", "storage": storage}
-        settings["prefetch_timeout_s"] = 20.0  # also of a find, which is a miss when it comes late
+        settings["prefetch_timeout_s"] = 100.0  # also of a find, which is a miss when it comes late
         cases = prompts(4, seed=6, shared=0, length=70)
         async with serving(model, tp=2, **settings) as service:
             calm = await listen(service, cases[0], 40, Heard(), temperature=0)
@@ -223,7 +222,7 @@ def test_another_owner_of_the_arena_goes_on_with_arena_and_storage(
                 assert after.tokens == expected.tokens and after.cached == 4 * _PAGE
             assert (await service.engine.stats()).cached_by_tier["storage"] == 3 * 4 * _PAGE
 
-    asyncio.run(asyncio.wait_for(run(), 200))
+    asyncio.run(asyncio.wait_for(run(), 250))
 
 
 def test_operators_commands_reach_decider_and_storage_and_outlive_the_engine(
@@ -256,7 +255,7 @@ def test_operators_commands_reach_decider_and_storage_and_outlive_the_engine(
             assert seen["tiers"] == {"device": 0, "host": 0}
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 200))
+    asyncio.run(asyncio.wait_for(run(), 250))
 
 
 @pytest.mark.long
@@ -268,4 +267,4 @@ def test_a_service_without_a_host_tier_says_what_storage_needs(cluster: Cluster,
                     await service.engine.admin(CacheCommand(kind, url="file:///tmp/x?size=1GiB", size=1))
             assert (await service.engine.admin(CacheCommand(CacheAction.CLEAR)))["cleared_pages"] == {"device": 0}
 
-    asyncio.run(asyncio.wait_for(run(), 100))
+    asyncio.run(asyncio.wait_for(run(), 250))
