@@ -6,7 +6,8 @@
     save    envelopes in shared memory -> checked against their headers -> objects          against one pwritev
     load    objects -> checked -> envelopes in shared memory -> headers                     against one preadv
 
-The envelopes are real ones, of a model's layout under a split, and what moves them is the host tier's own librarian.
+The envelopes are real ones, of a model's layout under a split, and what moves them is the host tier's
+own storage worker.
 Both sides move the same bytes in turns in one run, from and to the same memory, which was touched before; files are in
 the page cache. Medians count.
 """
@@ -35,7 +36,7 @@ from raycache.memory.arena import Arena
 from raycache.memory.checksum import checksum_of
 from raycache.memory.component import FULL
 from raycache.storage.file import FileStorage
-from raycache.storage.librarian import Librarian
+from raycache.storage.storage_worker import StorageWorker
 
 _WANTED_RATIO = 0.8
 _PAGES_PER_ORDER = 16
@@ -91,7 +92,7 @@ class HostPages:
             self._arena.slab(rank, FULL)[page] for page in range(num_pages) for rank in range(self._num_ranks)
         ]
         self._storage = FileStorage(directory / "tier", max_bytes=3 * self.num_bytes)
-        self._librarian = Librarian(
+        self._worker = StorageWorker(
             self._arena, self.layout, self._storage, page_size=config.page_size, windows={}, state_space=""
         )
         self._plain = PlainFile(directory / "plain", num_bytes=self.num_bytes)
@@ -108,11 +109,11 @@ class HostPages:
 
     def save(self) -> None:
         """Host to storage."""
-        assert all(all(stored) for stored in self._lanes.map(self._librarian.persist, self._orders())), "not all stored"
+        assert all(all(stored) for stored in self._lanes.map(self._worker.persist, self._orders())), "not all stored"
 
     def load(self) -> None:
         """Storage to host."""
-        for found in self._lanes.map(self._librarian.fetch, self._orders()):
+        for found in self._lanes.map(self._worker.fetch, self._orders()):
             assert set(found) == {Fetch.HIT}, f"not all came back: {found}"
 
     def save_plain(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from raycache.cache.catalog import Catalog
 from raycache.deployment.deployment import Deployment
+from raycache.host.directory import SPEC
 from raycache.memory.component import Component, Reuse, RowField
 from raycache.memory.rows import EnvelopeLayout
 from raycache.parallel.sharding import Split
@@ -91,6 +94,39 @@ _CHANGEABLE: dict[str, Any] = {
     "storage_timeout_s": 0.0,
     "storage_bytes": 0,
 }
+
+
+class SpecFile:
+    """What an owner remembers of its host tier, for itself and the next owner.
+
+    Args:
+        directory: of the host tier.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / SPEC
+
+    def keep(self, spec: HostSpec) -> HostSpec:
+        """Write a spec, whole or not at all; returns it."""
+        fresh = self._path.with_name("spec.new")
+        # Nobody else may read it: a URL can hold a password.
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(spec.packed())
+        fresh.replace(self._path)
+        return spec
+
+    def read(self) -> HostSpec:
+        """The spec that was kept.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError, TypeError, KeyError: it is something else.
+        """
+        return HostSpec.read(self._path.read_bytes())
+
+    def remove(self) -> None:
+        """Forget it."""
+        self._path.unlink(missing_ok=True)
 
 
 def host_spec(

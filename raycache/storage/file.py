@@ -36,7 +36,6 @@ _MARKER_TEXT = b"RayCache storage, format 1\n"
 _MIN_BYTES = 1 << 20
 _REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 """What waiting does not mend, unlike a file system that is away."""
-_SAVE_USES_S = 30.0
 
 
 class _Job(NamedTuple):
@@ -75,7 +74,6 @@ class FileStorage:
         except OSError:
             os.close(self._marker_fd)
             raise
-        self._save_uses_at_s = time.monotonic() + _SAVE_USES_S
 
     def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
         """See `Storage.put`.
@@ -91,7 +89,7 @@ class FileStorage:
         errors = {segment: self._write(segment, batch) for segment, batch in _by_segment(jobs)}
         with self._lock:
             self._publish(jobs, errors, stored)
-        self._save_uses_sometimes()
+            self._shelves.uses.save_sometimes(self._shelves.segments())
         return stored
 
     def get(self, keys: Sequence[bytes], *, into: Sequence[Buffer]) -> list[Fetch]:
@@ -103,7 +101,7 @@ class FileStorage:
             self._read(segment, batch, found)
         with self._lock:
             self._counts.count(found)
-        self._save_uses_sometimes()
+            self._shelves.uses.save_sometimes(self._shelves.segments())
         return found
 
     def contains(self, keys: Sequence[bytes], *, touch: bool) -> list[bool]:
@@ -139,8 +137,8 @@ class FileStorage:
 
     def close(self) -> None:
         """See `Storage.close`."""
-        self._save_uses()
         with self._lock:
+            self._shelves.uses.save(self._shelves.segments())
             for segment in self._shelves.segments():
                 segment.close()
             os.close(self._marker_fd)
@@ -201,7 +199,7 @@ class FileStorage:
                 stored[i] = True
             else:
                 self._erase(shelf, keys[i])
-        jobs, last_use = [], self._shelves.uses(len(keys)) + len(keys)
+        jobs, last_use = [], self._shelves.uses.take(len(keys)) + len(keys)
         for i, view in enumerate(views):
             if stored[i]:
                 continue
@@ -292,19 +290,6 @@ class FileStorage:
         except OSError:
             self._counts.io_errors += 1
 
-    def _save_uses_sometimes(self) -> None:
-        if time.monotonic() >= self._save_uses_at_s:
-            self._save_uses()
-
-    def _save_uses(self) -> None:
-        with self._lock:
-            self._save_uses_at_s = time.monotonic() + _SAVE_USES_S
-            try:
-                for segment in self._shelves.segments():
-                    segment.save_uses()
-            except OSError:
-                self._counts.io_errors += 1
-
 
 def _check_bound(max_bytes: int) -> None:
     if max_bytes < _MIN_BYTES:
@@ -316,7 +301,8 @@ def _claim(directory: Path) -> int:
     marker = directory / _MARKER
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if not marker.exists() and any(directory.iterdir()):
+        # In this order: another process may be making the marker now.
+        if any(directory.iterdir()) and not marker.exists():
             raise ConfigError(f"{directory} is not empty and no storage of RayCache; give it a directory of its own")
         fd = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

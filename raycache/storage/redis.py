@@ -65,6 +65,59 @@ class RedisServer:
     is_tls: bool = False
 
 
+class RedisClient:
+    """Requests to a server, each in one round trip. It connects when it is asked something, and tries once.
+
+    Args:
+        server: to connect to.
+        timeout_s: of each request.
+    Raises:
+        OSError: from each method, if the server cannot be reached, does not answer in time or refuses us.
+    """
+
+    def __init__(self, server: RedisServer, *, timeout_s: float) -> None:
+        self._redis = Redis(
+            host=server.host,
+            port=server.port,
+            db=server.database,
+            username=server.username or None,
+            password=server.password or None,
+            ssl=server.is_tls,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+
+    def ask(self, *command: Any) -> Any:
+        """The answer to a command."""
+        with _answers():
+            return self._redis.execute_command(*command)
+
+    def ask_all(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Answers to commands; errors of the server are among them."""
+        with _answers(), self._redis.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = pipeline.execute(raise_on_error=False)
+        return answers
+
+    def info(self) -> dict[str, Any]:
+        """What the server says of its memory and evictions; empty where it does not tell us."""
+        try:
+            with _answers():
+                self._redis.ping()
+                return {**self._redis.info("memory"), **self._redis.info("stats")}
+        except PermissionError as error:
+            if isinstance(error.__cause__, exceptions.NoPermissionError):
+                return {}
+            raise
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()
+
+
 class RedisStorage:
     """Objects in a database of a server, for any number of processes.
 
@@ -83,7 +136,7 @@ class RedisStorage:
         self._suffixes_key = f"{prefix}:suffixes{FORMAT_VERSION}".encode()
         self._counts = StorageStats()
         self._lock = threading.Lock()
-        self._client = _connect(server, timeout_s)
+        self._client = RedisClient(server, timeout_s=timeout_s)
         self._workers, self._scratch = Workers(_NUM_THREADS, timeout_s=timeout_s, name=name), Scratch()
         try:
             info = self._info()
@@ -154,13 +207,13 @@ class RedisStorage:
 
     def suffixes(self) -> set[bytes]:
         """See `Storage.suffixes`; if the server evicts the set, it fills again as objects are put. Raises OSError."""
-        (members,) = self._workers.run([partial(self._ask, "SMEMBERS", self._suffixes_key)])
+        (members,) = self._workers.run([partial(self._client.ask, "SMEMBERS", self._suffixes_key)])
         return set(members)
 
     def stats(self) -> StorageStats:
         """See `Storage.stats`; what is stored and evicted is the whole database's and server's. Raises OSError."""
         info = self._info()
-        (num_objects,) = self._workers.run([partial(self._ask, "DBSIZE")])
+        (num_objects,) = self._workers.run([partial(self._client.ask, "DBSIZE")])
         with self._lock:
             return replace(
                 self._counts,
@@ -178,8 +231,8 @@ class RedisStorage:
     def clear(self) -> None:
         """See `Storage.clear`: in parts, each within the timeout. Raises OSError as `put`."""
         for keys in self._pages():
-            self._workers.run([partial(self._ask, "UNLINK", *map(self._name_of, keys))])
-        self._workers.run([partial(self._ask, "UNLINK", self._suffixes_key)])
+            self._workers.run([partial(self._client.ask, "UNLINK", *map(self._name_of, keys))])
+        self._workers.run([partial(self._client.ask, "UNLINK", self._suffixes_key)])
 
     def resize(self, max_bytes: int) -> None:
         """See `Storage.resize`.
@@ -214,19 +267,21 @@ class RedisStorage:
         """One command for each key, the first key last; an answer can be an error of the server."""
         names = [self._name_of(key) for key in reversed(keys)]
         parts = [names[first : first + _BATCH_KEYS] for first in range(0, len(names), _BATCH_KEYS)]
-        answers = self._workers.run([partial(self._pipeline, [(command, name) for name in part]) for part in parts])
+        answers = self._workers.run(
+            [partial(self._client.ask_all, [(command, name) for name in part]) for part in parts]
+        )
         return [answer for part in answers for answer in part][::-1]
 
     def _info(self) -> dict[str, Any]:
         """What the server says of its memory and evictions; empty where it does not tell us."""
-        (info,) = self._workers.run([self._read_info])
+        (info,) = self._workers.run([self._client.info])
         return info
 
     def _pages(self) -> Iterator[list[bytes]]:
         """All keys of ours, in parts; some may come twice."""
         pattern, cursor = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"*", 0
         while True:
-            request = partial(self._ask, "SCAN", cursor, "MATCH", pattern, "COUNT", _BATCH_KEYS)
+            request = partial(self._client.ask, "SCAN", cursor, "MATCH", pattern, "COUNT", _BATCH_KEYS)
             ((cursor, names),) = self._workers.run([request])
             if names:
                 yield [name.removeprefix(self._prefix) for name in names]
@@ -246,11 +301,11 @@ class RedisStorage:
                 packed, rest = rest[: HEADER_BYTES + len(payload)], rest[HEADER_BYTES + len(payload) :]
                 pack_object(key, payload, into=packed, checksum=checksum)
                 commands.append(("SET", self._name_of(key), packed))
-            _, *answers = self._pipeline(commands)
+            _, *answers = self._client.ask_all(commands)
         return [answer if isinstance(answer, RedisError) else None for answer in answers]
 
     def _get(self, keys: Sequence[bytes], lengths: Sequence[int]) -> list[memoryview | Fetch]:
-        values = self._ask("MGET", *map(self._name_of, keys))
+        values = self._client.ask("MGET", *map(self._name_of, keys))
         payloads, bad = list[memoryview | Fetch](), list[bytes]()
         for key, value, length in zip(keys, values, lengths, strict=True):
             payload = Fetch.MISSING if value is None else read_object(value, key=key, num_bytes=length)
@@ -260,46 +315,8 @@ class RedisStorage:
                 bad.append(self._name_of(key))
         if bad:
             with suppress(OSError):
-                self._ask("UNLINK", *bad)
+                self._client.ask("UNLINK", *bad)
         return payloads
-
-    def _read_info(self) -> dict[str, Any]:
-        try:
-            with _answers():
-                self._client.ping()
-                return {**self._client.info("memory"), **self._client.info("stats")}
-        except PermissionError as error:
-            if isinstance(error.__cause__, exceptions.NoPermissionError):
-                return {}
-            raise
-
-    def _ask(self, *command: Any) -> Any:
-        with _answers():
-            return self._client.execute_command(*command)
-
-    def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Answers to commands in one round trip; errors of the server are among them."""
-        with _answers(), self._client.pipeline(transaction=False) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            answers: list[Any] = pipeline.execute(raise_on_error=False)
-        return answers
-
-
-def _connect(server: RedisServer, timeout_s: float) -> Redis:
-    """A client that connects when it is asked something, and tries once."""
-    return Redis(
-        host=server.host,
-        port=server.port,
-        db=server.database,
-        username=server.username or None,
-        password=server.password or None,
-        ssl=server.is_tls,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,
-    )
 
 
 @contextmanager

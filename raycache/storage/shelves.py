@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,7 @@ _SEGMENTS = 64  # that the bound is divided into, so few files are open
 _MIN_SEGMENT_BYTES = 256 << 10  # its first blocks take 8 KiB
 _MAX_SEGMENT_BYTES = 4 << 30
 _DISK_FULL_PAUSE_S = 5.0
+_SAVE_USES_S = 30.0
 
 
 @dataclass(eq=False)
@@ -66,6 +67,41 @@ class Shelf:
         return segment.checksums[slot]
 
 
+class Uses:
+    """Numbers that order objects by their last use, and that are written down now and then.
+
+    Args:
+        counts: where failures to do so are counted.
+    Attributes:
+        next: number.
+    """
+
+    def __init__(self, counts: StorageStats) -> None:
+        self._counts = counts
+        self.next = 1
+        self._save_at_s = time.monotonic() + _SAVE_USES_S
+
+    def take(self, count: int = 1) -> int:
+        """The first of so many new numbers."""
+        first = self.next
+        self.next += count
+        return first
+
+    def save_sometimes(self, segments: Iterable[Segment]) -> None:
+        """Write down the numbers in segments, if that has not been done for a while."""
+        if time.monotonic() >= self._save_at_s:
+            self.save(segments)
+
+    def save(self, segments: Iterable[Segment]) -> None:
+        """Write down the numbers in segments."""
+        self._save_at_s = time.monotonic() + _SAVE_USES_S
+        try:
+            for segment in segments:
+                segment.save_uses()
+        except OSError:
+            self._counts.io_errors += 1
+
+
 class Shelves:
     """All that is stored in a directory, up to a bound.
 
@@ -77,6 +113,7 @@ class Shelves:
     Attributes:
         num_bytes: of the files now.
         is_disk_full: the last new segment found no room on the disk.
+        uses: of objects.
         suffixes: of all keys that there are or were since the start or the last `clear` (base.py).
     """
 
@@ -86,8 +123,9 @@ class Shelves:
         self.num_bytes = 0
         self.is_disk_full = False
         self.suffixes = set[bytes]()
+        self.uses = Uses(counts)
         self._grow_again_s = 0.0
-        self._next_use = self._next_number = 1
+        self._next_number = 1
         self._recover()
         self.bound(max_bytes)
 
@@ -116,14 +154,7 @@ class Shelves:
         """It is now the most recently used."""
         segment, slot = shelf.at(shelf.index[key])
         shelf.index.move_to_end(key)
-        segment.touch(slot, self._next_use)
-        self._next_use += 1
-
-    def uses(self, count: int) -> int:
-        """The first of so many new use numbers."""
-        first = self._next_use
-        self._next_use += count
-        return first
+        segment.touch(slot, self.uses.take())
 
     def take(self, num_bytes: int) -> tuple[Shelf, int] | None:
         """A place for a payload, which nobody else has and no key leads to; evicts for it.
@@ -189,10 +220,10 @@ class Shelves:
         needed = shelf.least_bytes
         if self.num_bytes + needed <= self._max_bytes:
             return True
-        if needed > self._max_bytes or (shelf.index and self._next_use < shelf.look_again):
+        if needed > self._max_bytes or (shelf.index and self.uses.next < shelf.look_again):
             return False
-        shelf.look_again = self._next_use + 64
-        limit = self._next_use
+        shelf.look_again = self.uses.next + 64
+        limit = self.uses.next
         if shelf.index:
             segment, slot = shelf.at(next(iter(shelf.index.values())))
             limit = segment.used[slot]
@@ -233,7 +264,7 @@ class Shelves:
             self.is_disk_full, self._grow_again_s = True, time.monotonic() + _DISK_FULL_PAUSE_S
             return False
         self.is_disk_full = False
-        segment.last_used = self._next_use
+        segment.last_used = self.uses.next
         self._add(shelf, segment)
         shelf.free += [segment.number << 24 | slot for slot in reversed(range(segment.num_slots))]
         return True
@@ -275,7 +306,7 @@ class Shelves:
                 self.give_back(shelf, older)
             shelf.index[key] = place
             self.suffixes.add(suffix_of(key))
-            self._next_use = max(self._next_use, use + 1)
+            self.uses.next = max(self.uses.next, use + 1)
 
     def _recover_segment(self, shelf: Shelf, segment: Segment) -> list[tuple[int, bytes, Shelf, int]]:
         """(use, key, shelf, place) of its objects; its other slots become free."""

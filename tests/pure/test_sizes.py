@@ -38,9 +38,6 @@ EXEMPT = {
         "raycache/cache/sequences.py::SequenceCache",
         "raycache/cache/storage_tier.py::StorageTier",
         "raycache/cache/tree.py::RadixTree",
-        "raycache/host/service.py::HostService",
-        "raycache/storage/file.py::FileStorage",
-        "raycache/storage/redis.py::RedisStorage",
     },
 }
 

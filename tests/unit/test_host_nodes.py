@@ -25,7 +25,7 @@ from raycache.storage.file import FileStorage
 from tests.oracle.spread import host_services
 from tests.oracle.tiny import make_tiny
 from tests.unit.stored import MIB
-from tests.unit.test_librarian import CHAIN, PAGE, UNITS, Node
+from tests.unit.test_storage_worker import CHAIN, PAGE, UNITS, Node
 
 UNIT = StoredUnit("full", 0, CHAIN[0])
 
@@ -170,9 +170,9 @@ def test_nodes_with_storages_of_their_own_find_again_what_they_stored(
     for node in writers:
         for unit in units:
             node.fill(unit)
-    assert all(work_on_all([node.librarian.work for node in writers])(order(OrderKind.PERSIST, units=units)).stored)
+    assert all(work_on_all([node.worker.work for node in writers])(order(OrderKind.PERSIST, units=units)).stored)
     readers = nodes_of(tmp_path, storages, spread)
-    work = work_on_all([node.librarian.work for node in readers])
+    work = work_on_all([node.worker.work for node in readers])
     assert work(order(OrderKind.FIND, digests=CHAIN)).found == Found(3, 3)
     answer = work(order(OrderKind.FETCH, units=units))
     assert set(answer.fetches) == {Fetch.HIT}
@@ -180,7 +180,7 @@ def test_nodes_with_storages_of_their_own_find_again_what_they_stored(
     assert all(node.holds(unit) for node in readers for unit in units)
     # One node loses all that it has stored: for all of them it is gone.
     storages[max(spread[1])].clear()
-    work = work_on_all([node.librarian.work for node in nodes_of(tmp_path, storages, spread)])
+    work = work_on_all([node.worker.work for node in nodes_of(tmp_path, storages, spread)])
     assert work(order(OrderKind.FIND, digests=CHAIN)).found == Found(0, 0)
     last = readers[-1].layout
     has_lost = [any(last.pieces(rank, unit.space) for rank in last.ranks) for unit in units]
@@ -197,7 +197,7 @@ def test_what_nodes_store_in_one_place_any_other_split_and_spread_reads(
         node.write([unit for number in range(2) for unit in node.units(number)])
     for spread in [*SPREADS, (Split(), (0,))]:
         readers = nodes_of(tmp_path, shared, spread)
-        work = work_on_all([node.librarian.work for node in readers])
+        work = work_on_all([node.worker.work for node in readers])
         assert work(order(OrderKind.FIND, digests=CHAIN)).found == Found(2, 2, False), spread
         units = [unit for number in range(2) for unit in readers[0].units(number)]
         assert set(work(order(OrderKind.FETCH, units=units)).fetches) == {Fetch.HIT}
@@ -215,7 +215,7 @@ def test_what_one_node_lacks_is_not_found(tmp_path: Path, lost: set[tuple[int, i
             made[at].clear()
             units = [unit for number in range(5) for unit in node.units(number)]
             node.write([unit for unit in units if (at, CHAIN.index(unit.digest), unit.space) not in lost])
-        work = work_on_all([node.librarian.work for node in nodes])
+        work = work_on_all([node.worker.work for node in nodes])
         found = work(order(OrderKind.FIND, digests=CHAIN[:5])).found
         # Only what a node has rows of can be lost there.
         gone = {(page, space) for at, page, space in lost if nodes[at].layout.pieces(at, space)}

@@ -29,7 +29,7 @@ _FIRST_POSITIONS = 16
 _FOREIGN_SUFFIXES = 64
 
 
-class Librarian:
+class StorageWorker:
     """Safe to be called from several threads, for different units.
 
     Args:

@@ -27,7 +27,7 @@ from raycache.storage.coverage import Coverage, groups_of
 from raycache.storage.faulty import FaultRates, FaultyStorage
 from raycache.storage.file import FileStorage
 from raycache.storage.guard import Guarded
-from raycache.storage.librarian import Librarian
+from raycache.storage.storage_worker import StorageWorker
 from tests.oracle.staged import staged
 from tests.unit.stored import MIB
 
@@ -80,7 +80,7 @@ class Node:
         path = directory / f"arena {id(self)}"
         self.arena = Arena.create(path, self.layout, sizes=sizes, catalog_bytes=0, description=b"")
         path.unlink()
-        self.librarian = Librarian(
+        self.worker = StorageWorker(
             self.arena,
             self.layout,
             storage,
@@ -133,7 +133,7 @@ class Node:
     def write(self, units: Sequence[StoredUnit]) -> None:
         for unit in units:
             self.fill(unit)
-        assert all(self.librarian.persist(units))
+        assert all(self.worker.persist(units))
 
 
 def files(directory: Path) -> FileStorage:
@@ -147,9 +147,9 @@ def test_what_one_split_persists_every_other_fetches(tmp_path: Path, written: Sp
     writer.write([unit for number in range(2) for unit in writer.units(number)])
     for split in SPLITS:
         reader = Node(tmp_path, storage, split)
-        assert reader.librarian.find(CHAIN) == Found(2, 2), split
+        assert reader.worker.find(CHAIN) == Found(2, 2), split
         units = [unit for number in range(2) for unit in reader.units(number)]
-        assert reader.librarian.fetch(units) == [Fetch.HIT] * len(units), split
+        assert reader.worker.fetch(units) == [Fetch.HIT] * len(units), split
         assert all(reader.holds(unit) for unit in units)
     assert storage.stats().corrupt == storage.stats().foreign == 0
 
@@ -159,9 +159,9 @@ def test_nothing_is_read_twice_or_by_way_of_scratch_under_the_split_that_wrote_i
     node = Node(tmp_path, storage, Split(tp=2, pp=2))
     node.write(node.units(0))
     num_objects = storage.stats().objects
-    assert set(node.librarian.fetch(node.units(0))) == {Fetch.HIT}
+    assert set(node.worker.fetch(node.units(0))) == {Fetch.HIT}
     assert storage.stats().hits == num_objects
-    assert all(node.librarian.persist(node.units(0)))
+    assert all(node.worker.persist(node.units(0)))
     assert storage.stats().objects == storage.stats().known == num_objects
 
 
@@ -202,17 +202,17 @@ def test_a_unit_is_fetched_if_and_only_if_all_its_rows_are_stored_by_anyone(
             units = [unit for number in range(first, first + 2) for unit in writer.units(number)]
             for unit in units:
                 writer.fill(unit)
-            writer.librarian.persist(units)
+            writer.worker.persist(units)
         for split in readers:
             reader = Node(tmp_path, storage, split)
             expected = whole_units(reader, storage.keys(), range(5))
             units = [unit for number in range(5) for unit in reader.units(number)]
-            found = reader.librarian.fetch(units)
+            found = reader.worker.fetch(units)
             assert found == [Fetch.HIT if is_whole else Fetch.MISSING for is_whole in expected]
             assert [reader.holds(unit) for unit in units] == expected
             stored = [expected[3 * number] for number in range(5)]
             if stored == sorted(stored, reverse=True):  # as writers that drop nothing leave it
-                assert reader.librarian.find(CHAIN[:5]).num_pages == sum(stored)
+                assert reader.worker.find(CHAIN[:5]).num_pages == sum(stored)
     finally:
         storage.close()
 
@@ -243,7 +243,7 @@ def test_the_longest_restore_point_that_is_stored_is_found(
         ]
         limit = min(page_count, num_pages)
         expected = max((length for length in range(1, limit + 1) if can_continue[length - 1]), default=0)
-        assert node.librarian.find(CHAIN[:page_count]) == Found(limit, expected)
+        assert node.worker.find(CHAIN[:page_count]) == Found(limit, expected)
     finally:
         storage.close()
 
@@ -257,16 +257,16 @@ def test_a_single_restore_point_is_found_wherever_it_is(tmp_path: Path) -> None:
         units.append(StoredUnit("state", 0, chain[length - 1]))
         for unit in units:
             node.fill(unit)
-        assert all(node.librarian.persist(units))
-        assert node.librarian.find(chain) == Found(UNITS, length)
-        assert node.librarian.find(chain[: length - 1]) == Found(length - 1, 0)
+        assert all(node.worker.persist(units))
+        assert node.worker.find(chain) == Found(UNITS, length)
+        assert node.worker.find(chain[: length - 1]) == Found(length - 1, 0)
 
 
 def test_what_was_just_persisted_is_found_at_once(tmp_path: Path) -> None:
     node = Node(tmp_path, files(tmp_path), Split(tp=2), DENSE)
-    assert node.librarian.find(CHAIN) == Found()
+    assert node.worker.find(CHAIN) == Found()
     node.write([unit for number in range(2) for unit in node.units(number)])
-    assert node.librarian.find(CHAIN) == Found(2, 2)
+    assert node.worker.find(CHAIN) == Found(2, 2)
 
 
 def test_what_others_have_stored_is_seen_after_a_while(tmp_path: Path) -> None:
@@ -291,11 +291,11 @@ def test_what_others_have_stored_is_seen_after_a_while(tmp_path: Path) -> None:
 def test_a_dense_model_continues_from_every_stored_page(tmp_path: Path) -> None:
     node = Node(tmp_path, files(tmp_path), Split(pp=2), DENSE)
     node.write([unit for number in range(5) for unit in node.units(number)])
-    assert node.librarian.find(CHAIN) == Found(5, 5)
-    assert node.librarian.find(CHAIN[:3]) == Found(3, 3)
-    assert node.librarian.find([]) == Found(0, 0)
-    assert node.librarian.find(CHAIN[1:]) == Found(4, 4)  # a digest stands for all before it
-    assert node.librarian.find([bytes(32)]) == Found(0, 0)
+    assert node.worker.find(CHAIN) == Found(5, 5)
+    assert node.worker.find(CHAIN[:3]) == Found(3, 3)
+    assert node.worker.find([]) == Found(0, 0)
+    assert node.worker.find(CHAIN[1:]) == Found(4, 4)  # a digest stands for all before it
+    assert node.worker.find([bytes(32)]) == Found(0, 0)
 
 
 def test_one_object_too_few_is_a_miss_on_all_ranks(tmp_path: Path) -> None:
@@ -311,10 +311,10 @@ def test_one_object_too_few_is_a_miss_on_all_ranks(tmp_path: Path) -> None:
                 storage.put([key], payloads=[writer.arena.slab(rank, "full")[unit.host].data[: piece.num_bytes]])
     for node in (writer, reader):
         units = [unit for number in range(3) for unit in node.units(number)]
-        assert node.librarian.fetch(units) == [Fetch.HIT, Fetch.MISSING, Fetch.HIT]
+        assert node.worker.fetch(units) == [Fetch.HIT, Fetch.MISSING, Fetch.HIT]
         assert [node.holds(unit) for unit in units] == [True, False, True]
         assert all(node.arena.headers(rank, "full")[units[1].host, 0] == 0 for rank in range(2))
-        assert node.librarian.find(CHAIN[:2]) == Found(1, 1)
+        assert node.worker.find(CHAIN[:2]) == Found(1, 1)
 
 
 def spoil(directory: Path, payload: bytes, *, truncate: bool = False) -> None:
@@ -338,7 +338,7 @@ def damaged(tmp_path: Path, readers: Sequence[Split], *, truncate: bool = False)
     found = []
     for split in readers:
         reader = Node(tmp_path, storage, split, DENSE)
-        found.append(reader.librarian.fetch(units))
+        found.append(reader.worker.fetch(units))
         assert [reader.holds(unit) for unit in units] == [answer is Fetch.HIT for answer in found[-1]]
     storage.close()
     return found
@@ -368,7 +368,7 @@ def test_what_is_damaged_in_one_box_is_read_from_others(tmp_path: Path, damage: 
         storage.put(object_keys([unit.digest], rows=row_format(DENSE[0]), box=piece.box), payloads=[b"short"])
     else:
         spoil(tmp_path, writers[0].arena.slab(1, "full")[unit.host, : piece.num_bytes].tobytes())
-    assert writers[0].librarian.fetch([unit]) == [Fetch.HIT]
+    assert writers[0].worker.fetch([unit]) == [Fetch.HIT]
     assert writers[0].holds(unit)
 
 
@@ -378,7 +378,7 @@ def test_more_is_joined_than_the_last_time(tmp_path: Path) -> None:
     writer.write([unit for number in range(6) for unit in writer.units(number)])
     for numbers in (range(1), range(6), range(2)):
         units = [unit for number in numbers for unit in reader.units(number)]
-        assert set(reader.librarian.fetch(units)) == {Fetch.HIT}
+        assert set(reader.worker.fetch(units)) == {Fetch.HIT}
         assert all(reader.holds(unit) for unit in units)
 
 
@@ -388,10 +388,10 @@ def test_rows_of_another_format_are_called_foreign(tmp_path: Path) -> None:
     other = (kv("kv", list(range(LAYERS)), heads=2, dim=4, fmt=F32),)
     reader = Node(tmp_path, storage, Split(), other)
     writer.write([unit for number in range(3) for unit in writer.units(number)])
-    assert reader.librarian.find(CHAIN) == Found(0, 0, is_foreign=True)
-    assert reader.librarian.fetch(reader.units(0)) == [Fetch.MISSING]
-    assert reader.librarian.find([bytes(32)]) == Found(0, 0)
-    assert writer.librarian.find(CHAIN) == Found(3, 3)
+    assert reader.worker.find(CHAIN) == Found(0, 0, is_foreign=True)
+    assert reader.worker.fetch(reader.units(0)) == [Fetch.MISSING]
+    assert reader.worker.find([bytes(32)]) == Found(0, 0)
+    assert writer.worker.find(CHAIN) == Found(3, 3)
 
 
 @pytest.mark.parametrize("damage", ["tag", "checksum", "row", "one rank"])
@@ -414,13 +414,13 @@ def test_what_a_slot_should_not_hold_is_never_fetched(
             node.arena.slab(1, "full")[bad.host, 3] ^= 1
         case _:
             node.arena.headers(1, "full")[bad.host] = 0
-    is_stored, is_bad_stored = node.librarian.persist([good, bad])
+    is_stored, is_bad_stored = node.worker.persist([good, bad])
     assert is_stored
     # Where an object is all of an envelope, what has been damaged since it was saved is found out by the reader.
     assert is_bad_stored == (components is DENSE and damage in ("checksum", "row"))
     assert is_bad_stored or {key[:32] for key in list(storage.keys())} == {good.digest}
     expected = [Fetch.HIT, Fetch.CORRUPT if is_bad_stored else Fetch.MISSING]
-    assert Node(tmp_path, storage, Split(cp=2), components).librarian.fetch([good, bad]) == expected
+    assert Node(tmp_path, storage, Split(cp=2), components).worker.fetch([good, bad]) == expected
 
 
 def test_a_storage_that_is_away_is_a_miss_and_an_answer(tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_a_storage_that_is_away_is_a_miss_and_an_answer(tmp_path: Path) -> None:
         lost = Node(tmp_path, storage, Split(tp=2))
         for unit in units:
             lost.fill(unit)
-        found, persisted, fetched = (lost.librarian.work(orders[i]) for i in (0, 2, 1))
+        found, persisted, fetched = (lost.worker.work(orders[i]) for i in (0, 2, 1))
         assert {answer.outcome for answer in (found, fetched, persisted)} == {outcome}
         assert found.found == Found() and not any(persisted.stored) and len(persisted.stored) == len(units)
         assert not any(lost.holds(unit) for unit in units)
@@ -452,14 +452,14 @@ def test_an_order_is_answered_with_what_it_took(tmp_path: Path) -> None:
     for unit in units[:3]:
         node.fill(unit)
     num_bytes = sum(node.layout.unit_bytes(space) for space in node.layout.spaces)
-    persisted = node.librarian.work(StorageOrder(OrderKind.PERSIST, 4, "me", units=units))
+    persisted = node.worker.work(StorageOrder(OrderKind.PERSIST, 4, "me", units=units))
     assert (persisted.number, persisted.kind, persisted.owner) == (4, OrderKind.PERSIST, "me")
     assert (persisted.outcome, persisted.stored, persisted.error) == (Outcome.DONE, (True,) * 3 + (False,) * 3, "")
     assert persisted.num_bytes == num_bytes and persisted.seconds > 0
-    fetched = node.librarian.work(StorageOrder(OrderKind.FETCH, 5, "me", units=units))
+    fetched = node.worker.work(StorageOrder(OrderKind.FETCH, 5, "me", units=units))
     assert fetched.fetches == (Fetch.HIT,) * 3 + (Fetch.MISSING,) * 3
     assert fetched.num_bytes == num_bytes
-    found = node.librarian.work(StorageOrder(OrderKind.FIND, 6, "me", digests=tuple(CHAIN)))
+    found = node.worker.work(StorageOrder(OrderKind.FIND, 6, "me", digests=tuple(CHAIN)))
     assert (found.found, found.num_bytes) == (Found(1, 1), 0)
 
 
@@ -467,11 +467,11 @@ def test_orders_of_a_decider_that_is_gone_are_refused(tmp_path: Path) -> None:
     node = Node(tmp_path, files(tmp_path), Split(), DENSE)
     (unit,) = node.units(0)
     node.write([unit])
-    assert node.librarian.fence(3, timeout_s=1)
-    old = node.librarian.work(StorageOrder(OrderKind.FETCH, 1, "a", units=(unit,), epoch=2))
+    assert node.worker.fence(3, timeout_s=1)
+    old = node.worker.work(StorageOrder(OrderKind.FETCH, 1, "a", units=(unit,), epoch=2))
     assert (old.outcome, old.fetches) == (Outcome.CANCELLED, (Fetch.UNAVAILABLE,))
     assert node.holds(unit), "nobody has touched it"
-    new = node.librarian.work(StorageOrder(OrderKind.FETCH, 1, "a", units=(unit,), epoch=3))
+    new = node.worker.work(StorageOrder(OrderKind.FETCH, 1, "a", units=(unit,), epoch=3))
     assert (new.outcome, new.fetches) == (Outcome.DONE, (Fetch.HIT,))
 
 
@@ -489,11 +489,11 @@ def test_settling_waits_for_what_is_being_done_and_not_for_what_begins_after(tmp
     units = node.units(0)[:1]
     node.fill(units[0])
     order = StorageOrder(OrderKind.PERSIST, 1, "a", units=tuple(units))
-    threads = [threading.Thread(target=node.librarian.work, args=(order,)) for _ in begun]
+    threads = [threading.Thread(target=node.worker.work, args=(order,)) for _ in begun]
     threads[0].start()
-    assert begun[0].wait(20) and not node.librarian.settle(timeout_s=0.05)
+    assert begun[0].wait(20) and not node.worker.settle(timeout_s=0.05)
     settled: list[bool] = []
-    waiting = threading.Thread(target=lambda: settled.append(node.librarian.settle(timeout_s=20)))
+    waiting = threading.Thread(target=lambda: settled.append(node.worker.settle(timeout_s=20)))
     waiting.start()
     time.sleep(0.05)
     threads[1].start()
@@ -520,8 +520,8 @@ def test_what_is_found_stays_longer_than_what_is_not(tmp_path: Path) -> None:
     write(chain(0))
     write(chain(1))
     for seed in range(2, 20):
-        node.librarian.find(chain(0))
+        node.worker.find(chain(0))
         write(chain(seed))
     assert storage.stats().evicted > 0
-    assert node.librarian.find(chain(0)) == Found(4, 4)
-    assert node.librarian.find(chain(1)) == Found(0, 0)
+    assert node.worker.find(chain(0)) == Found(4, 4)
+    assert node.worker.find(chain(1)) == Found(0, 0)
