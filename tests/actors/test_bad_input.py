@@ -58,7 +58,7 @@ def broken_template(model: Path) -> None:
         (lambda model: None, ["--tp", "3"], "use one of [1, 2, 4, 8]"),
         (lambda model: None, ["--tp", "64"], "use one of [1, 2, 4, 8]"),
         (lambda model: None, ["--cp", "3"], "cp=3 does not divide page_size=64"),
-        (lambda model: None, ["--max-queue", "-1"], "max_queue must be at least 1"),
+        (lambda model: None, ["--max-queue", "-1"], "max_queue must be a whole number above 0"),
         (lambda model: None, ["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
     ],
 )

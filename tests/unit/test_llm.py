@@ -325,7 +325,7 @@ def test_no_prompts_give_no_completions(llm: LLM) -> None:
         ({"cp": 3}, "cp=3 does not divide page_size=8"),
         ({"max_model_len": 10**6}, "above the model's 4096 positions"),
         ({"speed": 11}, "unknown setting 'speed'"),
-        ({"tp": "2"}, "tp must be of type int"),
+        ({"tp": "2"}, "tp must be a whole number above 0"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_before_anything_starts(
