@@ -124,9 +124,13 @@ class TimedScheduler(Scheduler):
         super().__init__(**settings)
         self._spent = spent
 
-    def schedule(self, now_s: float) -> tuple[list[RequestOutput], Batch | None]:
+    def take_ended(self, now_s: float) -> list[RequestOutput]:
         with self._spent.on("schedule"):
-            return super().schedule(now_s)
+            return super().take_ended(now_s)
+
+    def schedule(self) -> Batch | None:
+        with self._spent.on("schedule"):
+            return super().schedule()
 
     def complete(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
         with self._spent.on("complete"):

@@ -20,7 +20,7 @@ from raycache.step.inputs import StepInputs
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do; composites intersect them.
+    """What a backend can do.
 
     Attributes:
         name: for people.
@@ -33,15 +33,6 @@ class Capabilities:
     device_types: frozenset[str]
     dtypes: frozenset[str]
     can_capture: bool = False
-
-    def __and__(self, other: Capabilities) -> Capabilities:
-        """What both can do."""
-        return Capabilities(
-            name=f"{self.name}+{other.name}",
-            device_types=self.device_types & other.device_types,
-            dtypes=self.dtypes & other.dtypes,
-            can_capture=self.can_capture and other.can_capture,
-        )
 
 
 @dataclass(frozen=True)

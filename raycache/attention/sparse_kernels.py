@@ -25,11 +25,12 @@ from itertools import groupby
 import numpy as np
 import torch
 import triton
-import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.layout import StepLayout
+from raycache.attention.sparse_choice_kernels import choose_keys, find_last_chosen, keep_chosen
+from raycache.attention.sparse_score_kernels import score_keys
 from raycache.memory.views import IndexView
 from raycache.parallel.owned_tokens import owned_prefix_len
 from raycache.step.inputs import Places, StepInputs
@@ -43,8 +44,6 @@ _COLUMNS, _KEYS_PER_TILE = 128, 128  # queries x heads, and keys, of one matrix 
 _PROGRAMS = 1024  # a few for each multiprocessor, because their work is not even
 _NUM_WARPS, _NUM_STAGES = 4, 2
 _CHOSEN_FROM, _KEYS_PER_WARP = 8192, 512  # keys that one program chooses from: what fits into its registers
-_LOWEST_SCORE = tl.constexpr(-(1 << 31))  # bits of no score, made to sort; those of a score are above
-_LOWEST = tl.constexpr(-(1 << 63))  # sortable of no token; that of a token is above
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,7 @@ class _Asked:
         if span.width <= more_than:
             return scores
         blocks, tiles = triton.cdiv(len(span.queries), block), triton.cdiv(span.width, _KEYS_PER_TILE)
-        _score[(blocks, min(tiles, triton.cdiv(_PROGRAMS, blocks)))](
+        score_keys[(blocks, min(tiles, triton.cdiv(_PROGRAMS, blocks)))](
             self.q,
             self.weights,
             self.keys,
@@ -242,7 +241,7 @@ class _Asked:
             scores: of the span; not looked at where a query sees no more than K keys.
             span: of queries.
             slots: int32 [T, K]; -1 behind the last one.
-            sortables: int64 [T, K] of the same keys, if they are wanted; `_LOWEST` behind the last one.
+            sortables: int64 [T, K] of the same keys, if they are wanted; the lowest number behind the last one.
         """
         listed, width, count, tiles = slots, span.width, slots.shape[1], 0
         while tiles != 1:
@@ -250,7 +249,7 @@ class _Asked:
             block = min(_CHOSEN_FROM, triton.next_power_of_2(max(width, MAX_TOP_K)))
             is_first, tiles = tiles == 0, triton.cdiv(width, block)
             out = slots if tiles == 1 else slots.new_empty(len(scores), tiles * count)
-            _choose[(len(scores), tiles)](
+            choose_keys[(len(scores), tiles)](
                 scores,
                 self.tables.ids,
                 self.tables.begins,
@@ -309,7 +308,7 @@ def _last_chosen(candidates: Tensor, *, top_k: int) -> Tensor:
     last = candidates.new_empty(queries)
     if queries:
         block = triton.next_power_of_2(size * count)
-        _last_kernel[(queries,)](
+        find_last_chosen[(queries,)](
             candidates,
             last,
             candidates.stride(0),
@@ -326,176 +325,5 @@ def _keep(slots: Tensor, candidates: Tensor, last: Tensor) -> SlotSelection:
     """Those of the slots [T, K] whose sortables [T, K] are not below the last one of their query [T]."""
     kept, lengths = torch.empty_like(slots), slots.new_empty(len(slots))
     block = triton.next_power_of_2(slots.shape[1])
-    _keep_kernel[(len(slots),)](slots, candidates, last, kept, lengths, slots.shape[1], BLOCK=block)
+    keep_chosen[(len(slots),)](slots, candidates, last, kept, lengths, slots.shape[1], BLOCK=block)
     return SlotSelection(kept, lengths)
-
-
-@triton.jit(do_not_specialize=["first", "stop", "more_than"])  # type: ignore[untyped-decorator]
-def _score(
-    q: tl.tensor,
-    weights: tl.tensor,
-    keys: tl.tensor,
-    ids: tl.tensor,
-    begins: tl.tensor,
-    lens: tl.tensor,
-    scores: tl.tensor,
-    first: tl.tensor,
-    stop: tl.tensor,
-    more_than: tl.tensor,
-    width: tl.tensor,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SHARE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_QUERIES: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-) -> None:
-    """One program per block of queries of one row, and every so many tiles of keys. The longest blocks come first."""
-    begin_query = first + (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
-    query = begin_query + tl.arange(0, BLOCK_QUERIES)
-    seen = tl.load(lens + query, mask=query < stop, other=0)
-    limit = tl.max(seen, 0)
-    if limit > more_than:
-        column = tl.arange(0, BLOCK_QUERIES * BLOCK_HEADS)
-        owner, head = begin_query + column // BLOCK_HEADS, column % BLOCK_HEADS
-        is_real = (owner < stop) & (head < HEADS)
-        row = owner.to(tl.int64) * HEADS + head
-        dim = tl.arange(0, BLOCK_DIM)
-        queries = tl.load(
-            q + row[:, None] * DIM + dim[None, :], mask=is_real[:, None] & (dim < DIM)[None, :], other=0.0
-        )
-        weight = tl.load(weights + row, mask=is_real, other=0.0).to(tl.float32)
-        pages = ids + tl.load(begins + begin_query)
-        place = scores + (query - first).to(tl.int64) * width
-        step = tl.num_programs(1) * BLOCK_KEYS
-        for start in tl.range(tl.program_id(1) * BLOCK_KEYS, limit, step, num_stages=NUM_STAGES):
-            key = start + tl.arange(0, BLOCK_KEYS)
-            page = tl.load(pages + key // SHARE, mask=key < limit, other=0)
-            slot = page.to(tl.int64) * SHARE + key % SHARE
-            is_key = (key < limit)[:, None] & (dim < DIM)[None, :]
-            tile = tl.load(keys + slot[:, None] * DIM + dim[None, :], mask=is_key, other=0.0)
-            product = tl.maximum(tl.dot(tile, tl.trans(queries)), 0.0, propagate_nan=tl.PropagateNan.ALL)
-            parts = tl.reshape(product * weight[None, :], (BLOCK_KEYS, BLOCK_QUERIES, BLOCK_HEADS))
-            score = tl.sum(parts, axis=2)
-            score = tl.where(score == score, score, float("-inf"))
-            # Equal as numbers must be equal as bits.
-            score = tl.where(score == 0.0, 0.0, score)
-            tl.store(place[None, :] + key[:, None], score, mask=key[:, None] < seen[None, :])
-
-
-@triton.jit(do_not_specialize=["first", "page_size", "offset"])  # type: ignore[untyped-decorator]
-def _choose(
-    scores: tl.tensor,
-    ids: tl.tensor,
-    begins: tl.tensor,
-    lens: tl.tensor,
-    listed: tl.tensor,
-    out: tl.tensor,
-    sortables: tl.tensor,
-    first: tl.tensor,
-    width: tl.tensor,
-    num_listed: tl.tensor,
-    count: tl.tensor,
-    page_size: tl.tensor,
-    offset: tl.tensor,
-    SHARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_FIRST: tl.constexpr,
-    IS_LAST: tl.constexpr,
-    HAS_SORTABLES: tl.constexpr,
-) -> None:
-    """One program per query and BLOCK keys, all of its row or those that are listed; `out` has its best, in order."""
-    query, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seen = tl.load(lens + first + query)
-    place = tile * BLOCK + tl.arange(0, BLOCK)
-    if IS_FIRST:
-        key, is_key = place, place < seen
-    else:
-        key = tl.load(listed + query * num_listed + place, mask=place < num_listed, other=-1)
-        is_key = key >= 0
-    is_scored = (seen > count) | HAS_SORTABLES
-    score = tl.load(scores + query * width + key, mask=is_key & is_scored, other=0.0)
-    bits = score.to(tl.int32, bitcast=True)
-    # Of negative numbers the larger bits are the lower number.
-    rising = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    value = tl.where(is_key, rising, _LOWEST_SCORE)
-    last = tl.full((), _LOWEST_SCORE + 1, tl.int32)
-    # Of few keys all are chosen. That is common: a recorded step is cut for the longest rows.
-    if tl.sum(is_key.to(tl.int32), 0) > count:
-        last = _reached(value, count, _LOWEST_SCORE, 32)
-    # Above the last one, and equal to it as long as there is room: both are counted at once, up to BLOCK of each.
-    is_above, is_equal = value > last, value == last
-    ranks = tl.cumsum((is_above.to(tl.int32) << 16) + is_equal.to(tl.int32), 0)
-    room = count - tl.sum(is_above.to(tl.int32), 0)
-    is_chosen = is_above | (is_equal & ((ranks & 0xFFFF) <= room))
-    rank = (ranks >> 16) + tl.minimum(ranks & 0xFFFF, room) - 1
-    total = tl.sum(is_chosen.to(tl.int32), 0)
-    if IS_LAST:
-        start = (first + query) * count
-        page = tl.load(ids + tl.load(begins + first + query) + key // SHARE, mask=is_chosen, other=0)
-        tl.store(out + start + rank, page * SHARE + key % SHARE, mask=is_chosen)
-    else:
-        start = (query * tl.num_programs(1) + tile) * count
-        tl.store(out + start + rank, key, mask=is_chosen)
-    rest = total + tl.arange(0, BLOCK)
-    tl.store(out + start + rest, -1, mask=rest < count)
-    if HAS_SORTABLES and IS_LAST:
-        position = key // SHARE * page_size + offset + key % SHARE
-        sortable = (rising.to(tl.int64) << 32) | (0x7FFFFFFF - position).to(tl.int64)
-        tl.store(sortables + start + rank, sortable, mask=is_chosen)
-        tl.store(sortables + start + rest, _LOWEST, mask=rest < count)
-
-
-@triton.jit(do_not_specialize=["top_k"])  # type: ignore[untyped-decorator]
-def _last_kernel(
-    candidates: tl.tensor,
-    last: tl.tensor,
-    rank_stride: tl.tensor,
-    total: tl.tensor,
-    count: tl.tensor,
-    top_k: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program per query."""
-    query = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    where = (place // count).to(tl.int64) * rank_stride + query * count + place % count
-    values = tl.load(candidates + where, mask=place < total, other=_LOWEST)
-    tl.store(last + query, _reached(values, top_k, _LOWEST, 64))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _reached(values: tl.tensor, count: tl.tensor, LOWEST: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """The largest number that `count` values reach, bit by bit from the highest; above LOWEST in any case."""
-    # The highest bit of a signed number counts against it.
-    lowest, zero = tl.full((), LOWEST, values.dtype), tl.full((), 0, values.dtype)
-    found = tl.where(tl.sum((values >= 0).to(tl.int32), 0) >= count, zero, lowest)
-    for bit in range(1, BITS):
-        higher = found | (tl.full((), 1, values.dtype) << (BITS - 1 - bit))
-        found = tl.where(tl.sum((values >= higher).to(tl.int32), 0) >= count, higher, found)
-    return tl.maximum(found, lowest + 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _keep_kernel(
-    slots: tl.tensor,
-    candidates: tl.tensor,
-    last: tl.tensor,
-    kept: tl.tensor,
-    lengths: tl.tensor,
-    count: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program per query."""
-    query = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    sortable = tl.load(candidates + query * count + place, mask=place < count, other=_LOWEST)
-    slot = tl.load(slots + query * count + place, mask=place < count, other=-1)
-    is_kept = sortable >= tl.load(last + query)
-    rank = tl.cumsum(is_kept.to(tl.int32), 0)
-    length = tl.sum(is_kept.to(tl.int32), 0)
-    tl.store(kept + query * count + rank - 1, slot, mask=is_kept)
-    tl.store(kept + query * count + place, -1, mask=(place >= length) & (place < count))
-    tl.store(lengths + query, length)

@@ -94,11 +94,6 @@ class CheckpointWeights:
         return read_slice(self._checkpoint, tensor, cut(tensor, axis=axis, start=start, stop=stop))
 
 
-def open_weights(model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> CheckpointWeights:
-    """The weights of a model directory; see `CheckpointWeights`."""
-    return CheckpointWeights(Checkpoint(model_dir), read_quantisation(model_dir), dtype=dtype, device=device)
-
-
 class CheckedNames:
     """A weight source without numbers, that checks names, shapes and types like the checkpoint behind it.
 

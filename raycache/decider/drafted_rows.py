@@ -23,7 +23,13 @@ from raycache.wire.plan import Row, RowResult
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What goes into a row beside its own tokens, and room for all of it."""
+    """What goes into a row beside its own tokens.
+
+    Attributes:
+        drafts: packed.
+        num_next_drafts: that the ranks should make after those.
+        room: for the row's own tokens and all of it.
+    """
 
     drafts: PackedTokens
     num_next_drafts: int
@@ -34,6 +40,8 @@ class DraftedRows:
     """Puts draft tokens into rows and takes their results apart.
 
     Args:
+        drafts: how many.
+        cache: where sequences live.
         eos_token_ids: tokens that end an output.
     """
 

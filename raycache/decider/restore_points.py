@@ -23,6 +23,7 @@ class RestorePointPlanner:
     """Chooses restore points.
 
     Args:
+        cache: where sequences live.
         interval: tokens between restore points inside a prompt, rounded up to whole pages; 0 for none inside. No
             chunk is longer.
     """
@@ -38,7 +39,7 @@ class RestorePointPlanner:
         Args:
             holding: of the request.
             start: tokens of it that are cached.
-            num_tokens: all of it.
+            num_tokens: of the request.
         """
         if not self._is_needed:
             return []

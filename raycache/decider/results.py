@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.hits import Hits
+from raycache.decider.open_requests import OpenRequests
 from raycache.decider.queues import Clock, RequestQueues
 from raycache.decider.request import Phase
 from raycache.decider.restore_points import RestorePointPlanner
@@ -18,17 +18,35 @@ from raycache.types import FinishReason, RequestOutput, TokenLogprob
 from raycache.wire.plan import Row, RowResult
 
 
-@dataclass(slots=True)
 class Results:
-    """Takes in the results of plans; `counts` are tokens by name of EngineStats."""
+    """Takes in the results of plans.
 
-    cache: SequenceCache
-    queues: RequestQueues
-    clock: Clock
-    drafted: DraftedRows
-    points: RestorePointPlanner
-    counts: Counter[str] = field(default_factory=Counter)
-    hits: Hits = field(default_factory=Hits)
+    Args:
+        cache: where sequences live.
+        queues: where requests wait or run.
+        clock: of the scheduler.
+        requests: all that have not ended.
+        drafted: takes rows with draft tokens apart.
+        points: chooses restore points.
+    Attributes:
+        counts: tokens, by name of EngineStats.
+        hits: of all requests.
+    """
+
+    def __init__(
+        self,
+        cache: SequenceCache,
+        *,
+        queues: RequestQueues,
+        clock: Clock,
+        requests: OpenRequests,
+        drafted: DraftedRows,
+        points: RestorePointPlanner,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.hits = Hits()
+        self._cache, self._queues, self._clock, self._requests = cache, queues, clock, requests
+        self._drafted, self._points = drafted, points
 
     def take(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
         """Take in what came of a plan; one increment per request that got a token."""
@@ -38,7 +56,7 @@ class Results:
             run.num_in_flight -= 1
             run.request.num_losses = 0
             if run.request.phase is Phase.FINISHED:
-                self.queues.release(run)
+                self._queues.release(run)
             elif run.holding.load is None or self._take_load(run, is_whole=is_whole, bad_load=acks.bad_load):
                 output = self._take_row(run, row, result)
                 if output is not None:
@@ -51,12 +69,12 @@ class Results:
         request, load = run.request, run.holding.load
         assert load is not None, "asked for a row with a load only"
         is_bad = load.number == bad_load
-        tokens, now = request.tokens, self.clock.step
-        self.cache.finish_load(run.holding, tokens, is_whole=is_whole, is_bad=is_bad, now=now)
+        tokens, now = request.tokens, self._clock.step
+        self._cache.finish_load(run.holding, tokens, is_whole=is_whole, is_bad=is_bad, now=now)
         if not is_whole:
             request.may_load &= not is_bad
             request.num_admissions -= 1
-            self.queues.requeue(run)
+            self._queues.requeue(run)
         return is_whole
 
     def _take_row(self, run: Run, row: Row, result: RowResult) -> RequestOutput | None:
@@ -64,7 +82,7 @@ class Results:
         # One that is told to end is not planned ahead any more, so what a row is fed with is never thrown away.
         end = row.start + row.num_tokens - row.num_drafts
         assert end <= request.num_tokens, "a row of tokens that nobody knows"
-        tokens, reason = self.drafted.take(run, row, result)
+        tokens, reason = self._drafted.take(run, row, result)
         run.num_computed = end + max(len(tokens) - 1, 0)
         if result.scores:
             most = request.spec.sampling.prompt_logprobs or 0
@@ -77,13 +95,13 @@ class Results:
         # A prompt that is scored is computed again even where it is cached. With the cached pages locked beside the new
         # ones it would take twice the pages, and a prompt of more than half the pool would never end.
         is_again = request.is_scored and run.num_computed < request.spec.prompt_len
-        self.cache.advance(
+        self._cache.advance(
             run.holding,
             request.tokens,
             run.num_computed,
             is_kept=not is_again,
-            is_point=self.points.is_point(run),
-            now=self.clock.step,
+            is_point=self._points.is_point(run),
+            now=self._clock.step,
         )
 
     def _add_tokens(
@@ -93,7 +111,7 @@ class Results:
         request = run.request
         spec = request.spec
         if request.num_output == 0:
-            self.queues.abandon_prefetch(request)
+            self._requests.abandon_prefetch(request)
             self.counts["prompt_tokens"] += spec.prompt_len
             self.counts["cached_tokens"] += request.report.cached_len
             self.hits.count(request.report)
@@ -105,7 +123,7 @@ class Results:
         entries = [] if wanted is None else [_trim(entry, wanted) for entry in logprobs[: len(tokens)]]
         output = request.output(*tokens, logprobs=entries, reason=reason)
         if reason is not None:
-            self.queues.finish(request, reason)
+            self._requests.finish(request, reason)
         return output
 
 

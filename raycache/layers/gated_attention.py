@@ -8,6 +8,8 @@ from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import Rotary
+from raycache.layers.self_attention import AttentionConfig, HeadShape, load_output, load_qk_norm
+from raycache.layers.weights import Columns, ShardedWeights, features
 
 # Shapes in this file: T packed tokens of this rank, C hidden size, Hq query and Hkv key heads, D head size.
 
@@ -20,8 +22,7 @@ class GatedAttention:
         layer: its number in the whole model.
         inputs: queries, keys, values and gates stacked: (2 Hq + 2 Hkv) D features.
         out: back to the hidden size, summed over tp.
-        num_heads, num_kv_heads: Hq and Hkv of this rank.
-        head_dim: D.
+        heads: Hq, Hkv and D of this rank.
         rotary: position embedding of the first features of each head.
         qk_norm: normalises query and key heads before they are rotated.
     """
@@ -32,18 +33,16 @@ class GatedAttention:
         inputs: ColumnLinear,
         out: RowLinear,
         *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        heads: HeadShape,
         rotary: Rotary,
         qk_norm: HeadNorm,
     ) -> None:
         self._layer = layer
         self._inputs = inputs
         self._out = out
-        self._head_dim = head_dim
-        self._kinds = (num_heads + num_kv_heads, num_kv_heads, num_heads)
-        self._qk_kinds = (num_heads, num_kv_heads)
+        self._head_dim = heads.head_dim
+        self._qk_kinds = (heads.num_heads, heads.num_kv_heads)
+        self._kinds = (sum(self._qk_kinds), heads.num_kv_heads, heads.num_heads)
         self._rotary = rotary
         self._qk_norm = qk_norm
 
@@ -55,3 +54,26 @@ class GatedAttention:
         q, k = qk.split(self._qk_kinds, dim=1)
         out = run.step.attend(run.pool.kv(self._layer), q, k, v, scale=self._head_dim**-0.5, sinks=None)
         return self._out((out * gate.sigmoid()).flatten(1))
+
+
+def load_gated_attention(
+    config: AttentionConfig, weights: ShardedWeights, *, layer: int, size: int, eps: float, rotary: Rotary
+) -> GatedAttention:
+    """Read this rank's heads; `q_proj` has query and gate of each head together. `size` is C, `eps` of the norms."""
+    dim, rows = config.head_dim, 2 * config.num_heads * config.head_dim
+    heads, kv_heads = weights.heads(config.num_heads), weights.heads(config.num_kv_heads, is_shared=True)
+    own = HeadShape(len(heads), len(kv_heads), dim)
+
+    def of_queries(half: int) -> list[Columns]:
+        starts = ((2 * head + half) * dim for head in heads)
+        return [Columns("q_proj", rows, range(start, start + dim)) for start in starts]
+
+    of_kv = [Columns(name, config.num_kv_heads * dim, features(kv_heads, dim)) for name in ("k_proj", "v_proj")]
+    return GatedAttention(
+        layer,
+        weights.column([*of_queries(0), *of_kv, *of_queries(1)], inputs=size, has_bias=config.has_bias),
+        load_output(weights, config, heads, size=size, has_bias=config.has_output_bias),
+        heads=own,
+        rotary=rotary,
+        qk_norm=load_qk_norm(weights, own, eps=eps, offset=config.norm_offset),
+    )

@@ -1,18 +1,117 @@
-"""Gated delta net: linear attention with a delta rule and one decay per head (arXiv 2412.06464)."""
+"""Gated delta net: linear attention with a delta rule and one decay per head (arXiv 2412.06464).
+
+Its projections are packed in two ways; a rank stacks what it takes as queries, keys, values, gates, b, a:
+
+    qwen3_next    in_proj_qkvz  [ q k v..v z..z | q k v..v z..z | ... ]   per key head, with its value heads
+                  in_proj_ba    [ b..b a..a | b..b a..a | ... ]
+    qwen3_5       in_proj_qkv   [ all q | all k | all v ],  in_proj_z,  in_proj_b,  in_proj_a
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ConfigFile
+from raycache.errors import CheckpointError
 from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.precision import precise
+from raycache.layers.weights import Columns, ShardedWeights, features
+from raycache.memory.component import CacheFormat, Component, recurrent
+from raycache.parallel.sharding import HeadCount
 
-# Shapes in this file: T_local new tokens of this rank, C hidden size; of this tp rank Hk key heads of Dk features and
-# Hv value heads of Dv. Value head h reads key head h // (Hv / Hk).
+# Shapes in this file: T_local new tokens of this rank, C hidden size, Hk key heads of Dk features and Hv value heads of
+# Dv, of this tp rank or, in what reads them, of the whole model; K taps. Value head h reads key head h // (Hv / Hk).
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """The gated delta nets of a model.
+
+    Attributes:
+        key_heads, key_dim: Hk and Dk.
+        value_heads, value_dim: Hv and Dv; value head h belongs to key head h // (Hv / Hk).
+        kernel: K.
+    """
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Features of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Features of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    def components(self, layers: Sequence[int], fmt: CacheFormat) -> tuple[Component, ...]:
+        """What `layers` carry on: the state, and the last inputs of the convolutions of q, k and v."""
+        if not layers:
+            return ()
+        of_keys = (self.key_heads, self.key_dim)
+        states = recurrent(
+            layers,
+            heads=self.value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            fmt=fmt,
+            conv=[("q", *of_keys), ("k", *of_keys), ("v", self.value_heads, self.value_dim)],
+            conv_kernel=self.kernel,
+        )
+        return (states,)
+
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        """What tp x cp divides. Key heads are shared like KV heads, over tp and over tp x cp."""
+        return (
+            HeadCount("linear_num_value_heads", self.value_heads, over_cp=True),
+            HeadCount("linear_num_key_heads", self.key_heads, is_shared=True),
+            HeadCount("linear_num_key_heads", self.key_heads, is_shared=True, over_cp=True),
+        )
+
+
+Packing = Callable[[DeltaNetConfig, range, range], Sequence[Columns]]
+"""(sizes, key heads, value heads) -> the rows of their queries, keys, values, gates, b and a, in this order."""
+
+
+def read_delta_net(file: ConfigFile) -> DeltaNetConfig:
+    """Read the `linear_*` keys.
+
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or does not go with the others.
+    """
+    net = DeltaNetConfig(
+        key_heads=file.integer("linear_num_key_heads"),
+        key_dim=file.integer("linear_key_head_dim"),
+        value_heads=file.integer("linear_num_value_heads"),
+        value_dim=file.integer("linear_value_head_dim"),
+        kernel=file.integer("linear_conv_kernel_dim"),
+    )
+    if net.value_heads % net.key_heads:
+        raise CheckpointError(
+            f"{file.path}: linear_num_key_heads={net.key_heads} does not divide linear_num_value_heads="
+            f"{net.value_heads}"
+        )
+    if net.kernel < 2:
+        raise CheckpointError(f"{file.path}: linear_conv_kernel_dim={net.kernel} is not supported; at least 2 is")
+    return net
 
 
 class GatedDeltaNet:
@@ -64,3 +163,83 @@ class GatedDeltaNet:
         gates = run.step.to_heads(gates)
         out = run.step.to_tokens(self._rule(run, q, k, v, g=gates[..., :1], beta=gates[..., 1]))
         return self._out(self._norm(out, gate.unflatten(1, self._value_shape)).flatten(1))
+
+
+def load_delta_net(
+    net: DeltaNetConfig, weights: ShardedWeights, *, layer: int, size: int, eps: float, packing: Packing
+) -> GatedDeltaNet:
+    """Read this rank's heads; `size` is C, `eps` of the norm."""
+    keys, values = weights.heads(net.key_heads, is_shared=True), weights.heads(net.value_heads)
+
+    def per_head(name: str) -> Tensor:
+        return weights.cut(name, (net.value_heads,), axis=0, taken=values, dtype=weights.precise)
+
+    norm = weights.whole("norm.weight", net.value_dim, dtype=weights.precise)
+    return GatedDeltaNet(
+        weights.column(packing(net, keys, values), inputs=size, has_bias=False),
+        weights.row("out_proj", outputs=size, inputs=net.values, taken=features(values, net.value_dim), has_bias=False),
+        rule=DeltaRule(layer, _load_taps(net, weights)),
+        norm=GatedHeadNorm(norm, eps, activation=F.silu),
+        rate=per_head("A_log").exp(),
+        dt_bias=per_head("dt_bias"),
+        key_shape=(len(keys), net.key_dim),
+        value_shape=(len(values), net.value_dim),
+    )
+
+
+def packed_per_key_head(net: DeltaNetConfig, keys: range, values: range) -> list[Columns]:
+    """The rows of qwen3_next."""
+    of_values = net.group * net.value_dim
+    stride = 2 * net.key_dim + 2 * of_values
+    qkvz, ba = ("in_proj_qkvz", net.key_heads * stride), ("in_proj_ba", 2 * net.value_heads)
+
+    def rows(name: str, size: int, start: int, length: int) -> Columns:
+        return Columns(name, size, range(start, start + length))
+
+    starts = [head * stride for head in keys]
+    groups = [divmod(head, net.group) for head in values]  # (key head, number among its value heads)
+    first_v, first_z = 2 * net.key_dim, 2 * net.key_dim + of_values
+    return [
+        *(rows(*qkvz, start, net.key_dim) for start in starts),
+        *(rows(*qkvz, start + net.key_dim, net.key_dim) for start in starts),
+        *(rows(*qkvz, key * stride + first_v + i * net.value_dim, net.value_dim) for key, i in groups),
+        *(rows(*qkvz, key * stride + first_z + i * net.value_dim, net.value_dim) for key, i in groups),
+        *(rows(*ba, 2 * key * net.group + i, 1) for key, i in groups),
+        *(rows(*ba, (2 * key + 1) * net.group + i, 1) for key, i in groups),
+    ]
+
+
+def packed_by_kind(net: DeltaNetConfig, keys: range, values: range) -> list[Columns]:
+    """The rows of qwen3_5."""
+    of_values = features(values, net.value_dim)
+    qkv = ("in_proj_qkv", 2 * net.keys + net.values)
+    return [
+        *(Columns(*qkv, run) for run in _conv_runs(net, keys, values).values()),
+        Columns("in_proj_z", net.values, of_values),
+        Columns("in_proj_b", net.value_heads, values),
+        Columns("in_proj_a", net.value_heads, values),
+    ]
+
+
+def _conv_runs(net: DeltaNetConfig, keys: range, values: range) -> Mapping[str, range]:
+    """Channels of the convolution: queries of all heads, then keys, then values."""
+    of_keys, of_values = features(keys, net.key_dim), features(values, net.value_dim)
+    return {
+        "q": of_keys,
+        "k": range(net.keys + of_keys.start, net.keys + of_keys.stop),
+        "v": range(2 * net.keys + of_values.start, 2 * net.keys + of_values.stop),
+    }
+
+
+def _load_taps(net: DeltaNetConfig, weights: ShardedWeights) -> dict[str, Tensor]:
+    """[H, D, K] of q, k and v, for this rank's recurrent heads."""
+    keys = weights.heads(net.key_heads, is_shared=True, over_cp=True)
+    values = weights.heads(net.value_heads, over_cp=True)
+    shape = (2 * net.keys + net.values, 1, net.kernel)
+    dims = {"q": net.key_dim, "k": net.key_dim, "v": net.value_dim}
+    return {
+        kind: weights.cut("conv1d.weight", shape, axis=0, taken=run, dtype=weights.precise).view(
+            -1, dims[kind], net.kernel
+        )
+        for kind, run in _conv_runs(net, keys, values).items()
+    }

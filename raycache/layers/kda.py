@@ -2,22 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raycache.checkpoint.config_file import ConfigFile
+from raycache.errors import CheckpointError
 from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.precision import precise
+from raycache.layers.weights import Columns, ShardedWeights, features
+from raycache.memory.component import CacheFormat, Component, recurrent
 
 Projection = Callable[[Tensor], Tensor]
 """[T_local, C] -> [T_local, H D]."""
 
 # Shapes in this file: T_local new tokens of this rank, T of all cp ranks, C hidden size, H heads of this tp rank, D
-# features of a head.
+# features of a head, K taps.
+
+
+@dataclass(frozen=True)
+class KdaConfig:
+    """The Kimi delta attention of a model's layers.
+
+    Attributes:
+        num_heads, head_dim: H of the whole model, and D.
+        kernel: K.
+        bound: smallest log decay, or None.
+        low_rank: which of "f", which makes the forget gate's input, and "g", which makes the output gate, are products
+            of two matrices.
+        rate_shape: of A_log, () for [H].
+        rate_axis: where that has H numbers, or more, of which the first ones count.
+    """
+
+    num_heads: int
+    head_dim: int
+    kernel: int
+    bound: float | None = None
+    low_rank: str = ""
+    rate_shape: tuple[int, ...] = ()
+    rate_axis: int = 0
+
+    @property
+    def inner(self) -> int:
+        """Features of all heads."""
+        return self.num_heads * self.head_dim
+
+    def components(self, layers: Sequence[int], fmt: CacheFormat) -> tuple[Component, ...]:
+        """States and the last inputs of three convolutions of `layers`."""
+        if not layers:
+            return ()
+        per_head = (self.num_heads, self.head_dim)
+        states = recurrent(
+            layers,
+            heads=self.num_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            fmt=fmt,
+            conv=[("q", *per_head), ("k", *per_head), ("v", *per_head)],
+            conv_kernel=self.kernel,
+        )
+        return (states,)
+
+
+def require_kda(file: ConfigFile, kda: KdaConfig) -> KdaConfig:
+    """Refuse sizes that no layer can have; returns `kda`.
+
+    Raises:
+        CheckpointError: says which.
+    """
+    if kda.kernel < 2:
+        raise CheckpointError(f"{file.path}: a convolution of {kda.kernel} tap is not supported; at least 2 are")
+    if kda.bound is not None and not kda.bound < 0:
+        raise CheckpointError(f"{file.path}: kda_lower_bound={kda.bound} must be below zero")
+    return kda
 
 
 class KimiDeltaAttention:
@@ -31,7 +93,7 @@ class KimiDeltaAttention:
         out: back to the hidden size, summed over tp.
         rule: convolutions and scan.
         norm: of the scan's output.
-        num_heads, head_dim: H and D.
+        shape: H and D.
     """
 
     def __init__(
@@ -44,8 +106,7 @@ class KimiDeltaAttention:
         gate: Projection,
         rule: DeltaRule,
         norm: GatedHeadNorm,
-        num_heads: int,
-        head_dim: int,
+        shape: tuple[int, int],
     ) -> None:
         self._inputs = inputs
         self._out = out
@@ -54,8 +115,8 @@ class KimiDeltaAttention:
         self._gate = gate
         self._rule = rule
         self._norm = norm
-        self._shape = (num_heads, head_dim)
-        self._sizes = (3 * num_heads * head_dim, num_heads)
+        self._shape = shape
+        self._sizes = (3 * shape[0] * shape[1], shape[0])
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T_local, C] -> new [T_local, C]."""
@@ -109,3 +170,57 @@ class LowRank:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, C] -> [T, O / tp]."""
         return self._up(F.linear(x, self._down))
+
+
+def load_kda(
+    kda: KdaConfig, weights: ShardedWeights, *, layer: int, size: int, eps: float, out: str = "o_proj"
+) -> KimiDeltaAttention:
+    """Read this rank's heads.
+
+    Args:
+        kda: sizes.
+        weights: of the layer's attention.
+        layer: its number in the whole model.
+        size: C.
+        eps: of the output's norm.
+        out: name of the output projection.
+    """
+    heads = weights.heads(kda.num_heads)
+    taken, rate_shape = features(heads, kda.head_dim), kda.rate_shape or (kda.num_heads,)
+    inputs = [*(Columns(name, kda.inner, taken) for name in ("q_proj", "k_proj", "v_proj"))]
+    inputs.append(Columns("b_proj", kda.num_heads, heads))
+    rate = weights.cut("A_log", rate_shape, axis=kda.rate_axis, taken=heads, dtype=weights.precise).exp()
+    dt_bias = weights.cut("dt_bias", (kda.inner,), axis=0, taken=taken, dtype=weights.precise)
+    norm = weights.whole("o_norm.weight", kda.head_dim, dtype=weights.precise)
+    return KimiDeltaAttention(
+        weights.column(inputs, inputs=size, has_bias=False),
+        weights.row(out, outputs=size, inputs=kda.inner, taken=taken, has_bias=False),
+        decay=_load_projection("f", kda, weights, taken, size=size),
+        forget=ForgetGate(rate.view(-1, 1), dt_bias.view(-1, kda.head_dim), bound=kda.bound),
+        gate=_load_projection("g", kda, weights, taken, size=size),
+        rule=DeltaRule(layer, _load_taps(kda, weights)),
+        norm=GatedHeadNorm(norm, eps, activation=torch.sigmoid),
+        shape=(len(heads), kda.head_dim),
+    )
+
+
+def _load_projection(kind: str, kda: KdaConfig, weights: ShardedWeights, taken: range, *, size: int) -> Projection:
+    if kind not in kda.low_rank:
+        return weights.column([Columns(f"{kind}_proj", kda.inner, taken)], inputs=size, has_bias=False)
+    up = [Columns(f"{kind}_b_proj", kda.inner, taken)]
+    return LowRank(
+        weights.whole(f"{kind}_a_proj.weight", kda.head_dim, size),
+        weights.column(up, inputs=kda.head_dim, has_bias=False),
+    )
+
+
+def _load_taps(kda: KdaConfig, weights: ShardedWeights) -> dict[str, Tensor]:
+    """[H, D, K] of q, k and v, for this rank's recurrent heads."""
+    heads = weights.heads(kda.num_heads, over_cp=True)
+    shape, taken = (kda.inner, 1, kda.kernel), features(heads, kda.head_dim)
+
+    def taps(kind: str) -> Tensor:
+        rows = weights.cut(f"{kind}_conv1d.weight", shape, axis=0, taken=taken, dtype=weights.precise)
+        return rows.view(-1, kda.head_dim, kda.kernel)
+
+    return {kind: taps(kind) for kind in ("q", "k", "v")}

@@ -1,4 +1,4 @@
-r"""The projections around multi-head latent attention ("DeepSeek-V2", arXiv 2405.04434, section 2.1).
+r"""Multi-head latent attention ("DeepSeek-V2", arXiv 2405.04434, section 2.1).
 
     x --- q_a --- norm --- q_b ------- queries of all heads: a plain part and a rotary part
      |              `--- indexer ----- which tokens they see, in sparse models
@@ -11,20 +11,117 @@ Keys and values are made of latents where they are attended to, so that the cach
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from raycache.attention.base import LatentProjection
+from raycache.checkpoint.config_file import ConfigFile
+from raycache.checkpoint.rope_config import RopeConfig
+from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.indexer import Selector
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.norm import RMSNorm
 from raycache.layers.precision import precise
 from raycache.layers.rope import Rotary
+from raycache.layers.weights import Columns, ShardedWeights, features, whole_columns
+from raycache.memory.component import CacheFormat, Component, latent
+from raycache.parallel.sharding import HeadCount
 
 # Shapes in this file: T packed tokens of this rank, C hidden size, H heads of this tp rank, Q rank of queries, R of
 # latents, Dn and Dr sizes of a head's plain and rotary part, Dv of its values.
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of latents and low-rank queries: the same in all models, whatever their rms_norm_eps."""
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """The latent attention of a model's layers.
+
+    Attributes:
+        num_heads: of queries.
+        query_rank: Q, 0 where queries are made of the input itself.
+        rank: R of latents.
+        plain_dim, rope_dim: Dn and Dr, features of a head without and with positions.
+        value_dim: Dv.
+        has_bias: of the products that take the layer's input or give its output, but q_proj.
+        rope: of the Dr features, or None for no positions.
+        is_interleaved: which features the rope pairs.
+        scale: of the scores.
+    """
+
+    num_heads: int
+    query_rank: int
+    rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    has_bias: bool
+    rope: RopeConfig | None
+    is_interleaved: bool
+    scale: float
+
+    @property
+    def head_count(self) -> HeadCount:
+        """What tp divides."""
+        return HeadCount("num_attention_heads", self.num_heads)
+
+    def rotary(self, device: torch.device) -> Rotary | None:
+        """One for all layers."""
+        if self.rope is None:
+            return None
+        return Rotary(self.rope, self.rope_dim, device, is_interleaved=self.is_interleaved)
+
+    def components(self, layers: Sequence[int], fmt: CacheFormat) -> tuple[Component, ...]:
+        """Latents of `layers`."""
+        return (latent(layers, rank=self.rank, rope_dim=self.rope_dim, fmt=fmt),) if layers else ()
+
+
+@dataclass(frozen=True)
+class LatentNames:
+    """Tensors that families name in their own ways, without ".weight"."""
+
+    out: str = "o_proj"
+    gate: str = ""
+    """Of the outputs; none where it is empty."""
+    gate_dim: int = 1
+    """Numbers that a gate has per head."""
+
+
+def read_latent(file: ConfigFile, *, rope: RopeConfig | None, is_interleaved: bool = True) -> LatentConfig:
+    """Read the keys of latent attention.
+
+    Args:
+        file: config.json.
+        rope: of the family, None for no positions.
+        is_interleaved: of the family.
+    Raises:
+        CheckpointError: a key is missing or has a wrong value.
+    """
+    num_heads = file.integer("num_attention_heads")
+    # All heads have keys and values of their own, made of the one latent.
+    file.require("num_key_value_heads", num_heads)
+    plain_dim, rope_dim = file.integer("qk_nope_head_dim"), file.integer("qk_rope_head_dim")
+    if rope is not None and rope_dim % 2:
+        raise CheckpointError(
+            f"{file.path}: qk_rope_head_dim={rope_dim} must be even; rotary embedding turns pairs of features"
+        )
+    return LatentConfig(
+        num_heads=num_heads,
+        query_rank=0 if file.raw("q_lora_rank") is None else file.integer("q_lora_rank"),
+        rank=file.integer("kv_lora_rank"),
+        plain_dim=plain_dim,
+        rope_dim=rope_dim,
+        value_dim=file.integer("v_head_dim"),
+        has_bias=file.flag("attention_bias", False),
+        rope=rope,
+        is_interleaved=is_interleaved,
+        scale=(plain_dim + rope_dim) ** -0.5 * (1.0 if rope is None else rope.score_factor),
+    )
 
 
 @dataclass(frozen=True)
@@ -114,3 +211,65 @@ class LatentAttention:
         low, latent, rope = features.split([query_rank, *self._key_sizes], dim=1)
         source = x if self._inputs.query_norm is None else self._inputs.query_norm(low)
         return source, self._inputs.latent_norm(latent), rope
+
+
+def load_latent_attention(
+    config: LatentConfig,
+    weights: ShardedWeights,
+    *,
+    layer: int,
+    size: int,
+    rotary: Rotary | None,
+    names: LatentNames = LatentNames(),
+    selector: Selector | None = None,
+) -> LatentAttention:
+    """Read this rank's heads; `size` is C, for the rest see `LatentAttention`."""
+    heads = weights.heads(config.num_heads)
+    out = weights.row(
+        names.out,
+        outputs=size,
+        inputs=config.num_heads * config.value_dim,
+        taken=features(heads, config.value_dim),
+        has_bias=config.has_bias,
+    )
+    return LatentAttention(
+        layer,
+        _load_inputs(config, weights, heads, size=size, names=names),
+        _load_projection(config, weights, heads),
+        out,
+        rotary=rotary,
+        rope_dim=config.rope_dim,
+        scale=config.scale,
+        selector=selector,
+    )
+
+
+def _load_inputs(
+    config: LatentConfig, weights: ShardedWeights, heads: range, *, size: int, names: LatentNames
+) -> LatentInputs:
+    """Read what comes before the attention of `heads`."""
+    down = [whole_columns("kv_a_proj_with_mqa", config.rank + config.rope_dim)]
+    query_norm, query_name, query_inputs = None, "q_proj", size
+    if config.query_rank:
+        down.insert(0, whole_columns("q_a_proj", config.query_rank))
+        query_norm = RMSNorm(weights.whole("q_a_layernorm.weight", config.query_rank), LATENT_NORM_EPS)
+        query_name, query_inputs = "q_b_proj", config.query_rank
+    dim = config.plain_dim + config.rope_dim
+    query = [Columns(query_name, config.num_heads * dim, features(heads, dim))]
+    gates = [Columns(names.gate, config.num_heads * names.gate_dim, features(heads, names.gate_dim))]
+    return LatentInputs(
+        down=weights.column(down, inputs=size, has_bias=config.has_bias),
+        latent_norm=RMSNorm(weights.whole("kv_a_layernorm.weight", config.rank), LATENT_NORM_EPS),
+        query_norm=query_norm,
+        query=weights.column(query, inputs=query_inputs, has_bias=False),
+        gate=weights.column(gates, inputs=size, has_bias=False) if names.gate else None,
+    )
+
+
+def _load_projection(config: LatentConfig, weights: ShardedWeights, heads: range) -> LatentProjection:
+    """Read what makes keys and values of latents, stored per head: its keys' rows, then its values'."""
+    dim = config.plain_dim + config.value_dim
+    shape = (config.num_heads * dim, config.rank)
+    rows = weights.cut("kv_b_proj.weight", shape, axis=0, taken=features(heads, dim)).unflatten(0, (len(heads), dim))
+    key, value = rows.split([config.plain_dim, config.value_dim], dim=1)
+    return LatentProjection(key.contiguous(), value.contiguous())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,42 @@ from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.norm import HeadNorm
 from raycache.layers.precision import precise
 from raycache.layers.rope import Rotary
-
-if TYPE_CHECKING:
-    from raycache.parallel.collectives import Group
+from raycache.layers.weights import Columns, ShardedWeights, features
+from raycache.memory.component import CacheFormat, Component, recurrent
+from raycache.parallel.collectives import Group
 
 # Shapes in this file: T_local new tokens of this rank, T of all cp ranks, C hidden size, H heads of this tp rank, D
 # features of a head.
+
+
+ACTIVATED_NORM_EPS = 1e-6
+"""Of the norm of MiniMax's layers, whatever `rms_norm_eps` says."""
+
+
+@dataclass(frozen=True)
+class LightningConfig:
+    """The lightning attention of a model's layers.
+
+    Attributes:
+        num_heads, head_dim: H of the whole model, and D.
+        num_layers: of the whole model, of which rates depend.
+        num_groups: of the norm of the scan's output; more than one only where heads are rotated.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_layers: int
+    num_groups: int = 1
+
+    @property
+    def inner(self) -> int:
+        """Features of all heads."""
+        return self.num_heads * self.head_dim
+
+    def components(self, layers: Sequence[int], fmt: CacheFormat) -> tuple[Component, ...]:
+        """States of `layers`."""
+        dim = self.head_dim
+        return (recurrent(layers, heads=self.num_heads, key_dim=dim, value_dim=dim, fmt=fmt),) if layers else ()
 
 
 def slope_rates(layer: int, *, num_layers: int, num_heads: int) -> Tensor:
@@ -172,3 +202,72 @@ class SplitNorm:
         numbers = precise(x)
         squares = self._group.all_reduce(numbers.square().sum(-1, keepdim=True))
         return (numbers * torch.rsqrt(squares / self._size + self._eps)).to(x.dtype) * self._weight
+
+
+def load_activated_lightning(
+    config: LightningConfig, weights: ShardedWeights, *, layer: int, size: int
+) -> LightningAttention:
+    """Read this rank's heads of a MiniMax; `size` is C."""
+    heads, own = weights.heads(config.num_heads), weights.heads(config.num_heads, over_cp=True)
+    taken = features(heads, config.head_dim)
+    parts = (
+        Columns("qkv_proj", 3 * config.inner, features(heads, 3 * config.head_dim)),
+        Columns("output_gate", config.inner, taken),
+    )
+    slopes = slope_rates(layer, num_layers=config.num_layers, num_heads=config.num_heads)[own.start : own.stop]
+    norm = weights.cut("norm.weight", (config.inner,), axis=0, taken=taken)
+    return LightningAttention(
+        layer,
+        weights.column(parts, inputs=size, has_bias=False),
+        weights.row("out_proj", outputs=size, inputs=config.inner, taken=taken, has_bias=False),
+        heads=ActivatedHeads(len(heads), config.head_dim),
+        norm=SplitNorm(norm, config.inner, ACTIVATED_NORM_EPS, weights.ctx.tp),
+        slopes=slopes.to(weights.ctx.device),
+    )
+
+
+def load_rotated_lightning(
+    config: LightningConfig, weights: ShardedWeights, *, layer: int, size: int, eps: float, rotary: Rotary
+) -> LightningAttention:
+    """Read this rank's heads of a Ling 2.5; `size` is C, `eps` of the norms."""
+    inner, heads = config.inner, weights.heads(config.num_heads)
+    taken = features(heads, config.head_dim)
+    shifts = (range(start + taken.start, start + taken.stop) for start in (0, inner, 2 * inner))
+    parts = [*(Columns("query_key_value", 3 * inner, run) for run in shifts), Columns("g_proj", inner, taken)]
+    return LightningAttention(
+        layer,
+        weights.column(parts, inputs=size, has_bias=False),
+        weights.row("dense", outputs=size, inputs=inner, taken=taken, has_bias=False),
+        heads=RotatedHeads(
+            HeadNorm(_load_qk_weight(config, weights, num_heads=len(heads)), eps),
+            rotary,
+            num_heads=len(heads),
+            head_dim=config.head_dim,
+        ),
+        norm=_load_norm(config, weights, taken, eps=eps),
+        slopes=_load_slopes(config, weights, layer=layer),
+    )
+
+
+def _load_qk_weight(config: LightningConfig, weights: ShardedWeights, *, num_heads: int) -> Tensor:
+    """[2 H, D] of queries and keys; a query's scale of D ** -0.5 is in it, for a rotation does not change it."""
+    dim = config.head_dim
+    query, key = (weights.whole(f"{kind}_layernorm.weight", dim, dtype=weights.precise) for kind in ("query", "key"))
+    return torch.cat(((query * dim**-0.5).expand(num_heads, dim), key.expand(num_heads, dim)))
+
+
+def _load_norm(config: LightningConfig, weights: ShardedWeights, taken: range, *, eps: float) -> GroupNorm | SplitNorm:
+    weight, tp = weights.cut("g_norm.weight", (config.inner,), axis=0, taken=taken), weights.ctx.tp
+    if config.num_groups == 1:
+        return SplitNorm(weight, config.inner, eps, tp)
+    return GroupNorm(weight, config.num_groups // tp.size, eps)
+
+
+def _load_slopes(config: LightningConfig, weights: ShardedWeights, *, layer: int) -> Tensor:
+    """[H / (tp cp)]: those of the checkpoint if it has any, as decays or their logarithms; ALiBi's otherwise, smaller
+    in later layers."""
+    own = weights.heads(config.num_heads, over_cp=True)
+    if weights.has("slope"):
+        return weights.cut("slope", (config.num_heads,), axis=0, taken=own, dtype=weights.precise).abs()
+    share = 1 - layer / max(config.num_layers - 1, 1) + 1e-5
+    return (alibi_rates(config.num_heads) * share)[own.start : own.stop].to(weights.ctx.device, weights.precise)

@@ -28,7 +28,10 @@ from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import RowLinear
+from raycache.layers.mamba2_config import Mamba2Config
 from raycache.layers.precision import precise
+from raycache.layers.scaled import ScaledProjection
+from raycache.layers.weights import Columns, ShardedWeights, features
 
 if TYPE_CHECKING:
     from raycache.attention.base import AttentionStep
@@ -182,3 +185,79 @@ class Mamba2:
         b, c = per_group.chunk(2, dim=-1)
         y = self._ssm(run.step, run.pool.state(self._layer), per_head[..., :-1], b, c, per_head[..., -1])
         return self._out(self._norm(run.step.to_tokens(y.to(u.dtype)).flatten(1), z))
+
+
+def load_mamba2(mamba: Mamba2Config, weights: ShardedWeights, *, layer: int, size: int, eps: float) -> Mamba2:
+    """Read this rank's heads and groups; `size` is C, `eps` of the norm.
+
+    Checkpoints pack rows of different meaning into one tensor; a rank takes a run of each:
+
+        in_proj    [ z | x | B | C | dt ]      of H P, H P, G N, G N and H rows of the whole model
+        conv1d         [ x | B | C ]
+    """
+    heads, groups = weights.heads(mamba.heads), weights.heads(mamba.groups, is_shared=True)
+    of_heads, of_groups = features(heads, mamba.head_dim), features(groups, mamba.state_dim)
+    taken = _packed((mamba.inner, of_heads), *_conv_runs(mamba, of_heads, of_groups), (mamba.heads, heads))
+    num_rows = 2 * mamba.inner + 2 * mamba.shared + mamba.heads
+    project: Callable[[Tensor], Tensor] = weights.column(
+        [Columns("in_proj", num_rows, run) for run in taken], inputs=size, has_bias=mamba.has_bias
+    )
+    if mamba.factors:
+        per_row = [factor for factor, run in zip(mamba.factors, taken, strict=True) for _ in run]
+        project = ScaledProjection(project, torch.tensor(per_row, dtype=weights.precise, device=weights.ctx.device))
+    return Mamba2(
+        layer,
+        project,
+        _load_state_space(mamba, weights),
+        _load_norm(mamba, weights, of_heads=of_heads, groups=groups, eps=eps) if mamba.has_norm else silu_gate,
+        weights.row("out_proj", outputs=size, inputs=mamba.inner, taken=of_heads, has_bias=mamba.has_bias),
+        heads=(len(heads), mamba.head_dim),
+        groups=(len(groups), mamba.state_dim),
+    )
+
+
+def _load_norm(
+    mamba: Mamba2Config, weights: ShardedWeights, *, of_heads: range, groups: range, eps: float
+) -> GatedGroupNorm:
+    return GatedGroupNorm(
+        weights.cut("norm.weight", (mamba.inner,), axis=0, taken=of_heads),
+        groups=groups,
+        num_groups=mamba.groups,
+        size=mamba.inner // mamba.groups,
+        eps=eps,
+        group=weights.ctx.tp,
+    )
+
+
+def _load_state_space(mamba: Mamba2Config, weights: ShardedWeights) -> StateSpace:
+    heads = weights.heads(mamba.heads, is_shared=True, over_cp=True)
+    groups = weights.heads(mamba.groups, is_shared=True, over_cp=True)
+    runs = _packed(*_conv_runs(mamba, features(heads, mamba.head_dim), features(groups, mamba.state_dim)))
+    dims = (mamba.head_dim, mamba.state_dim, mamba.state_dim)
+    x, b, c = (_load_taps(mamba, weights.under("conv1d"), run, dim) for run, dim in zip(runs, dims, strict=True))
+    dt_bias, a_log, skip = (
+        weights.cut(name, (mamba.heads,), axis=0, taken=heads, dtype=weights.precise)
+        for name in ("dt_bias", "A_log", "D")
+    )
+    return StateSpace(x, b, c, dt_bias=dt_bias, decay=-a_log.exp(), skip=skip, dt_limit=mamba.dt_limit)
+
+
+def _load_taps(mamba: Mamba2Config, weights: ShardedWeights, taken: range, dim: int) -> Taps:
+    channels = mamba.inner + 2 * mamba.shared
+    weight = weights.cut("weight", (channels, 1, mamba.kernel), axis=0, taken=taken)
+    bias = weights.cut("bias", (channels,), axis=0, taken=taken) if mamba.has_conv_bias else None
+    return Taps(weight.view(-1, dim, mamba.kernel), None if bias is None else bias.view(-1, dim))
+
+
+def _conv_runs(mamba: Mamba2Config, of_heads: range, of_groups: range) -> tuple[tuple[int, range], ...]:
+    """What goes through the convolution, see `_packed`."""
+    return (mamba.inner, of_heads), (mamba.shared, of_groups), (mamba.shared, of_groups)
+
+
+def _packed(*parts: tuple[int, range]) -> list[range]:
+    """(rows, those wanted) of parts that lie one after another -> the wanted rows of the whole."""
+    runs, start = [], 0
+    for rows, wanted in parts:
+        runs.append(range(start + wanted.start, start + wanted.stop))
+        start += rows
+    return runs

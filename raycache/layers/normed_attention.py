@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.rope_config import RopeConfig
 from raycache.layers import fused
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import Rotary
+from raycache.layers.self_attention import HeadShape, load_output, load_qk_norm
+from raycache.layers.weights import Columns, ShardedWeights, features
+from raycache.memory.component import CacheFormat, Component, kv
 
 # Shapes in this file: T packed tokens of this rank, C hidden size.
+
+
+@dataclass(frozen=True)
+class NormedAttentionConfig(HeadShape):
+    """The attention of a model's layers of one kind.
+
+    Attributes:
+        layers: that have it.
+        rope: position embedding.
+        has_values: whether values have a projection of their own.
+        window: tokens that a query sees, itself included; 0 for all.
+    """
+
+    layers: tuple[int, ...]
+    rope: RopeConfig
+    has_values: bool = True
+    window: int = 0
+
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        """Keys and values of its layers."""
+        name = "window" if self.window else "kv"
+        sizes = {"heads": self.num_kv_heads, "dim": self.head_dim}
+        return (kv(name, self.layers, fmt=fmt, window=self.window, **sizes),) if self.layers else ()
 
 
 class NormedAttention:
@@ -21,11 +50,9 @@ class NormedAttention:
         layer: its number in the whole model.
         inputs: queries, keys and, where they are not the keys before norm and rotation, values, stacked.
         out: back to the hidden size, summed over tp.
-        num_heads, num_kv_heads: of this rank.
-        head_dim: D.
+        heads: of this rank.
         rotary: position embedding.
-        qk_norm: normalises query and key heads before they are rotated.
-        eps: of the values' norm.
+        qk_norm: normalises query and key heads before they are rotated; values with the same eps.
         has_values: whether `inputs` has values.
     """
 
@@ -35,30 +62,47 @@ class NormedAttention:
         inputs: ColumnLinear,
         out: RowLinear,
         *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        heads: HeadShape,
         rotary: Rotary,
         qk_norm: HeadNorm,
-        eps: float,
         has_values: bool,
     ) -> None:
         self._layer = layer
         self._inputs = inputs
         self._out = out
-        self._num_heads = num_heads
-        self._num_rotated = num_heads + num_kv_heads
-        self._first_value = self._num_rotated if has_values else num_heads
-        self._shape = (self._first_value + num_kv_heads, head_dim)
+        self._num_heads = heads.num_heads
+        self._num_rotated = heads.num_heads + heads.num_kv_heads
+        self._first_value = self._num_rotated if has_values else heads.num_heads
+        self._shape = (self._first_value + heads.num_kv_heads, heads.head_dim)
         self._rotary = rotary
         self._qk_norm = qk_norm
-        self._ones = torch.ones(num_kv_heads, head_dim, dtype=qk_norm.weight.dtype, device=qk_norm.weight.device)
-        self._eps = eps
+        self._ones = torch.ones_like(qk_norm.weight[heads.num_heads :])
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]. Scores are not scaled: the norms of queries and keys say how large they are."""
         rows = self._inputs(x).view(x.shape[0], *self._shape)
-        v = fused.head_norm(rows[:, self._first_value :], self._ones, self._eps)
+        v = fused.head_norm(rows[:, self._first_value :], self._ones, self._qk_norm.eps)
         qk = run.rotation(self._rotary, rows.dtype)(rows[:, : self._num_rotated], norm=self._qk_norm)
         q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
         return self._out(run.step.attend(run.pool.kv(self._layer), q, k, v, scale=1.0, sinks=None).flatten(1))
+
+
+def load_normed_attention(
+    config: NormedAttentionConfig, weights: ShardedWeights, *, layer: int, size: int, eps: float, rotary: Rotary
+) -> NormedAttention:
+    """Read this rank's heads; `size` is C, `eps` of the norms."""
+    dim = config.head_dim
+    heads, kv_heads = weights.heads(config.num_heads), weights.heads(config.num_kv_heads, is_shared=True)
+    own = HeadShape(len(heads), len(kv_heads), dim)
+    parts = [Columns("q_proj", config.num_heads * dim, features(heads, dim))]
+    for name in ("k_proj", "v_proj") if config.has_values else ("k_proj",):
+        parts.append(Columns(name, config.num_kv_heads * dim, features(kv_heads, dim)))
+    return NormedAttention(
+        layer,
+        weights.column(parts, inputs=size, has_bias=False),
+        load_output(weights, config, heads, size=size, has_bias=False),
+        heads=own,
+        rotary=rotary,
+        qk_norm=load_qk_norm(weights, own, eps=eps),
+        has_values=config.has_values,
+    )

@@ -51,12 +51,6 @@ class Fp8Matrix:
         """Why there is no product with a matrix of so many output features, or ""."""
         return "" if num_outputs % 16 == 0 else f"{num_outputs} output features are no multiple of 16"
 
-    @property
-    def num_bytes(self) -> int:
-        """Of codes and scales."""
-        blocks = 0 if self._block_scales is None else self._block_scales.nbytes
-        return self._codes.nbytes + self._scales.nbytes + blocks
-
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[T, I] -> new [T, O], both in bfloat16.
 
@@ -79,11 +73,6 @@ class Fp8Matrix:
         )
         own_rows: Tensor = product[:num_tokens]
         return own_rows if bias is None else own_rows.add_(bias)
-
-    def dequantised(self) -> Tensor:
-        """The numbers [O, I], float32."""
-        numbers: Tensor = self._codes.float().unflatten(1, (-1, GROUP)) * self._scales.mT[..., None]
-        return numbers.flatten(1)[:, self._offset : self._offset + self.shape[1]]
 
 
 @cache

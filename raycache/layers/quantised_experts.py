@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from raycache.layers.activation import Activation
-from raycache.layers.quantised import GROUP
 
 if TYPE_CHECKING:
     from raycache.layers.routing_kernels import Routes
@@ -32,10 +31,6 @@ class ExpertMatrices(Protocol):
         Returns:
             New [P, O] in bfloat16.
         """
-        ...
-
-    def dequantised(self) -> Tensor:
-        """The numbers [E, O, I], float32."""
         ...
 
 
@@ -73,12 +68,6 @@ class Fp8Matrices:
         )
         return product
 
-    def dequantised(self) -> Tensor:
-        """See `ExpertMatrices`."""
-        scales = self._scales.repeat_interleave(self._rows_per_scale, 1)[:, : self._codes.shape[1]]
-        numbers: Tensor = (self._codes.float().unflatten(2, (-1, GROUP)) * scales[..., None]).flatten(2)
-        return numbers[..., self._offset : self._offset + self._num_inputs]
-
 
 class MxMatrices:
     """In MXFP4; see `ExpertMatrices`.
@@ -104,16 +93,6 @@ class MxMatrices:
         )
         return product
 
-    def dequantised(self) -> Tensor:
-        """See `ExpertMatrices`."""
-        num_experts, num_spans, size, _ = self._codes.shape
-        table = torch.tensor(_E2M1, device=self._codes.device)
-        planes = torch.stack([table[(self._codes.int() >> 4 * plane) & 15] for plane in range(4)], dim=3)
-        exponents = self._scales.view(num_experts, num_spans, 4, size).transpose(2, 3).float() - 127
-        numbers = (planes * exponents.exp2()[..., None]).flatten(3)  # [E, S, O, 128]
-        numbers = numbers.transpose(1, 2).flatten(2)
-        return numbers[..., self._offset : self._offset + self._num_inputs]
-
     @staticmethod
     def pack(codes: Tensor) -> Tensor:
         """[..., O, K] E2M1 codes, one per byte -> [..., S, O, 32] int16.
@@ -125,10 +104,6 @@ class MxMatrices:
         words = sum(planes[..., plane, :] << 4 * plane for plane in range(4))
         assert isinstance(words, Tensor)
         return words.to(torch.int16).transpose(-3, -2).contiguous()
-
-
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1 = (*_POSITIVE, *(-number for number in _POSITIVE))
 
 
 class QuantisedExperts:

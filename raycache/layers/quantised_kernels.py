@@ -95,35 +95,20 @@ def fp8_product(
     Returns:
         [P, N] in bfloat16.
     """
-    num_experts, size, _ = codes.shape
-    tile = _tile(_FP8_TILES, routes)
-    out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=x.device)
-    _fp8_product[(triton.cdiv(size, tile.size), num_blocks(routes, tile.rows))](
-        x,
-        x_scales,
-        codes,
-        scales,
-        codes if bias is None else bias,
-        routes.order,
-        routes.ends,
-        out,
-        num_experts,
-        x.shape[0],
-        scales.shape[1],
-        EXPERTS=triton.next_power_of_2(num_experts),
-        CHOSEN=routes.num_chosen,
+    _, size, num_columns = codes.shape
+    return _product(
+        _fp8_product,
+        _tile(_FP8_TILES, routes),
+        (x, x_scales, codes, scales, codes if bias is None else bias),
+        routes,
+        (x.shape[0], scales.shape[1]),
         IS_INPUT=is_input,
         HAS_BIAS=bias is not None,
         N=size,
-        K=codes.shape[2],
+        K=num_columns,
         ROWS=rows_per_scale,
-        BN=tile.size,
-        BM=tile.rows,
         BK=GROUP,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
     )
-    return out
 
 
 def mx_product(
@@ -147,31 +132,42 @@ def mx_product(
         bias: [E, N], or None.
         is_input: see `fp8_product`.
     """
-    num_experts, num_spans, size, _ = codes.shape
-    tile = _tile(_MX_TILES, routes)
-    out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=x.device)
-    _mx_product[(triton.cdiv(size, tile.size), num_blocks(routes, tile.rows))](
-        x,
-        codes,
-        scales,
-        x if bias is None else bias,
-        routes.order,
-        routes.ends,
-        out,
-        num_experts,
-        x.stride(0),
-        EXPERTS=triton.next_power_of_2(num_experts),
-        CHOSEN=routes.num_chosen,
+    _, num_spans, size, _ = codes.shape
+    return _product(
+        _mx_product,
+        _tile(_MX_TILES, routes),
+        (x, codes, scales, x if bias is None else bias),
+        routes,
+        (x.stride(0),),
         IS_INPUT=is_input,
         HAS_BIAS=bias is not None,
         N=size,
         K=x.shape[1],
         SPANS=num_spans,
         OFFSET=offset,
+    )
+
+
+def _product(
+    kernel: Any, tile: _Tile, inputs: Sequence[Tensor], routes: Routes, numbers: Sequence[int], **sizes: int
+) -> Tensor:
+    """Launch one of the two products, whose arguments are laid out alike."""
+    size, num_experts = sizes["N"], len(routes.ends)
+    out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=inputs[0].device)
+    kernel[(triton.cdiv(size, tile.size), num_blocks(routes, tile.rows))](
+        *inputs,
+        routes.order,
+        routes.ends,
+        out,
+        num_experts,
+        *numbers,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        CHOSEN=routes.num_chosen,
         BN=tile.size,
         BM=tile.rows,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **sizes,
     )
     return out
 

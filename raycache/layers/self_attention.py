@@ -1,24 +1,180 @@
-"""The projections around attention; attention itself comes with the pass, so no model knows where keys and values
-live."""
+"""Grouped-query attention: its part of config.json, its cache, its weights and its projections.
+
+Attention itself comes with the pass, so no model knows where keys and values live.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from raycache.checkpoint.config_file import MAX_HEAD_DIM, ConfigFile, read_rope
+from raycache.checkpoint.rope_config import RopeConfig
+from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.norm import HeadNorm
 from raycache.layers.precision import precise
 from raycache.layers.rope import Rotary
-
-if TYPE_CHECKING:
-    from raycache.parallel.collectives import Group
+from raycache.layers.weights import Columns, ShardedWeights, features
+from raycache.memory.component import CacheFormat, Component, kv
+from raycache.parallel.collectives import Group
+from raycache.parallel.sharding import HeadCount
 
 # Shapes in this file: T packed tokens of this rank, C hidden size, Q, K and V features of this rank's query, key and
 # value heads.
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Query heads, KV heads and the features of each; of a model, or of one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class AttentionConfig(HeadShape):
+    """The grouped-query attention of a model.
+
+    Attributes:
+        rope: its position embedding.
+        has_bias: of the query, key and value projections.
+        has_output_bias: of the output projection.
+        has_qk_norm: whether query and key heads are normalised.
+        has_joint_qk_norm: whether queries and keys are normalised over all heads at once.
+        norm_offset: added to the weights of the query and key norms.
+        rotary_share: of a head's features are turned, the first ones.
+        scale: of the scores; None is head_dim ** -0.5.
+        has_sinks: whether every head has one more key without value.
+        window: tokens that a query of a windowed layer sees, itself included.
+        windowed: layers that have one, ascending.
+        unrotated: layers without positions.
+    """
+
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    has_bias: bool = False
+    has_output_bias: bool = False
+    has_qk_norm: bool = False
+    has_joint_qk_norm: bool = False
+    norm_offset: float = 0.0
+    rotary_share: float = 1.0
+    scale: float | None = None
+    has_sinks: bool = False
+    window: int = 0
+    windowed: tuple[int, ...] = ()
+    unrotated: tuple[int, ...] = ()
+
+    def rotary(self, device: torch.device) -> Rotary:
+        """One for all layers."""
+        return Rotary(self.rope, int(self.head_dim * self.rotary_share), device)
+
+    def components(self, layers: Sequence[int], fmt: CacheFormat) -> tuple[Component, ...]:
+        """Keys and values of `layers`: of all tokens where they see everything, of the window's in the others."""
+
+        def rows(name: str, layers: Sequence[int], window: int) -> tuple[Component, ...]:
+            sizes = {"heads": self.num_kv_heads, "dim": self.head_dim}
+            return (kv(name, layers, fmt=fmt, window=window, **sizes),) if layers else ()
+
+        full = [layer for layer in layers if layer not in self.windowed]
+        return rows("kv", full, 0) + rows("window", self.windowed, self.window)
+
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        """What tp divides."""
+        return (
+            HeadCount("num_attention_heads", self.num_heads),
+            HeadCount("num_key_value_heads", self.num_kv_heads, is_shared=True),
+        )
+
+
+def read_heads(file: ConfigFile, *, default_kv_heads: int = 0) -> HeadShape:
+    """Heads of a file that may say neither KV heads, by default as many as query heads, nor their size."""
+    num_heads = file.integer("num_attention_heads")
+    num_kv_heads = file.integer("num_key_value_heads", default_kv_heads or num_heads)
+    return HeadShape(num_heads, num_kv_heads, file.integer("head_dim", file.integer("hidden_size") // num_heads))
+
+
+def read_stated_heads(file: ConfigFile) -> HeadShape:
+    """Heads of a file that must say all three numbers."""
+    return HeadShape(*map(file.integer, ("num_attention_heads", "num_key_value_heads", "head_dim")))
+
+
+def read_attention(
+    file: ConfigFile,
+    heads: HeadShape,
+    *,
+    has_qk_norm: bool = False,
+    layer_type: str = "",
+    theta: float | None = None,
+    rotary_share: float = 1.0,
+) -> AttentionConfig:
+    """Read the keys of attention.
+
+    Args:
+        file: config.json.
+        heads: of the model; families differ in what they are when the file does not say.
+        has_qk_norm: of the family.
+        layer_type: whose rope parameters to read, in a model that has them per layer type.
+        theta: base of the frequencies of files that do not say; None where all do.
+        rotary_share: see `AttentionConfig` and `read_rotary_share`.
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+    """
+    require_heads(file, heads)
+    has_bias = file.flag("attention_bias", False)
+    return AttentionConfig(
+        **vars(heads),
+        rope=read_rope(file, layer_type=layer_type, partial=rotary_share, theta=theta),
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+        has_qk_norm=has_qk_norm,
+        rotary_share=rotary_share,
+    )
+
+
+def read_rotary_share(file: ConfigFile, *, head_dim: int, default: float) -> float:
+    """The share of a head's features that are turned, said as a share or as `rotary_dim` features.
+
+    Raises:
+        CheckpointError: they are no pairs of a head's features, or the file says it twice and differently.
+    """
+    places = (file, file.section("rope_parameters"), file.section("rope_scaling"))
+    shares = [place.number("partial_rotary_factor", 0.0) for place in places]
+    shares.append(file.count("rotary_dim", 0) / head_dim)
+    said = sorted({share for share in shares if share})
+    if len(said) > 1:
+        raise CheckpointError(f"{file.path}: partial_rotary_factor and rotary_dim say shares of {said} of a head")
+    share = said[0] if said else default
+    turned = int(head_dim * share)
+    if not 2 <= turned <= head_dim or turned % 2:
+        raise CheckpointError(
+            f"{file.path}: {turned} of head_dim={head_dim} features are turned in pairs; it must be an even number"
+        )
+    return share
+
+
+def require_heads(file: ConfigFile, heads: HeadShape) -> None:
+    """Refuse heads that cannot be grouped or turned.
+
+    Raises:
+        CheckpointError: says which.
+    """
+    if heads.num_heads % heads.num_kv_heads:
+        raise CheckpointError(
+            f"{file.path}: num_key_value_heads={heads.num_kv_heads} does not divide "
+            f"num_attention_heads={heads.num_heads}"
+        )
+    if heads.head_dim > MAX_HEAD_DIM:
+        raise CheckpointError(f"{file.path}: head_dim={heads.head_dim} must be at most {MAX_HEAD_DIM}")
+    if heads.head_dim < 2 or heads.head_dim % 2:
+        raise CheckpointError(
+            f"{file.path}: head_dim={heads.head_dim} must be even; rotary embedding turns pairs of features"
+        )
 
 
 class SelfAttention:
@@ -28,12 +184,10 @@ class SelfAttention:
         layer: its number in the whole model.
         qkv: the three matrices stacked, queries first, so that they are one product.
         out: back to the hidden size, summed over tp.
-        num_heads: query heads of this rank.
-        num_kv_heads: KV heads of this rank.
-        head_dim: D.
+        heads: of this rank.
         rotary: position embedding, or None.
         qk_norm: normalises query and key heads before they are rotated, or None.
-        scale: of the scores; None is D ** -0.5.
+        scale: of the scores; None is head_dim ** -0.5.
         sinks: [num_heads] scores of a key without value per head, or None.
     """
 
@@ -43,9 +197,7 @@ class SelfAttention:
         qkv: ColumnLinear | NormedProjection,
         out: RowLinear,
         *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        heads: HeadShape,
         rotary: Rotary | None,
         qk_norm: HeadNorm | None = None,
         scale: float | None = None,
@@ -54,12 +206,12 @@ class SelfAttention:
         self._layer = layer
         self._qkv = qkv
         self._out = out
-        self._num_heads = num_heads
-        self._num_rotated = num_heads + num_kv_heads
-        self._shape = (num_heads + 2 * num_kv_heads, head_dim)
+        self._num_heads = heads.num_heads
+        self._num_rotated = heads.num_heads + heads.num_kv_heads
+        self._shape = (self._num_rotated + heads.num_kv_heads, heads.head_dim)
         self._rotary = rotary
         self._qk_norm = qk_norm
-        self._scale = head_dim**-0.5 if scale is None else scale
+        self._scale = heads.head_dim**-0.5 if scale is None else scale
         self._sinks = sinks
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
@@ -107,3 +259,68 @@ class NormedProjection:
         for part, factor, weight in zip(parts, factors.unbind(-1), self._weights, strict=True):
             part.copy_((precise(part) * factor[:, None]).to(part.dtype) * weight)
         return qkv
+
+
+def load_attention(
+    config: AttentionConfig,
+    weights: ShardedWeights,
+    *,
+    layer: int,
+    size: int,
+    eps: float,
+    rotary: Rotary | None,
+    inputs: int = 0,
+) -> SelfAttention:
+    """Read this rank's heads.
+
+    Args:
+        config: of the model.
+        weights: of the layer's attention.
+        layer: its number in the whole model.
+        size: C.
+        eps: of the norms of queries and keys.
+        rotary: position embedding, or None.
+        inputs: features that it takes, 0 for C.
+    """
+    dim, num_heads, num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
+    heads, kv_heads = weights.heads(num_heads), weights.heads(num_kv_heads, is_shared=True)
+    own = HeadShape(len(heads), len(kv_heads), dim)
+    parts = (
+        Columns("q_proj", num_heads * dim, features(heads, dim)),
+        Columns("k_proj", num_kv_heads * dim, features(kv_heads, dim)),
+        Columns("v_proj", num_kv_heads * dim, features(kv_heads, dim)),
+    )
+    columns = weights.column(parts, inputs=inputs or size, has_bias=config.has_bias)
+    qkv: ColumnLinear | NormedProjection = columns
+    if config.has_joint_qk_norm:
+        norms = (
+            weights.cut(f"{name}.weight", (count * dim,), axis=0, taken=features(taken, dim))
+            for name, count, taken in (("q_norm", num_heads, heads), ("k_norm", num_kv_heads, kv_heads))
+        )
+        qkv = NormedProjection(columns, *norms, eps=eps, group=weights.ctx.tp)
+    return SelfAttention(
+        layer,
+        qkv,
+        load_output(weights, config, heads, size=size, has_bias=config.has_output_bias),
+        heads=own,
+        rotary=rotary,
+        qk_norm=load_qk_norm(weights, own, eps=eps, offset=config.norm_offset) if config.has_qk_norm else None,
+        scale=config.scale,
+        sinks=weights.cut("sinks", (num_heads,), axis=0, taken=heads) if config.has_sinks else None,
+    )
+
+
+def load_output(weights: ShardedWeights, shape: HeadShape, heads: range, *, size: int, has_bias: bool) -> RowLinear:
+    """Read what makes `size` features of this rank's `heads`."""
+    inputs, taken = shape.num_heads * shape.head_dim, features(heads, shape.head_dim)
+    return weights.row("o_proj", outputs=size, inputs=inputs, taken=taken, has_bias=has_bias)
+
+
+def load_qk_norm(weights: ShardedWeights, heads: HeadShape, *, eps: float, offset: float = 0.0) -> HeadNorm:
+    """Read the norms of query and key heads as one; `offset` is added to their weights."""
+    dtype = weights.precise if offset else None  # 1 + a small weight would lose digits
+    q, k = (weights.whole(f"{name}.weight", heads.head_dim, dtype=dtype) for name in ("q_norm", "k_norm"))
+    # No torch.cat, no sum: on the meta device, where shapes are checked, they import torch's compiler, for seconds.
+    both = q.new_empty(heads.num_heads + heads.num_kv_heads, heads.head_dim)
+    both[: heads.num_heads], both[heads.num_heads :] = q, k
+    return HeadNorm(both.add_(offset), eps)

@@ -13,8 +13,9 @@ found, so that a config that lies takes no memory.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ from raycache.layers.kept_weights import Cut, KeptWeights
 from raycache.layers.linear import ColumnLinear, RowLinear, Weight
 from raycache.layers.precision import precise_dtype
 from raycache.layers.quantised_experts import ExpertMatrices
-from raycache.parallel.sharding import vocab_range
+from raycache.parallel.sharding import even_range, shared_head_range, state_part, vocab_range
 
 if TYPE_CHECKING:
     from raycache.parallel.context import ParallelContext
@@ -54,13 +55,28 @@ class ShardedWeights:
         source: of the weights.
         ctx: whose share.
         dtype: that weights are converted to.
+    Attributes:
+        ctx: as given.
     """
 
     def __init__(self, source: WeightSource, ctx: ParallelContext, dtype: torch.dtype) -> None:
         self._source = source
-        self._ctx = ctx
+        self.ctx = ctx
         self._dtype = dtype
         self._kept = KeptWeights(source, ctx.device, dtype)
+        self._prefix = ""
+
+    def under(self, name: str) -> ShardedWeights:
+        """The same tensors, by what follows `name` and a dot in their names."""
+        inner = copy.copy(self)
+        inner._prefix = f"{self._prefix}{name}."
+        return inner
+
+    def heads(self, count: int, *, is_shared: bool = False, over_cp: bool = False) -> range:
+        """Those of `count` heads, or features, that this rank takes; the arguments are those of `HeadCount`."""
+        tp = self.ctx.tp
+        part = state_part(self.ctx.split, self.ctx.coords) if over_cp else (tp.rank, tp.size)
+        return (shared_head_range if is_shared else even_range)(count, *part)
 
     @property
     def precise(self) -> torch.dtype:
@@ -69,73 +85,67 @@ class ShardedWeights:
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor that checkpoints may lack, or have under another name."""
-        return self._source.has(name)
+        return self._source.has(self._prefix + name)
 
     def fits(self, name: str, *shape: int) -> bool:
         """Whether a tensor that is there has this shape."""
         try:
-            self._source.read(name, shape=shape, axis=0, stop=0)
+            self._read(name, shape, taken=range(0))
         except CheckpointError:
             return False
         return True
 
     def whole(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor that every rank has, in `dtype` or that of the activations."""
-        return self._own(self._source.read(name, shape=shape), dtype)
+        return self._own(self._source.read(self._prefix + name, shape=shape), dtype)
 
     def integers(self, name: str, count: int) -> Tensor:
         """A list of `count` numbers that every rank has, int64."""
-        return self._source.read(name, shape=(count,)).to(self._ctx.device, torch.int64)
+        return self._source.read(self._prefix + name, shape=(count,)).to(self.ctx.device, torch.int64)
 
     def cut(
         self, name: str, shape: Sequence[int], *, axis: int, taken: range, dtype: torch.dtype | None = None
     ) -> Tensor:
         """The run `taken` along an axis of a tensor of `shape`, in `dtype` or that of the activations."""
-        return self._own(self._source.read(name, shape=shape, axis=axis, start=taken.start, stop=taken.stop), dtype)
+        return self._own(self._read(name, shape, axis=axis, taken=taken), dtype)
 
     def column(self, parts: Sequence[Columns], *, inputs: int, has_bias: bool) -> ColumnLinear:
         """Matrices over the same `inputs` features, stacked in the order of `parts`."""
         cuts = [Cut(f"{part.name}.weight", (part.size, inputs), axis=0, taken=part.taken) for part in parts]
-        weight: Weight = self._kept.matrix(cuts) or self._stack(parts, ".weight", (inputs,))
+        weight: Weight = self._kept.matrix(self._prefixed(cuts)) or self._stack(parts, ".weight", (inputs,))
         return ColumnLinear(weight, self._stack(parts, ".bias", ()) if has_bias else None)
 
     def row(self, name: str, *, outputs: int, inputs: int, taken: range, has_bias: bool) -> RowLinear:
         """A matrix whose input features are split; the bias is whole, for it is added after the sum."""
         weight = self.inner(f"{name}.weight", outputs=outputs, inputs=inputs, taken=taken)
-        return RowLinear(weight, self.whole(f"{name}.bias", outputs) if has_bias else None, self._ctx.tp)
+        return RowLinear(weight, self.whole(f"{name}.bias", outputs) if has_bias else None, self.ctx.tp)
 
     def inner(self, name: str, *, outputs: int, inputs: int, taken: range) -> Weight:
         """The input features `taken` of a matrix [outputs, inputs], in any form."""
         own = Cut(name, (outputs, inputs), axis=1, taken=taken)
-        return self._kept.matrix([own]) or self.cut(name, own.shape, axis=1, taken=taken)
+        return self._kept.matrix(self._prefixed([own])) or self.cut(name, own.shape, axis=1, taken=taken)
 
     def kept_experts(
         self, groups: Sequence[Sequence[Cut]], *, rows: Sequence[int] | None = None
     ) -> ExpertMatrices | None:
         """Experts that stay quantised, see `KeptWeights.experts`; None for those that are read as numbers."""
-        return self._kept.experts(groups, rows=rows)
+        return self._kept.experts([self._prefixed(cuts) for cuts in groups], rows=rows)
 
     def vocab(self, name: str, *, vocab_size: int, features: int) -> Tensor:
         """[ceil(V / tp), features], the rows of this rank."""
-        tp = self._ctx.tp
+        tp = self.ctx.tp
         taken = vocab_range(vocab_size, tp.rank, tp.size)
-        shape = (vocab_size, features)
-        rows = self._source.read(name, shape=shape, axis=0, start=taken.start, stop=taken.stop)
+        rows = self._read(name, (vocab_size, features), taken=taken)
         if len(taken) * tp.size == vocab_size:
             return self._own(rows)
-        weight = torch.zeros(-(-vocab_size // tp.size), features, dtype=self._dtype, device=self._ctx.device)
+        weight = torch.zeros(-(-vocab_size // tp.size), features, dtype=self._dtype, device=self.ctx.device)
         weight[: len(taken)] = rows
         return weight
 
     def _stack(self, parts: Sequence[Columns], suffix: str, inputs: tuple[int, ...]) -> Tensor:
         for name, size in {part.name: part.size for part in parts}.items():
-            self._source.read(name + suffix, shape=(size, *inputs), axis=0, stop=0)  # of no rows: it is there
-        cuts = (
-            self._source.read(
-                part.name + suffix, shape=(part.size, *inputs), axis=0, start=part.taken.start, stop=part.taken.stop
-            )
-            for part in parts
-        )
+            self._read(name + suffix, (size, *inputs), taken=range(0))  # of no rows: it is there
+        cuts = (self._read(part.name + suffix, (part.size, *inputs), taken=part.taken) for part in parts)
         if len(parts) == 1:
             return self._own(next(cuts))
         stacked = self._empty(sum(len(part.taken) for part in parts), *inputs)
@@ -145,17 +155,29 @@ class ShardedWeights:
             done += len(part.taken)
         return stacked
 
+    def _read(self, name: str, shape: Sequence[int], *, axis: int = 0, taken: range) -> Tensor:
+        return self._source.read(self._prefix + name, shape=shape, axis=axis, start=taken.start, stop=taken.stop)
+
+    def _prefixed(self, cuts: Sequence[Cut]) -> list[Cut]:
+        """The same cuts, by the names that the source knows."""
+        return [replace(cut, name=self._prefix + cut.name) for cut in cuts]
+
     def _own(self, read: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """What was read, if it is as it should be and nobody else's, or a copy."""
         is_whole = read.is_contiguous() and read.untyped_storage().nbytes() == read.nbytes
-        if is_whole and read.dtype == (dtype or self._dtype) and read.device == self._ctx.device:
+        if is_whole and read.dtype == (dtype or self._dtype) and read.device == self.ctx.device:
             return read
         return self._empty(*read.shape, dtype=dtype).copy_(read)
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self._dtype, device=self._ctx.device)
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self.ctx.device)
 
 
 def features(heads: range, dim: int) -> range:
     """Features of a run of heads of `dim` features each."""
     return range(heads.start * dim, heads.stop * dim)
+
+
+def whole_columns(name: str, size: int) -> Columns:
+    """All output features, on every rank."""
+    return Columns(name, size, range(size))

@@ -3,43 +3,26 @@ activations have limits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from raycache.checkpoint.config_file import ConfigFile, read_rope
 from raycache.checkpoint.layer_kinds import LayerKinds, read_layer_kinds
 from raycache.errors import CheckpointError
+from raycache.layers.activation import Activation, silu_clamped, silu_gated
+from raycache.layers.expert_weights import load_grouped_moe, load_shared_expert
+from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import Mixer
-from raycache.layers.kda import Projection
+from raycache.layers.kda import KdaConfig, load_kda, require_kda
+from raycache.layers.latent_attention import LatentNames, load_latent_attention, read_latent
 from raycache.layers.rope import Rotary
-from raycache.layers.weights import Columns, ShardedWeights, features
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.bailing import (
-    WORD_EMBEDDINGS,
-    Limits,
-    load_bailing_moe,
-    prediction_names,
-    read_bailing_experts,
-    read_limits,
-)
-from raycache.models.decoder import Decoder, Progress, pre_norm_layer
-from raycache.models.feed_forward import load_feed_forward
-from raycache.models.kda import (
-    KdaConfig,
-    KdaHybridConfig,
-    kda_hybrid_components,
-    kda_hybrid_head_counts,
-    load_kda,
-    load_kda_hybrid,
-    read_kda_hybrid,
-    require_kda,
-)
-from raycache.models.latent_attention import LatentNames, load_latent_attention, read_latent
-from raycache.models.prediction import PredictionLayer, load_prediction
-from raycache.parallel.sharding import HeadCount, even_range
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
+from raycache.models.bailing_moe_v2_5 import CORRECTION, WORD_EMBEDDINGS, read_bailing_experts
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
+from raycache.models.kimi_linear import KdaHybridConfig, read_kda_hybrid
+from raycache.models.prediction import PredictionLayer, PredictionNames, load_prediction
+from raycache.parallel.sharding import HeadCount
 
 SERVED = {
     "attention_bias": False,
@@ -62,6 +45,45 @@ SERVED = {
 
 
 @dataclass(frozen=True)
+class Limits:
+    """How large the activations of experts may be; None for no limit, nor have layers past the end of a list one.
+
+    Attributes:
+        routed, shared: one per layer.
+    """
+
+    routed: tuple[float | None, ...] = ()
+    shared: tuple[float | None, ...] = ()
+
+    def activations(self, layer: int) -> tuple[Activation, Activation]:
+        """Those of a layer's routed and shared experts."""
+        routed, shared = (limits[layer] if layer < len(limits) else None for limits in (self.routed, self.shared))
+        return _activation(routed), _activation(shared)
+
+
+def _activation(limit: float | None) -> Activation:
+    return silu_gated if limit is None else silu_clamped(limit=limit)
+
+
+def read_limits(file: ConfigFile) -> Limits:
+    """Read the lists of limits; null, and null or 0 in a list, mean no limit.
+
+    Raises:
+        CheckpointError: a list has something else.
+    """
+    return Limits(*(_read_list(file, key) for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")))
+
+
+def _read_list(file: ConfigFile, key: str) -> tuple[float | None, ...]:
+    limits: Sequence[float | None] = [] if file.raw(key) is None else file.raw(key)
+    if not isinstance(limits, list) or any(
+        limit is not None and (type(limit) not in (int, float) or not 0 <= limit < float("inf")) for limit in limits
+    ):
+        raise CheckpointError(f"{file.path}: {key} must be a list of limits, one per layer, got {limits!r}")
+    return tuple(float(limit) if limit else None for limit in limits)
+
+
+@dataclass(frozen=True)
 class BailingHybridConfig(KdaHybridConfig):
     """Adds the limits of activations.
 
@@ -73,7 +95,7 @@ class BailingHybridConfig(KdaHybridConfig):
 
 
 class BailingHybrid:
-    """See models.base.Family."""
+    """Layers of KDA or latent attention, and experts or an MLP, with a norm before each; one more predicts."""
 
     model_type = "bailing_hybrid"
 
@@ -104,39 +126,58 @@ class BailingHybrid:
         )
 
     def components(self, config: BailingHybridConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return kda_hybrid_components(config, fmt)
+        return config.components(fmt)
 
     def head_counts(self, config: BailingHybridConfig) -> tuple[HeadCount, ...]:
-        return kda_hybrid_head_counts(config, heads_key="num_attention_heads")
+        return config.head_counts("num_attention_heads")
+
+    def load(self, config: BailingHybridConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        rotary = config.attention.rotary(weights.ctx.device)
+
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            size, eps, at = config.hidden_size, config.rms_norm_eps, own.under("attention")
+            attention: Mixer
+            if layer in config.kinds.linear:
+                out = _out(at, published="o_proj")
+                attention = load_kda(config.kda, at, layer=layer, size=size, eps=eps, out=out)
+            else:
+                attention = _load_full(layer, config, at, rotary=rotary)
+            return pre_norm_layer(config, own, attention, _load_block(layer, config, own.under("mlp")))
+
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress, names=WORD_EMBEDDINGS)
 
     def prediction_layer(self, config: BailingHybridConfig) -> BailingHybridConfig:
         name = f"the prediction layer of {config.name}"
         return replace(config, name=name, num_layers=1, kinds=LayerKinds((), (0,)), mlp_layers=())
 
     def load_prediction_layer(
-        self, config: BailingHybridConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
+        self, config: BailingHybridConfig, weights: ShardedWeights, target: Decoder
     ) -> PredictionLayer:
         number = config.num_layers
         at = f"model.layers.{number}"
-        attention = _load_full(0, f"{at}.attention", config, weights, ctx, rotary=config.attention.rotary(ctx))
-        block = _load_block(number, f"{at}.mlp", config, weights, ctx)
-        parts = pre_norm_layer(at, attention, block, config, weights)
-        return load_prediction(parts, prediction_names(at), config, weights, ctx, target)
+        own, rotary = weights.under(at), config.attention.rotary(weights.ctx.device)
+        attention = _load_full(0, config, own.under("attention"), rotary=rotary)
+        parts = pre_norm_layer(config, own, attention, _load_block(number, config, own.under("mlp")))
+        return load_prediction(config, weights, parts, target, names=PredictionNames.inside(at, norm="final_layernorm"))
 
-    def load(
-        self, config: BailingHybridConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        rotary = config.attention.rotary(ctx)
-        return load_kda_hybrid(
-            config,
-            weights,
-            ctx,
-            load_linear=lambda layer, at: _load_linear(layer, f"{at}.attention", config, weights, ctx),
-            load_full=lambda layer, at: _load_full(layer, f"{at}.attention", config, weights, ctx, rotary=rotary),
-            load_block=lambda layer, at: _load_block(layer, f"{at}.mlp", config, weights, ctx),
-            on_progress=on_progress,
-            names=WORD_EMBEDDINGS,
-        )
+
+def _load_full(layer: int, config: BailingHybridConfig, weights: ShardedWeights, *, rotary: Rotary | None) -> Mixer:
+    names = LatentNames(out=_out(weights, published="dense"), gate="g_proj")
+    return load_latent_attention(
+        config.attention, weights, layer=layer, size=config.hidden_size, rotary=rotary, names=names
+    )
+
+
+def _load_block(layer: int, config: BailingHybridConfig, weights: ShardedWeights) -> Mixer:
+    size, experts = config.hidden_size, config.experts
+    if layer in config.mlp_layers:
+        return load_feed_forward(weights, size=size, inner=config.intermediate_size)
+    activation, of_shared = config.limits.activations(layer)
+    shared = None
+    if experts.shared_inner:
+        at = weights.under("shared_experts")
+        shared = load_shared_expert(at, size=size, inner=experts.shared_inner, activation=of_shared)
+    return load_grouped_moe(experts, weights, size=size, activation=activation, shared=shared, correction=CORRECTION)
 
 
 def _read_bound(file: ConfigFile) -> float | None:
@@ -150,51 +191,6 @@ def _read_bound(file: ConfigFile) -> float | None:
     return float(bound)
 
 
-def _out(at: str, weights: ShardedWeights, *, published: str) -> str:
+def _out(weights: ShardedWeights, *, published: str) -> str:
     """Name of an output projection, which depends on who wrote the checkpoint: transformers writes "dense" only."""
-    return next((name for name in ("o_proj", "dense") if weights.has(f"{at}.{name}.weight")), published)
-
-
-def _load_full(
-    layer: int,
-    at: str,
-    config: BailingHybridConfig,
-    weights: ShardedWeights,
-    ctx: ParallelContext,
-    *,
-    rotary: Rotary | None,
-) -> Mixer:
-    size, names = config.hidden_size, LatentNames(out=_out(at, weights, published="dense"), gate="g_proj")
-    return load_latent_attention(layer, at, config.attention, weights, ctx, size=size, rotary=rotary, names=names)
-
-
-def _load_block(
-    layer: int, at: str, config: BailingHybridConfig, weights: ShardedWeights, ctx: ParallelContext
-) -> Mixer:
-    size = config.hidden_size
-    if layer in config.mlp_layers:
-        return load_feed_forward(at, weights, ctx, size=size, inner=config.intermediate_size)
-    return load_bailing_moe(at, config.experts, weights, ctx, size=size, limits=config.limits.of(layer))
-
-
-def _load_linear(
-    layer: int, at: str, config: BailingHybridConfig, weights: ShardedWeights, ctx: ParallelContext
-) -> Mixer:
-    kda, size = config.kda, config.hidden_size
-    taken = features(even_range(kda.num_heads, ctx.tp.rank, ctx.tp.size), kda.head_dim)
-
-    def load_projection(kind: str) -> Projection:
-        return weights.column([Columns(f"{at}.{kind}_proj", kda.inner, taken)], inputs=size, has_bias=False)
-
-    return load_kda(
-        layer,
-        at,
-        kda,
-        weights,
-        ctx,
-        size=size,
-        eps=config.rms_norm_eps,
-        load_projection=load_projection,
-        rate_shape=(kda.num_heads,),
-        out=_out(at, weights, published="o_proj"),
-    )
+    return next((name for name in ("o_proj", "dense") if weights.has(f"{name}.weight")), published)

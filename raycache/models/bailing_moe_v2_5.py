@@ -8,30 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
 
 from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common, read_rope
 from raycache.checkpoint.layer_kinds import LayerKinds
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
+from raycache.layers.expert_config import ExpertConfig, read_grouped_experts, read_mlp_layers
+from raycache.layers.expert_weights import load_grouped_moe
+from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import Mixer
-from raycache.layers.lightning import GroupNorm, LightningAttention, RotatedHeads, SplitNorm, alibi_rates
-from raycache.layers.norm import HeadNorm
+from raycache.layers.latent_attention import LatentConfig, LatentNames, load_latent_attention, read_latent
+from raycache.layers.lightning import LightningConfig, load_rotated_lightning
 from raycache.layers.rope import Rotary
-from raycache.layers.weights import Columns, ShardedWeights, features
-from raycache.memory.component import CacheFormat, Component, latent, recurrent
-from raycache.models.bailing import WORD_EMBEDDINGS, load_bailing_moe, prediction_names, read_bailing_experts
-from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
-from raycache.models.feed_forward import ExpertConfig, load_feed_forward, read_mlp_layers
-from raycache.models.latent_attention import LatentConfig, LatentNames, load_latent_attention, read_latent
-from raycache.models.prediction import PredictionLayer, load_prediction
-from raycache.parallel.sharding import HeadCount, even_range, state_part
+from raycache.layers.weights import ShardedWeights
+from raycache.memory.component import CacheFormat, Component
+from raycache.models.decoder import Decoder, Names, Progress, load_decoder, pre_norm_layer
+from raycache.models.prediction import PredictionLayer, PredictionNames, load_prediction
+from raycache.parallel.context import ParallelContext
+from raycache.parallel.sharding import HeadCount
 
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
+WORD_EMBEDDINGS = Names(embedding="model.word_embeddings.weight")
+CORRECTION = "gate.expert_bias"
+"""Tensors outside of the layers and of a router, here and in Ling 3."""
 
 SERVED = {
     "attention_bias": False,
@@ -50,9 +48,6 @@ SERVED = {
 }
 """Keys that choose among forms of the model, and the one that is implemented."""
 
-# Shapes in this file: H heads of D features of the layers with lightning attention, G groups of their norm; of the
-# whole model.
-
 
 @dataclass(frozen=True)
 class BailingMoeV25Config(ModelConfig):
@@ -60,9 +55,8 @@ class BailingMoeV25Config(ModelConfig):
 
     Attributes:
         kinds: of layers; those with linear attention have lightning attention.
-        num_heads, head_dim: H and D.
+        lightning: of those.
         turned_dim, rope: features of a head that are turned there, and how.
-        num_groups: G.
         attention: of the other layers.
         mlp_layers: layers with an MLP; the others have experts.
         intermediate_size: of the MLPs.
@@ -70,11 +64,9 @@ class BailingMoeV25Config(ModelConfig):
     """
 
     kinds: LayerKinds
-    num_heads: int
-    head_dim: int
+    lightning: LightningConfig
     turned_dim: int
     rope: RopeConfig
-    num_groups: int
     attention: LatentConfig
     mlp_layers: tuple[int, ...]
     intermediate_size: int
@@ -82,7 +74,7 @@ class BailingMoeV25Config(ModelConfig):
 
 
 class BailingMoeV25:
-    """See models.base.Family."""
+    """Layers of lightning or latent attention, and experts or an MLP, with a norm before each; one more predicts."""
 
     model_type = "bailing_moe_v2_5"
 
@@ -112,11 +104,9 @@ class BailingMoeV25:
         return BailingMoeV25Config(
             **read_common(file),
             kinds=_read_kinds(file),
-            num_heads=num_heads,
-            head_dim=head_dim,
+            lightning=LightningConfig(num_heads, head_dim, file.integer("num_hidden_layers"), num_groups),
             turned_dim=turned_dim,
             rope=rope,
-            num_groups=num_groups,
             attention=attention,
             mlp_layers=read_mlp_layers(file, num_first=1),
             intermediate_size=file.integer("intermediate_size"),
@@ -126,40 +116,56 @@ class BailingMoeV25:
         )
 
     def components(self, config: BailingMoeV25Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        full, linear, attention = config.kinds.full, config.kinds.linear, config.attention
-        heads, dim = config.num_heads, config.head_dim
-        return (
-            *([latent(full, rank=attention.rank, rope_dim=attention.rope_dim, fmt=fmt)] if full else []),
-            *([recurrent(linear, heads=heads, key_dim=dim, value_dim=dim, fmt=fmt)] if linear else []),
-        )
+        full, linear = config.kinds.full, config.kinds.linear
+        return config.attention.components(full, fmt) + config.lightning.components(linear, fmt)
 
     def head_counts(self, config: BailingMoeV25Config) -> tuple[HeadCount, ...]:
         if not config.kinds.linear:
             return (config.attention.head_count,)
-        counts = (HeadCount("num_attention_heads", config.num_heads, over_cp=True),)
+        counts = (HeadCount("num_attention_heads", config.lightning.num_heads, over_cp=True),)
         # One group over all heads is summed over tp.
-        return (*counts, HeadCount("group_norm_size", config.num_groups)) if config.num_groups > 1 else counts
+        num_groups = config.lightning.num_groups
+        return (*counts, HeadCount("group_norm_size", num_groups)) if num_groups > 1 else counts
 
     def prediction_layer(self, config: BailingMoeV25Config) -> BailingMoeV25Config:
         name = f"the prediction layer of {config.name}"
         return replace(config, name=name, num_layers=1, kinds=LayerKinds((), (0,)), mlp_layers=())
 
     def load_prediction_layer(
-        self, config: BailingMoeV25Config, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
+        self, config: BailingMoeV25Config, weights: ShardedWeights, target: Decoder
     ) -> PredictionLayer:
         only, at = self.prediction_layer(config), f"model.layers.{config.num_layers}"
-        parts = _load_layer(0, at, only, weights, ctx, rotaries=_Rotaries.of(only, ctx))
-        return load_prediction(parts, prediction_names(at), config, weights, ctx, target)
+        parts = _load_layer(0, only, weights.under(at), rotaries=_Rotaries.of(only, weights.ctx))
+        return load_prediction(config, weights, parts, target, names=PredictionNames.inside(at, norm="final_layernorm"))
 
-    def load(
-        self, config: BailingMoeV25Config, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        rotaries = _Rotaries.of(config, ctx)
+    def load(self, config: BailingMoeV25Config, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        rotaries = _Rotaries.of(config, weights.ctx)
 
-        def load_layer(layer: int) -> Sequence[Mixer]:
-            return _load_layer(layer, f"model.layers.{layer}", config, weights, ctx, rotaries=rotaries)
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            return _load_layer(layer, config, own, rotaries=rotaries)
 
-        return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress, names=WORD_EMBEDDINGS)
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress, names=WORD_EMBEDDINGS)
+
+
+def _load_layer(
+    layer: int, config: BailingMoeV25Config, own: ShardedWeights, *, rotaries: _Rotaries
+) -> Sequence[Mixer]:
+    size, eps, at, mlp = config.hidden_size, config.rms_norm_eps, own.under("attention"), own.under("mlp")
+    attention: Mixer
+    if layer in config.kinds.linear:
+        attention = load_rotated_lightning(
+            config.lightning, at, layer=layer, size=size, eps=eps, rotary=rotaries.linear
+        )
+    else:
+        attention = load_latent_attention(
+            config.attention, at, layer=layer, size=size, rotary=rotaries.full, names=LatentNames(out="dense")
+        )
+    block: Mixer
+    if layer in config.mlp_layers:
+        block = load_feed_forward(mlp, size=size, inner=config.intermediate_size)
+    else:
+        block = load_grouped_moe(config.experts, mlp, size=size, correction=CORRECTION)
+    return pre_norm_layer(config, own, attention, block)
 
 
 def _read_kinds(file: ConfigFile) -> LayerKinds:
@@ -183,94 +189,20 @@ class _Rotaries:
 
     @classmethod
     def of(cls, config: BailingMoeV25Config, ctx: ParallelContext) -> _Rotaries:
-        return cls(Rotary(config.rope, config.turned_dim, ctx.device), config.attention.rotary(ctx))
+        return cls(Rotary(config.rope, config.turned_dim, ctx.device), config.attention.rotary(ctx.device))
 
 
-def _load_layer(
-    layer: int,
-    at: str,
-    config: BailingMoeV25Config,
-    weights: ShardedWeights,
-    ctx: ParallelContext,
-    *,
-    rotaries: _Rotaries,
-) -> Sequence[Mixer]:
-    """Read the layer whose tensors begin with `at`."""
-    size = config.hidden_size
-    attention: Mixer
-    if layer in config.kinds.linear:
-        attention = _load_lightning(layer, f"{at}.attention", config, weights, ctx, rotary=rotaries.linear)
-    else:
-        latent_names, rotary = LatentNames(out="dense"), rotaries.full
-        attention = load_latent_attention(
-            layer, f"{at}.attention", config.attention, weights, ctx, size=size, rotary=rotary, names=latent_names
-        )
-    block: Mixer
-    if layer in config.mlp_layers:
-        block = load_feed_forward(f"{at}.mlp", weights, ctx, size=size, inner=config.intermediate_size)
-    else:
-        block = load_bailing_moe(f"{at}.mlp", config.experts, weights, ctx, size=size)
-    return pre_norm_layer(at, attention, block, config, weights)
+def read_bailing_experts(file: ConfigFile) -> ExpertConfig:
+    """The keys of `read_grouped_experts`; the shared expert may have a size of its own.
 
-
-def _load_lightning(
-    layer: int,
-    at: str,
-    config: BailingMoeV25Config,
-    weights: ShardedWeights,
-    ctx: ParallelContext,
-    *,
-    rotary: Rotary,
-) -> LightningAttention:
-    dim, size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
-    heads, inner = even_range(config.num_heads, ctx.tp.rank, ctx.tp.size), config.num_heads * dim
-    taken = features(heads, dim)
-    parts = [
-        *(Columns(f"{at}.query_key_value", 3 * inner, _shifted(taken, kind * inner)) for kind in range(3)),
-        Columns(f"{at}.g_proj", inner, taken),
-    ]
-    return LightningAttention(
-        layer,
-        weights.column(parts, inputs=size, has_bias=False),
-        weights.row(f"{at}.dense", outputs=size, inputs=inner, taken=taken, has_bias=False),
-        heads=RotatedHeads(
-            HeadNorm(_qk_weight(at, weights, num_heads=len(heads), dim=dim), eps),
-            rotary,
-            num_heads=len(heads),
-            head_dim=dim,
-        ),
-        norm=_load_norm(at, config, weights, ctx, taken=taken),
-        slopes=_slopes(layer, at, config, weights, ctx),
-    )
-
-
-def _shifted(run: range, start: int) -> range:
-    return range(start + run.start, start + run.stop)
-
-
-def _qk_weight(at: str, weights: ShardedWeights, *, num_heads: int, dim: int) -> Tensor:
-    """[2 H, D] of queries and keys; a query's scale of D ** -0.5 is in it, for a rotation does not change it."""
-    query, key = (
-        weights.whole(f"{at}.{kind}_layernorm.weight", dim, dtype=weights.precise) for kind in ("query", "key")
-    )
-    return torch.cat(((query * dim**-0.5).expand(num_heads, dim), key.expand(num_heads, dim)))
-
-
-def _load_norm(
-    at: str, config: BailingMoeV25Config, weights: ShardedWeights, ctx: ParallelContext, *, taken: range
-) -> GroupNorm | SplitNorm:
-    inner, eps = config.num_heads * config.head_dim, config.rms_norm_eps
-    weight = weights.cut(f"{at}.g_norm.weight", (inner,), axis=0, taken=taken)
-    if config.num_groups == 1:
-        return SplitNorm(weight, inner, eps, ctx.tp)
-    return GroupNorm(weight, config.num_groups // ctx.tp.size, eps)
-
-
-def _slopes(layer: int, at: str, config: BailingMoeV25Config, weights: ShardedWeights, ctx: ParallelContext) -> Tensor:
-    """[H / (tp cp)]: those of the checkpoint if it has any, as decays or their logarithms; ALiBi's otherwise, smaller
-    in later layers."""
-    own, name = even_range(config.num_heads, *state_part(ctx.split, ctx.coords)), f"{at}.slope"
-    if weights.has(name):
-        return weights.cut(name, (config.num_heads,), axis=0, taken=own, dtype=weights.precise).abs()
-    share = 1 - layer / max(config.num_layers - 1, 1) + 1e-5
-    return (alibi_rates(config.num_heads) * share)[own.start : own.stop].to(ctx.device, weights.precise)
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or does not go with the others.
+    """
+    file.require("moe_router_enable_expert_bias", True)
+    # No defaults: the vendor's are not those of `read_grouped_experts`.
+    file.integer("num_expert_group" if file.says("num_expert_group") else "n_group")
+    file.integer("topk_group")
+    experts = read_grouped_experts(file)
+    num_shared = experts.shared_inner // experts.inner
+    inner = file.integer("moe_shared_expert_intermediate_size", experts.inner)
+    return replace(experts, shared_inner=num_shared * inner)

@@ -1,4 +1,4 @@
-"""Models: what a family must offer, and the door through which the rest of the project reaches them."""
+"""Models: what a family must offer, and how the rest of the project reads, checks and loads one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Family(Protocol):
         """What is split over tp, and over tp x cp."""
         ...
 
-    def load(self, config: Any, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress) -> Model:
+    def load(self, config: Any, weights: ShardedWeights, *, on_progress: Progress) -> Model:
         """Read one rank's share."""
         ...
 
@@ -168,7 +168,7 @@ def load_model(
         ConfigError: the split cannot work.
     """
     check_split(config, ctx.split)
-    return family_of(config).load(config, own_weights(config, source, ctx, dtype), ctx, on_progress=on_progress)
+    return family_of(config).load(config, own_weights(config, source, ctx, dtype), on_progress=on_progress)
 
 
 def own_weights(config: ModelConfig, source: WeightSource, ctx: ParallelContext, dtype: torch.dtype) -> ShardedWeights:
@@ -192,7 +192,7 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> None:
     wanted = CheckedNames(checkpoint)
     ctx = ParallelContext.single(torch.device("meta"))
     weights = own_weights(config, wanted, ctx, torch.float32)
-    family_of(config).load(config, weights, ctx, on_progress=lambda done, total: None)
+    family_of(config).load(config, weights, on_progress=lambda done, total: None)
     ignored = [re.compile(pattern) for pattern in (*_ALWAYS_IGNORED, *config.ignored_tensors)]
     if config.tie_word_embeddings:
         ignored.append(re.compile(r"^lm_head\.weight$"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from raycache.layers.embedding import VocabEmbedding, VocabHead
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.norm import RMSNorm
 from raycache.layers.weights import ShardedWeights
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
 
 Progress = Callable[[int, int], None]
 """Called while weights load: (layers loaded, layers of this stage)."""
@@ -38,6 +35,10 @@ class Norm(Protocol):
     def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of hidden + delta, hidden + delta); delta may be overwritten."""
         ...
+
+
+MakeNorm = Callable[[Tensor, float], Norm]
+"""Of a norm's weight and rms_norm_eps."""
 
 
 class Residual:
@@ -80,6 +81,24 @@ class Residual:
         return (hidden, out) if self._scale == 1.0 else (hidden + out * self._scale, None)
 
 
+@dataclass(frozen=True)
+class Scales:
+    """Of what a decoder embeds and of its logits.
+
+    Attributes:
+        embedding: of the embedded tokens.
+        logits: of the logits.
+        logit_cap: bound of the logits, see `VocabHead`.
+    """
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    logit_cap: float | None = None
+
+
+UNSCALED = Scales()
+
+
 class Decoder:
     """One rank's share of a decoder: its stage's layers, its heads (see models.base.Model).
 
@@ -87,8 +106,7 @@ class Decoder:
         layers: of this stage; the parts of each are applied one after another.
         embedding: on the first stage.
         norm, head: on the last stage.
-        embedding_scale: of the embedded tokens.
-        logit_scale: of the logits.
+        scales: all but the cap, which is the head's.
         first_layer: number of the first layer in the whole model.
         embedding_name: of the embedding's tensor, which other stages may need as well.
         hidden_size: features of what is recorded, the first ones of what passes between layers; None for all.
@@ -103,8 +121,7 @@ class Decoder:
         embedding: VocabEmbedding | None,
         norm: Norm | None,
         head: VocabHead | None,
-        embedding_scale: float = 1.0,
-        logit_scale: float = 1.0,
+        scales: Scales = UNSCALED,
         first_layer: int = 0,
         embedding_name: str = "",
         hidden_size: int | None = None,
@@ -117,28 +134,20 @@ class Decoder:
         self.head = head
         self.embedding_name = embedding_name
         self._hidden_size = hidden_size
-        self._embedding_scale = embedding_scale
-        self._logit_scale = logit_scale
+        self._scales = scales
 
     def sharing(self, layers: Sequence[Sequence[Mixer]], *, embedding: VocabEmbedding, norm: Norm) -> Decoder:
         """Other layers, with this one's head and scales."""
-        return Decoder(
-            layers,
-            embedding=embedding,
-            norm=norm,
-            head=self.head,
-            embedding_scale=self._embedding_scale,
-            logit_scale=self._logit_scale,
-        )
+        return Decoder(layers, embedding=embedding, norm=norm, head=self.head, scales=self._scales)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[T] -> [T, C]; first stage only."""
         assert self.embedding is not None, "token ids enter at the first stage"
         hidden = self.embedding(ids)
-        if self._embedding_scale == 1.0:
+        if self._scales.embedding == 1.0:
             return hidden
         # Rounded to its type, for checkpoints were trained with that; a number, for a tensor would be copied each time.
-        return hidden * torch.tensor(self._embedding_scale, dtype=hidden.dtype).item()
+        return hidden * torch.tensor(self._scales.embedding, dtype=hidden.dtype).item()
 
     def forward(self, hidden: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C] through this stage's layers."""
@@ -166,7 +175,7 @@ class Decoder:
         """The logits of what `normed` gave."""
         assert self.head is not None, "logits leave at the last stage"
         logits = self.head(normed)
-        return logits if self._logit_scale == 1.0 else logits * self._logit_scale
+        return logits if self._scales.logits == 1.0 else logits * self._scales.logits
 
 
 def _sum(hidden: Tensor, delta: Tensor | None) -> Tensor:
@@ -175,27 +184,25 @@ def _sum(hidden: Tensor, delta: Tensor | None) -> Tensor:
 
 
 def pre_norm_layer(
-    at: str,
-    attention: Mixer,
-    block: Mixer,
     config: ModelConfig,
     weights: ShardedWeights,
+    attention: Mixer,
+    block: Mixer,
     *,
-    make_norm: Callable[[Tensor, float], Norm] = RMSNorm,
+    make_norm: MakeNorm = RMSNorm,
     scale: float = 1.0,
 ) -> tuple[Residual, Residual]:
     """The layer of most decoders: norm and attention, norm and feed-forward part, each added to what came in.
 
     Args:
-        at: what the names of the layer's tensors begin with.
-        attention, block: the two mixers.
         config: of the model.
-        weights: where to read the norms.
+        weights: of the layer, for its norms.
+        attention, block: the two mixers.
         make_norm: of a norm's weight and rms_norm_eps.
         scale: of what is added.
     """
     before, between = (
-        make_norm(weights.whole(f"{at}.{name}.weight", config.hidden_size), config.rms_norm_eps)
+        make_norm(weights.whole(f"{name}.weight", config.hidden_size), config.rms_norm_eps)
         for name in ("input_layernorm", "post_attention_layernorm")
     )
     return Residual(before, attention, scale=scale), Residual(between, block, scale=scale)
@@ -203,41 +210,41 @@ def pre_norm_layer(
 
 @dataclass(frozen=True)
 class Names:
-    """Tensors outside of the layers, as the checkpoint names them."""
+    """Tensors outside of the layers, as the checkpoint names them, and what those of the layers begin with."""
 
     embedding: str = "model.embed_tokens.weight"
+    layers: str = "model.layers"
     norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
+
+
+NAMES = Names()
 
 
 def load_decoder(
     config: ModelConfig,
     weights: ShardedWeights,
-    ctx: ParallelContext,
     *,
-    load_layer: Callable[[int], Sequence[Mixer]],
+    load_layer: Callable[[int, ShardedWeights], Sequence[Mixer]],
     on_progress: Progress,
-    make_norm: Callable[[Tensor, float], Norm] = RMSNorm,
-    names: Names = Names(),
-    embedding_scale: float = 1.0,
-    logit_scale: float = 1.0,
-    logit_cap: float | None = None,
+    make_norm: MakeNorm = RMSNorm,
+    names: Names = NAMES,
+    scales: Scales = UNSCALED,
 ) -> Decoder:
     """Read this rank's share.
 
     Args:
         config: of the whole model.
-        weights: where to read.
-        ctx: whose share.
-        load_layer: reads a layer, counted over the whole model, and gives its parts.
+        weights: of the whole model.
+        load_layer: reads a layer, by its number in the whole model and its weights, and gives its parts.
         on_progress: told after each layer.
         make_norm: of the final norm's weight and rms_norm_eps.
-        names: of the tensors outside of the layers.
-        embedding_scale, logit_scale: see `Decoder`.
-        logit_cap: see `VocabHead`.
+        names: of the tensors.
+        scales: see `Decoder` and `VocabHead`.
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
+    ctx = weights.ctx
     stage = ctx.layers(config.num_layers)
     vocab = {"vocab_size": config.vocab_size, "features": config.hidden_size}
     is_tied = config.tie_word_embeddings
@@ -247,18 +254,17 @@ def load_decoder(
     if ctx.is_last_stage:
         norm = make_norm(weights.whole(names.norm, config.hidden_size), config.rms_norm_eps)
         rows = table if is_tied and table is not None else weights.vocab(names.head, **vocab)
-        head = VocabHead(rows, config.vocab_size, ctx.tp, cap=logit_cap)
+        head = VocabHead(rows, config.vocab_size, ctx.tp, cap=scales.logit_cap)
     layers = []
     for layer in stage:
-        layers.append(load_layer(layer))
+        layers.append(load_layer(layer, weights.under(f"{names.layers}.{layer}")))
         on_progress(len(layers), len(stage))
     return Decoder(
         layers,
         embedding=VocabEmbedding(table, ctx.tp) if ctx.is_first_stage and table is not None else None,
         norm=norm,
         head=head,
-        embedding_scale=embedding_scale,
-        logit_scale=logit_scale,
+        scales=scales,
         first_layer=stage.start,
         embedding_name=names.embedding,
         hidden_size=config.hidden_size,

@@ -1,31 +1,81 @@
-"""DeepSeek-V3 and R1: latent attention, experts in groups."""
+"""DeepSeek-V3 and R1: latent attention, maybe with a sparse indexer, and grouped experts with a shared one, after some
+first layers with an MLP ("DeepSeek-V3", arXiv 2412.19437, section 2.1)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from raycache.checkpoint.config_file import ConfigFile, require_full_attention
+from raycache.checkpoint.config_file import (
+    ConfigFile,
+    ModelConfig,
+    read_common,
+    read_rope,
+    require_full_attention,
+)
+from raycache.layers.expert_config import ExpertConfig, read_grouped_experts, read_mlp_layers
+from raycache.layers.expert_weights import load_grouped_moe
+from raycache.layers.feed_forward import load_feed_forward
+from raycache.layers.forward_pass import Mixer
+from raycache.layers.indexer import IndexerConfig, load_selector
+from raycache.layers.latent_attention import LatentConfig, load_latent_attention, read_latent
+from raycache.layers.rope import Rotary
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.decoder import Decoder, Progress
-from raycache.models.deepseek import (
-    DeepseekConfig,
-    deepseek_components,
-    deepseek_head_counts,
-    load_deepseek,
-    load_prediction_layer,
-    prediction_layer,
-    read_deepseek,
-)
-from raycache.models.prediction import PredictionLayer
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
+from raycache.models.prediction import PredictionLayer, PredictionNames, load_prediction
+from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import HeadCount
 
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
+
+@dataclass(frozen=True)
+class DeepseekConfig(ModelConfig):
+    """A decoder with latent attention and experts.
+
+    Attributes:
+        attention: of all layers.
+        indexer: of all layers, or None where queries see all tokens before them.
+        mlp_layers: layers with an MLP; the others have experts.
+        intermediate_size: of the MLPs.
+        experts: of the other layers.
+    """
+
+    attention: LatentConfig
+    indexer: IndexerConfig | None
+    mlp_layers: tuple[int, ...]
+    intermediate_size: int
+    experts: ExpertConfig
+
+
+def read_deepseek(
+    file: ConfigFile, *, indexer: IndexerConfig | None = None, is_interleaved: bool = True
+) -> DeepseekConfig:
+    """Read the keys that the families share.
+
+    Args:
+        file: config.json.
+        indexer: of the family.
+        is_interleaved: whether attention's rope pairs neighbours.
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+    """
+    for key, served in {"hidden_act": "silu", "mlp_bias": False, "moe_layer_freq": 1, "pretraining_tp": 1}.items():
+        file.require(key, served)
+    return DeepseekConfig(
+        **read_common(file),
+        attention=read_latent(file, rope=read_rope(file, theta=10000.0), is_interleaved=is_interleaved),
+        indexer=indexer,
+        mlp_layers=read_mlp_layers(file, num_first=3),
+        intermediate_size=file.integer("intermediate_size"),
+        experts=read_grouped_experts(file),
+        bound_layers=() if indexer is None else indexer.sharing_layers,
+        # Published checkpoints have one, whether or not the file says so.
+        num_drafts=file.count("num_nextn_predict_layers", 1),
+    )
 
 
 class DeepseekV3:
-    """See models.base.Family."""
+    """Layers of latent attention and experts or an MLP, with a norm before each; one more predicts."""
 
     model_type = "deepseek_v3"
 
@@ -35,20 +85,70 @@ class DeepseekV3:
         return read_deepseek(file, is_interleaved=file.flag("rope_interleave", True))
 
     def components(self, config: DeepseekConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return deepseek_components(config, fmt)
+        latents = config.attention.components(range(config.num_layers), fmt)
+        return latents if config.indexer is None else latents + config.indexer.components(fmt)
 
     def head_counts(self, config: DeepseekConfig) -> tuple[HeadCount, ...]:
-        return deepseek_head_counts(config)
+        """Not the heads of indexers, which every rank has whole."""
+        return (config.attention.head_count,)
+
+    def load(self, config: DeepseekConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        rotaries = _Rotaries.of(config, weights.ctx)
+
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            return _load_layer(layer, config, own, rotaries=rotaries)
+
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress)
 
     def prediction_layer(self, config: DeepseekConfig) -> DeepseekConfig:
-        return prediction_layer(config)
+        return replace(
+            config,
+            name=f"the prediction layer of {config.name}",
+            num_layers=1,
+            indexer=None if config.indexer is None else replace(config.indexer, sources=(0,)),
+            mlp_layers=(),
+            bound_layers=(),
+        )
 
     def load_prediction_layer(
-        self, config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
+        self, config: DeepseekConfig, weights: ShardedWeights, target: Decoder
     ) -> PredictionLayer:
-        return load_prediction_layer(config, weights, ctx, target)
+        only, at = self.prediction_layer(config), f"model.layers.{config.num_layers}"
+        parts = _load_layer(0, only, weights.under(at), rotaries=_Rotaries.of(only, weights.ctx))
+        return load_prediction(
+            config, weights, parts, target, names=PredictionNames.inside(at, norm="shared_head.norm")
+        )
 
-    def load(
-        self, config: DeepseekConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        return load_deepseek(config, weights, ctx, on_progress=on_progress)
+
+@dataclass(frozen=True)
+class _Rotaries:
+    """Attention's and the indexers', one where both pair the same features."""
+
+    attention: Rotary
+    indexer: Rotary
+
+    @classmethod
+    def of(cls, config: DeepseekConfig, ctx: ParallelContext) -> _Rotaries:
+        attention, indexer = config.attention, config.indexer
+        own = attention.rotary(ctx.device)
+        assert own is not None and attention.rope is not None, "these families have positions"
+        if indexer is None or indexer.is_interleaved == attention.is_interleaved:
+            return cls(own, own)
+        return cls(own, Rotary(attention.rope, attention.rope_dim, ctx.device, is_interleaved=indexer.is_interleaved))
+
+
+def _load_layer(layer: int, config: DeepseekConfig, own: ShardedWeights, *, rotaries: _Rotaries) -> Sequence[Mixer]:
+    size, at, mlp = config.hidden_size, own.under("self_attn"), own.under("mlp")
+    selector = None
+    if config.indexer is not None:
+        indexer = at.under("indexer")
+        selector = load_selector(config.indexer, indexer, layer=layer, size=size, rotary=rotaries.indexer)
+    attention = load_latent_attention(
+        config.attention, at, layer=layer, size=size, rotary=rotaries.attention, selector=selector
+    )
+    block: Mixer
+    if layer in config.mlp_layers:
+        block = load_feed_forward(mlp, size=size, inner=config.intermediate_size)
+    else:
+        block = load_grouped_moe(config.experts, mlp, size=size)
+    return pre_norm_layer(config, own, attention, block)

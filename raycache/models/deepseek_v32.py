@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from raycache.checkpoint.config_file import ConfigFile
-from raycache.models.deepseek import DeepseekConfig, read_deepseek, read_indexer
-from raycache.models.deepseek_v3 import DeepseekV3
+from raycache.layers.indexer import read_indexer
+from raycache.models.deepseek_v3 import DeepseekConfig, DeepseekV3, read_deepseek
 
 
 class DeepseekV32(DeepseekV3):
-    """See models.base.Family."""
+    """The layers of DeepSeek-V3, each with an indexer."""
 
     model_type = "deepseek_v32"
 

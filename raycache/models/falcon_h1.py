@@ -8,39 +8,23 @@ hidden = hidden + mlp(norm(hidden))
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.activation import silu_scaled
+from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.mamba2 import load_mamba2
+from raycache.layers.mamba2_config import Mamba2Config, read_dt_limit, require_groups
 from raycache.layers.norm import RMSNorm
-from raycache.layers.rope import Rotary
 from raycache.layers.scaled import Scaled, SideBySide
+from raycache.layers.self_attention import load_attention, read_attention, read_heads
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.decoder import Decoder, Names, Progress, Residual, load_decoder
-from raycache.models.dense import (
-    DenseConfig,
-    attention_head_counts,
-    dense_components,
-    load_attention,
-    read_dense_config,
-)
-from raycache.models.feed_forward import load_feed_forward
-from raycache.models.state_space import (
-    Mamba2Config,
-    load_mamba2,
-    mamba2_component,
-    mamba2_head_counts,
-    read_dt_limit,
-    require_groups,
-)
+from raycache.models.decoder import Decoder, Names, Progress, Residual, Scales, load_decoder
+from raycache.models.llama import DenseConfig, read_dense
 from raycache.parallel.sharding import HeadCount
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
 
 NAMES = Names(norm="model.final_layernorm.weight")
 
@@ -74,12 +58,12 @@ class FalconH1Config(DenseConfig):
         factors: of every layer.
     """
 
-    mamba: Mamba2Config = field(kw_only=True)
-    factors: Factors = field(kw_only=True)
+    mamba: Mamba2Config
+    factors: Factors
 
 
 class FalconH1:
-    """See models.base.Family."""
+    """Layers of Mamba2 beside attention and an MLP, with a norm before each."""
 
     model_type = "falcon_h1"
 
@@ -87,71 +71,46 @@ class FalconH1:
         """Layers without one of the parts, and norms of Mamba2 before its gate, are refused."""
         for key, served in {"attn_layer_indices": None, "mamba_use_mlp": True}.items():
             file.require(key, served)
-        num_heads = file.integer("num_attention_heads")
-        head_dim = file.integer("head_dim", file.integer("hidden_size") // num_heads)
-        dense = read_dense_config(
-            file,
-            num_kv_heads=file.integer("num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            has_qk_norm=False,
-            theta=10000.0,
-        )
+        attention = read_attention(file, read_heads(file), theta=10000.0)
         # The factor of the keys is one of the scores: cached keys are without it.
-        scale = head_dim**-0.5 * file.number("key_multiplier", 1.0)
-        return FalconH1Config(
-            **{**vars(dense), "attention_scale": scale}, mamba=_read_mamba(file), factors=_read_factors(file)
-        )
+        scale = attention.head_dim**-0.5 * file.number("key_multiplier", 1.0)
+        dense = read_dense(file, replace(attention, scale=scale))
+        return FalconH1Config(**vars(dense), mamba=_read_mamba(file), factors=_read_factors(file))
 
     def components(self, config: FalconH1Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        return (*dense_components(config, fmt), mamba2_component(config.mamba, range(config.num_layers), fmt))
+        layers = range(config.num_layers)
+        return config.attention.components(layers, fmt) + config.mamba.components(layers, fmt)
 
     def head_counts(self, config: FalconH1Config) -> tuple[HeadCount, ...]:
-        mamba = mamba2_head_counts(config.mamba, heads_key="mamba_n_heads", groups_key="mamba_n_groups")
-        return (*attention_head_counts(config), *mamba)
+        mamba = config.mamba.head_counts(heads_key="mamba_n_heads", groups_key="mamba_n_groups")
+        return config.attention.head_counts + mamba
 
-    def load(
-        self, config: FalconH1Config, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        rotary = Rotary(config.rope, config.head_dim, ctx.device)
+    def load(self, config: FalconH1Config, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        size, eps, factors = config.hidden_size, config.rms_norm_eps, config.factors
+        rotary = config.attention.rotary(weights.ctx.device)
 
-        def load_layer(layer: int) -> Sequence[Mixer]:
-            return _load_layer(layer, config, weights, ctx, rotary=rotary)
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            at = own.under("self_attn")
+            mamba = load_mamba2(config.mamba, own.under("mamba"), layer=layer, size=size, eps=eps)
+            attention = load_attention(config.attention, at, layer=layer, size=size, eps=eps, rotary=rotary)
+            mlp = load_feed_forward(
+                own.under("feed_forward"),
+                size=size,
+                inner=config.intermediate_size,
+                activation=silu_scaled(factor=factors.gate),
+                has_bias=config.mlp_bias,
+            )
+            before, between = (
+                RMSNorm(own.whole(f"{name}.weight", size), eps) for name in ("input_layernorm", "pre_ff_layernorm")
+            )
+            mixers = SideBySide(
+                Scaled(mamba, before=factors.ssm_in, after=factors.ssm_out),
+                Scaled(attention, before=factors.attention_in, after=factors.attention_out),
+            )
+            return Residual(before, mixers), Residual(between, Scaled(mlp, after=factors.down))
 
-        return load_decoder(
-            config,
-            weights,
-            ctx,
-            load_layer=load_layer,
-            on_progress=on_progress,
-            names=NAMES,
-            embedding_scale=config.factors.embedding,
-            logit_scale=config.factors.head,
-        )
-
-
-def _load_layer(
-    layer: int, config: FalconH1Config, weights: ShardedWeights, ctx: ParallelContext, *, rotary: Rotary
-) -> Sequence[Mixer]:
-    at, size, eps, factors = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps, config.factors
-    mamba = load_mamba2(layer, f"{at}.mamba", config.mamba, weights, ctx, size=size, eps=eps)
-    attention = load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
-    mlp = load_feed_forward(
-        f"{at}.feed_forward",
-        weights,
-        ctx,
-        size=size,
-        inner=config.intermediate_size,
-        activation=silu_scaled(factor=factors.gate),
-        has_bias=config.mlp_bias,
-    )
-    before, between = (
-        RMSNorm(weights.whole(f"{at}.{name}.weight", size), eps) for name in ("input_layernorm", "pre_ff_layernorm")
-    )
-    mixers = SideBySide(
-        Scaled(mamba, before=factors.ssm_in, after=factors.ssm_out),
-        Scaled(attention, before=factors.attention_in, after=factors.attention_out),
-    )
-    return Residual(before, mixers), Residual(between, Scaled(mlp, after=factors.down))
+        scales = Scales(embedding=factors.embedding, logits=factors.head)
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress, names=NAMES, scales=scales)
 
 
 def _read_mamba(file: ConfigFile) -> Mamba2Config:

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from raycache.checkpoint.config_file import ConfigFile, read_rope
 from raycache.checkpoint.layer_kinds import FULL, SLIDING, read_windowed
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.layers.activation import gelu_tanh_gated
+from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.norm import CenteredNorm
-from raycache.layers.rope import Rotary
+from raycache.layers.self_attention import load_attention, read_attention, read_stated_heads
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
-from raycache.models.dense import (
-    DenseConfig,
-    attention_head_counts,
-    dense_components,
-    load_attention,
-    read_dense_config,
-)
-from raycache.models.feed_forward import load_feed_forward
+from raycache.models.decoder import Decoder, Progress, Residual, Scales, load_decoder
+from raycache.models.llama import DenseConfig, read_dense
 from raycache.parallel.sharding import HeadCount
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -35,14 +25,14 @@ class Gemma3Config(DenseConfig):
     """Gemma 3.
 
     Attributes:
-        window_rope: position embedding of the windowed layers; `rope` is that of the others.
+        window_rope: position embedding of the windowed layers; that of `attention` is for the others.
     """
 
-    window_rope: RopeConfig = field(kw_only=True)
+    window_rope: RopeConfig
 
 
 class Gemma3Text:
-    """See models.base.Family."""
+    """Layers of attention and an MLP, with norms before and after each."""
 
     model_type = "gemma3_text"
 
@@ -52,45 +42,34 @@ class Gemma3Text:
             file.require(key, None)
         file.require("use_bidirectional_attention", False)
         file.require("hidden_activation", "gelu_pytorch_tanh")
-        dense = read_dense_config(
-            file,
-            num_kv_heads=file.integer("num_key_value_heads"),
-            head_dim=file.integer("head_dim"),
-            has_qk_norm=True,
-            layer_type=FULL,
-            theta=1e6,
+        attention = replace(
+            read_attention(file, read_stated_heads(file), has_qk_norm=True, layer_type=FULL, theta=1e6),
+            scale=file.number("query_pre_attn_scalar", 256) ** -0.5,
+            norm_offset=1.0,
+            window=file.integer("sliding_window"),
+            windowed=read_windowed(file, pattern=file.integer("sliding_window_pattern", 6)),
         )
-        changed = {
-            "tie_word_embeddings": file.flag("tie_word_embeddings", True),
-            "attention_scale": file.number("query_pre_attn_scalar", 256) ** -0.5,
-            "norm_offset": 1.0,
-            "window": file.integer("sliding_window"),
-            "windowed": read_windowed(file, pattern=file.integer("sliding_window_pattern", 6)),
-        }
-        return Gemma3Config(**{**vars(dense), **changed}, window_rope=_read_window_rope(file))
+        dense = replace(read_dense(file, attention), tie_word_embeddings=file.flag("tie_word_embeddings", True))
+        return Gemma3Config(**vars(dense), window_rope=_read_window_rope(file))
 
     def components(self, config: Gemma3Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        return dense_components(config, fmt)
+        return config.attention.components(range(config.num_layers), fmt)
 
     def head_counts(self, config: Gemma3Config) -> tuple[HeadCount, ...]:
-        return attention_head_counts(config)
+        return config.attention.head_counts
 
-    def load(
-        self, config: Gemma3Config, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        full, windowed = (Rotary(rope, config.head_dim, ctx.device) for rope in (config.rope, config.window_rope))
+    def load(self, config: Gemma3Config, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        size, eps, inner, device = config.hidden_size, config.rms_norm_eps, config.intermediate_size, weights.ctx.device
+        full = config.attention.rotary(device)
+        windowed = replace(config.attention, rope=config.window_rope).rotary(device)
 
-        def load_layer(layer: int) -> Sequence[Mixer]:
-            at, size = f"model.layers.{layer}", config.hidden_size
-
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
             def norm(name: str) -> CenteredNorm:
-                return CenteredNorm(weights.whole(f"{at}.{name}_layernorm.weight", size), config.rms_norm_eps)
+                return CenteredNorm(own.whole(f"{name}_layernorm.weight", size), eps)
 
-            rotary = windowed if layer in config.windowed else full
-            attention = load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
-            mlp = load_feed_forward(
-                f"{at}.mlp", weights, ctx, size=size, inner=config.intermediate_size, activation=gelu_tanh_gated
-            )
+            rotary, at = windowed if layer in config.attention.windowed else full, own.under("self_attn")
+            attention = load_attention(config.attention, at, layer=layer, size=size, eps=eps, rotary=rotary)
+            mlp = load_feed_forward(own.under("mlp"), size=size, inner=inner, activation=gelu_tanh_gated)
             return (
                 Residual(norm("input"), attention, after=norm("post_attention")),
                 Residual(norm("pre_feedforward"), mlp, after=norm("post_feedforward")),
@@ -99,11 +78,10 @@ class Gemma3Text:
         return load_decoder(
             config,
             weights,
-            ctx,
             load_layer=load_layer,
             on_progress=on_progress,
             make_norm=CenteredNorm,
-            embedding_scale=config.hidden_size**0.5,
+            scales=Scales(embedding=size**0.5),
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,48 +17,21 @@ from raycache.checkpoint.layer_kinds import FULL, SLIDING, read_windowed
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.activation import gelu_tanh_gated
+from raycache.layers.expert_config import ExpertConfig, require_experts
+from raycache.layers.expert_weights import load_experts, load_stacked_experts
 from raycache.layers.experts import RoutedExperts
+from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.mlp_and_experts import LayerScale, MlpAndExperts, ScaledRouter, Way
-from raycache.layers.norm import HeadNorm, RMSNorm
-from raycache.layers.normed_attention import NormedAttention
+from raycache.layers.norm import RMSNorm
+from raycache.layers.normed_attention import NormedAttentionConfig, load_normed_attention
 from raycache.layers.rope import Rotary
 from raycache.layers.router import SoftmaxRouter
-from raycache.layers.weights import Columns, ShardedWeights, features
-from raycache.memory.component import CacheFormat, Component, kv
-from raycache.models.decoder import Decoder, Progress, Residual, load_decoder
-from raycache.models.dense import require_heads
-from raycache.models.feed_forward import (
-    ExpertConfig,
-    load_experts,
-    load_feed_forward,
-    load_stacked_experts,
-    require_experts,
-)
-from raycache.parallel.sharding import HeadCount, even_range, shared_head_range
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
-
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """The attention of layers of one kind.
-
-    Attributes:
-        layers: that have it.
-        num_kv_heads, head_dim: of each.
-        rope: position embedding.
-        has_values: whether values have a projection of their own.
-        window: tokens that a query sees, itself included; 0 for all.
-    """
-
-    layers: tuple[int, ...]
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeConfig
-    has_values: bool = True
-    window: int = 0
+from raycache.layers.self_attention import require_heads
+from raycache.layers.weights import ShardedWeights
+from raycache.memory.component import CacheFormat, Component
+from raycache.models.decoder import Decoder, Progress, Residual, Scales, load_decoder
+from raycache.parallel.sharding import HeadCount
 
 
 @dataclass(frozen=True)
@@ -67,27 +39,25 @@ class Gemma4Config(ModelConfig):
     """Gemma 4.
 
     Attributes:
-        num_heads: of queries, in all layers.
         full, windowed: the two kinds of attention.
         intermediate_size: of the MLPs.
         experts: beside the MLPs, or None.
         logit_cap: bound of the logits, or None.
     """
 
-    num_heads: int
-    full: AttentionConfig
-    windowed: AttentionConfig
+    full: NormedAttentionConfig
+    windowed: NormedAttentionConfig
     intermediate_size: int
     experts: ExpertConfig | None
     logit_cap: float | None
 
-    def attention(self, layer: int) -> AttentionConfig:
+    def attention(self, layer: int) -> NormedAttentionConfig:
         """Of a layer."""
         return self.windowed if layer in self.windowed.layers else self.full
 
 
 class Gemma4Text:
-    """See models.base.Family."""
+    """Layers of attention and an MLP, maybe beside experts, with norms before and after each, and a scale."""
 
     model_type = "gemma4_text"
 
@@ -110,20 +80,22 @@ class Gemma4Text:
         is_shared = file.flag("attention_k_eq_v", False)
         others = tuple(layer for layer in range(file.integer("num_hidden_layers")) if layer not in window_layers)
         full_heads, full_dim = _read_full_heads(file, others, is_shared=is_shared)
-        full = AttentionConfig(others, full_heads, full_dim, _read_full_rope(file), has_values=not is_shared)
-        windowed = AttentionConfig(
-            window_layers,
+        full = NormedAttentionConfig(
+            num_heads, full_heads, full_dim, layers=others, rope=_read_full_rope(file), has_values=not is_shared
+        )
+        windowed = NormedAttentionConfig(
+            num_heads,
             num_kv_heads,
             file.integer("head_dim", 256),
-            _read_window_rope(file),
+            layers=window_layers,
+            rope=_read_window_rope(file),
             window=file.integer("sliding_window"),
         )
         for kind in (full, windowed):
-            require_heads(file, num_heads=num_heads, num_kv_heads=kind.num_kv_heads, head_dim=kind.head_dim)
+            require_heads(file, kind)
         cap = file.raw("final_logit_softcapping")
         return Gemma4Config(
             **read_common(file),
-            num_heads=num_heads,
             full=full,
             windowed=windowed,
             intermediate_size=file.integer("intermediate_size"),
@@ -132,45 +104,31 @@ class Gemma4Text:
         )
 
     def components(self, config: Gemma4Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        return tuple(
-            kv(name, kind.layers, heads=kind.num_kv_heads, dim=kind.head_dim, fmt=fmt, window=kind.window)
-            for name, kind in (("kv", config.full), ("window", config.windowed))
-            if kind.layers
-        )
+        return config.full.components(fmt) + config.windowed.components(fmt)
 
     def head_counts(self, config: Gemma4Config) -> tuple[HeadCount, ...]:
         return (
-            HeadCount("num_attention_heads", config.num_heads),
+            HeadCount("num_attention_heads", config.full.num_heads),
             HeadCount("num_key_value_heads", config.windowed.num_kv_heads, is_shared=True),
             HeadCount("num_global_key_value_heads", config.full.num_kv_heads, is_shared=True),
         )
 
-    def load(
-        self, config: Gemma4Config, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        rotaries = {kind: Rotary(kind.rope, kind.head_dim, ctx.device) for kind in (config.full, config.windowed)}
+    def load(self, config: Gemma4Config, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        size, eps, device = config.hidden_size, config.rms_norm_eps, weights.ctx.device
+        rotaries = {kind: Rotary(kind.rope, kind.head_dim, device) for kind in (config.full, config.windowed)}
 
-        def load_layer(layer: int) -> Sequence[Mixer]:
-            at, kind = f"model.layers.{layer}", config.attention(layer)
-            attention = _load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotaries[kind])
-            before, after = (
-                _load_norm(f"{at}.{name}_layernorm", config, weights) for name in ("input", "post_attention")
-            )
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            kind, at = config.attention(layer), own.under("self_attn")
+            attention = load_normed_attention(kind, at, layer=layer, size=size, eps=eps, rotary=rotaries[kind])
+            before, after = _load_norms(config, own, "input_layernorm", "post_attention_layernorm")
             return (
                 Residual(before, attention, after=after),
-                _load_block(at, config, weights, ctx),
-                LayerScale(weights.whole(f"{at}.layer_scalar", 1)),
+                _load_block(config, own),
+                LayerScale(own.whole("layer_scalar", 1)),
             )
 
-        return load_decoder(
-            config,
-            weights,
-            ctx,
-            load_layer=load_layer,
-            on_progress=on_progress,
-            embedding_scale=config.hidden_size**0.5,
-            logit_cap=config.logit_cap,
-        )
+        scales = Scales(embedding=size**0.5, logit_cap=config.logit_cap)
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress, scales=scales)
 
 
 def _read_full_heads(file: ConfigFile, layers: Sequence[int], *, is_shared: bool) -> tuple[int, int]:
@@ -222,82 +180,43 @@ def _read_experts(file: ConfigFile) -> ExpertConfig | None:
     return require_experts(file, experts)
 
 
-def _load_norm(name: str, config: Gemma4Config, weights: ShardedWeights) -> RMSNorm:
-    return RMSNorm(weights.whole(f"{name}.weight", config.hidden_size), config.rms_norm_eps)
+def _load_norms(config: Gemma4Config, own: ShardedWeights, *names: str) -> list[RMSNorm]:
+    return [RMSNorm(own.whole(f"{name}.weight", config.hidden_size), config.rms_norm_eps) for name in names]
 
 
-def _load_attention(
-    layer: int, at: str, config: Gemma4Config, weights: ShardedWeights, ctx: ParallelContext, *, rotary: Rotary
-) -> NormedAttention:
-    kind = config.attention(layer)
-    dim = kind.head_dim
-    heads = even_range(config.num_heads, ctx.tp.rank, ctx.tp.size)
-    kv_heads = shared_head_range(kind.num_kv_heads, ctx.tp.rank, ctx.tp.size)
-    parts = [Columns(f"{at}.q_proj", config.num_heads * dim, features(heads, dim))]
-    for name in ("k_proj", "v_proj") if kind.has_values else ("k_proj",):
-        parts.append(Columns(f"{at}.{name}", kind.num_kv_heads * dim, features(kv_heads, dim)))
-    norms = [
-        weights.whole(f"{at}.{name}.weight", dim).expand(count, -1)
-        for name, count in (("q_norm", len(heads)), ("k_norm", len(kv_heads)))
-    ]
-    both = norms[0].new_empty(len(heads) + len(kv_heads), dim)
-    both[: len(heads)], both[len(heads) :] = norms
-    return NormedAttention(
-        layer,
-        weights.column(parts, inputs=config.hidden_size, has_bias=False),
-        weights.row(
-            f"{at}.o_proj",
-            outputs=config.hidden_size,
-            inputs=config.num_heads * dim,
-            taken=features(heads, dim),
-            has_bias=False,
-        ),
-        num_heads=len(heads),
-        num_kv_heads=len(kv_heads),
-        head_dim=dim,
-        rotary=rotary,
-        qk_norm=HeadNorm(both, config.rms_norm_eps),
-        eps=config.rms_norm_eps,
-        has_values=kind.has_values,
-    )
-
-
-def _load_block(at: str, config: Gemma4Config, weights: ShardedWeights, ctx: ParallelContext) -> Mixer:
-    size = config.hidden_size
-    mlp = load_feed_forward(
-        f"{at}.mlp", weights, ctx, size=size, inner=config.intermediate_size, activation=gelu_tanh_gated
-    )
-    before, after = (_load_norm(f"{at}.{name}_feedforward_layernorm", config, weights) for name in ("pre", "post"))
+def _load_block(config: Gemma4Config, own: ShardedWeights) -> Mixer:
+    """The MLP alone, or beside experts."""
+    size, inner = config.hidden_size, config.intermediate_size
+    mlp = load_feed_forward(own.under("mlp"), size=size, inner=inner, activation=gelu_tanh_gated)
+    before, after = _load_norms(config, own, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     if config.experts is None:
         return Residual(before, mlp, after=after)
-    dense = Way(before, _load_norm(f"{at}.post_feedforward_layernorm_1", config, weights))
-    routed = Way(*(_load_norm(f"{at}.{name}_feedforward_layernorm_2", config, weights) for name in ("pre", "post")))
+    dense = Way(before, *_load_norms(config, own, "post_feedforward_layernorm_1"))
+    routed = Way(*_load_norms(config, own, "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"))
     return MlpAndExperts(
         mlp,
-        _load_experts(f"{at}.experts", config.experts, weights, ctx, size=size),
+        _load_experts(config.experts, own.under("experts"), size=size),
         (dense, routed),
-        router=_load_router(f"{at}.router", config.experts, config, weights),
+        router=_load_router(config.experts, config, own.under("router")),
         after=after,
-        group=ctx.tp,
+        group=own.ctx.tp,
     )
 
 
-def _load_experts(
-    at: str, experts: ExpertConfig, weights: ShardedWeights, ctx: ParallelContext, *, size: int
-) -> RoutedExperts:
+def _load_experts(experts: ExpertConfig, weights: ShardedWeights, *, size: int) -> RoutedExperts:
     """All in one tensor, or one by one, as quantised checkpoints have them."""
-    if weights.has(f"{at}.0.gate_proj.weight"):
-        return load_experts(at, experts, weights, ctx, size=size, activation=gelu_tanh_gated)
-    up, down = f"{at}.gate_up_proj", f"{at}.down_proj"
-    return load_stacked_experts(up, down, experts, weights, ctx, size=size, activation=gelu_tanh_gated)
+    if weights.has("0.gate_proj.weight"):
+        return load_experts(experts, weights, size=size, activation=gelu_tanh_gated)
+    up, down = "gate_up_proj", "down_proj"
+    return load_stacked_experts(experts, weights, up=up, down=down, size=size, activation=gelu_tanh_gated)
 
 
-def _load_router(at: str, experts: ExpertConfig, config: Gemma4Config, weights: ShardedWeights) -> ScaledRouter:
+def _load_router(experts: ExpertConfig, config: Gemma4Config, weights: ShardedWeights) -> ScaledRouter:
     size, precise = config.hidden_size, weights.precise
-    scale = weights.whole(f"{at}.scale", size, dtype=precise)
-    projection = weights.whole(f"{at}.proj.weight", experts.count, size, dtype=precise)
+    scale = weights.whole("scale", size, dtype=precise)
+    projection = weights.whole("proj.weight", experts.count, size, dtype=precise)
     return ScaledRouter(
         RMSNorm(torch.ones(size, dtype=precise, device=scale.device), config.rms_norm_eps),
         SoftmaxRouter(projection * scale * size**-0.5, top_k=experts.top_k, renormalise=True),
-        weights.whole(f"{at}.per_expert_scale", experts.count, dtype=precise),
+        weights.whole("per_expert_scale", experts.count, dtype=precise),
     )

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from raycache.checkpoint.config_file import ConfigFile, require_full_attention
+from raycache.layers.expert_config import ExpertConfig, read_grouped_experts, read_mlp_layers
+from raycache.layers.expert_weights import load_grouped_moe
+from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.rope import Rotary
+from raycache.layers.self_attention import HeadShape, load_attention, read_attention, read_rotary_share
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
-from raycache.models.dense import (
-    DenseConfig,
-    attention_head_counts,
-    dense_components,
-    load_attention,
-    read_dense_config,
-    read_rotary_share,
-)
-from raycache.models.feed_forward import (
-    ExpertConfig,
-    load_feed_forward,
-    load_grouped_moe,
-    read_grouped_experts,
-    read_mlp_layers,
-)
+from raycache.models.llama import DenseConfig, read_dense
 from raycache.models.prediction import PredictionLayer, PredictionNames, load_prediction
 from raycache.parallel.sharding import HeadCount
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -43,12 +29,12 @@ class Glm4MoeConfig(DenseConfig):
         mlp_layers: layers with an MLP instead.
     """
 
-    experts: ExpertConfig = field(kw_only=True)
-    mlp_layers: tuple[int, ...] = field(kw_only=True)
+    experts: ExpertConfig
+    mlp_layers: tuple[int, ...]
 
 
 class Glm4Moe:
-    """See models.base.Family, and models.drafts.loading.PredictingFamily."""
+    """Layers of attention and experts or an MLP, with a norm before each; one more predicts."""
 
     model_type = "glm4_moe"
 
@@ -56,65 +42,56 @@ class Glm4Moe:
         """Half of a head is turned unless the file says otherwise."""
         file.require("mlp_bias", False)
         require_full_attention(file)
-        num_heads = file.integer("num_attention_heads")
-        head_dim = file.integer("head_dim", file.integer("hidden_size") // num_heads)
-        dense = read_dense_config(
+        num_heads, num_kv_heads = file.integer("num_attention_heads"), file.integer("num_key_value_heads")
+        heads = HeadShape(num_heads, num_kv_heads, file.integer("head_dim", file.integer("hidden_size") // num_heads))
+        attention = read_attention(
             file,
-            num_kv_heads=file.integer("num_key_value_heads"),
-            head_dim=head_dim,
+            heads,
             has_qk_norm=file.flag("use_qk_norm", False),
-            rotary_share=read_rotary_share(file, head_dim=head_dim, default=0.5),
+            rotary_share=read_rotary_share(file, head_dim=heads.head_dim, default=0.5),
             theta=10000.0,
         )
+        dense = read_dense(file, replace(attention, has_output_bias=False))
+        # Published checkpoints have one, whether or not the file says so.
+        num_drafts = file.count("num_nextn_predict_layers", 1)
         return Glm4MoeConfig(
-            **{
-                **vars(dense),
-                "output_bias": False,
-                # Published checkpoints have one, whether or not the file says so.
-                "num_drafts": file.count("num_nextn_predict_layers", 1),
-            },
+            **{**vars(dense), "num_drafts": num_drafts},
             experts=read_grouped_experts(file, scale=1.0),
             mlp_layers=read_mlp_layers(file, num_first=1),
         )
 
     def components(self, config: Glm4MoeConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return dense_components(config, fmt)
+        return config.attention.components(range(config.num_layers), fmt)
 
     def head_counts(self, config: Glm4MoeConfig) -> tuple[HeadCount, ...]:
-        return attention_head_counts(config)
+        return config.attention.head_counts
 
-    def load(
-        self, config: Glm4MoeConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        rotary = Rotary(config.rope, config.rotary_dim, ctx.device)
+    def load(self, config: Glm4MoeConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        rotary = config.attention.rotary(weights.ctx.device)
 
-        def load_layer(layer: int) -> Sequence[Mixer]:
-            return _load_layer(layer, f"model.layers.{layer}", config, weights, ctx, rotary=rotary)
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            return _load_layer(layer, config, own, rotary=rotary)
 
-        return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress)
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress)
 
     def prediction_layer(self, config: Glm4MoeConfig) -> Glm4MoeConfig:
         return replace(config, name=f"the prediction layer of {config.name}", num_layers=1, mlp_layers=())
 
-    def load_prediction_layer(
-        self, config: Glm4MoeConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
-    ) -> PredictionLayer:
+    def load_prediction_layer(self, config: Glm4MoeConfig, weights: ShardedWeights, target: Decoder) -> PredictionLayer:
         only, at = self.prediction_layer(config), f"model.layers.{config.num_layers}"
-        rotary = Rotary(config.rope, config.rotary_dim, ctx.device)
-        parts = _load_layer(0, at, only, weights, ctx, rotary=rotary)
-        names = PredictionNames(f"{at}.shared_head.norm", f"{at}.enorm", f"{at}.hnorm", f"{at}.eh_proj")
-        return load_prediction(parts, names, config, weights, ctx, target)
+        rotary = config.attention.rotary(weights.ctx.device)
+        parts = _load_layer(0, only, weights.under(at), rotary=rotary)
+        return load_prediction(
+            config, weights, parts, target, names=PredictionNames.inside(at, norm="shared_head.norm")
+        )
 
 
-def _load_layer(
-    layer: int, at: str, config: Glm4MoeConfig, weights: ShardedWeights, ctx: ParallelContext, *, rotary: Rotary
-) -> Sequence[Mixer]:
-    """Read the layer whose tensors begin with `at`."""
-    size = config.hidden_size
-    attention = load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
+def _load_layer(layer: int, config: Glm4MoeConfig, own: ShardedWeights, *, rotary: Rotary) -> Sequence[Mixer]:
+    size, eps, mlp = config.hidden_size, config.rms_norm_eps, own.under("mlp")
+    attention = load_attention(config.attention, own.under("self_attn"), layer=layer, size=size, eps=eps, rotary=rotary)
     block: Mixer
     if layer in config.mlp_layers:
-        block = load_feed_forward(f"{at}.mlp", weights, ctx, size=size, inner=config.intermediate_size)
+        block = load_feed_forward(mlp, size=size, inner=config.intermediate_size)
     else:
-        block = load_grouped_moe(f"{at}.mlp", config.experts, weights, ctx, size=size)
-    return pre_norm_layer(at, attention, block, config, weights)
+        block = load_grouped_moe(config.experts, mlp, size=size)
+    return pre_norm_layer(config, own, attention, block)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from raycache.checkpoint.config_file import ConfigFile, read_given_layer_types
 from raycache.errors import CheckpointError
-from raycache.models.deepseek import DeepseekConfig, read_deepseek, read_indexer
-from raycache.models.deepseek_v3 import DeepseekV3
+from raycache.layers.indexer import read_indexer
+from raycache.models.deepseek_v3 import DeepseekConfig, DeepseekV3, read_deepseek
 
 
 class GlmMoeDsa(DeepseekV3):
-    """See models.base.Family."""
+    """The layers of DeepSeek-V3, some with an indexer."""
 
     model_type = "glm_moe_dsa"
 

@@ -8,39 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from raycache.checkpoint.config_file import ConfigFile, read_common, read_layer_types, read_rope
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common, read_layer_types, read_rope
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.activation import silu_gated
+from raycache.layers.expert_config import ExpertConfig, require_experts
+from raycache.layers.expert_weights import load_stacked_experts, load_stacked_shared_expert
 from raycache.layers.experts import MixtureOfExperts
 from raycache.layers.feed_forward import FeedForward
 from raycache.layers.forward_pass import Mixer
-from raycache.layers.rope import Rotary
+from raycache.layers.mamba2 import load_mamba2
+from raycache.layers.mamba2_config import Mamba2Config, read_dt_limit, require_groups
 from raycache.layers.router import SoftmaxRouter
+from raycache.layers.self_attention import AttentionConfig, load_attention, read_heads, require_heads
 from raycache.layers.weights import Columns, ShardedWeights
-from raycache.memory.component import CacheFormat, Component, kv
-from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
-from raycache.models.dense import DenseConfig, attention_head_counts, load_attention, require_heads
-from raycache.models.feed_forward import (
-    ExpertConfig,
-    load_stacked_experts,
-    load_stacked_shared_expert,
-    require_experts,
-)
-from raycache.models.state_space import (
-    Mamba2Config,
-    load_mamba2,
-    mamba2_component,
-    mamba2_head_counts,
-    read_dt_limit,
-    require_groups,
-)
-from raycache.parallel.sharding import HeadCount, even_range
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
+from raycache.memory.component import CacheFormat, Component
+from raycache.models.decoder import Decoder, Progress, Scales, load_decoder, pre_norm_layer
+from raycache.parallel.sharding import HeadCount
 
 MAMBA = ("linear_attention", "mamba")
 ATTENTION = ("full_attention", "attention")
@@ -48,29 +33,32 @@ ATTENTION = ("full_attention", "attention")
 
 
 @dataclass(frozen=True)
-class GraniteConfig(DenseConfig):
-    """A Granite 4. `intermediate_size` is of the shared MLP.
+class GraniteConfig(ModelConfig):
+    """A Granite 4.
 
     Attributes:
         mamba_layers, attention_layers: which are which.
-        mamba: of the first.
-        has_rope: whether attention has positions; without them `rope` means nothing.
+        mamba, attention: of the two kinds.
+        has_rope: whether attention has positions; without them its `rope` means nothing.
+        intermediate_size: of the shared MLP.
         experts: beside the shared MLP; None without any.
-        embedding_scale, residual_scale, logit_scale: factors.
+        residual_scale: of what the parts of a layer add.
+        scales: of the rest.
     """
 
     mamba_layers: tuple[int, ...]
     attention_layers: tuple[int, ...]
     mamba: Mamba2Config
+    attention: AttentionConfig
     has_rope: bool
+    intermediate_size: int
     experts: ExpertConfig | None
-    embedding_scale: float
     residual_scale: float
-    logit_scale: float
+    scales: Scales
 
 
 class GraniteMoeHybrid:
-    """See models.base.Family."""
+    """Layers of Mamba2 or attention, and a shared MLP with or without experts, with a norm before each."""
 
     model_type = "granitemoehybrid"
 
@@ -79,94 +67,77 @@ class GraniteMoeHybrid:
         file.require("hidden_act", "silu")
         file.require("normalization_function", "rmsnorm")
         kinds = read_layer_types(file, known=(*MAMBA, *ATTENTION))
-        num_heads = file.integer("num_attention_heads")
-        num_kv_heads = file.integer("num_key_value_heads", num_heads)
-        head_dim = file.integer("head_dim", file.integer("hidden_size") // num_heads)
-        require_heads(file, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         has_rope = _read_has_rope(file)
         return GraniteConfig(
             **read_common(file),
-            intermediate_size=file.integer("shared_intermediate_size"),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            attention_bias=file.flag("attention_bias", False),
-            mlp_bias=False,
-            has_qk_norm=False,
-            rope=read_rope(file, theta=10000.0) if has_rope else RopeConfig(),
             mamba_layers=tuple(layer for layer, kind in enumerate(kinds) if kind in MAMBA),
             attention_layers=tuple(layer for layer, kind in enumerate(kinds) if kind in ATTENTION),
             mamba=_read_mamba(file),
+            attention=_read_attention(file, has_rope=has_rope),
             has_rope=has_rope,
+            intermediate_size=file.integer("shared_intermediate_size"),
             experts=_read_experts(file),
-            embedding_scale=file.number("embedding_multiplier", 1.0),
             residual_scale=file.number("residual_multiplier", 1.0),
-            attention_scale=file.number("attention_multiplier", 1.0),
-            logit_scale=1.0 / file.number("logits_scaling", 1.0),
+            scales=Scales(
+                embedding=file.number("embedding_multiplier", 1.0), logits=1.0 / file.number("logits_scaling", 1.0)
+            ),
         )
 
     def components(self, config: GraniteConfig, fmt: CacheFormat) -> tuple[Component, ...]:
         attention, mamba = config.attention_layers, config.mamba_layers
-        found = [kv("kv", attention, heads=config.num_kv_heads, dim=config.head_dim, fmt=fmt)] if attention else []
-        return (*found, mamba2_component(config.mamba, mamba, fmt)) if mamba else tuple(found)
+        return config.attention.components(attention, fmt) + config.mamba.components(mamba, fmt)
 
     def head_counts(self, config: GraniteConfig) -> tuple[HeadCount, ...]:
-        counts: list[HeadCount] = []
-        if config.attention_layers:
-            counts += attention_head_counts(config)
-        if config.mamba_layers:
-            counts += mamba2_head_counts(config.mamba, heads_key="mamba_n_heads", groups_key="mamba_n_groups")
-        return tuple(counts)
+        attention = config.attention.head_counts if config.attention_layers else ()
+        mamba = config.mamba.head_counts(heads_key="mamba_n_heads", groups_key="mamba_n_groups")
+        return attention + mamba if config.mamba_layers else attention
 
-    def load(
-        self, config: GraniteConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
+    def load(self, config: GraniteConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps = config.hidden_size, config.rms_norm_eps
-        rotary = Rotary(config.rope, config.head_dim, ctx.device) if config.has_rope else None
+        rotary = config.attention.rotary(weights.ctx.device) if config.has_rope else None
 
-        def load_layer(layer: int) -> Sequence[Mixer]:
-            at = f"model.layers.{layer}"
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
             mixer: Mixer
             if layer in config.mamba_layers:
-                mixer = load_mamba2(layer, f"{at}.mamba", config.mamba, weights, ctx, size=size, eps=eps)
+                mixer = load_mamba2(config.mamba, own.under("mamba"), layer=layer, size=size, eps=eps)
             else:
-                mixer = load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
-            block = _load_feed_forward(at, config, weights, ctx)
-            return pre_norm_layer(at, mixer, block, config, weights, scale=config.residual_scale)
+                at = own.under("self_attn")
+                mixer = load_attention(config.attention, at, layer=layer, size=size, eps=eps, rotary=rotary)
+            return pre_norm_layer(config, own, mixer, _load_feed_forward(config, own), scale=config.residual_scale)
 
-        return load_decoder(
-            config,
-            weights,
-            ctx,
-            load_layer=load_layer,
-            on_progress=on_progress,
-            embedding_scale=config.embedding_scale,
-            logit_scale=config.logit_scale,
-        )
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress, scales=config.scales)
 
 
-def _load_feed_forward(at: str, config: GraniteConfig, weights: ShardedWeights, ctx: ParallelContext) -> Mixer:
+def _load_feed_forward(config: GraniteConfig, weights: ShardedWeights) -> Mixer:
     """The shared MLP alone, or beside experts."""
     size, inner, experts = config.hidden_size, config.intermediate_size, config.experts
-    shared = f"{at}.shared_mlp"
+    shared, moe = weights.under("shared_mlp"), weights.under("block_sparse_moe")
     if experts is None:
-        taken = even_range(inner, ctx.tp.rank, ctx.tp.size)
+        taken = weights.heads(inner)
         # Gate and up lie one after the other in one tensor.
-        parts = [
-            Columns(f"{shared}.input_linear", 2 * inner, range(start + taken.start, start + taken.stop))
-            for start in (0, inner)
-        ]
-        down = weights.row(f"{shared}.output_linear", outputs=size, inputs=inner, taken=taken, has_bias=False)
-        return FeedForward(weights.column(parts, inputs=size, has_bias=False), down, activation=silu_gated)
-    moe = f"{at}.block_sparse_moe"
-    router = weights.whole(f"{moe}.router.layer.weight", experts.count, size)
-    up, down_all = f"{moe}.input_linear.weight", f"{moe}.output_linear.weight"
-    shared_up, shared_down = f"{shared}.input_linear.weight", f"{shared}.output_linear.weight"
+        runs = (range(start + taken.start, start + taken.stop) for start in (0, inner))
+        parts = [Columns("input_linear", 2 * inner, run) for run in runs]
+        down = shared.row("output_linear", outputs=size, inputs=inner, taken=taken, has_bias=False)
+        return FeedForward(shared.column(parts, inputs=size, has_bias=False), down, activation=silu_gated)
+    up, out = "input_linear.weight", "output_linear.weight"
+    router = moe.whole("router.layer.weight", experts.count, size)
     return MixtureOfExperts(
         SoftmaxRouter(router, top_k=experts.top_k, renormalise=True),
-        load_stacked_experts(up, down_all, experts, weights, ctx, size=size),
-        ctx.tp,
-        shared=load_stacked_shared_expert(shared_up, shared_down, weights, ctx, size=size, inner=inner),
+        load_stacked_experts(experts, moe, up=up, down=out, size=size),
+        weights.ctx.tp,
+        shared=load_stacked_shared_expert(shared, up=up, down=out, size=size, inner=inner),
+    )
+
+
+def _read_attention(file: ConfigFile, *, has_rope: bool) -> AttentionConfig:
+    heads, has_bias = read_heads(file), file.flag("attention_bias", False)
+    require_heads(file, heads)
+    return AttentionConfig(
+        **vars(heads),
+        rope=read_rope(file, theta=10000.0) if has_rope else RopeConfig(),
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+        scale=file.number("attention_multiplier", 1.0),
     )
 
 

@@ -6,6 +6,6 @@ from raycache.models.deepseek_v3 import DeepseekV3
 
 
 class KimiK2(DeepseekV3):
-    """See models.base.Family."""
+    """The layers of DeepSeek-V3."""
 
     model_type = "kimi_k2"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,35 +15,18 @@ from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.activation import Activation, situ
 from raycache.layers.attention_residual import AttentionResidual, MixedNorm, PlaneMixture
+from raycache.layers.expert_weights import load_experts, load_shared_expert, load_sigmoid_router
 from raycache.layers.experts import MixtureOfExperts, NormedLatentExperts
+from raycache.layers.feed_forward import MIXTRAL, load_feed_forward
 from raycache.layers.forward_pass import Mixer
-from raycache.layers.kda import LowRank, Projection
+from raycache.layers.kda import KdaConfig, load_kda, require_kda
+from raycache.layers.latent_attention import LatentNames, load_latent_attention, read_latent
 from raycache.layers.norm import RMSNorm
-from raycache.layers.weights import Columns, ShardedWeights, features
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, load_decoder
-from raycache.models.feed_forward import (
-    MIXTRAL,
-    load_experts,
-    load_feed_forward,
-    load_shared_expert,
-    load_sigmoid_router,
-)
-from raycache.models.kda import (
-    KdaConfig,
-    KdaHybridConfig,
-    kda_hybrid_components,
-    kda_hybrid_head_counts,
-    load_kda,
-    read_kda_hybrid,
-    require_kda,
-)
-from raycache.models.kimi_linear import read_kimi_kinds
-from raycache.models.latent_attention import LatentNames, load_latent_attention, read_latent
-from raycache.parallel.sharding import HeadCount, even_range
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
+from raycache.models.kimi_linear import KdaHybridConfig, read_kda_hybrid, read_kimi_kinds
+from raycache.parallel.sharding import HeadCount
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,7 @@ class KimiK3Config(KdaHybridConfig):
 
 
 class KimiK3Text:
-    """See models.base.Family."""
+    """Layers of KDA or latent attention, and experts or an MLP, with attention residuals around them."""
 
     model_type = "kimi_k3_text"
 
@@ -91,6 +73,8 @@ class KimiK3Text:
             head_dim=linear.integer("head_dim"),
             kernel=linear.integer("short_conv_kernel_size", 4),
             bound=_read_bound(file, linear),
+            low_rank="f",
+            rate_shape=(linear.integer("head_dim"),),
         )
         if kda.num_heads > kda.head_dim:
             raise CheckpointError(
@@ -109,25 +93,34 @@ class KimiK3Text:
         )
 
     def components(self, config: KimiK3Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        return kda_hybrid_components(config, fmt)
+        return config.components(fmt)
 
     def head_counts(self, config: KimiK3Config) -> tuple[HeadCount, ...]:
-        return kda_hybrid_head_counts(config, heads_key="num_heads of linear_attn_config")
+        return config.head_counts("num_heads of linear_attn_config")
 
-    def load(
-        self, config: KimiK3Config, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        size, eps = config.hidden_size, config.rms_norm_eps
+    def load(self, config: KimiK3Config, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        size, eps, inner = config.hidden_size, config.rms_norm_eps, config.intermediate_size
+        names = LatentNames(gate="g_proj", gate_dim=config.attention.value_dim)
 
-        def load_layer(layer: int) -> Sequence[Mixer]:
-            at = f"model.layers.{layer}"
-            attention = _load_attention(layer, at, config, weights, ctx)
-            block = _load_block(layer, at, config, weights, ctx)
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            at = own.under("self_attn")
+            attention: Mixer
+            if layer in config.kinds.linear:
+                attention = load_kda(config.kda, at, layer=layer, size=size, eps=eps)
+            else:
+                attention = load_latent_attention(
+                    config.attention, at, layer=layer, size=size, rotary=None, names=names
+                )
+            block: Mixer
+            if layer in config.mlp_layers:
+                block = load_feed_forward(own.under("mlp"), size=size, inner=inner, activation=config.activation)
+            else:
+                block = _load_experts(config, own.under("block_sparse_moe"))
             before, between = (
-                RMSNorm(weights.whole(f"{at}.{name}.weight", size), eps)
+                RMSNorm(own.whole(f"{name}.weight", size), eps)
                 for name in ("input_layernorm", "post_attention_layernorm")
             )
-            mixtures = [_load_mixture(f"{at}.{name}", config, weights) for name in ("self_attention_res", "mlp_res")]
+            mixtures = [_load_mixture(name, config, own) for name in ("self_attention_res", "mlp_res")]
             starts_block = layer % config.block_size == 0
             return (
                 AttentionResidual(mixtures[0], before, attention, starts_block=starts_block),
@@ -137,7 +130,7 @@ class KimiK3Text:
         def make_norm(weight: Tensor, eps: float) -> MixedNorm:
             return MixedNorm(_load_mixture("model.output_attn_res", config, weights), RMSNorm(weight, eps))
 
-        return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress, make_norm=make_norm)
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress, make_norm=make_norm)
 
 
 def _read_bound(file: ConfigFile, linear: ConfigFile) -> float | None:
@@ -147,60 +140,24 @@ def _read_bound(file: ConfigFile, linear: ConfigFile) -> float | None:
     return None if bound is None else float(bound)
 
 
-def _load_mixture(at: str, config: KimiK3Config, weights: ShardedWeights) -> PlaneMixture:
-    norm = weights.whole(f"{at}_norm.weight", config.hidden_size, dtype=weights.precise)
-    projection = weights.whole(f"{at}_proj.weight", 1, config.hidden_size, dtype=weights.precise)
+def _load_mixture(name: str, config: KimiK3Config, weights: ShardedWeights) -> PlaneMixture:
+    norm = weights.whole(f"{name}_norm.weight", config.hidden_size, dtype=weights.precise)
+    projection = weights.whole(f"{name}_proj.weight", 1, config.hidden_size, dtype=weights.precise)
     return PlaneMixture(norm.mul_(projection[0]), config.rms_norm_eps)
 
 
-def _load_attention(layer: int, at: str, config: KimiK3Config, weights: ShardedWeights, ctx: ParallelContext) -> Mixer:
-    at, size, kda = f"{at}.self_attn", config.hidden_size, config.kda
-    if layer not in config.kinds.linear:
-        names = LatentNames(gate="g_proj", gate_dim=config.attention.value_dim)
-        return load_latent_attention(layer, at, config.attention, weights, ctx, size=size, rotary=None, names=names)
-    taken = features(even_range(kda.num_heads, ctx.tp.rank, ctx.tp.size), kda.head_dim)
-
-    def load_projection(kind: str) -> Projection:
-        if kind == "g":
-            return weights.column([Columns(f"{at}.g_proj", kda.inner, taken)], inputs=size, has_bias=False)
-        up = [Columns(f"{at}.{kind}_b_proj", kda.inner, taken)]
-        return LowRank(
-            weights.whole(f"{at}.{kind}_a_proj.weight", kda.head_dim, size),
-            weights.column(up, inputs=kda.head_dim, has_bias=False),
-        )
-
-    return load_kda(
-        layer,
-        at,
-        kda,
-        weights,
-        ctx,
-        size=size,
-        eps=config.rms_norm_eps,
-        load_projection=load_projection,
-        rate_shape=(kda.head_dim,),
-    )
-
-
-def _load_block(layer: int, at: str, config: KimiK3Config, weights: ShardedWeights, ctx: ParallelContext) -> Mixer:
+def _load_experts(config: KimiK3Config, weights: ShardedWeights) -> MixtureOfExperts:
     size, latent, experts = config.hidden_size, config.latent_size, config.experts
-    if layer in config.mlp_layers:
-        return load_feed_forward(
-            f"{at}.mlp", weights, ctx, size=size, inner=config.intermediate_size, activation=config.activation
-        )
-    at = f"{at}.block_sparse_moe"
-    taken = even_range(latent, ctx.tp.rank, ctx.tp.size)
+    taken, activation, tp = weights.heads(latent), config.activation, weights.ctx.tp
     routed = NormedLatentExperts(
-        weights.whole(f"{at}.routed_expert_down_proj.weight", latent, size),
-        weights.cut(f"{at}.routed_expert_up_proj.weight", (size, latent), axis=1, taken=taken),
-        load_experts(f"{at}.experts", experts, weights, ctx, size=latent, names=MIXTRAL, activation=config.activation),
-        norm=RMSNorm(weights.whole(f"{at}.routed_expert_norm.weight", latent), config.rms_norm_eps),
+        weights.whole("routed_expert_down_proj.weight", latent, size),
+        weights.cut("routed_expert_up_proj.weight", (size, latent), axis=1, taken=taken),
+        load_experts(experts, weights.under("experts"), size=latent, names=MIXTRAL, activation=activation),
+        norm=RMSNorm(weights.whole("routed_expert_norm.weight", latent), config.rms_norm_eps),
         taken=taken,
-        group=ctx.tp,
+        group=tp,
     )
     shared = load_shared_expert(
-        f"{at}.shared_experts", weights, ctx, size=size, inner=experts.shared_inner, activation=config.activation
+        weights.under("shared_experts"), size=size, inner=experts.shared_inner, activation=activation
     )
-    return MixtureOfExperts(
-        load_sigmoid_router(f"{at}.gate", experts, weights, size=size), routed, ctx.tp, shared=shared
-    )
+    return MixtureOfExperts(load_sigmoid_router(experts, weights, size=size), routed, tp, shared=shared)

@@ -2,33 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-from raycache.checkpoint.config_file import ConfigFile
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common
 from raycache.checkpoint.layer_kinds import LayerKinds, read_layer_kinds
 from raycache.errors import CheckpointError
+from raycache.layers.expert_config import ExpertConfig, read_grouped_experts, read_mlp_layers
+from raycache.layers.expert_weights import load_grouped_moe
+from raycache.layers.feed_forward import MIXTRAL, load_feed_forward
 from raycache.layers.forward_pass import Mixer
-from raycache.layers.kda import LowRank, Projection
-from raycache.layers.weights import Columns, ShardedWeights, features
+from raycache.layers.kda import KdaConfig, load_kda, require_kda
+from raycache.layers.latent_attention import LatentConfig, load_latent_attention, read_latent
+from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.decoder import Decoder, Names, Progress
-from raycache.models.feed_forward import MIXTRAL, load_feed_forward, load_grouped_moe
-from raycache.models.kda import (
-    KdaConfig,
-    KdaHybridConfig,
-    kda_hybrid_components,
-    kda_hybrid_head_counts,
-    load_kda,
-    load_kda_hybrid,
-    read_kda_hybrid,
-    require_kda,
-)
-from raycache.models.latent_attention import load_latent_attention, read_latent
-from raycache.parallel.sharding import HeadCount, even_range
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
+from raycache.parallel.sharding import HeadCount
 
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
+
+@dataclass(frozen=True)
+class KdaHybridConfig(ModelConfig):
+    """A decoder of both kinds of attention: Kimi Linear, and Ling 3.
+
+    Attributes:
+        kinds: of layers; those with linear attention have KDA.
+        kda, attention: of the two kinds.
+        mlp_layers: layers with an MLP; the others have experts.
+        intermediate_size: of the MLPs.
+        experts: of the other layers.
+    """
+
+    kinds: LayerKinds
+    kda: KdaConfig
+    attention: LatentConfig
+    mlp_layers: tuple[int, ...]
+    intermediate_size: int
+    experts: ExpertConfig
+
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        """Latents of the layers with attention, states of the others."""
+        return self.attention.components(self.kinds.full, fmt) + self.kda.components(self.kinds.linear, fmt)
+
+    def head_counts(self, heads_key: str) -> tuple[HeadCount, ...]:
+        """What tp and cp divide; `heads_key` of config.json counts the heads of KDA."""
+        counts = (self.attention.head_count,)
+        return (*counts, HeadCount(heads_key, self.kda.num_heads, over_cp=True)) if self.kinds.linear else counts
+
+
+def read_kda_hybrid(
+    file: ConfigFile, *, num_mlp_layers: int, num_drafts: int, activation: str = "silu"
+) -> dict[str, Any]:
+    """Read the keys that both share, as keyword arguments of `KdaHybridConfig`.
+
+    Args:
+        file: config.json, with max_position_embeddings.
+        num_mlp_layers: first layers with an MLP when the file does not say.
+        num_drafts: layers for speculative drafts, which come after the others, when the file does not say.
+        activation: of the family's MLPs.
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+    """
+    for key, served in {"hidden_act": activation, "moe_layer_freq": 1, "pretraining_tp": 1}.items():
+        file.require(key, served)
+    return {
+        **read_common(file),
+        "mlp_layers": read_mlp_layers(file, num_first=num_mlp_layers),
+        "intermediate_size": file.integer("intermediate_size"),
+        "experts": read_grouped_experts(file),
+        "num_drafts": file.count("num_nextn_predict_layers", num_drafts),
+    }
 
 
 @dataclass(frozen=True)
@@ -43,7 +86,7 @@ class KimiLinearConfig(KdaHybridConfig):
 
 
 class KimiLinear:
-    """See models.base.Family."""
+    """Layers of KDA or latent attention, and experts or an MLP, with a norm before each."""
 
     model_type = "kimi_linear"
 
@@ -54,10 +97,14 @@ class KimiLinear:
         max_position = file.integer("model_max_length", file.integer("max_position_embeddings", 1048576))
         file = file.having(max_position_embeddings=max_position)
         published = file.section("linear_attn_config")
+        num_heads = published.integer("num_heads", file.integer("linear_num_heads", 32))
         kda = KdaConfig(
-            num_heads=published.integer("num_heads", file.integer("linear_num_heads", 32)),
+            num_heads=num_heads,
             head_dim=published.integer("head_dim", file.integer("linear_head_dim", 128)),
             kernel=published.integer("short_conv_kernel_size", file.integer("linear_conv_kernel_dim", 4)),
+            low_rank="fg",
+            rate_shape=(1, 1, num_heads, 1),
+            rate_axis=2,
         )
         return KimiLinearConfig(
             **read_kda_hybrid(file, num_mlp_layers=1, num_drafts=0),
@@ -69,37 +116,29 @@ class KimiLinear:
         )
 
     def components(self, config: KimiLinearConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return kda_hybrid_components(config, fmt)
+        return config.components(fmt)
 
     def head_counts(self, config: KimiLinearConfig) -> tuple[HeadCount, ...]:
-        return kda_hybrid_head_counts(config, heads_key="linear_num_heads")
+        return config.head_counts("linear_num_heads")
 
-    def load(
-        self, config: KimiLinearConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        size = config.hidden_size
+    def load(self, config: KimiLinearConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        size, eps, inner = config.hidden_size, config.rms_norm_eps, config.intermediate_size
 
-        def load_full(layer: int, at: str) -> Mixer:
-            return load_latent_attention(
-                layer, f"{at}.self_attn", config.attention, weights, ctx, size=size, rotary=None
-            )
-
-        def load_block(layer: int, at: str) -> Mixer:
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            at = own.under("self_attn")
+            attention: Mixer
+            if layer in config.kinds.linear:
+                attention = load_kda(config.kda, at, layer=layer, size=size, eps=eps)
+            else:
+                attention = load_latent_attention(config.attention, at, layer=layer, size=size, rotary=None)
+            block: Mixer
             if layer in config.mlp_layers:
-                inner = config.intermediate_size
-                return load_feed_forward(f"{at}.{config.mlp_name}", weights, ctx, size=size, inner=inner)
-            return load_grouped_moe(f"{at}.block_sparse_moe", config.experts, weights, ctx, size=size, names=MIXTRAL)
+                block = load_feed_forward(own.under(config.mlp_name), size=size, inner=inner)
+            else:
+                block = load_grouped_moe(config.experts, own.under("block_sparse_moe"), size=size, names=MIXTRAL)
+            return pre_norm_layer(config, own, attention, block)
 
-        return load_kda_hybrid(
-            config,
-            weights,
-            ctx,
-            load_linear=lambda layer, at: _load_linear(layer, f"{at}.self_attn", config, weights, ctx),
-            load_full=load_full,
-            load_block=load_block,
-            on_progress=on_progress,
-            names=Names(),
-        )
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress)
 
 
 def read_kimi_kinds(file: ConfigFile, published: ConfigFile) -> LayerKinds:
@@ -118,28 +157,3 @@ def read_kimi_kinds(file: ConfigFile, published: ConfigFile) -> LayerKinds:
             f"{file.path}: kda_layers and full_attn_layers must name each layer from 1 to {num_layers} once"
         )
     return LayerKinds(tuple(layer - 1 for layer in sorted(linear)), tuple(layer - 1 for layer in sorted(full)))
-
-
-def _load_linear(layer: int, at: str, config: KimiLinearConfig, weights: ShardedWeights, ctx: ParallelContext) -> Mixer:
-    kda, size = config.kda, config.hidden_size
-    taken = features(even_range(kda.num_heads, ctx.tp.rank, ctx.tp.size), kda.head_dim)
-
-    def load_projection(kind: str) -> Projection:
-        up = [Columns(f"{at}.{kind}_b_proj", kda.inner, taken)]
-        return LowRank(
-            weights.whole(f"{at}.{kind}_a_proj.weight", kda.head_dim, size),
-            weights.column(up, inputs=kda.head_dim, has_bias=False),
-        )
-
-    return load_kda(
-        layer,
-        at,
-        kda,
-        weights,
-        ctx,
-        size=size,
-        eps=config.rms_norm_eps,
-        load_projection=load_projection,
-        rate_shape=(1, 1, kda.num_heads, 1),
-        rate_axis=2,
-    )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from raycache.checkpoint.config_file import DraftKind, ModelConfig
+from raycache.layers.expert_config import ExpertConfig
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Reuse
 from raycache.models.base import components, family_of
-from raycache.models.feed_forward import ExpertConfig
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.stages import LayerCosts
 
@@ -44,7 +44,7 @@ def layer_sizes(model: ModelConfig) -> LayerSizes:
     """Count the weights of each layer; takes no memory for them."""
     counted, ctx = AskedShapes(), ParallelContext.single(torch.device("meta"))
     weights = ShardedWeights(counted, ctx, torch.float32)
-    family_of(model).load(model, weights, ctx, on_progress=lambda done, total: None)
+    family_of(model).load(model, weights, on_progress=lambda done, total: None)
     share = _Share.of(model)
     held, read = Counter[int | str](), Counter[int | str]()
     for name, shape in counted.shapes.items():

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from raycache.checkpoint.config_file import ConfigFile, require_full_attention
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common, require_full_attention
+from raycache.layers.feed_forward import load_feed_forward
+from raycache.layers.forward_pass import Mixer
+from raycache.layers.self_attention import AttentionConfig, load_attention, read_attention, read_heads
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.decoder import Decoder, Progress
-from raycache.models.dense import DenseConfig, attention_head_counts, dense_components, load_dense, read_dense_config
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.parallel.sharding import HeadCount
 
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
+
+@dataclass(frozen=True)
+class DenseConfig(ModelConfig):
+    """A decoder of grouped-query attention and MLPs, or what families put in their place.
+
+    Attributes:
+        attention: of all layers.
+        intermediate_size, mlp_bias: of the MLPs.
+    """
+
+    attention: AttentionConfig
+    intermediate_size: int
+    mlp_bias: bool
+
+
+def read_dense(file: ConfigFile, attention: AttentionConfig) -> DenseConfig:
+    """Read the keys that dense decoders share.
+
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+    """
+    file.require("hidden_act", "silu")
+    return DenseConfig(
+        **read_common(file),
+        attention=attention,
+        intermediate_size=file.integer("intermediate_size"),
+        mlp_bias=file.flag("mlp_bias", False),
+    )
 
 
 class Llama:
-    """See models.base.Family."""
+    """Layers of attention and an MLP, with a norm before each."""
 
     model_type = "llama"
 
@@ -24,22 +53,23 @@ class Llama:
         """Early Llamas say neither KV heads nor head size."""
         file.require("pretraining_tp", 1)
         require_full_attention(file)
-        num_heads = file.integer("num_attention_heads")
-        return read_dense_config(
-            file,
-            num_kv_heads=file.integer("num_key_value_heads", num_heads),
-            head_dim=file.integer("head_dim", file.integer("hidden_size") // num_heads),
-            has_qk_norm=False,
-            theta=10000.0,
-        )
+        return read_dense(file, read_attention(file, read_heads(file), theta=10000.0))
 
     def components(self, config: DenseConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return dense_components(config, fmt)
+        return config.attention.components(range(config.num_layers), fmt)
 
     def head_counts(self, config: DenseConfig) -> tuple[HeadCount, ...]:
-        return attention_head_counts(config)
+        return config.attention.head_counts
 
-    def load(
-        self, config: DenseConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        return load_dense(config, weights, ctx, on_progress=on_progress)
+    def load(self, config: DenseConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        size, eps, inner = config.hidden_size, config.rms_norm_eps, config.intermediate_size
+        positions = config.attention.rotary(weights.ctx.device)
+
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            rotary = None if layer in config.attention.unrotated else positions
+            at = own.under("self_attn")
+            attention = load_attention(config.attention, at, layer=layer, size=size, eps=eps, rotary=rotary)
+            mlp = load_feed_forward(own.under("mlp"), size=size, inner=inner, has_bias=config.mlp_bias)
+            return pre_norm_layer(config, own, attention, mlp)
+
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress)

@@ -11,30 +11,25 @@ attention has no positions. transformers ignores `rotary_dim`, and turns whole h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.checkpoint.layer_kinds import FULL, LINEAR, LayerKinds, read_layer_kinds
 from raycache.errors import CheckpointError
+from raycache.layers.expert_config import ExpertConfig, require_experts
+from raycache.layers.expert_weights import load_softmax_moe
+from raycache.layers.feed_forward import MIXTRAL
 from raycache.layers.forward_pass import ForwardPass, Mixer
-from raycache.layers.lightning import ActivatedHeads, LightningAttention, SplitNorm, slope_rates
+from raycache.layers.lightning import LightningConfig, load_activated_lightning
 from raycache.layers.norm import RMSNorm
-from raycache.layers.rope import Rotary
-from raycache.layers.weights import Columns, ShardedWeights, features
-from raycache.memory.component import CacheFormat, Component, kv, recurrent
+from raycache.layers.self_attention import load_attention, read_attention, read_heads, read_rotary_share
+from raycache.layers.weights import ShardedWeights
+from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Norm, Progress, load_decoder
-from raycache.models.dense import DenseConfig, load_attention, read_dense_config, read_rotary_share
-from raycache.models.feed_forward import MIXTRAL, ExpertConfig, load_softmax_moe, require_experts
-from raycache.parallel.sharding import HeadCount, even_range, state_part
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
-
-LIGHTNING_NORM_EPS = 1e-6
-"""Of lightning attention's own norm, whatever `rms_norm_eps` says."""
+from raycache.models.llama import DenseConfig, read_dense
+from raycache.parallel.sharding import HeadCount
 
 PUBLISHED_NAMES = {
     f"{new}_{factor}_factor": f"layernorm_{old}_{factor}"
@@ -67,14 +62,16 @@ class MiniMaxConfig(DenseConfig):
     Attributes:
         kinds: of layers; those with linear attention have lightning attention.
         experts: of every layer.
-        lightning, full, block: weighting around the two kinds of attention and around the experts.
+        lightning: of the layers with linear attention.
+        around_lightning, around_full, around_block: weighting around the two kinds of attention and the experts.
     """
 
     kinds: LayerKinds
     experts: ExpertConfig
-    lightning: Weighting
-    full: Weighting
-    block: Weighting
+    lightning: LightningConfig
+    around_lightning: Weighting
+    around_full: Weighting
+    around_block: Weighting
 
 
 class WeightedResidual:
@@ -93,28 +90,21 @@ class WeightedResidual:
 
 
 class MiniMax:
-    """See models.base.Family."""
+    """Layers of lightning or full attention and experts, with weighted residuals around the norms."""
 
     model_type = "minimax"
 
     def read_config(self, file: ConfigFile) -> MiniMaxConfig:
         """Windows, shared experts and residuals around more than a norm are refused."""
         file = _renamed(file)
-        num_heads = file.integer("num_attention_heads")
-        head_dim = file.integer("head_dim", file.integer("hidden_size") // num_heads)
         if file.raw("sliding_window") is not None:
             raise CheckpointError(f"{file.path} has a sliding_window, which is not supported for {self.model_type}")
         served = {"attention_bias": False, "mlp_bias": False, "postnorm": True, "shared_intermediate_size": 0}
         for key, value in served.items():
             file.require(key, value)
-        dense = read_dense_config(
-            file,
-            num_kv_heads=file.integer("num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            has_qk_norm=False,
-            rotary_share=read_rotary_share(file, head_dim=head_dim, default=1.0),
-            theta=1e6,
-        )
+        heads = read_heads(file)
+        share = read_rotary_share(file, head_dim=heads.head_dim, default=1.0)
+        dense = read_dense(file, read_attention(file, heads, rotary_share=share, theta=1e6))
         experts = ExpertConfig(
             count=file.integer("num_local_experts"),
             top_k=file.integer("num_experts_per_tok"),
@@ -124,48 +114,43 @@ class MiniMax:
             **{**vars(dense), "ignored_tensors": (RATE_TENSORS,)},
             kinds=read_layer_kinds(file, is_full=lambda layer: layer % 2 == 0),
             experts=require_experts(file, experts),
-            lightning=_read_weighting(file, "linear_attn"),
-            full=_read_weighting(file, "full_attn"),
-            block=_read_weighting(file, "mlp"),
+            lightning=LightningConfig(heads.num_heads, heads.head_dim, dense.num_layers),
+            around_lightning=_read_weighting(file, "linear_attn"),
+            around_full=_read_weighting(file, "full_attn"),
+            around_block=_read_weighting(file, "mlp"),
         )
 
     def components(self, config: MiniMaxConfig, fmt: CacheFormat) -> tuple[Component, ...]:
         full, linear = config.kinds.full, config.kinds.linear
-        heads, dim = config.num_heads, config.head_dim
-        return (
-            *([kv("kv", full, heads=config.num_kv_heads, dim=dim, fmt=fmt)] if full else []),
-            *([recurrent(linear, heads=heads, key_dim=dim, value_dim=dim, fmt=fmt)] if linear else []),
-        )
+        return config.attention.components(full, fmt) + config.lightning.components(linear, fmt)
 
     def head_counts(self, config: MiniMaxConfig) -> tuple[HeadCount, ...]:
-        return (
-            HeadCount("num_attention_heads", config.num_heads, over_cp=bool(config.kinds.linear)),
-            HeadCount("num_key_value_heads", config.num_kv_heads, is_shared=True),
-        )
+        heads, kv_heads = config.attention.head_counts
+        return replace(heads, over_cp=bool(config.kinds.linear)), kv_heads
 
-    def load(
-        self, config: MiniMaxConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        rotary = Rotary(config.rope, config.rotary_dim, ctx.device)
+    def load(self, config: MiniMaxConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps = config.hidden_size, config.rms_norm_eps
+        rotary = config.attention.rotary(weights.ctx.device)
 
-        def load_layer(layer: int) -> Sequence[Mixer]:
-            at = f"model.layers.{layer}"
-            is_lightning = layer in config.kinds.linear
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            at, around = own.under("self_attn"), config.around_full
             attention: Mixer
-            if is_lightning:
-                attention = _load_lightning(layer, f"{at}.self_attn", config, weights, ctx)
+            if layer in config.kinds.linear:
+                around = config.around_lightning
+                attention = load_activated_lightning(config.lightning, at, layer=layer, size=size)
             else:
-                attention = load_attention(layer, f"{at}.self_attn", config, weights, ctx, rotary=rotary)
-            experts = load_softmax_moe(f"{at}.block_sparse_moe", config.experts, weights, ctx, size=size, names=MIXTRAL)
-            before = RMSNorm(weights.whole(f"{at}.input_layernorm.weight", size), eps)
-            between = RMSNorm(weights.whole(f"{at}.post_attention_layernorm.weight", size), eps)
+                attention = load_attention(config.attention, at, layer=layer, size=size, eps=eps, rotary=rotary)
+            experts = load_softmax_moe(config.experts, own.under("block_sparse_moe"), size=size, names=MIXTRAL)
+            before, between = (
+                RMSNorm(own.whole(f"{name}.weight", size), eps)
+                for name in ("input_layernorm", "post_attention_layernorm")
+            )
             return (
-                WeightedResidual(before, attention, config.lightning if is_lightning else config.full),
-                WeightedResidual(between, experts, config.block),
+                WeightedResidual(before, attention, around),
+                WeightedResidual(between, experts, config.around_block),
             )
 
-        return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress)
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress)
 
 
 def _renamed(file: ConfigFile) -> ConfigFile:
@@ -182,26 +167,3 @@ def _renamed(file: ConfigFile) -> ConfigFile:
 
 def _read_weighting(file: ConfigFile, name: str) -> Weighting:
     return Weighting(file.number(f"{name}_alpha_factor", 1.0), file.number(f"{name}_beta_factor", 1.0))
-
-
-def _load_lightning(
-    layer: int, at: str, config: MiniMaxConfig, weights: ShardedWeights, ctx: ParallelContext
-) -> LightningAttention:
-    num_heads, dim = config.num_heads, config.head_dim
-    heads = even_range(num_heads, ctx.tp.rank, ctx.tp.size)
-    taken, inner = features(heads, dim), num_heads * dim
-    parts = (
-        Columns(f"{at}.qkv_proj", 3 * inner, features(heads, 3 * dim)),
-        Columns(f"{at}.output_gate", inner, taken),
-    )
-    own = even_range(num_heads, *state_part(ctx.split, ctx.coords))
-    slopes = slope_rates(layer, num_layers=config.num_layers, num_heads=num_heads)[own.start : own.stop]
-    norm = weights.cut(f"{at}.norm.weight", (inner,), axis=0, taken=taken)
-    return LightningAttention(
-        layer,
-        weights.column(parts, inputs=config.hidden_size, has_bias=False),
-        weights.row(f"{at}.out_proj", outputs=config.hidden_size, inputs=inner, taken=taken, has_bias=False),
-        heads=ActivatedHeads(len(heads), dim),
-        norm=SplitNorm(norm, inner, LIGHTNING_NORM_EPS, ctx.tp),
-        slopes=slopes.to(ctx.device),
-    )

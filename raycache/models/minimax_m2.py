@@ -6,35 +6,21 @@ numbers that were not trained: they are passed over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from raycache.checkpoint.config_file import ConfigFile, require_full_attention
 from raycache.errors import CheckpointError
-from raycache.layers.experts import MixtureOfExperts
+from raycache.layers.expert_config import ExpertConfig, require_experts
+from raycache.layers.expert_weights import load_grouped_moe
+from raycache.layers.feed_forward import MIXTRAL
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.self_attention import load_attention, read_attention, read_heads, read_rotary_share
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.decoder import Decoder, Progress
-from raycache.models.dense import (
-    DenseConfig,
-    attention_head_counts,
-    dense_components,
-    load_attention_mlp,
-    read_dense_config,
-    read_rotary_share,
-)
-from raycache.models.feed_forward import (
-    MIXTRAL,
-    ExpertConfig,
-    load_experts,
-    load_sigmoid_router,
-    require_experts,
-)
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
+from raycache.models.llama import DenseConfig, read_dense
 from raycache.parallel.sharding import HeadCount
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
 
 SERVED = {
     "attention_bias": False,
@@ -59,11 +45,11 @@ class MiniMaxM2Config(DenseConfig):
         experts: of every layer.
     """
 
-    experts: ExpertConfig = field(kw_only=True)
+    experts: ExpertConfig
 
 
 class MiniMaxM2:
-    """See models.base.Family."""
+    """Layers of attention and experts, with a norm before each."""
 
     model_type = "minimax_m2"
 
@@ -73,49 +59,38 @@ class MiniMaxM2:
             file.require(key, served)
         require_full_attention(file)
         _require_full_attention_list(file)
-        num_heads = file.integer("num_attention_heads")
-        head_dim = file.integer("head_dim", file.integer("hidden_size") // num_heads)
-        dense = read_dense_config(
-            file,
-            num_kv_heads=file.integer("num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            has_qk_norm=False,
-            rotary_share=read_rotary_share(file, head_dim=head_dim, default=1.0),
-            theta=5e6,
-        )
+        heads = read_heads(file)
+        share = read_rotary_share(file, head_dim=heads.head_dim, default=1.0)
+        attention = replace(read_attention(file, heads, rotary_share=share, theta=5e6), has_joint_qk_norm=True)
+        dense = read_dense(file, attention)
         experts = ExpertConfig(
             count=file.integer("num_local_experts"),
             top_k=file.integer("num_experts_per_tok"),
             inner=dense.intermediate_size,
         )
         behind = range(dense.num_layers, dense.num_layers + file.count("num_mtp_modules", 0))
-        return MiniMaxM2Config(
-            **{
-                **vars(dense),
-                "has_joint_qk_norm": True,
-                "ignored_tensors": tuple(rf"^model\.layers\.{layer}\." for layer in behind),
-            },
-            experts=require_experts(file, experts),
-        )
+        ignored = tuple(rf"^model\.layers\.{layer}\." for layer in behind)
+        return MiniMaxM2Config(**{**vars(dense), "ignored_tensors": ignored}, experts=require_experts(file, experts))
 
     def components(self, config: MiniMaxM2Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        return dense_components(config, fmt)
+        return config.attention.components(range(config.num_layers), fmt)
 
     def head_counts(self, config: MiniMaxM2Config) -> tuple[HeadCount, ...]:
-        return attention_head_counts(config)
+        return config.attention.head_counts
 
-    def load(
-        self, config: MiniMaxM2Config, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        size, experts = config.hidden_size, config.experts
+    def load(self, config: MiniMaxM2Config, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        size, eps = config.hidden_size, config.rms_norm_eps
+        rotary = config.attention.rotary(weights.ctx.device)
 
-        def load_layer_mlp(layer: int) -> Mixer:
-            at = f"model.layers.{layer}.block_sparse_moe"
-            router = load_sigmoid_router(at, experts, weights, size=size, weight="gate.weight")
-            routed = load_experts(f"{at}.experts", experts, weights, ctx, size=size, names=MIXTRAL)
-            return MixtureOfExperts(router, routed, ctx.tp)
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            at, moe = own.under("self_attn"), own.under("block_sparse_moe")
+            attention = load_attention(config.attention, at, layer=layer, size=size, eps=eps, rotary=rotary)
+            experts = load_grouped_moe(
+                config.experts, moe, size=size, names=MIXTRAL, correction="e_score_correction_bias"
+            )
+            return pre_norm_layer(config, own, attention, experts)
 
-        return load_attention_mlp(config, weights, ctx, load_layer_mlp=load_layer_mlp, on_progress=on_progress)
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress)
 
 
 def _require_full_attention_list(file: ConfigFile) -> None:

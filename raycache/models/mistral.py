@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from raycache.checkpoint.config_file import ConfigFile
-from raycache.models.dense import DenseConfig, read_dense_config
-from raycache.models.llama import Llama
+from raycache.layers.self_attention import AttentionConfig, read_attention, read_heads
+from raycache.models.llama import DenseConfig, Llama, read_dense
 
 _WINDOW = 4096
 """Of files that do not say; null is no window."""
 
 
 class Mistral(Llama):
-    """See models.base.Family."""
+    """The layers of Llama."""
 
     model_type = "mistral"
 
     def read_config(self, file: ConfigFile) -> DenseConfig:
         """Heads need not share out the hidden size."""
         window = file.raw("sliding_window") if file.says("sliding_window") else _WINDOW
-        return replace(read_mistral(file), **read_window(file.having(sliding_window=window)))
+        return read_dense(file, read_mistral_attention(file.having(sliding_window=window)))
 
 
-def read_mistral(file: ConfigFile, *, theta: float = 10000.0) -> DenseConfig:
-    """Read all but windows, with the `theta` of files that do not say; errors are those of `read_dense_config`."""
-    num_heads = file.integer("num_attention_heads")
-    return read_dense_config(
-        file,
-        num_kv_heads=file.integer("num_key_value_heads", 8),
-        head_dim=file.integer("head_dim", file.integer("hidden_size") // num_heads),
-        has_qk_norm=False,
-        theta=theta,
-    )
+def read_mistral_attention(file: ConfigFile, *, theta: float = 10000.0) -> AttentionConfig:
+    """Read attention whose layers all have a window or none.
 
-
-def read_window(file: ConfigFile) -> dict[str, Any]:
-    """`window` and `windowed` of `DenseConfig` where all layers have a window or none.
-
+    Args:
+        file: config.json, which says `sliding_window` if there is one.
+        theta: of files that do not say.
     Raises:
-        CheckpointError: it is no positive number of tokens.
+        CheckpointError: see `read_attention`; the window is no positive number of tokens.
     """
+    attention = read_attention(file, read_heads(file, default_kv_heads=8), theta=theta)
     if file.raw("sliding_window") is None:
-        return {}
-    return {"window": file.integer("sliding_window"), "windowed": tuple(range(file.integer("num_hidden_layers")))}
+        return attention
+    layers = tuple(range(file.integer("num_hidden_layers")))
+    return replace(attention, window=file.integer("sliding_window"), windowed=layers)

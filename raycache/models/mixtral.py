@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from raycache.checkpoint.config_file import ConfigFile
+from raycache.layers.expert_config import ExpertConfig, require_experts
+from raycache.layers.expert_weights import load_softmax_moe
+from raycache.layers.feed_forward import MIXTRAL
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.self_attention import load_attention
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.decoder import Decoder, Progress
-from raycache.models.dense import DenseConfig, attention_head_counts, dense_components, load_attention_mlp
-from raycache.models.feed_forward import MIXTRAL, ExpertConfig, load_softmax_moe, require_experts
-from raycache.models.mistral import read_mistral, read_window
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
+from raycache.models.llama import DenseConfig, read_dense
+from raycache.models.mistral import read_mistral_attention
 from raycache.parallel.sharding import HeadCount
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class MixtralConfig(DenseConfig):
         experts: of every layer.
     """
 
-    experts: ExpertConfig = field(kw_only=True)
+    experts: ExpertConfig
 
 
 class Mixtral:
-    """See models.base.Family."""
+    """Layers of attention and experts, with a norm before each."""
 
     model_type = "mixtral"
 
@@ -42,20 +42,23 @@ class Mixtral:
             top_k=file.integer("num_experts_per_tok", 2),
             inner=file.integer("intermediate_size"),
         )
-        fields = {**vars(read_mistral(file, theta=1e6)), **read_window(file)}
-        return MixtralConfig(**fields, experts=require_experts(file, experts))
+        dense = read_dense(file, read_mistral_attention(file, theta=1e6))
+        return MixtralConfig(**vars(dense), experts=require_experts(file, experts))
 
     def components(self, config: MixtralConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return dense_components(config, fmt)
+        return config.attention.components(range(config.num_layers), fmt)
 
     def head_counts(self, config: MixtralConfig) -> tuple[HeadCount, ...]:
-        return attention_head_counts(config)
+        return config.attention.head_counts
 
-    def load(
-        self, config: MixtralConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        def load_layer_mlp(layer: int) -> Mixer:
-            at = f"model.layers.{layer}.block_sparse_moe"
-            return load_softmax_moe(at, config.experts, weights, ctx, size=config.hidden_size, names=MIXTRAL)
+    def load(self, config: MixtralConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        size, eps = config.hidden_size, config.rms_norm_eps
+        rotary = config.attention.rotary(weights.ctx.device)
 
-        return load_attention_mlp(config, weights, ctx, load_layer_mlp=load_layer_mlp, on_progress=on_progress)
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            at = own.under("self_attn")
+            attention = load_attention(config.attention, at, layer=layer, size=size, eps=eps, rotary=rotary)
+            experts = load_softmax_moe(config.experts, own.under("block_sparse_moe"), size=size, names=MIXTRAL)
+            return pre_norm_layer(config, own, attention, experts)
+
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress)

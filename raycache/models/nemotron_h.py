@@ -10,40 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from raycache.checkpoint.config_file import ConfigFile, read_common, read_layer_types
-from raycache.checkpoint.rope_config import RopeConfig
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common, read_layer_types
 from raycache.layers.activation import relu2
+from raycache.layers.expert_config import ExpertConfig, read_grouped_experts
+from raycache.layers.expert_weights import load_experts, load_grouped_moe, load_shared_expert, load_sigmoid_router
 from raycache.layers.experts import LatentExperts, MixtureOfExperts
+from raycache.layers.feed_forward import UNGATED, load_feed_forward
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.mamba2 import load_mamba2
+from raycache.layers.mamba2_config import Mamba2Config, read_dt_limit, require_groups
 from raycache.layers.norm import RMSNorm
+from raycache.layers.self_attention import AttentionConfig, HeadShape, load_attention, require_heads
 from raycache.layers.weights import ShardedWeights
-from raycache.memory.component import CacheFormat, Component, kv
+from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Names, Progress, Residual, load_decoder
-from raycache.models.dense import DenseConfig, attention_head_counts, load_attention, require_heads
-from raycache.models.feed_forward import (
-    UNGATED,
-    ExpertConfig,
-    load_experts,
-    load_feed_forward,
-    load_grouped_moe,
-    load_shared_expert,
-    load_sigmoid_router,
-    read_grouped_experts,
-)
-from raycache.models.state_space import (
-    Mamba2Config,
-    load_mamba2,
-    mamba2_component,
-    mamba2_head_counts,
-    read_dt_limit,
-    require_groups,
-)
 from raycache.parallel.sharding import HeadCount
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
 
 KINDS = {
     "M": ("linear_attention", "mamba"),
@@ -53,22 +35,27 @@ KINDS = {
 }
 """Letter of a kind of layer -> its names, the newest first."""
 
-NAMES = Names(embedding="backbone.embeddings.weight", norm="backbone.norm_f.weight")
+NAMES = Names(embedding="backbone.embeddings.weight", layers="backbone.layers", norm="backbone.norm_f.weight")
 
 
 @dataclass(frozen=True)
-class NemotronHConfig(DenseConfig):
-    """A Nemotron-H. Its MLP layers have `intermediate_size`; its attention has no positions, so `rope` means nothing.
+class NemotronHConfig(ModelConfig):
+    """A Nemotron-H.
 
     Attributes:
         kinds: a letter of `KINDS` per layer.
         mamba: of the M layers.
+        attention: of the * layers; it has no positions, so its `rope` means nothing.
+        intermediate_size, mlp_bias: of the - layers.
         experts: of the E layers; None without any.
         expert_latent_size: features of what they read and give; 0 is hidden_size.
     """
 
     kinds: str
     mamba: Mamba2Config
+    attention: AttentionConfig
+    intermediate_size: int
+    mlp_bias: bool
     experts: ExpertConfig | None
     expert_latent_size: int
 
@@ -78,7 +65,7 @@ class NemotronHConfig(DenseConfig):
 
 
 class NemotronH:
-    """See models.base.Family."""
+    """Layers of one mixer each, with a norm before it."""
 
     model_type = "nemotron_h"
 
@@ -97,21 +84,16 @@ class NemotronH:
             file.require(key, served)
         num_heads = file.integer("num_attention_heads")
         num_kv_heads = file.integer("num_key_value_heads", num_heads)
-        head_dim = file.integer("head_dim", file.integer("attention_head_dim", 128))
+        heads = HeadShape(num_heads, num_kv_heads, file.integer("head_dim", file.integer("attention_head_dim", 128)))
         eps = file.number("layer_norm_epsilon", file.number("norm_eps", 1e-5))
-        require_heads(file, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        require_heads(file, heads)
         return NemotronHConfig(
             **read_common(file.having(num_hidden_layers=len(kinds), rms_norm_eps=eps)),
-            intermediate_size=file.integer("intermediate_size"),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            attention_bias=False,
-            mlp_bias=file.flag("mlp_bias", False),
-            has_qk_norm=False,
-            rope=RopeConfig(),
             kinds=kinds,
             mamba=_read_mamba(file),
+            attention=AttentionConfig(**vars(heads)),
+            intermediate_size=file.integer("intermediate_size"),
+            mlp_bias=file.flag("mlp_bias", False),
             experts=_read_experts(file) if "E" in kinds else None,
             expert_latent_size=file.count("moe_latent_size", 0),
             ignored_tensors=(r"^mtp\.",),
@@ -119,65 +101,47 @@ class NemotronH:
 
     def components(self, config: NemotronHConfig, fmt: CacheFormat) -> tuple[Component, ...]:
         attention, mamba = config.layers_of("*"), config.layers_of("M")
-        found = [kv("kv", attention, heads=config.num_kv_heads, dim=config.head_dim, fmt=fmt)] if attention else []
-        return (*found, mamba2_component(config.mamba, mamba, fmt)) if mamba else tuple(found)
+        return config.attention.components(attention, fmt) + config.mamba.components(mamba, fmt)
 
     def head_counts(self, config: NemotronHConfig) -> tuple[HeadCount, ...]:
-        counts: list[HeadCount] = []
-        if "*" in config.kinds:
-            counts += attention_head_counts(config)
-        if "M" in config.kinds:
-            counts += mamba2_head_counts(config.mamba, heads_key="mamba_num_heads", groups_key="n_groups")
-        return tuple(counts)
+        attention = config.attention.head_counts if "*" in config.kinds else ()
+        mamba = config.mamba.head_counts(heads_key="mamba_num_heads", groups_key="n_groups")
+        return attention + mamba if "M" in config.kinds else attention
 
-    def load(
-        self, config: NemotronHConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        def load_layer(layer: int) -> Sequence[Mixer]:
-            at = f"backbone.layers.{layer}"
-            norm = RMSNorm(weights.whole(f"{at}.norm.weight", config.hidden_size), config.rms_norm_eps)
-            return (Residual(norm, _load_mixer(layer, f"{at}.mixer", config, weights, ctx)),)
+    def load(self, config: NemotronHConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            norm = RMSNorm(own.whole("norm.weight", config.hidden_size), config.rms_norm_eps)
+            return (Residual(norm, _load_mixer(layer, config, own.under("mixer"))),)
 
-        return load_decoder(config, weights, ctx, load_layer=load_layer, on_progress=on_progress, names=NAMES)
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress, names=NAMES)
 
 
-def _load_mixer(layer: int, at: str, config: NemotronHConfig, weights: ShardedWeights, ctx: ParallelContext) -> Mixer:
-    size = config.hidden_size
+def _load_mixer(layer: int, config: NemotronHConfig, weights: ShardedWeights) -> Mixer:
+    size, eps, inner = config.hidden_size, config.rms_norm_eps, config.intermediate_size
     match config.kinds[layer]:
         case "M":
-            return load_mamba2(layer, at, config.mamba, weights, ctx, size=size, eps=config.rms_norm_eps)
+            return load_mamba2(config.mamba, weights, layer=layer, size=size, eps=eps)
         case "*":
-            return load_attention(layer, at, config, weights, ctx, rotary=None)
+            return load_attention(config.attention, weights, layer=layer, size=size, eps=eps, rotary=None)
         case "-":
-            inner, has_bias = config.intermediate_size, config.mlp_bias
             return load_feed_forward(
-                at, weights, ctx, size=size, inner=inner, names=UNGATED, activation=relu2, has_bias=has_bias
+                weights, size=size, inner=inner, names=UNGATED, activation=relu2, has_bias=config.mlp_bias
             )
     assert config.experts is not None, "a model with E layers has read what their experts are"
-    if config.expert_latent_size:
-        return _load_latent_moe(at, config.experts, config.expert_latent_size, weights, ctx, size=size)
-    return load_grouped_moe(
-        at, config.experts, weights, ctx, size=size, names=UNGATED, shared_names=UNGATED, activation=relu2
-    )
+    return load_nemotron_moe(config.experts, weights, size=size, latent=config.expert_latent_size)
 
 
-def _load_latent_moe(
-    at: str, experts: ExpertConfig, latent: int, weights: ShardedWeights, ctx: ParallelContext, *, size: int
-) -> MixtureOfExperts:
-    """Experts of `latent` features, and a shared one of all `size` features."""
-    router = load_sigmoid_router(f"{at}.gate", experts, weights, size=size)
-    routed = load_experts(f"{at}.experts", experts, weights, ctx, size=latent, names=UNGATED, activation=relu2)
-    into = weights.whole(f"{at}.fc1_latent_proj.weight", latent, size)
-    back = weights.whole(f"{at}.fc2_latent_proj.weight", size, latent)
-    inner = experts.shared_inner
-    return MixtureOfExperts(
-        router,
-        LatentExperts(into, back, routed),
-        ctx.tp,
-        shared=load_shared_expert(
-            f"{at}.shared_experts", weights, ctx, size=size, inner=inner, names=UNGATED, activation=relu2
-        ),
-    )
+def load_nemotron_moe(experts: ExpertConfig, weights: ShardedWeights, *, size: int, latent: int) -> MixtureOfExperts:
+    """Experts of `latent` features, or all where that is 0, and a shared one of all `size` features."""
+    inner, of_shared = experts.shared_inner, weights.under("shared_experts")
+    shared = load_shared_expert(of_shared, size=size, inner=inner, names=UNGATED, activation=relu2)
+    if not latent:
+        return load_grouped_moe(experts, weights, size=size, names=UNGATED, activation=relu2, shared=shared)
+    routed = load_experts(experts, weights.under("experts"), size=latent, names=UNGATED, activation=relu2)
+    into = weights.whole("fc1_latent_proj.weight", latent, size)
+    back = weights.whole("fc2_latent_proj.weight", size, latent)
+    router = load_sigmoid_router(experts, weights, size=size)
+    return MixtureOfExperts(router, LatentExperts(into, back, routed), weights.ctx.tp, shared=shared)
 
 
 def _read_kinds(file: ConfigFile) -> str:

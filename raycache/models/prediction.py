@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,11 +13,8 @@ from raycache.layers.embedding import VocabEmbedding
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.linear import ColumnLinear
 from raycache.layers.norm import RMSNorm
-from raycache.layers.weights import Columns, ShardedWeights
-from raycache.models.decoder import Decoder, Norm
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
+from raycache.layers.weights import ShardedWeights, whole_columns
+from raycache.models.decoder import Decoder, MakeNorm, Norm
 
 # Shapes in this file: T packed tokens, N of them to draft after, C hidden size, V the target's vocabulary.
 
@@ -83,26 +79,29 @@ class PredictionNames:
     join: str
     is_hidden_first: bool = False
 
+    @classmethod
+    def inside(cls, at: str, *, norm: str) -> PredictionNames:
+        """As most families name them, in the layer whose tensors begin with `at`."""
+        return cls(f"{at}.{norm}", f"{at}.enorm", f"{at}.hnorm", f"{at}.eh_proj")
+
 
 def load_prediction(
-    parts: Sequence[Mixer],
-    names: PredictionNames,
     config: ModelConfig,
     weights: ShardedWeights,
-    ctx: ParallelContext,
+    parts: Sequence[Mixer],
     target: Decoder,
     *,
-    make_norm: Callable[[Tensor, float], Norm] = RMSNorm,
+    names: PredictionNames,
+    make_norm: MakeNorm = RMSNorm,
 ) -> PredictionLayer:
     """Read what is around a prediction layer's attention and feed-forward part.
 
     Args:
-        parts: those two.
-        names: of the tensors.
         config: of the target.
-        weights: where to read.
-        ctx: whose share.
+        weights: of the target's checkpoint.
+        parts: attention and feed-forward part.
         target: whose embedding and head it uses; copies of them in the layer are the same.
+        names: of the tensors.
         make_norm: of a norm's weight and rms_norm_eps.
     """
     size = config.hidden_size
@@ -110,24 +109,23 @@ def load_prediction(
         make_norm(weights.whole(f"{name}.weight", size), config.rms_norm_eps)
         for name in (names.norm, names.embed_norm, names.hidden_norm)
     )
-    table = target_embedding(config, weights, ctx, target)
+    table = target_embedding(config, weights, target)
     return PredictionLayer(
         target.sharing([parts], embedding=table, norm=norm),
         embed_norm=embed_norm,
         hidden_norm=hidden_norm,
-        join=weights.column([Columns(names.join, size, range(size))], inputs=2 * size, has_bias=False),
+        join=weights.column([whole_columns(names.join, size)], inputs=2 * size, has_bias=False),
         is_hidden_first=names.is_hidden_first,
         target=target,
     )
 
 
-def target_embedding(
-    config: ModelConfig, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
-) -> VocabEmbedding:
+def target_embedding(config: ModelConfig, weights: ShardedWeights, target: Decoder) -> VocabEmbedding:
     """The target's embedding, which a last stage may not have; `weights` are the target's."""
     if target.embedding is not None:
         return target.embedding
+    tp = weights.ctx.tp
     if config.tie_word_embeddings and target.head is not None:
-        return VocabEmbedding(target.head.weight, ctx.tp)
+        return VocabEmbedding(target.head.weight, tp)
     name = target.embedding_name
-    return VocabEmbedding(weights.vocab(name, vocab_size=config.vocab_size, features=config.hidden_size), ctx.tp)
+    return VocabEmbedding(weights.vocab(name, vocab_size=config.vocab_size, features=config.hidden_size), tp)

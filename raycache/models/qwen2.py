@@ -6,23 +6,22 @@ from dataclasses import replace
 
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.checkpoint.layer_kinds import read_optional_windows
-from raycache.models.dense import DenseConfig, read_dense_config
-from raycache.models.llama import Llama
+from raycache.layers.self_attention import read_attention, read_heads
+from raycache.models.llama import DenseConfig, Llama, read_dense
 
 
 class Qwen2(Llama):
-    """See models.base.Family."""
+    """The layers of Llama."""
 
     model_type = "qwen2"
 
     def read_config(self, file: ConfigFile) -> DenseConfig:
         """Some layers may have a window."""
-        num_heads = file.integer("num_attention_heads")
-        dense = read_dense_config(
-            file,
-            num_kv_heads=file.integer("num_key_value_heads", num_heads),
-            head_dim=file.integer("head_dim", file.integer("hidden_size") // num_heads),
-            has_qk_norm=False,
-            theta=10000.0,
-        )
-        return replace(dense, attention_bias=True, output_bias=False, **read_optional_windows(file))
+        return read_qwen2(file)
+
+
+def read_qwen2(file: ConfigFile) -> DenseConfig:
+    """Read what `Qwen2` does, for it and those after it."""
+    attention = read_attention(file, read_heads(file), theta=10000.0)
+    attention = replace(attention, has_bias=True, has_output_bias=False, **read_optional_windows(file))
+    return read_dense(file, attention)

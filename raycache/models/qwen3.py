@@ -6,21 +6,16 @@ from dataclasses import replace
 
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.checkpoint.layer_kinds import read_optional_windows
-from raycache.models.dense import DenseConfig, read_dense_config
-from raycache.models.llama import Llama
+from raycache.layers.self_attention import read_attention, read_stated_heads
+from raycache.models.llama import DenseConfig, Llama, read_dense
 
 
 class Qwen3(Llama):
-    """See models.base.Family."""
+    """The layers of Llama."""
 
     model_type = "qwen3"
 
     def read_config(self, file: ConfigFile) -> DenseConfig:
         """Some layers may have a window."""
-        dense = read_dense_config(
-            file,
-            num_kv_heads=file.integer("num_key_value_heads"),
-            head_dim=file.integer("head_dim"),
-            has_qk_norm=True,
-        )
-        return replace(dense, **read_optional_windows(file))
+        attention = read_attention(file, read_stated_heads(file), has_qk_norm=True)
+        return read_dense(file, replace(attention, **read_optional_windows(file)))

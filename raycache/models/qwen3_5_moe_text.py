@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from raycache.checkpoint.config_file import ConfigFile
-from raycache.models.delta_net import Packing, packed_by_kind
-from raycache.models.qwen3_next import Qwen3Next, Qwen3NextConfig
+from raycache.layers.gated_delta_net import packed_by_kind
+from raycache.models.qwen3_next import GatedHybridConfig, Qwen3Next
 
 
 class Qwen35MoeText(Qwen3Next):
-    """See models.base.Family."""
+    """The layers of Qwen3-Next, packed in another way."""
 
     model_type = "qwen3_5_moe_text"
+    packing = staticmethod(packed_by_kind)
 
-    def read_config(self, file: ConfigFile) -> Qwen3NextConfig:
+    def read_config(self, file: ConfigFile) -> GatedHybridConfig:
         """Weights of a token's experts always sum to one, and every layer has experts."""
         file.require("norm_topk_prob", True)
         file.require("mlp_only_layers", [])
         file.require("decoder_sparse_step", 1)
         return super().read_config(file)
-
-    @property
-    def packing(self) -> Packing:
-        return packed_by_kind

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from raycache.checkpoint.config_file import ConfigFile, require_full_attention
+from raycache.layers.expert_config import ExpertConfig, read_dense_layers, read_softmax_experts
+from raycache.layers.expert_weights import load_softmax_moe
+from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import Mixer
+from raycache.layers.self_attention import HeadShape, load_attention, read_attention
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
-from raycache.models.decoder import Decoder, Progress
-from raycache.models.dense import (
-    DenseConfig,
-    attention_head_counts,
-    dense_components,
-    load_attention_mlp,
-    read_dense_config,
-)
-from raycache.models.feed_forward import (
-    ExpertConfig,
-    load_feed_forward,
-    load_softmax_moe,
-    read_dense_layers,
-    read_softmax_experts,
-)
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
+from raycache.models.llama import DenseConfig, read_dense
 from raycache.parallel.sharding import HeadCount
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -39,12 +27,12 @@ class Qwen3MoeConfig(DenseConfig):
         dense_layers: layers with a plain MLP instead.
     """
 
-    experts: ExpertConfig = field(kw_only=True)
-    dense_layers: tuple[int, ...] = field(kw_only=True)
+    experts: ExpertConfig
+    dense_layers: tuple[int, ...]
 
 
 class Qwen3Moe:
-    """See models.base.Family."""
+    """Layers of attention and experts or an MLP, with a norm before each."""
 
     model_type = "qwen3_moe"
 
@@ -54,29 +42,30 @@ class Qwen3Moe:
             file.require(key, served)
         file.require("shared_expert_intermediate_size", 0)
         require_full_attention(file)
-        heads = file.integer("num_attention_heads")
-        dense = read_dense_config(
-            file,
-            num_kv_heads=file.integer("num_key_value_heads"),
-            head_dim=file.integer("head_dim", file.integer("hidden_size") // heads),
-            has_qk_norm=True,
-        )
+        num_heads, num_kv_heads = file.integer("num_attention_heads"), file.integer("num_key_value_heads")
+        heads = HeadShape(num_heads, num_kv_heads, file.integer("head_dim", file.integer("hidden_size") // num_heads))
+        dense = read_dense(file, read_attention(file, heads, has_qk_norm=True))
         experts = read_softmax_experts(file, renormalise=file.flag("norm_topk_prob", False))
         return Qwen3MoeConfig(**vars(dense), experts=experts, dense_layers=read_dense_layers(file))
 
     def components(self, config: Qwen3MoeConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return dense_components(config, fmt)
+        return config.attention.components(range(config.num_layers), fmt)
 
     def head_counts(self, config: Qwen3MoeConfig) -> tuple[HeadCount, ...]:
-        return attention_head_counts(config)
+        return config.attention.head_counts
 
-    def load(
-        self, config: Qwen3MoeConfig, weights: ShardedWeights, ctx: ParallelContext, *, on_progress: Progress
-    ) -> Decoder:
-        def load_layer_mlp(layer: int) -> Mixer:
-            at, size = f"model.layers.{layer}.mlp", config.hidden_size
+    def load(self, config: Qwen3MoeConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        size, eps = config.hidden_size, config.rms_norm_eps
+        rotary = config.attention.rotary(weights.ctx.device)
+
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            at, mlp = own.under("self_attn"), own.under("mlp")
+            attention = load_attention(config.attention, at, layer=layer, size=size, eps=eps, rotary=rotary)
+            block: Mixer
             if layer in config.dense_layers:
-                return load_feed_forward(at, weights, ctx, size=size, inner=config.intermediate_size)
-            return load_softmax_moe(at, config.experts, weights, ctx, size=size)
+                block = load_feed_forward(mlp, size=size, inner=config.intermediate_size)
+            else:
+                block = load_softmax_moe(config.experts, mlp, size=size)
+            return pre_norm_layer(config, own, attention, block)
 
-        return load_attention_mlp(config, weights, ctx, load_layer_mlp=load_layer_mlp, on_progress=on_progress)
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress)

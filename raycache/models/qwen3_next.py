@@ -1,27 +1,56 @@
-"""Qwen3-Next: gated delta nets, gated attention, experts beside one that every token passes."""
+"""Qwen3-Next: gated delta nets between layers of gated attention, norms around one, experts beside one that every token
+passes. Qwen3.5 has the same layers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
-from raycache.checkpoint.config_file import ConfigFile
-from raycache.layers.experts import MixtureOfExperts
+from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common
+from raycache.checkpoint.layer_kinds import LayerKinds, read_layer_kinds
+from raycache.errors import CheckpointError
+from raycache.layers.expert_config import ExpertConfig, read_dense_layers, read_softmax_experts
+from raycache.layers.expert_weights import load_shared_expert, load_softmax_moe
+from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import Mixer
-from raycache.layers.weights import ShardedWeights
-from raycache.models.delta_net import Packing, packed_per_key_head
-from raycache.models.feed_forward import (
-    ExpertConfig,
-    load_feed_forward,
-    load_shared_expert,
-    load_softmax_moe,
-    read_dense_layers,
-    read_softmax_experts,
+from raycache.layers.gated_attention import load_gated_attention
+from raycache.layers.gated_delta_net import (
+    DeltaNetConfig,
+    Packing,
+    load_delta_net,
+    packed_per_key_head,
+    read_delta_net,
 )
-from raycache.models.gated_hybrid import GatedHybridConfig, GatedHybridFamily, read_gated_hybrid
+from raycache.layers.norm import CenteredNorm
+from raycache.layers.self_attention import AttentionConfig, read_attention, read_stated_heads
+from raycache.layers.weights import ShardedWeights
+from raycache.memory.component import CacheFormat, Component
+from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
+from raycache.models.prediction import PredictionLayer, PredictionNames, load_prediction
+from raycache.parallel.sharding import HeadCount
 
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
+ROTARY_SHARE = 0.25
+"""Share of a head's features that are turned."""
+
+DRAFT_TENSORS = r"^mtp\."
+"""Layers that draft several tokens ahead; used with draft=mtp only."""
+
+PREDICTION = PredictionNames("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc")
+
+
+@dataclass(frozen=True)
+class GatedHybridConfig(ModelConfig):
+    """A decoder of both kinds of layers.
+
+    Attributes:
+        kinds: of layers.
+        attention, net: of the two kinds.
+    """
+
+    kinds: LayerKinds
+    attention: AttentionConfig
+    net: DeltaNetConfig
 
 
 @dataclass(frozen=True)
@@ -39,12 +68,48 @@ class Qwen3NextConfig(GatedHybridConfig):
     intermediate_size: int
 
 
-class Qwen3Next(GatedHybridFamily):
-    """See models.base.Family."""
+def read_gated_hybrid(file: ConfigFile) -> dict[str, Any]:
+    """Read the keys that both share, as keyword arguments of a family's own config class.
+
+    Args:
+        file: config.json.
+    Raises:
+        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+    """
+    for key, served in {
+        "hidden_act": "silu",
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_use_dedicated_embeddings": False,
+    }.items():
+        file.require(key, served)
+    interval = file.integer("full_attention_interval", 4)
+    heads = read_stated_heads(file)
+    head_dim = heads.head_dim
+    attention = read_attention(file, heads, rotary_share=ROTARY_SHARE)
+    if int(head_dim * ROTARY_SHARE) % 2 or head_dim < 8:
+        raise CheckpointError(f"{file.path}: a quarter of head_dim={head_dim} is turned in pairs; it must be even")
+    return {
+        **read_common(file),
+        "kinds": read_layer_kinds(file, is_full=lambda layer: (layer + 1) % interval == 0),
+        "attention": replace(attention, norm_offset=1.0),
+        "net": read_delta_net(file),
+        "num_drafts": file.count("mtp_num_hidden_layers", file.count("num_nextn_predict_layers", 1)),
+        "ignored_tensors": (DRAFT_TENSORS,),
+    }
+
+
+class Qwen3Next:
+    """Layers of gated delta nets or gated attention, and experts or an MLP, with a norm before each; one more predicts.
+
+    Attributes:
+        packing: of the gated delta nets' projections.
+    """
 
     model_type = "qwen3_next"
+    packing: Packing = staticmethod(packed_per_key_head)
 
-    def read_config(self, file: ConfigFile) -> Qwen3NextConfig:
+    def read_config(self, file: ConfigFile) -> GatedHybridConfig:
         """Layers in `mlp_only_layers` or between those of `decoder_sparse_step` have no experts."""
         dense = read_dense_layers(file)
         experts = read_softmax_experts(file, renormalise=file.flag("norm_topk_prob", True))
@@ -55,26 +120,50 @@ class Qwen3Next(GatedHybridFamily):
             intermediate_size=file.integer("intermediate_size") if dense else 0,
         )
 
-    @property
-    def packing(self) -> Packing:
-        return packed_per_key_head
+    def components(self, config: GatedHybridConfig, fmt: CacheFormat) -> tuple[Component, ...]:
+        full, linear = config.kinds.full, config.kinds.linear
+        return config.attention.components(full, fmt) + config.net.components(linear, fmt)
 
-    def feed_forward(
-        self, layer: int, at: str, config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext
-    ) -> Mixer:
+    def head_counts(self, config: GatedHybridConfig) -> tuple[HeadCount, ...]:
+        return config.attention.head_counts + (config.net.head_counts if config.kinds.linear else ())
+
+    def load(self, config: GatedHybridConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
+        size, eps, packing = config.hidden_size, config.rms_norm_eps, self.packing
+        rotary = config.attention.rotary(weights.ctx.device)
+
+        def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
+            mixer: Mixer
+            if layer in config.kinds.linear:
+                at = own.under("linear_attn")
+                mixer = load_delta_net(config.net, at, layer=layer, size=size, eps=eps, packing=packing)
+            else:
+                at = own.under("self_attn")
+                mixer = load_gated_attention(config.attention, at, layer=layer, size=size, eps=eps, rotary=rotary)
+            block = self.feed_forward(layer, config, own.under("mlp"))
+            return pre_norm_layer(config, own, mixer, block, make_norm=CenteredNorm)
+
+        return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress, make_norm=CenteredNorm)
+
+    def feed_forward(self, layer: int, config: Any, weights: ShardedWeights) -> Mixer:
+        """Read the experts or the MLP of a layer."""
         if layer in config.dense_layers:
-            return load_feed_forward(at, weights, ctx, size=config.hidden_size, inner=config.intermediate_size)
-        return _load_experts(at, config, weights, ctx)
+            return load_feed_forward(weights, size=config.hidden_size, inner=config.intermediate_size)
+        size, experts = config.hidden_size, config.experts
+        gate, at = weights.whole("shared_expert_gate.weight", 1, size), weights.under("shared_expert")
+        shared = load_shared_expert(at, size=size, inner=experts.shared_inner, gate=gate)
+        return load_softmax_moe(experts, weights, size=size, shared=shared)
 
+    def prediction_layer(self, config: GatedHybridConfig) -> GatedHybridConfig:
+        """It has attention."""
+        name = f"the prediction layer of {config.name}"
+        return replace(config, name=name, num_layers=1, kinds=LayerKinds(linear=(), full=(0,)))
 
-def _load_experts(at: str, config: Qwen3NextConfig, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:
-    size, experts = config.hidden_size, config.experts
-    shared = load_shared_expert(
-        f"{at}.shared_expert",
-        weights,
-        ctx,
-        size=size,
-        inner=experts.shared_inner,
-        gate=f"{at}.shared_expert_gate.weight",
-    )
-    return load_softmax_moe(at, experts, weights, ctx, size=size, shared=shared)
+    def load_prediction_layer(
+        self, config: GatedHybridConfig, weights: ShardedWeights, target: Decoder
+    ) -> PredictionLayer:
+        size, eps, own = config.hidden_size, config.rms_norm_eps, weights.under("mtp.layers.0")
+        at, rotary = own.under("self_attn"), config.attention.rotary(weights.ctx.device)
+        attention = load_gated_attention(config.attention, at, layer=0, size=size, eps=eps, rotary=rotary)
+        block = self.feed_forward(config.num_layers, config, own.under("mlp"))
+        parts = pre_norm_layer(config, own, attention, block, make_norm=CenteredNorm)
+        return load_prediction(config, weights, parts, target, names=PREDICTION, make_norm=CenteredNorm)

@@ -9,7 +9,7 @@ from raycache.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 
 
 class Qwen3VlMoeText(Qwen3Moe):
-    """See models.base.Family."""
+    """The layers of Qwen3 with experts."""
 
     model_type = "qwen3_vl_moe_text"
 

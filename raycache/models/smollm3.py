@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from raycache.checkpoint.config_file import ConfigFile, require_full_attention
 from raycache.errors import CheckpointError
-from raycache.models.dense import DenseConfig, read_dense_config
-from raycache.models.llama import Llama
+from raycache.layers.self_attention import read_attention, read_heads
+from raycache.models.llama import DenseConfig, Llama, read_dense
 
 
 class SmolLM3(Llama):
-    """See models.base.Family."""
+    """The layers of Llama."""
 
     model_type = "smollm3"
 
@@ -19,15 +19,9 @@ class SmolLM3(Llama):
         """The head is tied unless the file says otherwise; windows are refused."""
         file.require("use_sliding_window", False)
         require_full_attention(file)
-        num_heads = file.integer("num_attention_heads")
-        dense = read_dense_config(
-            file,
-            num_kv_heads=file.integer("num_key_value_heads", 4),
-            head_dim=file.integer("head_dim", file.integer("hidden_size") // num_heads),
-            has_qk_norm=False,
-        )
-        is_tied = file.flag("tie_word_embeddings", True)
-        return replace(dense, tie_word_embeddings=is_tied, unrotated=_read_unrotated(file))
+        attention = read_attention(file, read_heads(file, default_kv_heads=4))
+        dense = read_dense(file, replace(attention, unrotated=_read_unrotated(file)))
+        return replace(dense, tie_word_embeddings=file.flag("tie_word_embeddings", True))
 
 
 def _read_unrotated(file: ConfigFile) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from tests.oracle import tiny_tokenizers
 from tests.oracle.families import make_family
 from tests.oracle.quantised import fp8_blocks, mxfp4_experts, write_quantised
 from tests.oracle.stored import draw_fp8, draw_mxfp4
+from tests.oracle.weights import dequantised
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,7 +81,7 @@ def test_fp8_products(rows: tuple[int, ...], columns: int, block: tuple[int, int
     drawn = [draw_fp8(size, columns, seed=i, block=block, offset=offset) for i, size in enumerate(rows)]
     matrix = fp8_matrix(on_gpu([one for one, _ in drawn]))
     weights = exact(*(numbers for _, numbers in drawn))
-    assert error(matrix.dequantised(), weights) < 1e-6
+    assert error(dequantised(matrix), weights) < 1e-6
     bias = draw(len(weights), seed=99)
     for num_tokens in TOKENS:
         x = draw(num_tokens, columns, seed=num_tokens)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.torch_ref import TorchBackend
-from raycache.checkpoint.weights import open_weights
 from raycache.config import Config
 from raycache.deployment.deployment import Deployment
 from raycache.host.service import open_arena
@@ -28,6 +27,7 @@ from raycache.parallel.sharding import Split
 from raycache.rank.member import Invitation
 from raycache.rank.rank import Rank
 from raycache.wire.plan import StepPlan
+from tests.oracle.weights import open_weights
 
 Rows = dict[tuple[int, str], NDArray[np.float32]]
 """(layer, field) -> what a rank keeps of it."""

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raycache.attention.base import AttentionBackend, AttentionStep, StaticStep
-from raycache.attention.composite import CompositeBackend
 from raycache.attention.torch_ref import TorchBackend
 from raycache.memory.component import FULL, CacheFormat, Component, Reuse
 from raycache.memory.device import DevicePool
@@ -31,10 +30,7 @@ from raycache.parallel.sharding import Split
 from raycache.step.inputs import StepInputs, build_inputs
 from raycache.wire.plan import Row, StepPlan, local_positions
 
-BACKENDS: list[AttentionBackend] = [
-    TorchBackend(),
-    CompositeBackend(softmax=TorchBackend(), recurrent=TorchBackend()),
-]
+BACKENDS: list[AttentionBackend] = [TorchBackend()]
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.capabilities.name)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)

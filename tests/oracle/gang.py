@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.torch_ref import TorchBackend
-from raycache.checkpoint.weights import open_weights
 from raycache.memory.component import FULL, CacheFormat
 from raycache.memory.device import DevicePool
 from raycache.models.base import components, load_model, read_config
@@ -24,6 +23,7 @@ from raycache.parallel.sharding import Split
 from raycache.rank.rank import Rank
 from raycache.types import SamplingParams
 from raycache.wire.plan import Admit, Row, StepPlan, emissions
+from tests.oracle.weights import open_weights
 
 PAGE_SIZE = 8
 

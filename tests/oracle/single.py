@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from raycache.attention.torch_ref import TorchBackend
-from raycache.checkpoint.weights import open_weights
 from raycache.memory.component import FULL, CacheFormat
 from raycache.memory.device import DevicePool
 from raycache.models.base import components, load_model, read_config
@@ -19,6 +18,7 @@ from raycache.parallel.context import ParallelContext
 from raycache.rank.rank import Rank
 from raycache.types import SamplingParams
 from raycache.wire.plan import Admit, Row, StepPlan
+from tests.oracle.weights import open_weights
 
 PAGE_SIZE = 8
 

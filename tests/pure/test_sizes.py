@@ -18,7 +18,6 @@ LIMITS = {"file_lines": 450, "function_lines": 60, "methods": 20}
 EXEMPT = {
     "file_lines": {
         "actors/front.py",
-        "raycache/attention/sparse_kernels.py",
         "raycache/cache/host_tier.py",
         "raycache/cache/sequences.py",
         "raycache/cache/storage_tier.py",
@@ -28,7 +27,6 @@ EXEMPT = {
         "raycache/attention/recurrent_triton.py::_convolve",
         "raycache/attention/recurrent_triton.py::_step",
         "raycache/layers/kernels.py::_turn",
-        "raycache/models/drafts/eagle.py::load_eagle",
     },
     "methods": {
         "actors/engine.py::EngineActor",

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycache.attention.base import AttentionBackend, AttentionStep, Capabilities
-from raycache.attention.composite import CompositeBackend
 from raycache.attention.full import WINDOW_BLOCK
 from raycache.attention.merge import attend_all, attend_causal, attend_masked, join, merge
 from raycache.attention.torch_ref import TorchBackend
@@ -132,16 +131,6 @@ def test_capabilities_are_facts(backend: AttentionBackend) -> None:
     assert "cpu" in capabilities.device_types and capabilities.dtypes <= DTYPES.keys()
     with pytest.raises(dataclasses.FrozenInstanceError):
         capabilities.name = "other"  # type: ignore[misc]
-
-
-def test_a_composite_can_do_what_both_of_its_parts_can() -> None:
-    class Narrow(TorchBackend):
-        capabilities = Capabilities(
-            "narrow", frozenset({"cuda"}), frozenset({"bfloat16", "float8_e4m3fn"}), can_capture=True
-        )
-
-    both = CompositeBackend(softmax=Narrow(), recurrent=TorchBackend()).capabilities
-    assert both == Capabilities("narrow+torch", frozenset({"cuda"}), frozenset({"bfloat16"}))
 
 
 # --- keys and values --------------------------------------------------------------------------------------------------

@@ -210,7 +210,12 @@ def test_codes_that_the_config_does_not_explain_are_refused(tmp_path: Path) -> N
 def test_config_of_a_real_directory(whole: Path) -> None:
     config = read_config(whole)
     assert (config.name, config.model_type, config.dtype) == ("whole", "llama", "float32")
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (4, 8, 2, 16)
+    assert (
+        config.num_layers,
+        config.attention.num_heads,
+        config.attention.num_kv_heads,
+        config.attention.head_dim,
+    ) == (4, 8, 2, 16)
     assert (config.bos_token_id, config.eos_token_ids, config.max_position_embeddings) == (0, (1,), 4096)
 
 
@@ -227,7 +232,7 @@ def test_end_tokens_come_from_both_files(copy: Path) -> None:
 def test_an_early_llama_has_as_many_kv_heads_and_divides_its_hidden_size(copy: Path) -> None:
     edit(copy / "config.json", num_key_value_heads=..., head_dim=...)
     config = read_config(copy)
-    assert (config.num_kv_heads, config.head_dim) == (8, 8)
+    assert (config.attention.num_kv_heads, config.attention.head_dim) == (8, 8)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +281,7 @@ def test_qwen3_has_windows_where_the_file_says_so(
 ) -> None:
     edit(copy / "config.json", model_type="qwen3", architectures=["Qwen3ForCausalLM"], **changes)
     config: Any = read_config(copy)
-    assert (config.windowed, config.window) == (windowed, 24 if windowed else 0)
+    assert (config.attention.windowed, config.attention.window) == (windowed, 24 if windowed else 0)
 
 
 @pytest.mark.parametrize(

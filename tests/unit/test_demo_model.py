@@ -33,7 +33,7 @@ def test_the_demo_model_speaks(demo: Path) -> None:
 @pytest.mark.real_model
 def test_the_demo_model_is_a_normal_directory(demo: Path) -> None:
     config = read_config(demo)
-    assert (config.model_type, config.num_heads, config.num_kv_heads) == ("llama", 9, 3)
+    assert (config.model_type, config.attention.num_heads, config.attention.num_kv_heads) == ("llama", 9, 3)
     assert (config.dtype, config.bos_token_id, config.eos_token_ids) == ("bfloat16", 1, (2,))
     assert len(Checkpoint(demo).unread()) == 272
     assert [path.name for path in demo.parent.iterdir()] == [demo.name]  # nothing half-made is left beside it

@@ -21,26 +21,28 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
-from raycache.layers.activation import gelu_tanh_gated, relu2, silu_gated
-from raycache.layers.experts import Experts, MixtureOfExperts
-from raycache.layers.router import Router, SigmoidRouter, SoftmaxRouter
-from raycache.layers.weights import ShardedWeights
-from raycache.models.bailing import load_bailing_moe, read_bailing_experts
-from raycache.models.base import read_config
-from raycache.models.feed_forward import (
-    MIXTRAL,
-    UNGATED,
+from raycache.layers.activation import gelu_tanh_gated, silu_gated
+from raycache.layers.expert_config import (
     ExpertConfig,
+    read_grouped_experts,
+    read_softmax_experts,
+    require_experts,
+)
+from raycache.layers.expert_weights import (
     load_grouped_moe,
     load_shared_expert,
     load_softmax_moe,
     load_stacked_experts,
     load_stacked_shared_expert,
-    read_grouped_experts,
-    read_softmax_experts,
-    require_experts,
 )
+from raycache.layers.experts import Experts, MixtureOfExperts
+from raycache.layers.feed_forward import MIXTRAL
+from raycache.layers.router import Router, SigmoidRouter, SoftmaxRouter
+from raycache.layers.weights import ShardedWeights
+from raycache.models.bailing_moe_v2_5 import CORRECTION, read_bailing_experts
+from raycache.models.base import read_config
 from raycache.models.gpt_oss import load_gpt_oss_moe
+from raycache.models.nemotron_h import load_nemotron_moe
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
@@ -156,48 +158,53 @@ def test_weights_stay_finite_where_all_scores_vanish() -> None:
 
 # Layers -------------------------------------------------------------------------------------------------------------
 
-Load = Callable[[Path, ShardedWeights, ParallelContext], MixtureOfExperts]
+Load = Callable[[Path, ShardedWeights], MixtureOfExperts]
 
 
-def load_qwen3_moe(model_dir: Path, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:
+def load_qwen3_moe(model_dir: Path, weights: ShardedWeights) -> MixtureOfExperts:
     experts = read_softmax_experts(ConfigFile.read(model_dir / "config.json"), renormalise=True)
-    return load_softmax_moe("model.layers.1.mlp", experts, weights, ctx, size=SIZE)
+    return load_softmax_moe(experts, weights.under("model.layers.1.mlp"), size=SIZE)
 
 
-def load_qwen3_next(model_dir: Path, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:
-    at = "model.layers.1.mlp"
+def load_qwen3_next(model_dir: Path, weights: ShardedWeights) -> MixtureOfExperts:
+    own = weights.under("model.layers.1.mlp")
     experts = read_softmax_experts(ConfigFile.read(model_dir / "config.json"), renormalise=True)
-    gate = f"{at}.shared_expert_gate.weight"
-    shared = load_shared_expert(f"{at}.shared_expert", weights, ctx, size=SIZE, inner=32, gate=gate)
-    return load_softmax_moe(at, experts, weights, ctx, size=SIZE, shared=shared)
+    gate = own.whole("shared_expert_gate.weight", 1, SIZE)
+    shared = load_shared_expert(own.under("shared_expert"), size=SIZE, inner=32, gate=gate)
+    return load_softmax_moe(experts, own, size=SIZE, shared=shared)
 
 
-def load_minimax(model_dir: Path, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:
+def load_minimax(model_dir: Path, weights: ShardedWeights) -> MixtureOfExperts:
     experts = ExpertConfig(count=COUNT, top_k=2, inner=32)
-    return load_softmax_moe("model.layers.1.block_sparse_moe", experts, weights, ctx, size=SIZE, names=MIXTRAL)
+    return load_softmax_moe(experts, weights.under("model.layers.1.block_sparse_moe"), size=SIZE, names=MIXTRAL)
 
 
-def load_granite(model_dir: Path, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:
-    at, experts = "model.layers.1.block_sparse_moe", ExpertConfig(count=COUNT, top_k=3, inner=32)
-    up, down = f"{at}.input_linear.weight", f"{at}.output_linear.weight"
-    router = SoftmaxRouter(weights.whole(f"{at}.router.layer.weight", COUNT, SIZE), top_k=3, renormalise=True)
-    return MixtureOfExperts(router, load_stacked_experts(up, down, experts, weights, ctx, size=SIZE), ctx.tp)
+def load_granite(model_dir: Path, weights: ShardedWeights) -> MixtureOfExperts:
+    own, experts = weights.under("model.layers.1.block_sparse_moe"), ExpertConfig(count=COUNT, top_k=3, inner=32)
+    router = SoftmaxRouter(own.whole("router.layer.weight", COUNT, SIZE), top_k=3, renormalise=True)
+    routed = load_stacked_experts(experts, own, up="input_linear.weight", down="output_linear.weight", size=SIZE)
+    return MixtureOfExperts(router, routed, weights.ctx.tp)
 
 
-def load_gpt_oss(model_dir: Path, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:
+def load_gpt_oss(model_dir: Path, weights: ShardedWeights) -> MixtureOfExperts:
     config: Any = read_config(model_dir)
-    return load_gpt_oss_moe("model.layers.1.mlp", config, weights, ctx)
+    return load_gpt_oss_moe(config, weights.under("model.layers.1.mlp"))
 
 
-def load_bailing(model_dir: Path, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:
+def load_bailing(model_dir: Path, weights: ShardedWeights) -> MixtureOfExperts:
     experts = read_bailing_experts(ConfigFile.read(model_dir / "config.json"))
-    return load_bailing_moe("model.layers.1.mlp", experts, weights, ctx, size=SIZE)
+    return load_grouped_moe(experts, weights.under("model.layers.1.mlp"), size=SIZE, correction=CORRECTION)
+
+
+def load_nemotron(model_dir: Path, weights: ShardedWeights) -> MixtureOfExperts:
+    config: Any = read_config(model_dir)
+    return load_nemotron_moe(config.experts, weights.under("backbone.layers.1.mixer"), size=SIZE, latent=0)
 
 
 def grouped(at: str = "model.layers.1.mlp", **names: Any) -> Load:
-    def load(model_dir: Path, weights: ShardedWeights, ctx: ParallelContext) -> MixtureOfExperts:
+    def load(model_dir: Path, weights: ShardedWeights) -> MixtureOfExperts:
         experts = read_grouped_experts(ConfigFile.read(model_dir / "config.json"))
-        return load_grouped_moe(at, experts, weights, ctx, size=SIZE, **names)
+        return load_grouped_moe(experts, weights.under(at), size=SIZE, **names)
 
     return load
 
@@ -212,7 +219,7 @@ LAYERS: Mapping[str, Load] = {
     "glm_moe_dsa": grouped(),
     "bailing_hybrid": load_bailing,
     "kimi_linear": grouped("model.layers.1.block_sparse_moe", names=MIXTRAL),
-    "nemotron_h": grouped("backbone.layers.1.mixer", names=UNGATED, shared_names=UNGATED, activation=relu2),
+    "nemotron_h": load_nemotron,
 }
 
 
@@ -235,7 +242,7 @@ def parts(load: Load, model_dir: Path, *, tp: int, dtype: torch.dtype) -> Iterat
     """The layers of all tp ranks; the sum over ranks is left out, so that each gives its part."""
     for rank in range(tp):
         ctx = ParallelContext(Split(tp=tp), rank, CPU, tp=Group(rank=rank, size=tp))
-        yield load(model_dir, ShardedWeights(Checkpoint(model_dir), ctx, dtype), ctx)
+        yield load(model_dir, ShardedWeights(Checkpoint(model_dir), ctx, dtype))
 
 
 @contextmanager
@@ -277,8 +284,8 @@ def test_the_shared_part_of_granite_equals_transformers(family: Any, tp: int) ->
     for rank in range(tp):
         ctx = ParallelContext(Split(tp=tp), rank, CPU, tp=Group(rank=rank, size=tp))
         weights = ShardedWeights(Checkpoint(model_dir), ctx, torch.float64)
-        up, down = f"{at}.input_linear.weight", f"{at}.output_linear.weight"
-        ours += load_stacked_shared_expert(up, down, weights, ctx, size=SIZE, inner=64)(x)
+        up, down = "input_linear.weight", "output_linear.weight"
+        ours += load_stacked_shared_expert(weights.under(at), up=up, down=down, size=SIZE, inner=64)(x)
     torch.testing.assert_close(ours, model.model.layers[1].shared_mlp(x).detach(), rtol=0, atol=1e-12)
 
 

@@ -14,7 +14,7 @@ from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_weights, components, read_config
-from raycache.models.dense import DenseConfig
+from raycache.models.llama import DenseConfig
 from raycache.parallel.sharding import Split
 from tests.oracle.families import WINDOW, make_family
 from tests.oracle.gang import Piece, gang_logits
@@ -135,7 +135,7 @@ def test_a_base_that_is_not_said_is_that_of_the_family(
 ) -> None:
     without = dict.fromkeys(("rope_theta", "rope_parameters"))
     config = read_config(rewritten(tiny(variant), tmp_path / "copy", **without))
-    assert isinstance(config, DenseConfig) and config.rope.theta == theta
+    assert isinstance(config, DenseConfig) and config.attention.rope.theta == theta
 
 
 def test_windows_that_are_on_have_a_size_unless_it_is_null(tiny: Callable[[str], Path], tmp_path: Path) -> None:

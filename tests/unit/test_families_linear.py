@@ -19,12 +19,12 @@ from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttenti
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.delta_rule import GatedHeadNorm, unit_length
+from raycache.layers.gated_delta_net import DeltaNetConfig, packed_by_kind, packed_per_key_head
 from raycache.layers.kda import ForgetGate
 from raycache.layers.lightning import SplitNorm, slope_rates
 from raycache.layers.weights import Columns
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, check_weights, components, read_config
-from raycache.models.delta_net import DeltaNetConfig, packed_by_kind, packed_per_key_head
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from tests.oracle.families import FAMILIES, draw_weights, make_family
@@ -357,10 +357,10 @@ def test_both_packings_take_the_same_rows_of_the_same_projection() -> None:
         return [row for g in (0, 1) for kind in kinds for row in labels[kind][g * per_head[kind] :][: per_head[kind]]]
 
     tensors = {
-        "at.in_proj_qkvz": of("qkvz"),
-        "at.in_proj_ba": of("ba"),
-        "at.in_proj_qkv": labels["q"] + labels["k"] + labels["v"],
-        **{f"at.in_proj_{kind}": labels[kind] for kind in "zba"},
+        "in_proj_qkvz": of("qkvz"),
+        "in_proj_ba": of("ba"),
+        "in_proj_qkv": labels["q"] + labels["k"] + labels["v"],
+        **{f"in_proj_{kind}": labels[kind] for kind in "zba"},
     }
 
     def rows(columns: list[Columns]) -> list[tuple[str, int, int]]:
@@ -369,5 +369,5 @@ def test_both_packings_take_the_same_rows_of_the_same_projection() -> None:
 
     for keys, values in ((range(2), range(4)), (range(1, 2), range(2, 4)), (range(1, 2), range(3, 4))):
         wanted = [row for kind in "qkvzba" for row in labels[kind] if row[1] in (keys if kind in "qk" else values)]
-        assert rows(packed_per_key_head("at", net, keys, values)) == wanted
-        assert rows(packed_by_kind("at", net, keys, values)) == wanted
+        assert rows(packed_per_key_head(net, keys, values)) == wanted
+        assert rows(packed_by_kind(net, keys, values)) == wanted

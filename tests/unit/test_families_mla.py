@@ -21,7 +21,7 @@ from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.rope import Rotary
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, check_weights, components, load_model, read_config
-from raycache.models.deepseek import DeepseekConfig
+from raycache.models.deepseek_v3 import DeepseekConfig
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from tests.oracle.families import TOPK, make_family

@@ -65,13 +65,13 @@ def test_bailing_can_have_queries_of_low_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "theta"), [("gemma3", 1e6), ("minimax", 1e6), ("llama", 1e4), ("deepseek_v3", 1e4)])
 def test_a_missing_theta_is_that_of_the_family(tmp_path: Path, name: str, theta: float) -> None:
     config: Any = read_config(written(tmp_path, name, drop=("rope_parameters", "rope_theta")))
-    assert (config.attention if name == "deepseek_v3" else config).rope.theta == theta
+    assert config.attention.rope.theta == theta
 
 
 def test_the_base_of_windowed_layers_is_not_that_of_the_others(tmp_path: Path) -> None:
     ropes = {"full_attention": {}, "sliding_attention": {"rope_type": "default"}}
     config: Any = read_config(written(tmp_path, "gemma3", rope_parameters=ropes, rope_theta=5e5))
-    assert (config.rope.theta, config.window_rope.theta) == (5e5, 1e4)
+    assert (config.attention.rope.theta, config.window_rope.theta) == (5e5, 1e4)
 
 
 def test_nemotron_layers_have_two_names(tmp_path: Path) -> None:

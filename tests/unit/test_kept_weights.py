@@ -16,7 +16,6 @@ from torch import Tensor
 from raycache.checkpoint.dummy import QuantisedDummyWeights
 from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.stored_slice import Format, StoredSlice
-from raycache.checkpoint.weights import open_weights
 from raycache.checkpoint.weights_form import weights_form, why_dequantised
 from raycache.config import Config
 from raycache.deployment.deployment import Deployment
@@ -37,6 +36,7 @@ from raycache.parallel.devices import GpuModel
 from tests.oracle.families import make_family
 from tests.oracle.quantised import Form, fp8_blocks, fp8_channels, fp8_tensor, mxfp4_experts, write_quantised
 from tests.oracle.stored import draw_fp8, draw_mxfp4
+from tests.oracle.weights import dequantised, open_weights
 
 CPU = torch.device("cpu")
 HOPPER, ADA = GpuModel("NVIDIA H200", (9, 0)), GpuModel("NVIDIA L40S", (8, 9))
@@ -67,10 +67,10 @@ def test_a_cut_of_an_fp8_matrix(tmp_path: Path, form: Form, axis: int, taken: ra
     )
     assert one is not None
     assert not fp8_obstacle([one, one])
-    assert close(fp8_matrix([one]).dequantised(), right)
-    assert close(fp8_matrix([one, one]).dequantised(), torch.cat((right, right)))
+    assert close(dequantised(fp8_matrix([one])), right)
+    assert close(dequantised(fp8_matrix([one, one])), torch.cat((right, right)))
     both = fp8_matrices(iter([[one, one], [one, one]]), 2, rows=range(2 * len(right) - 1, -1, -1))
-    assert close(both.dequantised(), torch.cat((right, right)).flip(0).expand(2, -1, -1))
+    assert close(dequantised(both), torch.cat((right, right)).flip(0).expand(2, -1, -1))
 
 
 @pytest.mark.parametrize("taken", [range(96), range(32, 64), range(24, 72), range(21, 58)])
@@ -87,23 +87,23 @@ def test_a_cut_of_gpt_oss_experts(tmp_path: Path, taken: range) -> None:
     assert down is not None
     assert not mx_obstacle([up])
     right = plain[f"{at}.down_proj"][:, taken.start : taken.stop].mT
-    assert close(mx_matrices(each_expert([down]), 4).dequantised(), right)
+    assert close(dequantised(mx_matrices(each_expert([down]), 4)), right)
     gate_first = [*range(0, len(pairs), 2), *range(1, len(pairs), 2)]
     right = plain[f"{at}.gate_up_proj"][..., pairs.start : pairs.stop].mT[:, gate_first]
-    assert close(mx_matrices(each_expert([up]), 4, rows=gate_first).dequantised(), right)
+    assert close(dequantised(mx_matrices(each_expert([up]), 4, rows=gate_first)), right)
 
 
 def test_random_codes_at_odd_columns() -> None:
     for start in (0, 1, 13, 31):
         one, numbers = draw_mxfp4(2, 6, 131, seed=start, start=start)
-        assert close(mx_matrices(each_expert([one]), 2).dequantised(), torch.from_numpy(numbers))
+        assert close(dequantised(mx_matrices(each_expert([one]), 2)), torch.from_numpy(numbers))
         wrong = replace(one, scales=one.scales.roll(1, -1))
-        assert not close(mx_matrices(each_expert([wrong]), 2).dequantised(), torch.from_numpy(numbers))
+        assert not close(dequantised(mx_matrices(each_expert([wrong]), 2)), torch.from_numpy(numbers))
     for offset in ((0, 0), (5, 0), (0, 77), (127, 127)):
         fp8, right = draw_fp8(200, 300, seed=sum(offset), offset=offset)
-        assert close(fp8_matrix([fp8]).dequantised(), torch.from_numpy(right))
+        assert close(dequantised(fp8_matrix([fp8])), torch.from_numpy(right))
         wrong = replace(fp8, scales=fp8.scales.roll(1, 0))
-        assert not close(fp8_matrix([wrong]).dequantised(), torch.from_numpy(right))
+        assert not close(dequantised(fp8_matrix([wrong])), torch.from_numpy(right))
 
 
 def test_scales_take_no_more_memory_than_their_blocks_where_these_begin_with_the_first_row() -> None:

@@ -19,10 +19,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from raycache.checkpoint.slices import CHUNK, chunks
 from raycache.checkpoint.stored_slice import Format, decode
 from raycache.checkpoint.tensor_files import OUTLINE, SINGLE, Checkpoint
-from raycache.checkpoint.weights import CheckedNames, CheckpointWeights, open_weights
+from raycache.checkpoint.weights import CheckedNames, CheckpointWeights
 from raycache.errors import CheckpointError
 from tests.oracle.number_formats import E2M1, E4M3, INT4, Numbers
 from tests.oracle.quantised import Form, fp8_blocks, fp8_channels, fp8_tensor, int4_groups, mxfp4_experts, nvfp4
+from tests.oracle.weights import open_weights
 
 CPU = torch.device("cpu")
 MATRIX = (52, 96)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +18,17 @@ from torch import Tensor
 from raycache.checkpoint.config_file import ConfigFile, ModelConfig
 from raycache.errors import CheckpointError, ConfigError
 from raycache.layers.embedding import VocabEmbedding, VocabHead
+from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.linear import ColumnLinear
 from raycache.layers.norm import RMSNorm
 from raycache.layers.rope import Rotary
-from raycache.layers.weights import Columns, ShardedWeights
+from raycache.layers.self_attention import load_attention, read_attention, read_heads
+from raycache.layers.weights import ShardedWeights, whole_columns
 from raycache.models.decoder import Decoder, Residual
-from raycache.models.dense import DenseConfig, load_attention, read_dense_config
 from raycache.models.drafts.base import DraftModel, widened
-from raycache.models.feed_forward import load_feed_forward
+from raycache.models.llama import DenseConfig, read_dense
 from raycache.models.prediction import PredictionLayer, target_embedding
-
-if TYPE_CHECKING:
-    from raycache.parallel.context import ParallelContext
 
 # Shapes in this file: T packed tokens, N of them to draft after, C hidden size of the head, Ct of its target, D tokens
 # that the head knows, V of the target.
@@ -77,14 +75,7 @@ def read_eagle(directory: Path, target: ModelConfig, *, has_bias: bool) -> Eagle
     file = file.having(architectures=None)
     for key in ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"):
         file.require(key, False)
-    num_heads = file.integer("num_attention_heads")
-    dense = read_dense_config(
-        file,
-        num_kv_heads=file.integer("num_key_value_heads", num_heads),
-        head_dim=file.integer("head_dim", file.integer("hidden_size") // num_heads),
-        has_qk_norm=False,
-        theta=10000.0,
-    )
+    dense = read_dense(file, read_attention(file, read_heads(file), theta=10000.0))
     is_third = any("eagle3" in name for name in names)
     _require_target(dense, file, target, is_third=is_third)
     draft_vocab = file.integer("draft_vocab_size", dense.vocab_size) if is_third else 0
@@ -128,7 +119,6 @@ def load_eagle(
     config: ModelConfig,
     head: EagleConfig,
     weights: ShardedWeights,
-    ctx: ParallelContext,
     target: Decoder,
     *,
     target_weights: ShardedWeights,
@@ -139,7 +129,6 @@ def load_eagle(
         config: of the target.
         head: to read.
         weights: of the head; its embedding is read only where the target's does not fit.
-        ctx: whose share.
         target: the model that it drafts for.
         target_weights: of that, for its embedding on a stage that has none.
     Raises:
@@ -147,62 +136,76 @@ def load_eagle(
     """
     size = head.hidden_size
     if head.target_size == size:
-        embedding = target_embedding(config, target_weights, ctx, target)
+        embedding = target_embedding(config, target_weights, target)
     else:
         table = weights.vocab("embed_tokens.weight", vocab_size=head.vocab_size, features=size)
-        embedding = VocabEmbedding(table, ctx.tp)
-    rotary = Rotary(head.rope, head.head_dim, ctx.device)
-    num_joined = 3 * head.target_size if head.recorded else 2 * size
-    join = weights.column([Columns("fc", size, range(size))], inputs=num_joined, has_bias=head.has_fc_bias)
-
-    def norm(name: str) -> RMSNorm:
-        return RMSNorm(weights.whole(f"{name}.weight", size), head.rms_norm_eps)
-
-    def parts(layer: int, at: str, inputs: int) -> tuple[Mixer, Mixer]:
-        attention = load_attention(layer, f"{at}.self_attn", head, weights, ctx, rotary=rotary, inputs=inputs)
-        inner = head.intermediate_size
-        return attention, load_feed_forward(f"{at}.mlp", weights, ctx, size=size, inner=inner, has_bias=head.mlp_bias)
-
+        embedding = VocabEmbedding(table, weights.ctx.tp)
     if head.recorded:
-        at = "midlayer"
-        attention, block = parts(0, at, 2 * size)
-        return Eagle3Head(
-            join,
-            attention,
-            block,
-            embedding=embedding,
-            norms=[norm(f"{at}.{name}") for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")],
-            norm=norm("norm"),
-            head=_load_head(head, weights, ctx),
-            known=_known_tokens(head, weights, ctx),
-            vocab_size=head.vocab_size,
-        )
+        return _load_eagle3(head, weights, embedding)
+    rotary = head.attention.rotary(weights.ctx.device)
     layers: list[Sequence[Mixer]] = []
     for layer in range(head.num_layers):
-        at = f"layers.{layer}"
-        attention, block = parts(layer, at, size)
-        before = norm(f"{at}.input_layernorm") if layer else Unchanged()  # the first layer has none
-        layers.append((Residual(before, attention), Residual(norm(f"{at}.post_attention_layernorm"), block)))
+        own = weights.under(f"layers.{layer}")
+        attention, block = _load_parts(layer, head, own, rotary, inputs=size)
+        before = _load_norm("input_layernorm", head, own) if layer else Unchanged()  # the first layer has none
+        between = _load_norm("post_attention_layernorm", head, own)
+        layers.append((Residual(before, attention), Residual(between, block)))
     return PredictionLayer(
         target.sharing(layers, embedding=embedding, norm=Unchanged()),
         embed_norm=Unchanged(),
         hidden_norm=Unchanged(),
-        join=join,
+        join=_load_join(head, weights, inputs=2 * size),
         target=target,
     )
 
 
-def _load_head(head: EagleConfig, weights: ShardedWeights, ctx: ParallelContext) -> VocabHead:
+def _load_eagle3(head: EagleConfig, weights: ShardedWeights, embedding: VocabEmbedding) -> Eagle3Head:
+    own, rotary = weights.under("midlayer"), head.attention.rotary(weights.ctx.device)
+    attention, block = _load_parts(0, head, own, rotary, inputs=2 * head.hidden_size)
+    return Eagle3Head(
+        _load_join(head, weights, inputs=3 * head.target_size),
+        Eagle3Layer(
+            _load_norm("input_layernorm", head, own),
+            _load_norm("hidden_norm", head, own),
+            attention,
+            Residual(_load_norm("post_attention_layernorm", head, own), block),
+        ),
+        embedding=embedding,
+        norm=_load_norm("norm", head, weights),
+        head=_load_head(head, weights),
+        known=_known_tokens(head, weights),
+        vocab_size=head.vocab_size,
+    )
+
+
+def _load_parts(
+    layer: int, head: EagleConfig, own: ShardedWeights, rotary: Rotary, *, inputs: int
+) -> tuple[Mixer, Mixer]:
+    size, eps, inner = head.hidden_size, head.rms_norm_eps, head.intermediate_size
+    at = own.under("self_attn")
+    attention = load_attention(head.attention, at, layer=layer, size=size, eps=eps, rotary=rotary, inputs=inputs)
+    return attention, load_feed_forward(own.under("mlp"), size=size, inner=inner, has_bias=head.mlp_bias)
+
+
+def _load_join(head: EagleConfig, weights: ShardedWeights, *, inputs: int) -> ColumnLinear:
+    return weights.column([whole_columns("fc", head.hidden_size)], inputs=inputs, has_bias=head.has_fc_bias)
+
+
+def _load_norm(name: str, head: EagleConfig, weights: ShardedWeights) -> RMSNorm:
+    return RMSNorm(weights.whole(f"{name}.weight", head.hidden_size), head.rms_norm_eps)
+
+
+def _load_head(head: EagleConfig, weights: ShardedWeights) -> VocabHead:
     rows = weights.vocab("lm_head.weight", vocab_size=head.draft_vocab_size, features=head.hidden_size)
-    return VocabHead(rows, head.draft_vocab_size, ctx.tp)
+    return VocabHead(rows, head.draft_vocab_size, weights.ctx.tp)
 
 
-def _known_tokens(head: EagleConfig, weights: ShardedWeights, ctx: ParallelContext) -> Tensor | None:
+def _known_tokens(head: EagleConfig, weights: ShardedWeights) -> Tensor | None:
     """[D], the target's number of each token that the head knows; None where it knows all. Stored as differences."""
     if not head.is_mapped:
         return None
     offsets = weights.integers("d2t", head.draft_vocab_size)
-    return offsets + torch.arange(head.draft_vocab_size, device=ctx.device)
+    return offsets + torch.arange(head.draft_vocab_size, device=weights.ctx.device)
 
 
 class Unchanged:
@@ -218,15 +221,29 @@ class Unchanged:
         return total, total
 
 
+@dataclass(frozen=True)
+class Eagle3Layer:
+    """The one layer of an EAGLE-3 head.
+
+    Attributes:
+        embed_norm, hidden_norm: of the embedded token, and of what was joined.
+        attention: takes the 2C features of both.
+        block: feed-forward part with the norm before it.
+    """
+
+    embed_norm: RMSNorm
+    hidden_norm: RMSNorm
+    attention: Mixer
+    block: Residual
+
+
 class Eagle3Head:
-    """See DraftModel.
+    """A draft model, see `DraftModel`, that starts from inner states of its target.
 
     Args:
         join: 3Ct -> C.
-        attention: takes 2C features: the embedded token's, and what was joined.
-        block: feed-forward part.
+        layer: behind it.
         embedding: of C features.
-        norms: of the embedded token, of what was joined, and between attention and block.
         norm: before the head.
         head: C -> D.
         known: int64 [D], tokens of the target, or None where D = V.
@@ -236,20 +253,16 @@ class Eagle3Head:
     def __init__(
         self,
         join: ColumnLinear,
-        attention: Mixer,
-        block: Mixer,
+        layer: Eagle3Layer,
         *,
         embedding: VocabEmbedding,
-        norms: Sequence[RMSNorm],
         norm: RMSNorm,
         head: VocabHead,
         known: Tensor | None,
         vocab_size: int,
     ) -> None:
         self.num_features = join.weight.shape[0]
-        self._join, self._attention, self._embedding = join, attention, embedding
-        self._embed_norm, self._hidden_norm, between = norms
-        self._block = Residual(between, block)
+        self._join, self._layer, self._embedding = join, layer, embedding
         self._norm, self._head, self._known, self._vocab_size = norm, head, known, vocab_size
 
     def features(self, hidden: Tensor) -> Tensor:
@@ -257,11 +270,12 @@ class Eagle3Head:
         return self._join(hidden)
 
     def forward(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> Tensor:
-        """See DraftModel."""
+        """[T] and [T, C] -> [T, C]."""
         assert features is not None, "an EAGLE head takes the target's features"
-        both = torch.cat([self._embed_norm(self._embedding(ids)), self._hidden_norm(features)], dim=-1)
-        return self._block(features + self._attention(both, run), run)
+        layer = self._layer
+        both = torch.cat([layer.embed_norm(self._embedding(ids)), layer.hidden_norm(features)], dim=-1)
+        return layer.block(features + layer.attention(both, run), run)
 
     def logits(self, found: Tensor) -> Tensor:
-        """See DraftModel."""
+        """[N, C] -> [N, V]."""
         return widened(self._head(self._norm(found)), self._vocab_size, known=self._known)

@@ -38,9 +38,7 @@ class PredictingFamily(Protocol):
         """The first of them as a model of one layer."""
         ...
 
-    def load_prediction_layer(
-        self, config: Any, weights: ShardedWeights, ctx: ParallelContext, target: Decoder
-    ) -> PredictionLayer:
+    def load_prediction_layer(self, config: Any, weights: ShardedWeights, target: Decoder) -> PredictionLayer:
         """Read one rank's share of it; `target` is the model that it belongs to."""
         ...
 
@@ -130,9 +128,9 @@ def load_draft(
     own = own_weights(config, target_source, alone, dtype)
     if isinstance(model, EagleConfig):
         weights = ShardedWeights(source, alone, dtype)
-        return load_eagle(config, model, weights, alone, cast(Decoder, target), target_weights=own)
+        return load_eagle(config, model, weights, cast(Decoder, target), target_weights=own)
     family = cast(PredictingFamily, family_of(config))
-    return family.load_prediction_layer(config, own, alone, cast(Decoder, target))
+    return family.load_prediction_layer(config, own, cast(Decoder, target))
 
 
 def check_draft(config: ModelConfig, model_dir: Path) -> None:

@@ -1,0 +1,201 @@
+"""Reading experts, routers and shared experts: one by one, or all experts in one tensor; quantised ones stay so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from raycache.layers.activation import Activation, silu_gated
+from raycache.layers.expert_config import ExpertConfig
+from raycache.layers.experts import Experts, MixtureOfExperts, RoutedExperts, SharedExpert
+from raycache.layers.feed_forward import GATED, Products
+from raycache.layers.kept_weights import Cut
+from raycache.layers.linear import ColumnLinear
+from raycache.layers.quantised_experts import QuantisedExperts
+from raycache.layers.router import SigmoidRouter, SoftmaxRouter
+from raycache.layers.weights import Columns, ShardedWeights
+
+# Shapes in this file: E experts, C features outside of them, I inner features of one on all ranks.
+
+
+def load_experts(
+    experts: ExpertConfig,
+    weights: ShardedWeights,
+    *,
+    size: int,
+    names: Products = GATED,
+    activation: Activation = silu_gated,
+) -> RoutedExperts:
+    """Read experts one by one, `{expert}.{name}.weight`, or gated ones all at once, `gate_up_proj` and `down_proj`,
+    whichever the checkpoint has; `size` is C."""
+    up_all, down_all = "gate_up_proj", "down_proj"
+    if names == GATED and (weights.has(up_all) or weights.has(down_all)):
+        return load_stacked_experts(experts, weights, up=up_all, down=down_all, size=size, activation=activation)
+    taken = weights.heads(experts.inner)
+    held = range(experts.count)
+
+    def up_cut(expert: int, name: str) -> Cut:
+        return Cut(f"{expert}.{name}.weight", (experts.inner, size), axis=0, taken=taken)
+
+    def down_cut(expert: int) -> Cut:
+        return Cut(f"{expert}.{names.down}.weight", (size, experts.inner), axis=1, taken=taken)
+
+    up_groups = [[up_cut(expert, name) for name in names.up] for expert in held]
+    kept = _kept(weights, up_groups, [[down_cut(expert)] for expert in held], experts, activation)
+    if kept is not None:
+        return kept
+
+    def up(expert: int) -> Tensor:
+        cuts = [up_cut(expert, name) for name in names.up]
+        return torch.cat([weights.cut(own.name, own.shape, axis=0, taken=taken) for own in cuts])
+
+    def down(expert: int) -> Tensor:
+        own = down_cut(expert)
+        return weights.cut(own.name, own.shape, axis=1, taken=taken)
+
+    return Experts(_stack(held, up), _stack(held, down), activation=activation, held=held)
+
+
+def load_stacked_experts(
+    experts: ExpertConfig,
+    weights: ShardedWeights,
+    *,
+    up: str,
+    down: str,
+    size: int,
+    activation: Activation = silu_gated,
+) -> RoutedExperts:
+    """Read gated experts whose tensors hold all of them: `up` [E, 2 I, C] with gate first, `down` [E, C, I]."""
+    taken, count, inner = weights.heads(experts.inner), experts.count, experts.inner
+    up_shape, down_shape = (count, 2 * inner, size), (count, size, inner)
+    if experts.is_transposed and weights.fits(down, count, inner, size):
+        gate_up = _cut_halves(weights, up, (count, size, 2 * inner), axis=2, taken=taken).mT.contiguous()
+        rows = weights.cut(down, (count, inner, size), axis=1, taken=taken).mT.contiguous()
+        return Experts(gate_up, rows, activation=activation, held=range(count))
+    halves = [Cut(up, up_shape, axis=1, taken=run) for run in _halves(2 * inner, taken)]
+    kept = _kept(weights, [halves], [[Cut(down, down_shape, axis=2, taken=taken)]], experts, activation)
+    if kept is not None:
+        return kept
+    gate_up = _cut_halves(weights, up, up_shape, axis=1, taken=taken)
+    rows = weights.cut(down, down_shape, axis=2, taken=taken)
+    return Experts(gate_up, rows, activation=activation, held=range(experts.count))
+
+
+def load_stacked_shared_expert(
+    weights: ShardedWeights, *, up: str, down: str, size: int, inner: int, activation: Activation = silu_gated
+) -> SharedExpert:
+    """Read the shared expert made of `up` [2 I, C] with gate first, and `down` [C, I]."""
+    taken = weights.heads(inner)
+    gate_up = _cut_halves(weights, up, (2 * inner, size), axis=0, taken=taken)
+    rows = weights.cut(down, (size, inner), axis=1, taken=taken)
+    return SharedExpert(ColumnLinear(gate_up, None), rows, activation=activation)
+
+
+def load_shared_expert(
+    weights: ShardedWeights,
+    *,
+    size: int,
+    inner: int,
+    names: Products = GATED,
+    activation: Activation = silu_gated,
+    gate: Tensor | None = None,
+) -> SharedExpert:
+    """Read the shared expert; for `gate` see `SharedExpert`."""
+    taken = weights.heads(inner)
+    return SharedExpert(
+        weights.column([Columns(name, inner, taken) for name in names.up], inputs=size, has_bias=False),
+        weights.inner(f"{names.down}.weight", outputs=size, inputs=inner, taken=taken),
+        activation=activation,
+        gate=gate,
+    )
+
+
+def load_softmax_moe(
+    experts: ExpertConfig,
+    weights: ShardedWeights,
+    *,
+    size: int,
+    names: Products = GATED,
+    shared: SharedExpert | None = None,
+) -> MixtureOfExperts:
+    """Read the router `gate` and the experts `experts`; the shared expert, where there is one, is given."""
+    router = SoftmaxRouter(
+        weights.whole("gate.weight", experts.count, size), top_k=experts.top_k, renormalise=experts.renormalise
+    )
+    return MixtureOfExperts(
+        router, load_experts(experts, weights.under("experts"), size=size, names=names), weights.ctx.tp, shared=shared
+    )
+
+
+def load_sigmoid_router(
+    experts: ExpertConfig, weights: ShardedWeights, *, size: int, correction: str = "gate.e_score_correction_bias"
+) -> SigmoidRouter:
+    """Read the router `gate` and the correction of its choice."""
+    return SigmoidRouter(
+        weights.whole("gate.weight", experts.count, size, dtype=weights.precise),
+        weights.whole(correction, experts.count, dtype=weights.precise),
+        top_k=experts.top_k,
+        num_groups=experts.num_groups,
+        top_groups=experts.top_groups,
+        renormalise=experts.renormalise,
+        scale=experts.scale,
+    )
+
+
+def load_grouped_moe(
+    experts: ExpertConfig,
+    weights: ShardedWeights,
+    *,
+    size: int,
+    names: Products = GATED,
+    activation: Activation = silu_gated,
+    shared: SharedExpert | None = None,
+    correction: str = "gate.e_score_correction_bias",
+) -> MixtureOfExperts:
+    """Read the router `gate`, the experts `experts` and, unless one is given, the shared expert `shared_experts`."""
+    if shared is None and experts.shared_inner:
+        shared = load_shared_expert(weights.under("shared_experts"), size=size, inner=experts.shared_inner)
+    return MixtureOfExperts(
+        load_sigmoid_router(experts, weights, size=size, correction=correction),
+        load_experts(experts, weights.under("experts"), size=size, names=names, activation=activation),
+        weights.ctx.tp,
+        shared=shared,
+    )
+
+
+def _cut_halves(weights: ShardedWeights, name: str, shape: Sequence[int], *, axis: int, taken: range) -> Tensor:
+    """The run `taken` of each half of a tensor along an axis, such as gate and up in one, stacked along that axis."""
+    runs = _halves(shape[axis], taken)
+    return torch.cat([weights.cut(name, shape, axis=axis, taken=run) for run in runs], dim=axis)
+
+
+def _halves(size: int, taken: range) -> list[range]:
+    """The run `taken` of each half of `size` features."""
+    return [range(start + taken.start, start + taken.stop) for start in (0, size // 2)]
+
+
+def _kept(
+    weights: ShardedWeights,
+    up: Sequence[Sequence[Cut]],
+    down: Sequence[Sequence[Cut]],
+    experts: ExpertConfig,
+    activation: Activation,
+) -> QuantisedExperts | None:
+    """Experts that stay quantised, None where one of their products cannot."""
+    up_matrices = weights.kept_experts(up)
+    down_matrices = None if up_matrices is None else weights.kept_experts(down)
+    if up_matrices is None or down_matrices is None:
+        return None
+    return QuantisedExperts(up_matrices, down_matrices, count=experts.count, activation=activation)
+
+
+def _stack(experts: range, read: Callable[[int], Tensor]) -> Tensor:
+    """One tensor per expert -> [E, ...], with one of them in memory twice at most."""
+    first = read(experts[0])
+    rows = first.new_empty(len(experts), *first.shape)
+    rows[0] = first
+    for row, expert in enumerate(experts[1:], start=1):
+        rows[row] = read(expert)
+    return rows
