@@ -71,6 +71,7 @@ def test_other_prompts_are_refused(sent: Any) -> None:
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "not supported"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
         ({"nonsense": 1}, "nonsense", "no effect"),
+        ({"min_tokens": 1}, "min_tokens", "no effect"),
         ({"timeout_s": 0}, "timeout_s", "greater than 0"),
         ({"seed": 2**63}, "seed", str(2**63 - 1)),
         ({"model": 1}, "model", "valid string"),
