@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         return options, unknown
 
     def _refuse(self, word: str) -> NoReturn:
-        hint = did_you_mean(word, self._option_string_actions) if word.startswith("--") else ""
+        hint = did_you_mean(word, self._option_string_actions) if word.startswith("-") else ""
         self.error(f"unknown {'flag' if word.startswith('-') else 'argument'} {word!r}{hint}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -130,6 +130,7 @@ def test_help_all_shows_every_setting_with_what_its_value_is() -> None:
         ("launch m --kv_memory=4GiB", "unknown flag '--kv_memory'; did you mean '--kv-memory'?"),
         ("launch m --no-dashbord", "unknown flag '--no-dashbord'; did you mean '--no-dashboard'?"),
         ("launch m --cq 2", "unknown flag '--cq'\n"),
+        ("launch m -tp 2", "unknown flag '-tp'; did you mean '--tp'?"),
         ("launch m n", "unknown argument 'n'\n"),
         ("launch m --device tpu", "unknown 'tpu'; use one of auto, cpu, cuda"),
         ("launch m --num-pages all", "'all' is not a whole number or auto"),
