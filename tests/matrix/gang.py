@@ -80,12 +80,12 @@ class Gang:
                 if isinstance(found[rank], Failure):
                     raise RankFailedError(found[rank].text)
         self.is_broken = False
-        self._board.unlink()  # whoever answers has mapped it; nothing stays behind if this process is killed
+        self._meeting.board.unlink()  # whoever answers has mapped it; nothing stays behind if this process is killed
         return [found[rank] for rank in sorted(found)]
 
     def acks(self) -> Acks:
         """How far all ranks are with page moves."""
-        return self._board.acks()
+        return self._meeting.board.acks()
 
     def drain(self) -> None:
         """Take the answers that nobody waits for any more."""

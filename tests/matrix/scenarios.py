@@ -152,7 +152,7 @@ def turns(at: Setting) -> Iterator[Trial]:
 
 def chunked(at: Setting) -> Iterator[Trial]:
     """Prefill in chunks of one page to all, with and without restore points inside, then a hit on what they left."""
-    for chunk, interval in ((8, 0), (24, 32), (56, 0), (512, 0)):
+    for chunk, interval in ((8, "none"), (24, 32), (56, "none"), (512, "none")):
         trial = at.trial(max_step_tokens=chunk, restore_interval=interval)
         trial.ask("base", num_tokens=2)
         trial.ask("base", num_tokens=2)

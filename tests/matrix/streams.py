@@ -9,7 +9,7 @@ from tests.matrix.sequences import ANSWER
 from tests.matrix.trial import Trial
 
 
-def draw_settings(random: np.random.Generator) -> dict[str, int]:
+def draw_settings(random: np.random.Generator) -> dict[str, int | str]:
     """Settings of a scheduler, often with too little room."""
     choices = {
         "max_step_tokens": (8, 13, 24, 40, 72, 200),
@@ -18,7 +18,8 @@ def draw_settings(random: np.random.Generator) -> dict[str, int]:
         "max_running": (1, 2, 4, 6),
         "restore_interval": (0, 0, 16, 32, 40),
     }
-    return {name: int(random.choice(values)) for name, values in choices.items()}
+    drawn: dict[str, int | str] = {name: int(random.choice(values)) for name, values in choices.items()}
+    return drawn | {"restore_interval": drawn["restore_interval"] or "none"}
 
 
 def run_stream(trial: Trial, random: np.random.Generator, *, point_space: str) -> None:
