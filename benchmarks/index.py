@@ -107,7 +107,7 @@ class TreeCache:
     def check(self) -> None:
         """Assert that no page is lost, when nothing runs."""
         self.tree.check()
-        self.pages.check(in_use=np.empty(0, np.int32), cached=self.tree.cached_pages())
+        self.pages.check(in_use=np.empty(0, np.int32), cached=self.tree.trie.pages())
 
 
 # --- the trace --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from raycache.cache.holding import Holding, Use
 from raycache.cache.host_tier import HostTier
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
+from raycache.cache.transfers import PlannedLoad
 from raycache.memory.component import FULL
 from raycache.parallel.board import Acks
 
@@ -58,25 +59,24 @@ class TiersCache:
         """Match in both tiers, plan what is loaded, make room for the rest."""
         self._now += 1
         holding = self._cache.begin(tokens, is_matched=True, now=self._now, use=_USE)
-        start = self._cache.start(holding, tokens, may_load=True, now=self._now)
-        assert self._cache.make_room(holding, start, len(tokens) // 4) is not None, "the device is too small"
-        self._cache.use(holding, tokens, now=self._now)
-        if holding.load is not None:
-            self._cache.plan_load(holding)
+        start = holding.start(tokens, may_load=True, now=self._now)
+        assert holding.reserve(start, len(tokens) // 4) is not None, "the device is too small"
+        holding.use(tokens, now=self._now)
+        holding.plan_load()
         return start, (tokens, holding)
 
     def finish(self, running: tuple[bytes, Any]) -> None:
         """Its load has come; keep the prompt, save what the host lacks, unlock it."""
         tokens, holding = running
-        if holding.load is not None:
-            self._cache.finish_load(holding, tokens, is_whole=True, now=self._now)
-        self._cache.advance(holding, tokens, len(tokens) // 4, is_kept=True, is_point=False, now=self._now)
-        self._cache.end(holding, tokens, now=self._now)
-        saves, loads, _ = self._cache.take_moves()
+        if isinstance(load := holding.load, PlannedLoad):
+            holding.finish_load(load, tokens, now=self._now)
+        holding.advance(tokens, len(tokens) // 4, is_kept=True, is_point=False, now=self._now)
+        holding.end(tokens, now=self._now)
+        saves, loads, _ = self._cache.transfers.take_moves()
         for name, lane in (("saved", saves), ("loaded", loads)):
             self.moves[name] += sum(len(moves.units) for moves in lane)
         if saves:
-            self._host.acknowledge(Acks(saves=saves[-1].number), now=self._now)
+            self._cache.transfers.acknowledge(Acks(saves=saves[-1].number), now=self._now)
 
     @property
     def num_cached(self) -> int:

@@ -17,12 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
-from raycache.cache.keys import DIGEST_BYTES, tag_of
+from raycache.cache.keys import DIGEST_BYTES, chain_digests, tag_of
 from raycache.cache.node import Parts
 from raycache.memory.arena import Arena
 from raycache.memory.component import FULL
@@ -292,7 +291,8 @@ class _Chains:
         records = self._records
         parent = int(records.parents[page])
         before = records.seeds[page] if parent == _NONE else records.digests[parent]
-        return sha256(before.tobytes() + records.tokens[page].tobytes()).digest()
+        tokens = records.tokens[page].tobytes()
+        return chain_digests(before.tobytes(), tokens, first=0, stop=1, page_size=len(tokens) // 4)[0]
 
 
 def _are_held(parts: Parts, tags: Sequence[int], holds: Holds) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from raycache.cache.node import Claims, Evictable, Parts
+from raycache.cache.node import Claims, Evictable, RestorePoint
 from raycache.memory.pages import PageIds
 
 Value = tuple[int, int]
@@ -72,16 +72,14 @@ class Leaving:
         tokens: packed, from the first one of the root to the end of what goes.
         pages: ids of the whole path up to there.
         num_kept: pages of the path that stay, its first ones.
-        parts: of the restore point that goes; empty if there is none.
-        position: where that stands, and the pages end, in tokens.
+        point: restore point at the end, which goes, too; None if there is none.
     """
 
     root: bytes
     tokens: bytes
     pages: PageIds
     num_kept: int
-    parts: Parts
-    position: int
+    point: RestorePoint | None
 
 
 class EvictionOrder(Generic[T]):

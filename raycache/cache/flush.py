@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from raycache.cache.persists import MOST_PERSISTS
 from raycache.cache.sequences import SequenceCache
-from raycache.cache.storage_tier import MOST_PERSISTS, StorageTier
+from raycache.cache.storage_tier import StorageTier
 
 _MOST_OPEN = 16
 """Saves, and orders to persist, that one flush has under way at a time."""
@@ -35,7 +36,7 @@ class Flush:
     def __init__(self, cache: SequenceCache, storage: StorageTier, *, deadline_s: float) -> None:
         self.answer: Future[Mapping[str, Any]] = Future()
         self._cache, self._storage, self._deadline_s = cache, storage, deadline_s
-        self._num_before = storage.num_persisted
+        self._num_before = storage.persists.num_persisted
         self._num_saving = 0
         self._orders: set[int] = set()
         self._steps = self._order_all()
@@ -50,7 +51,7 @@ class Flush:
         """
         if now_s >= self._deadline_s:
             return self._end(is_in_time=False)
-        self._orders &= self._storage.open_persists
+        self._orders &= self._storage.persists.open
         while len(self._orders) + self._num_saving < _MOST_OPEN:
             may_go_on = next(self._steps, None)
             if may_go_on is None:
@@ -62,7 +63,7 @@ class Flush:
     def _order_all(self) -> Iterator[bool]:
         """Order one thing at each turn, or say with False that something has to end first."""
         yield from self._persist_all()
-        for is_saving in self._cache.save_prefixes(self._saved):
+        for is_saving in self._cache.transfers.save_all(self._saved):
             self._num_saving += is_saving
             yield True
             if not is_saving:
@@ -75,8 +76,8 @@ class Flush:
         """Wait for all that is on its way now."""
         while self._num_saving:
             yield False
-        last = set(self._storage.open_persists)
-        while not last.isdisjoint(self._storage.open_persists):
+        last = set(self._storage.persists.open)
+        while not last.isdisjoint(self._storage.persists.open):
             yield False
 
     def _persist_all(self) -> Iterator[bool]:
@@ -84,7 +85,7 @@ class Flush:
             if number := self._storage.persist(handle):
                 self._orders.add(number)
             handle.release()
-            yield len(self._storage.open_persists) < MOST_PERSISTS
+            yield len(self._storage.persists.open) < MOST_PERSISTS
 
     def _saved(self) -> None:
         self._num_saving -= 1
@@ -93,8 +94,8 @@ class Flush:
         self.answer.set_result(
             {
                 "is_in_time": is_in_time,
-                "persisted_pages": self._storage.num_persisted - self._num_before,
-                "missing_pages": self._storage.num_missing,
+                "persisted_pages": self._storage.persists.num_persisted - self._num_before,
+                "missing_pages": self._storage.persists.num_missing,
             }
         )
         return True

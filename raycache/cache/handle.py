@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from raycache.cache.node import Claims, Node, Parts
+from raycache.cache.node import Claims, Node, Parts, RestorePoint
 from raycache.memory.pages import PageIds
 
 
@@ -96,9 +96,20 @@ class PrefixHandle:
         locks.add(node)
 
     @property
+    def point(self) -> RestorePoint | None:
+        """The restore point at its end, if one stands there."""
+        return self.node.point if self.node.has_point else None
+
+    @property
     def parts(self) -> Parts:
-        """Parts of the restore point at its end; none before the first page."""
-        return self.node.point.parts if self.node.point is not None else {}
+        """Parts of the restore point at its end, none if there is none."""
+        point = self.point
+        return {} if point is None else point.parts
+
+    @property
+    def tokens(self) -> bytes:
+        """Packed tokens that it covers."""
+        return b"".join(node.key for node in self.node.path())
 
     @property
     def key(self) -> Hashable:

@@ -61,10 +61,9 @@ class PageChain:
     """
 
     def __init__(self, identity: Identity, *, known: Iterable[bytes] = ()) -> None:
-        self._page_bytes = 4 * identity.page_size
+        self._page_size = identity.page_size
         self._seed = identity.seed()
         self._digests = list(known)
-        self._blank = sha256()  # copies of it cost less than new ones
 
     def digests(self, tokens: PackedTokens) -> list[bytes]:
         """Digest of each whole page; hashes only the pages that are new since the last call.
@@ -75,14 +74,28 @@ class PageChain:
         Returns:
             The chain's own list, which later calls extend: length T // S, 32 bytes each. Do not change it.
         """
-        digests, size = self._digests, self._page_bytes
-        digest = digests[-1] if digests else self._seed
-        for start in range(len(digests) * size, len(tokens) - size + 1, size):
-            message = self._blank.copy()
-            message.update(digest + tokens[start : start + size])
-            digest = message.digest()
-            digests.append(digest)
+        digests = self._digests
+        first, stop = len(digests), len(tokens) // (4 * self._page_size)
+        before = digests[-1] if digests else self._seed
+        digests += chain_digests(before, tokens, first=first, stop=stop, page_size=self._page_size)
         return digests
+
+
+def chain_digests(before: bytes, tokens: PackedTokens, *, first: int, stop: int, page_size: int) -> list[bytes]:
+    """Digests of the pages [first, stop) of a sequence.
+
+    Args:
+        before: digest of the page before the first one, or the seed.
+        tokens: of the sequence, from its start.
+    """
+    size, digests = 4 * page_size, []
+    blank = sha256()  # copies of it cost less than new ones
+    for start in range(first * size, stop * size, size):
+        message = blank.copy()
+        message.update(before + tokens[start : start + size])
+        before = message.digest()
+        digests.append(before)
+    return digests
 
 
 def row_format(component: Component) -> bytes:

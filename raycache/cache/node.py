@@ -55,21 +55,25 @@ class Evictable:
 
 
 class RestorePoint(Evictable):
-    """What is needed beside the pages of the sequence to continue from the end of a node.
+    """What continuing from one position needs beside the pages of the sequence.
 
     Attributes:
-        node: at whose end it stands.
-        parts: held by the tree; empty once they are lost.
-        lost: the component space whose rows were taken to make room; the others went with them.
+        position: tokens before it.
+        parts: units of every component space but that of the sequence's pages.
+        node: at whose end a tree keeps it, or kept it once; None before.
+        lost: the component space whose units a tree needed when it gave the point up; the others went with them.
+        storage: number of the storage that has it, 0 for none.
     """
 
-    __slots__ = ("lost", "node", "parts")
+    __slots__ = ("lost", "node", "parts", "position", "storage")
 
-    def __init__(self, node: Node, parts: Parts, *, last_used: int, claims: Claims) -> None:
-        super().__init__(last_used, claims)
-        self.node = node
+    def __init__(self, position: int, parts: Parts) -> None:
+        super().__init__(0, ())
+        self.position = position
         self.parts = parts
+        self.node: Node | None = None
         self.lost = ""
+        self.storage = 0
 
 
 class Node(Evictable):
@@ -183,6 +187,31 @@ class Node(Evictable):
             else:
                 differs = middle
         return matched
+
+    def last_point(self, end: int, *, above: Node) -> tuple[Node, int, str | None]:
+        """Find the last restore point that a prefix which ends here can be continued from.
+
+        Args:
+            end: bytes of the prefix.
+            above: this node or one above it, where the search ends.
+        Returns:
+            The node at whose end it stands, or `above`, the bytes up to there, and which component space was lost
+            nearest to the end: None if there was nothing to pass, "" if nothing was lost on the way.
+        """
+        node, lost = self, None
+        while node is not above and not node.has_point:
+            assert node.parent is not None, "every node is below the one that the walk began at"
+            lost = lost or (node.point.lost if node.point is not None else "")
+            end -= len(node.key)
+            node = node.parent
+        return node, end, lost
+
+    def path(self) -> list[Node]:
+        """The nodes from the root to this one."""
+        nodes: list[Node] = [self]
+        while (above := nodes[-1].parent) is not None:
+            nodes.append(above)
+        return nodes[::-1]
 
     def walk_down(self) -> Iterator[Node]:
         """This node and all below it, parents first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
@@ -174,3 +175,38 @@ class StorageWorkers(Protocol):
 
     def close(self, timeout_s: float) -> bool:
         """End; whether all calls ended in time."""
+
+
+class StorageCommands:
+    """Numbers what the decider asks of its storage, and posts it.
+
+    Args:
+        workers: carry it out.
+        epoch: of the decider.
+    """
+
+    def __init__(self, workers: StorageWorkers, *, epoch: int) -> None:
+        self._workers, self._epoch, self._num_posted = workers, epoch, 0
+
+    def post(
+        self,
+        kind: OrderKind,
+        owner: str,
+        *,
+        units: Sequence[StoredUnit] = (),
+        digests: Sequence[bytes] = (),
+        deadline_s: float = math.inf,
+    ) -> int:
+        """Post one; arguments as of `StorageOrder`. Its answer has the number that is returned."""
+        self._num_posted += 1
+        order = StorageOrder(kind, self._num_posted, owner, tuple(units), tuple(digests), deadline_s, self._epoch)
+        self._workers.post(order)
+        return self._num_posted
+
+    def cancel(self, owner: str) -> None:
+        """Drop what one owner has asked for and has not begun."""
+        self._workers.cancel(owner)
+
+    def cancel_kind(self, kind: OrderKind) -> None:
+        """Drop what is of one kind and has not begun."""
+        self._workers.cancel_kind(kind)

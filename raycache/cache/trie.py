@@ -135,12 +135,16 @@ class Trie:
         for root in self.roots.values():
             yield from root.walk_down()
 
+    def pages(self) -> PageIds:
+        """All pages, in no particular order."""
+        return np.concatenate([np.empty(0, np.int32), *(node.pages for node in self.nodes())])
+
     def check(self) -> None:
         """Assert that the nodes and the counts are right."""
         nodes = list(self.nodes())
         for node in nodes:
             node.check(page_bytes=self._page_bytes)
-        num_runs, pages = len(nodes) - len(self.roots), np.concatenate([np.empty(0, int), *(n.pages for n in nodes)])
+        num_runs, pages = len(nodes) - len(self.roots), self.pages()
         assert self.num_nodes == num_runs, f"{self.num_nodes} nodes counted, there are {num_runs}"
         assert self.num_pages == len(pages), f"{self.num_pages} pages counted, there are {len(pages)}"
         assert len(np.unique(pages)) == len(pages), "a page is in the tree twice"

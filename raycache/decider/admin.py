@@ -51,7 +51,7 @@ def carry_out(
 
 
 def _storage(cache: SequenceCache) -> StorageTier:
-    if cache.storage is None:
+    if not isinstance(cache.storage, StorageTier):
         raise ConfigError("a storage needs a host tier, through which all that is stored goes; use --host-memory")
     return cache.storage
 
@@ -62,11 +62,11 @@ def _clear(command: CacheCommand, cache: SequenceCache) -> dict[str, Any]:
     if "device" in (command.tiers or TIERS):
         cache.clear()
         cleared["device"] = before - cache.counts()["pages_cached"]
-    if "host" in (command.tiers or TIERS) and cache.host is not None:
+    if "host" in (command.tiers or TIERS) and cache.host.is_present:
         cached = cache.host.counts()["pages_cached"]
         cache.host.clear()
         cleared["host"] = cached - cache.host.counts()["pages_cached"]
-    if "storage" in (command.tiers or TIERS) and cache.storage is not None:
+    if "storage" in (command.tiers or TIERS):
         cache.storage.attach(is_attached=cache.storage.is_attached)  # which its owner empties
     return {"cleared_pages": cleared}
 
@@ -98,15 +98,15 @@ def _inspect(command: CacheCommand, cache: SequenceCache, *, root: bytes, now: i
     tokens = np.asarray(command.prompt, np.int32).tobytes()
     holding = cache.begin(tokens, is_matched=True, now=now, use=Use(root))
     device = holding.handle
-    host = None if holding.cursor is None else holding.cursor.found
+    host = holding.cursor.found
     reached = {"device": device.length}
-    if host is not None:
+    if cache.host.is_present:
         reached["host"] = max(device.length, host.length)
     cached = max(reached.values())
     wanted = (len(command.prompt) - 1) // cache.page_size * cache.page_size
     miss, cut_by = explain(wanted, cached, device, host, None)
-    cache.end(holding, tokens, now=now)
-    if cache.storage is None or not cache.storage.is_attached:
+    holding.end(tokens, now=now)
+    if not (isinstance(cache.storage, StorageTier) and cache.storage.is_attached):
         return _done(_inspected(command, reached, miss, cut_by))
     result: CommandResult = Future()
 

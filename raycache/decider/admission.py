@@ -48,7 +48,7 @@ class Admission:
 
     def queue(self, request: Request) -> None:
         """Let a new request wait, and look for its prefix in storage."""
-        if self._storage is not None and not request.is_scored and not self._has_on_device(request):
+        if self._storage.is_present and not request.is_scored and not self._has_on_device(request):
             request.prefetch = self._storage.start(
                 request.spec.request_id,
                 request.tokens,
@@ -122,15 +122,15 @@ class Admission:
         return self._cache.device_len(request.tokens, use=request.spec.use, now=self._clock.step) >= wanted
 
     def _awaits_prefetch(self, request: Request) -> bool:
-        prefetch, storage = request.prefetch, self._storage
-        return storage is not None and prefetch is not None and storage.is_awaited(prefetch, now_s=self._clock.now_s)
+        prefetch = request.prefetch
+        return prefetch is not None and self._storage.is_awaited(prefetch, now_s=self._clock.now_s)
 
     def _lock(self, request: Request) -> Holding:
         is_matched, use = not request.is_scored, request.spec.use
         return self._cache.begin(request.tokens, is_matched=is_matched, now=self._clock.step, use=use)
 
     def _unlock(self, request: Request, holding: Holding) -> None:
-        self._cache.end(holding, request.tokens, now=self._clock.step)
+        holding.end(request.tokens, now=self._clock.step)
 
     def _fits(self, request: Request, holding: Holding) -> bool:
         """Whether all its tokens find pages next to what the running requests will want in their next steps."""
@@ -143,10 +143,10 @@ class Admission:
     def _start(self, request: Request, holding: Holding, batch: Batch) -> bool:
         """Run a request that fits; False if it has to wait on, for what saves on their way still hold."""
         cache, queues, now = self._cache, self._queues, self._clock.step
-        if self._storage is not None and request.prefetch is not None and cache.has_points:
+        if request.prefetch is not None and cache.has_points:
             self._storage.abandon(request.prefetch)  # others take what comes while they run
-        is_worth = cache.costs.is_load_worth(cache.num_loadable(holding))
-        start = cache.start(holding, request.tokens, may_load=request.may_load and is_worth, now=now)
+        is_worth = cache.costs.is_load_worth(holding.num_loadable)
+        start = holding.start(request.tokens, may_load=request.may_load and is_worth, now=now)
         if request.num_admissions == 0:
             request.queued_s = max(0.0, self._clock.now_s - request.spec.arrival_s)
             request.report = CacheReport.of(
@@ -169,7 +169,7 @@ class Admission:
                 queues.requeue(run)
             return False
         request.num_admissions += 1
-        cache.use(holding, request.tokens, now=now)
+        holding.use(request.tokens, now=now)
         self._rows.plan_load(run, batch)
         batch.admits.append(_admit(run, pages))
         batch.add(run, row)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raycache.cache.holding import Room
+from raycache.cache.held_units import Capacity
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.batch import Batch
 from raycache.decider.drafts import Drafts
@@ -28,12 +28,12 @@ class Drafted:
     Attributes:
         drafts: packed.
         num_next_drafts: that the ranks should make after those.
-        room: for the row's own tokens and all of it.
+        capacity: for the row's own tokens and all of it.
     """
 
     drafts: PackedTokens
     num_next_drafts: int
-    room: Room
+    capacity: Capacity
 
 
 class DraftedRows:
@@ -64,11 +64,11 @@ class DraftedRows:
             num_next_drafts = self._drafts.ask(request.drafts.rate, most=most)
         if not num_drafts and not num_next_drafts:
             return None
-        room = self._cache.make_room(run.holding, start, stop, num_drafts=num_drafts, num_next_drafts=num_next_drafts)
-        if room is None:
+        capacity = run.holding.reserve(start, stop, num_drafts=num_drafts, num_next_drafts=num_next_drafts)
+        if capacity is None:
             return None
         batch.is_catching_up |= num_next_drafts > 0 and request.drafts.num_asked == 0
-        return Drafted(drafts, num_next_drafts, room)
+        return Drafted(drafts, num_next_drafts, capacity)
 
     def take(self, run: Run, row: Row, result: RowResult) -> tuple[list[int], FinishReason | None]:
         """The tokens that a row gives: up to the first that a draft token differs from, or that ends the output.

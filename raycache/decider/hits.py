@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from raycache.cache.holding import Holding
+from raycache.cache.prefetches import Prefetch
 from raycache.cache.storage_orders import Fetch
-from raycache.cache.storage_tier import Prefetch
 from raycache.cache.tree import PrefixHandle
 from raycache.types import TIERS, Miss
 
@@ -62,11 +62,11 @@ class CacheReport:
             fetched = max(0, min(cached_len, prefetch.end) - max(on_device, prefetch.begin))
         counts = dict(zip(TIERS, (on_device, cached_len - on_device - fetched, fetched), strict=True))
         wanted = (num_tokens - 1) // page_size * page_size
-        host = None if holding.cursor is None else holding.cursor.found
+        host = holding.cursor.found
         cut_by = ""
         if not may_load and cached_len < wanted:
             miss = Miss.CHECKSUM
-        elif host is not None and host.length > cached_len:
+        elif host.length > cached_len:
             miss = Miss.NO_ROOM if is_load_worth else Miss.SLOWER
         else:
             miss, cut_by = explain(wanted, cached_len, holding.handle, host, prefetch)
@@ -110,7 +110,7 @@ class Hits:
 
 
 def explain(
-    wanted: int, cached: int, device: PrefixHandle, host: PrefixHandle | None, prefetch: Prefetch | None
+    wanted: int, cached: int, device: PrefixHandle, host: PrefixHandle, prefetch: Prefetch | None
 ) -> tuple[Miss, str]:
     """Why no more than `cached` of the `wanted` tokens of a prompt is reused, and the component that is to blame.
 
@@ -128,9 +128,8 @@ def explain(
         return Miss.EVICTED_HOST, ""  # between its coming and its use
     if prefetch is not None and (prefetch.num_stored > cached or not prefetch.is_known):
         return prefetch.why_short, ""
-    known = device.known_length if host is None else max(device.known_length, host.known_length)
-    if known > cached:
-        return Miss.STATE_MISSING, device.cut_by or ("" if host is None else host.cut_by)
-    if host is not None and host.known_length >= device.known_length and host.was_evicted:
+    if max(device.known_length, host.known_length) > cached:
+        return Miss.STATE_MISSING, device.cut_by or host.cut_by
+    if host.known_length >= device.known_length and host.was_evicted:
         return (Miss.EVICTED_HOST if prefetch is None else Miss.EVICTED_STORAGE), ""
     return (Miss.EVICTED_DEVICE if device.was_evicted else Miss.NEVER_SEEN), ""

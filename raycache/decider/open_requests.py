@@ -80,5 +80,5 @@ class OpenRequests:
 
     def abandon_prefetch(self, request: Request) -> None:
         """Ask storage for no more of a prompt."""
-        if self._storage is not None and request.prefetch is not None:
+        if request.prefetch is not None:
             self._storage.abandon(request.prefetch)

@@ -112,7 +112,7 @@ class RequestQueues:
     def release(self, run: Run) -> None:
         """Give back the slot and all pages of a run."""
         assert not run.num_in_flight, "what a plan in flight uses is given back"
-        self._cache.end(run.holding, run.request.tokens, now=self._clock.step)
+        run.holding.end(run.request.tokens, now=self._clock.step)
         run.request.run = None
         self._free_slots.append(run.slot)
         self.running.remove(run)

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from raycache.cache.holding import PLAIN_USE, Use
-from raycache.cache.storage_tier import Prefetch
+from raycache.cache.prefetches import Prefetch
 from raycache.decider.drafts import DraftState
 from raycache.decider.hits import CacheReport
 from raycache.errors import RequestError

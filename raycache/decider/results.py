@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from raycache.cache.sequences import SequenceCache
+from raycache.cache.transfers import PlannedLoad
 from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.hits import Hits
@@ -22,7 +22,6 @@ class Results:
     """Takes in the results of plans.
 
     Args:
-        cache: where sequences live.
         queues: where requests wait or run.
         clock: of the scheduler.
         requests: all that have not ended.
@@ -35,7 +34,6 @@ class Results:
 
     def __init__(
         self,
-        cache: SequenceCache,
         *,
         queues: RequestQueues,
         clock: Clock,
@@ -45,7 +43,7 @@ class Results:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.hits = Hits()
-        self._cache, self._queues, self._clock, self._requests = cache, queues, clock, requests
+        self._queues, self._clock, self._requests = queues, clock, requests
         self._drafted, self._points = drafted, points
 
     def take(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
@@ -67,15 +65,16 @@ class Results:
         """What was loaded for a row is the tree's now. After a failure its requests begin again: only the last that
         failed is known, and loses what it loaded from; another one that failed will be known when it fails again."""
         request, load = run.request, run.holding.load
-        assert load is not None, "asked for a row with a load only"
+        assert isinstance(load, PlannedLoad), "a row that is back was planned with its load"
+        if is_whole:
+            run.holding.finish_load(load, request.tokens, now=self._clock.step)
+            return True
         is_bad = load.number == bad_load
-        tokens, now = request.tokens, self._clock.step
-        self._cache.finish_load(run.holding, tokens, is_whole=is_whole, is_bad=is_bad, now=now)
-        if not is_whole:
-            request.may_load &= not is_bad
-            request.num_admissions -= 1
-            self._queues.requeue(run)
-        return is_whole
+        run.holding.fail_load(load, request.tokens, is_bad=is_bad)
+        request.may_load &= not is_bad
+        request.num_admissions -= 1
+        self._queues.requeue(run)
+        return False
 
     def _take_row(self, run: Run, row: Row, result: RowResult) -> RequestOutput | None:
         request = run.request
@@ -95,8 +94,7 @@ class Results:
         # A prompt that is scored is computed again even where it is cached. With the cached pages locked beside the new
         # ones it would take twice the pages, and a prompt of more than half the pool would never end.
         is_again = request.is_scored and run.num_computed < request.spec.prompt_len
-        self._cache.advance(
-            run.holding,
+        run.holding.advance(
             request.tokens,
             run.num_computed,
             is_kept=not is_again,

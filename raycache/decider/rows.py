@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raycache.cache.holding import Room
+from raycache.cache.held_units import Capacity
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.ahead import PlanAhead
 from raycache.decider.batch import Batch
@@ -58,14 +58,14 @@ class RowPlanner:
         count = self._chunk_len(run, batch)
         drafted = self._drafted.draft(run, count, batch)
         if drafted is not None:
-            return run.next_row(count, drafted.room, drafted.drafts, num_next_drafts=drafted.num_next_drafts)
-        room = self._reserve(run, count, batch)
-        return None if room is None else run.next_row(count, room)
+            return run.next_row(count, drafted.capacity, drafted.drafts, num_next_drafts=drafted.num_next_drafts)
+        capacity = self._reserve(run, count, batch)
+        return None if capacity is None else run.next_row(count, capacity)
 
     def plan_load(self, run: Run, batch: Batch) -> None:
         """Plan the moves that a row with pages needs, if any."""
-        if (load := run.holding.load) is not None:
-            batch.loads.append(self._cache.plan_load(run.holding))
+        if (load := run.holding.plan_load()) is not None:
+            batch.loads.append(load.number)
             batch.num_loaded += load.position - load.first * self._cache.page_size
 
     def _continue(self, run: Run, batch: Batch) -> bool:
@@ -86,7 +86,7 @@ class RowPlanner:
                 self._report_fetched(run, run.num_computed - before)
             batch.add(run, row)
         elif run.holding.load is not None:
-            self._cache.drop_load(run.holding)
+            run.holding.drop_load()
             run.num_computed = before
         return row is not None
 
@@ -96,7 +96,7 @@ class RowPlanner:
             return
         assert request.prefetch is not None, "there is something to load"
         if self._cache.costs.is_load_worth(request.prefetch.end - start):
-            run.num_computed = self._cache.load_more(run.holding, request.tokens, start, now=self._clock.step)
+            run.num_computed = run.holding.load_more(request.tokens, start, now=self._clock.step)
 
     def _report_fetched(self, run: Run, num_tokens: int) -> None:
         request, page_size = run.request, self._cache.page_size
@@ -112,14 +112,14 @@ class RowPlanner:
         count = min(wanted, batch.budget, max(batch.scored_budget, 1) if run.request.is_scored else wanted)
         return count if count == 1 else self._points.end(run, reach=start + count) - start
 
-    def _reserve(self, run: Run, count: int, batch: Batch) -> Room | None:
+    def _reserve(self, run: Run, count: int, batch: Batch) -> Capacity | None:
         """Pages for `count` more tokens; None if the request has to wait."""
         start, queues = run.next_start, self._queues
-        while (room := self._cache.make_room(run.holding, start, start + count)) is None:
+        while (capacity := run.holding.reserve(start, start + count)) is None:
             victim = queues.victim(batch, behind=run.request)
             if victim is None:
                 if not batch.rows and not any(other.num_in_flight for other in queues.running):
                     queues.preempt(run)
                 return None
             queues.preempt(victim)
-        return room
+        return capacity

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raycache.cache.holding import Holding, Room
+from raycache.cache.held_units import Capacity
+from raycache.cache.holding import Holding
 from raycache.decider.request import Phase, Request
 from raycache.types import PackedTokens
 from raycache.wire.plan import NO_PAGES, UNKNOWN, Row
@@ -69,12 +70,12 @@ class Run:
         prefetch = self.request.prefetch
         return prefetch is not None and prefetch.end > self.next_start and self.num_next > 1 and self.request.may_load
 
-    def next_row(self, count: int, room: Room, drafts: PackedTokens = b"", *, num_next_drafts: int = 0) -> Row:
+    def next_row(self, count: int, capacity: Capacity, drafts: PackedTokens = b"", *, num_next_drafts: int = 0) -> Row:
         """Its next tokens for a plan.
 
         Args:
             count: of tokens, at most `num_next`.
-            room: for them, and for the drafts.
+            capacity: for them, and for the drafts.
             drafts: packed draft tokens after them.
             num_next_drafts: wanted of the ranks after those.
         """
@@ -88,14 +89,14 @@ class Run:
             slot=self.slot,
             start=start,
             tokens=UNKNOWN if is_fed else request.packed(start, stop) + drafts,
-            new_pages=room.new_pages or NO_PAGES,
+            new_pages=capacity.new_pages or NO_PAGES,
             output_position=request.num_output + is_fed if is_sampled else -1,
             targets=request.packed(start + 1, min(stop + 1, request.spec.prompt_len)) if request.is_scored else b"",
-            read_state=room.read_state,
-            write_state=room.write_state,
+            read_state=capacity.read_state,
+            write_state=capacity.write_state,
             is_fed=is_fed,
             num_drafts=num_drafts,
-            draft_states=room.draft_states,
+            draft_states=capacity.draft_states,
             accepted=accepted if request.spec.sampling.has_penalties else b"",
             num_next_drafts=num_next_drafts,
             next_token=-1 if is_sampled else int.from_bytes(request.packed(stop, stop + 1), "little"),

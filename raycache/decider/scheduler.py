@@ -81,9 +81,7 @@ class Scheduler:
         points = RestorePointPlanner(cache, interval=restore_interval)
         self._rows = RowPlanner(cache, queues=queues, clock=clock, ahead=ahead, drafted=drafted, points=points)
         self._admission = Admission(cache, queues=queues, clock=clock, ahead=ahead, rows=self._rows, points=points)
-        self._results = Results(
-            cache, queues=queues, clock=clock, requests=self._requests, drafted=drafted, points=points
-        )
+        self._results = Results(queues=queues, clock=clock, requests=self._requests, drafted=drafted, points=points)
 
     # --- requests in and out ------------------------------------------------------------------------------------------
 
@@ -127,8 +125,7 @@ class Scheduler:
         Page moves are numbered on from what the new ranks have acknowledged, which is nothing unless they are the old.
         One that was in flight at too many losses may be their cause and ends with an error.
         """
-        if self._cache.host is not None:
-            self._cache.host.lose()
+        self._cache.transfers.lose()
         for run in list(self._queues.running):
             request = run.request
             request.num_losses += request.is_in_flight
@@ -140,8 +137,7 @@ class Scheduler:
                 self._requests.end(request.spec.request_id, FinishReason.ERROR)
             self._queues.requeue(run)
         self._cache.clear()
-        if self._cache.host is not None:
-            self._cache.host.resume(acks)
+        self._cache.transfers.resume(acks)
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +153,7 @@ class Scheduler:
             return None
         self._rows.continue_running(batch)
         self._admission.admit(batch)
-        saves, loads, is_saved_first = self._cache.take_moves()
+        saves, loads, is_saved_first = self._cache.transfers.take_moves()
         if not batch.rows and not saves:
             return None
         self._clock.step += 1
@@ -185,20 +181,15 @@ class Scheduler:
     def acknowledge(self, acks: Acks, *, now_s: float) -> None:
         """Take in how far the ranks are with page moves, and what storage has brought."""
         self._clock.now_s = now_s
-        self._cache.tick(now_s)
-        if self._cache.host is not None:
-            self._cache.host.acknowledge(acks, now=self._clock.step)
-        if self._storage is not None:
-            self._storage.poll(now=self._clock.step, now_s=now_s)
+        self._cache.acknowledge(acks, now=self._clock.step, now_s=now_s)
 
     def close(self) -> None:
         """Ask no storage any more."""
-        if self._storage is not None:
-            self._storage.close(_CLOSE_S)
+        self._storage.close(_CLOSE_S)
 
     def wait_for_moves(self, timeout_s: float) -> None:
         """Wait a little: nothing can run before pages have moved."""
-        if self._storage is not None and self._storage.num_open:
+        if self._storage.num_open:
             self._storage.wait(timeout_s)
         else:
             time.sleep(timeout_s)

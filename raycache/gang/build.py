@@ -9,11 +9,11 @@ from typing import Any
 from raycache.cache.catalog import Catalog, slots_hold
 from raycache.cache.costs import Costs
 from raycache.cache.evict import Eviction
-from raycache.cache.host_moves import WritePolicy
-from raycache.cache.host_tier import HostTier
+from raycache.cache.host_tier import HostTier, WritePolicy
+from raycache.cache.prefetches import Waiting
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
-from raycache.cache.storage_tier import StorageTier, Waiting
+from raycache.cache.storage_tier import StorageTier
 from raycache.decider.drafts import Drafts, PromptLookup
 from raycache.decider.engine import Engine, Executor
 from raycache.decider.scheduler import Scheduler

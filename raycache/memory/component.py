@@ -121,6 +121,11 @@ def window_pages(window: int, page_size: int) -> int:
     return -(-(window - 1) // page_size) + 1 if window else 0
 
 
+def first_window_page(position: int, *, window: int, page_size: int) -> int:
+    """The first page that a query at `position` sees through a window."""
+    return max(0, position - window + 1) // page_size
+
+
 def kv(name: str, layers: Sequence[int], *, heads: int, dim: int, fmt: CacheFormat, window: int = 0) -> Component:
     """Keys and values, split by KV heads; of all tokens, or of a window's."""
     fields = tuple(RowField(field, (heads, dim), fmt.dtype, head_axis=0) for field in ("k", "v"))

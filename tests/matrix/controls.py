@@ -126,7 +126,7 @@ def _state_slot(trial: Trial, *, length: int) -> int:
 
     def read(holding: Holding) -> None:
         assert holding.handle.length == length, f"there is no restore point at {length}"
-        found.append(holding.state)
+        found.append(holding.units.state)
 
     trial.held(trial.corpus.dialogues["base"].ids[: length + 1], read)
     return found[0]

@@ -137,7 +137,7 @@ def file_url(directory: str | Path) -> str:
 
 def host_units(trial: Trial, name: str) -> Units:
     """What the host holds of a dialogue's prompt: its pages, and what the restore point at their end has."""
-    handle = _host(trial).match(_packed(trial, name), root=trial.engine.root(""), now=1 << 20)
+    handle = _host(trial).tier.tree.match(_packed(trial, name), root=trial.engine.root(""), now=1 << 20)
     found = {FULL: handle.pages.tolist()} | {space: list(ids) for space, ids in handle.parts.items()}
     handle.release()
     return found
@@ -146,8 +146,8 @@ def host_units(trial: Trial, name: str) -> Units:
 def page_digests(trial: Trial, name: str) -> list[bytes]:
     """Chain digests of the pages that the host holds of a dialogue's prompt."""
     host, tokens = _host(trial), _packed(trial, name)
-    handle = host.match(tokens, root=trial.engine.root(""), now=1 << 20)
-    digests = host.page_digests(handle)
+    handle = host.tier.tree.match(tokens, root=trial.engine.root(""), now=1 << 20)
+    digests = host.digests(handle)
     handle.release()
     return digests
 
@@ -164,7 +164,7 @@ def first_piece(arena: Arena, space: str, unit: int, *, rank: int) -> bytes:
 
 
 def _host(trial: Trial) -> HostTier:
-    assert trial.cache.host is not None, "asked for with a host tier only"
+    assert isinstance(trial.cache.host, HostTier), "asked for with a host tier only"
     return trial.cache.host
 
 

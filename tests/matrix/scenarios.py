@@ -95,7 +95,7 @@ def evicted(at: Setting) -> Iterator[Trial]:
     trial.ask("fork")  # leaves a restore point after 80 tokens
     if at.point_space:
         for _ in range(2):  # those of base: at the end of its prompt and of its answer
-            trial.expect(trial.cache._tree.evict_point(at.point_space), "there is no restore point to evict")
+            trial.expect(trial.cache.device.tree.evict_point(at.point_space), "there is no restore point to evict")
         trial.engine.check()
         trial.hit("base", cached=80, cut_by=at.point_space)
         yield trial

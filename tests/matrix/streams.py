@@ -49,7 +49,7 @@ def _disturb(trial: Trial, random: np.random.Generator, *, point_space: str) -> 
             if unfinished := [asked for asked in trial.asked if not (asked.is_done or asked.is_cancelled)]:
                 trial.cancel(unfinished[random.integers(len(unfinished))])
         case 1 if point_space:
-            trial.cache._tree.evict_point(point_space)
+            trial.cache.device.tree.evict_point(point_space)
         case 2:
             wanted = trial.cache.counts()["pages_free"] + int(random.integers(1, 9))
             trial.cache._make_free(FULL, min(wanted, trial.cache.num_pages))

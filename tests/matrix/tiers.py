@@ -15,7 +15,8 @@ from types import MappingProxyType
 import numpy as np
 
 from raycache.cache.costs import ENOUGH
-from raycache.cache.host_moves import WritePolicy
+from raycache.cache.host_tier import WritePolicy
+from raycache.cache.storage_tier import StorageTier
 from raycache.memory.component import FULL
 from raycache.types import Miss
 from tests.matrix.home import copy_storage, file_url, open_home
@@ -64,7 +65,7 @@ def all_tiers(at: Setting) -> Iterator[Trial]:
         with open_home(at, storage=file_url(directory)) as home:
             trial = home.trial()
             storage = trial.cache.storage
-            assert storage is not None, "just opened"
+            assert isinstance(storage, StorageTier), "just opened"
             storage.is_attached = False
             trial.hit("base", length=41, tiers={}, miss=Miss.NEVER_SEEN)
             trial.hit("base", length=81, tiers={"device": 40}, miss=Miss.NEVER_SEEN)

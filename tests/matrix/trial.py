@@ -330,7 +330,7 @@ class Trial:
         use = Use(self.engine.root(""))
         holding = self.cache.begin(np.asarray(ids, np.int32).tobytes(), is_matched=True, now=1 << 20, use=use)
         read(holding)
-        self.cache.end(holding)
+        holding.end()
         self.engine.check()
 
     def rows(self, holding: Holding) -> list[Rows]:

@@ -10,12 +10,12 @@ from typing import cast
 from raycache.cache.catalog import Catalog
 from raycache.cache.costs import Costs
 from raycache.cache.evict import Eviction
-from raycache.cache.host_moves import WritePolicy
-from raycache.cache.host_tier import HostTier
+from raycache.cache.host_tier import HostTier, WritePolicy
 from raycache.cache.keys import Identity
+from raycache.cache.prefetches import Waiting
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
-from raycache.cache.storage_tier import StorageTier, Waiting
+from raycache.cache.storage_tier import StorageTier
 from raycache.decider.drafts import Drafts
 from raycache.decider.engine import Engine
 from raycache.decider.scheduler import Scheduler
@@ -146,6 +146,10 @@ class Tiered:
             outputs += self.engine.step()
             self.engine.check()
         raise AssertionError(f"never ends: {self.engine.stats()}")
+
+    def counts(self) -> dict[str, float]:
+        """Figures of the host tier."""
+        return self.cache.tiers()["host"]
 
     def forget(self, *tiers: str) -> None:
         """Clear tiers that nobody uses."""

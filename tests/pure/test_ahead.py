@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raycache.cache.storage_tier import Waiting
+from raycache.cache.prefetches import Waiting
 from raycache.decider.engine import Engine
 from raycache.errors import RankLostError
 from raycache.types import FinishReason, GenerateRequest, Miss, SamplingParams
@@ -288,10 +288,10 @@ def test_a_request_gets_the_page_that_it_needs_from_one_behind_it_that_needs_non
     outputs = engine.step()
     cache = engine._scheduler._cache
     taken = cache.begin(np.zeros(16, np.int32).tobytes(), is_matched=False, now=1)
-    assert cache.make_room(taken, 0, 16) is not None, "all other pages are somebody else's for a while"
+    assert taken.reserve(0, 16) is not None, "all other pages are somebody else's for a while"
     for _ in range(11):
         outputs += engine.step()
-    cache.end(taken)
+    taken.end()
     while engine.has_work:
         outputs += engine.step()
         engine.check()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycache.cache.evict import Eviction, EvictionOrder, Leaving
-from raycache.cache.node import Evictable, Parts
+from raycache.cache.node import Evictable, RestorePoint
 from raycache.cache.tree import PrefixHandle, RadixTree
 
 S = 4  # tokens per page
@@ -116,34 +116,42 @@ def test_entries_that_are_void_are_thrown_out() -> None:
 
 def test_what_leaves_is_seen_before_it_does() -> None:
     seen: list[tuple[Leaving, list[int]]] = []
-    dropped: list[Parts] = []
+    dropped: list[RestorePoint] = []
     tree = RadixTree(
         S,
         point_spaces=("state",),
         on_drop=dropped.append,
-        on_leave=lambda leaving: seen.append((leaving, [part["state"][0] for part in dropped])),
+        on_leave=lambda leaving: seen.append((leaving, [point.parts["state"][0] for point in dropped])),
     )
     handle = tree.match(packed(range(13)), now=0, root=b"salt")
     tree.extend(handle, packed(range(4)), np.array([0], np.int32), now=0)
-    assert tree.keep(handle, {"state": (7,)})
+    assert tree.keep(handle, RestorePoint(4, {"state": (7,)}))
     tree.extend(handle, packed(range(12)), np.array([1, 2], np.int32), now=0)
-    assert tree.keep(handle, {"state": (8,)})
+    assert tree.keep(handle, RestorePoint(12, {"state": (8,)}))
     handle.release()
     assert tree.evict_point("state")
     assert tree.evict(1).tolist() == [2]
     assert tree.evict(1).tolist() == [1]
     assert tree.evict(1).tolist() == [0]
     told = [
-        (leaving.position, leaving.pages.tolist(), leaving.num_kept, dict(leaving.parts), dropped)
+        (
+            len(leaving.tokens) // 4,
+            leaving.pages.tolist(),
+            leaving.num_kept,
+            leaving.point and leaving.point.parts,
+            dropped,
+        )
         for leaving, dropped in seen
     ]
     assert told == [
         (4, [0], 1, {"state": (7,)}, []),
         (12, [0, 1, 2], 2, {"state": (8,)}, [7]),
-        (8, [0, 1], 1, {}, [7, 8]),
-        (4, [0], 0, {}, [7, 8]),
+        (8, [0, 1], 1, None, [7, 8]),
+        (4, [0], 0, None, [7, 8]),
     ]
-    assert all(leaving.root == b"salt" and leaving.tokens == packed(range(leaving.position)) for leaving, _ in seen)
+    assert all(
+        leaving.root == b"salt" and leaving.tokens == packed(range(4 * len(leaving.pages))) for leaving, _ in seen
+    )
     tree.check()
 
 
@@ -158,14 +166,14 @@ def test_what_is_cleared_or_discarded_is_not_seen() -> None:
 
 
 def test_discarding_gives_restore_points_back() -> None:
-    dropped: list[Parts] = []
+    dropped: list[RestorePoint] = []
     tree = RadixTree(S, point_spaces=("state",), on_drop=dropped.append)
     handle = cache(tree, range(8), [0, 1])
-    assert tree.keep(handle, {"state": (7,)})
+    assert tree.keep(handle, RestorePoint(8, {"state": (7,)}))
     assert tree.discard(packed(range(8))).tolist() == []
     handle.release()
     assert tree.discard(packed(range(8))).tolist() == [0, 1]
-    assert dropped == [{"state": (7,)}]
+    assert [point.parts for point in dropped] == [{"state": (7,)}]
     assert tree.num_points == 0
     tree.check()
 
@@ -174,7 +182,7 @@ def test_discarding_gives_restore_points_back() -> None:
 @pytest.mark.parametrize("eviction", list(Eviction))
 def test_restore_points_go_in_the_order_of_the_policy(eviction: Eviction, seed: int) -> None:
     """Against a list of all points that is sorted anew for each eviction."""
-    random, dropped = np.random.default_rng(seed), list[Parts]()
+    random, dropped = np.random.default_rng(seed), list[RestorePoint]()
     tree = RadixTree(S, point_spaces=("state",), eviction=eviction, on_drop=dropped.append)
     points: dict[int, tuple[int, list[int], list[tuple[int, float]]]] = {}  # last, matches, claims
     now_s, next_id = 0.0, 0
@@ -188,7 +196,7 @@ def test_restore_points_go_in_the_order_of_the_policy(eviction: Eviction, seed: 
             points[handle.parts["state"][0]] = (step, [*matches, step], [*claims, claim])
         else:
             tree.extend(handle, packed(prompt), np.array([step], np.int32), **use)
-            assert tree.keep(handle, {"state": (next_id,)})
+            assert tree.keep(handle, RestorePoint(S, {"state": (next_id,)}))
             points[next_id] = (step, [], [claim])
             next_id += 1
         handle.release()
@@ -202,6 +210,6 @@ def test_restore_points_go_in_the_order_of_the_policy(eviction: Eviction, seed: 
                 worth[i] = (rank, last)
             assert tree.evict_point("state")
             victim = min(worth, key=worth.__getitem__)
-            assert dropped.pop() == {"state": (victim,)}
+            assert dropped.pop().parts == {"state": (victim,)}
             del points[victim]
         tree.check()

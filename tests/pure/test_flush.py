@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycache.cache.host_moves import WritePolicy
+from raycache.cache.host_tier import WritePolicy
 from raycache.errors import ConfigError
 from raycache.memory.component import FULL
 from raycache.types import CacheAction, CacheCommand, GenerateRequest, SamplingParams
@@ -54,7 +54,7 @@ def test_what_was_cached_before_the_storage_came_hits_from_it_afterwards(kind: s
     start_storage(tiers)
     done = flush(tiers)
     assert done["is_in_time"] and done["missing_pages"] == 0 and done["persisted_pages"] > 0
-    assert not tiers.host.has_moves and not tiers.storage_tier.num_open
+    assert not tiers.cache.has_moves and not tiers.storage_tier.num_open
     tiers.forget("device", "host")
     for i, prompt in enumerate(PROMPTS):
         again = tiers.ask(prompt, max_tokens=6)
@@ -66,7 +66,7 @@ def test_a_host_that_is_too_small_for_the_device_passes_all_of_it_on(kind: str) 
     tiers = tiers_of(kind, policy=WritePolicy.BACK, host_pages=20, host_points=2, prefetch_share=1.0)
     for prompt in PROMPTS[:4]:
         tiers.ask(prompt)
-    assert tiers.host.counts()["saved_pages"] == 0
+    assert tiers.counts()["saved_pages"] == 0
     flush(tiers)
     tiers.forget("device", "host")
     for prompt in PROMPTS[:4]:
@@ -78,9 +78,9 @@ def test_a_second_flush_has_nothing_to_do() -> None:
     for prompt in PROMPTS:
         tiers.ask(prompt)
     assert flush(tiers)["persisted_pages"] > 0
-    saved = tiers.host.counts()["saved_pages"]
+    saved = tiers.counts()["saved_pages"]
     assert flush(tiers) == {"is_in_time": True, "persisted_pages": 0, "missing_pages": 0}
-    assert tiers.host.counts()["saved_pages"] == saved
+    assert tiers.counts()["saved_pages"] == saved
 
 
 def test_requests_run_while_it_goes_on_and_what_they_leave_is_stored_too() -> None:
@@ -134,7 +134,7 @@ def test_a_gang_that_is_lost_meanwhile_and_any_trouble_leave_nothing_locked(kind
         assert answer.result(0)["is_in_time"]
         tiers.forget("device", "host")
         tiers.engine.check()
-        assert tiers.host.counts()["pages_free"] == tiers.host.counts()["pages_total"]
+        assert tiers.counts()["pages_free"] == tiers.counts()["pages_total"]
 
 
 def test_a_storage_that_is_emptied_gets_nothing_that_was_ordered_before() -> None:
@@ -142,7 +142,7 @@ def test_a_storage_that_is_emptied_gets_nothing_that_was_ordered_before() -> Non
     for prompt in PROMPTS:
         tiers.ask(prompt)
     tiers.engine.admin(CacheCommand(CacheAction.FLUSH, timeout_s=1000.0))
-    while not tiers.storage_tier.open_persists:
+    while not tiers.storage_tier.persists.open:
         tiers.engine.step()
     waiting = [turn for turn in tiers.lanes._turns if turn.begins_in >= 0]
     assert waiting

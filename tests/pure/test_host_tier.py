@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -13,9 +14,12 @@ from hypothesis import strategies as st
 
 from raycache.cache.catalog import Catalog
 from raycache.cache.evict import Eviction
-from raycache.cache.host_moves import Cursor, WritePolicy
-from raycache.cache.host_tier import HostTier
+from raycache.cache.host_tier import HostTier, WritePolicy
+from raycache.cache.node import RestorePoint
+from raycache.cache.saving import Cursor
 from raycache.cache.spaces import SpaceSizes
+from raycache.cache.tier import Tier
+from raycache.cache.transfers import Transfers
 from raycache.memory.component import FULL
 from raycache.memory.moves import Moves
 from raycache.parallel.board import Acks
@@ -47,6 +51,17 @@ class Sequence:
     seed: bytes
 
 
+class Pages:
+    """Device pages 0, 1, 2, ... of a sequence, with a restore point of slot 3 or none."""
+
+    def __init__(self, num_pages: int, *, has_point: bool, release: Callable[[bool], None]) -> None:
+        self._num_pages, self.release = num_pages, release
+        self.point = RestorePoint(num_pages * SIZE, {"state": (3,)}) if has_point else None
+
+    def pages_from(self, first: int) -> np.ndarray:
+        return np.arange(first, self._num_pages, dtype=np.int32)
+
+
 class Alone:
     """A host tier whose saves are acknowledged by hand."""
 
@@ -57,6 +72,7 @@ class Alone:
         num_bytes = Catalog.num_bytes(sizes=self._units, page_size=SIZE, part_widths=self._widths)
         self.memory = bytearray(num_bytes)
         self.tier = self._tier(self.memory)
+        self.transfers = Transfers(Tier(self.sizes, eviction=Eviction.LRU), self.tier)
         self.planned: deque[Moves] = deque()
         self.num_done = self.num_bad = 0
         self.released: list[int] = []
@@ -65,23 +81,16 @@ class Alone:
     def open(self, text: int, num_pages: int, *, seed: bytes = SEEDS[0]) -> Sequence:
         tokens = packed(text, num_pages)
         # A match leaves one token to compute: one more follows.
-        return Sequence(self.tier.open(tokens + bytes(4), root=seed, now=0), tokens, seed)
+        return Sequence(self.transfers.open(tokens + bytes(4), root=seed, now=0), tokens, seed)
 
     def save(self, sequence: Sequence, num_pages: int, *, has_point: bool = True) -> bool:
         number = len(self.held)
         has_point &= "state" in self._units and num_pages > 0
-        is_planned = self.tier.save(
-            sequence.cursor,
-            sequence.tokens,
-            lambda first: np.arange(first, num_pages, dtype=np.int32),
-            stop=num_pages,
-            parts={"state": (3,)} if has_point else {},
-            release=lambda is_saved: self.released.append(number),
-            now=0,
-        )
+        source = Pages(num_pages, has_point=has_point, release=lambda is_saved: self.released.append(number))
+        is_planned = self.transfers.plan_save(sequence.cursor, source, sequence.tokens, stop=num_pages, now=0)
         if is_planned:
             self.held.append(number)
-        self.planned += self.tier.take_moves()[0]
+        self.planned += self.transfers.take_moves()[0]
         return is_planned
 
     def end_saves(self, count: int, *, is_bad: bool = False) -> None:
@@ -89,12 +98,12 @@ class Alone:
             self.num_done = self.planned.popleft().number
             if is_bad:
                 self.num_bad = self.num_done
-        self.tier.acknowledge(Acks(saves=self.num_done, bad_save=self.num_bad), now=0)
+        self.transfers.acknowledge(Acks(saves=self.num_done, bad_save=self.num_bad), now=0)
         self.tier.check()
 
     def known_len(self, text: int, num_pages: int, *, seed: bytes = SEEDS[0], tier: HostTier | None = None) -> int:
         """Pages of a text that can be continued."""
-        handle = (tier or self.tier).match(packed(text, num_pages) + bytes(4), root=seed, now=0)
+        handle = (tier or self.tier).tier.tree.match(packed(text, num_pages) + bytes(4), root=seed, now=0)
         handle.release()
         return handle.length // SIZE
 
@@ -135,23 +144,23 @@ def test_whatever_fails_the_catalog_names_exactly_what_the_tree_holds_and_chains
         elif kind in ("end", "fail"):
             alone.end_saves(data.draw(st.integers(0, 3)), is_bad=kind == "fail")
         elif kind == "close" and running:
-            alone.tier.close(running.pop(data.draw(st.integers(0, len(running) - 1)))[1].cursor)
+            running.pop(data.draw(st.integers(0, len(running) - 1)))[1].cursor.close()
         elif kind == "lose":
-            alone.tier.lose()
+            alone.transfers.lose()
             alone.planned.clear()
             alone.num_done = alone.num_bad = 0
-            alone.tier.resume()
+            alone.transfers.resume()
         elif kind == "clear":
             alone.tier.clear()
         alone.tier.check()
         check_against_catalog(alone)
     for _, sequence in running:
-        alone.tier.close(sequence.cursor)
+        sequence.cursor.close()
     alone.end_saves(100)
     assert sorted(alone.released) == alone.held, "device pages are let go exactly once"
     alone.tier.clear()
     alone.tier.check()
-    counts = alone.tier.counts()
+    counts = alone.transfers.counts()
     assert (counts["pages_free"], counts["pages_moving"]) == (counts["pages_total"], 0)
 
 
@@ -160,12 +169,12 @@ def check_against_catalog(alone: Alone) -> None:
     for branch in catalog.recover():
         assert catalog.digests(branch.pages) == chain(branch.seed, branch.tokens)
         found.update(branch.pages.tolist())
-    assert len(found) == alone.tier.counts()["pages_cached"]
+    assert len(found) == alone.transfers.counts()["pages_cached"]
     following = alone.next_decider()
     for text in range(3):
         for seed in SEEDS:
             assert alone.known_len(text, 7, seed=seed, tier=following) == alone.known_len(text, 7, seed=seed)
-    assert following.counts()["restore_points"] == alone.tier.counts()["restore_points"]
+    assert following.counts()["restore_points"] == alone.transfers.counts()["restore_points"]
 
 
 def test_pages_are_unseen_until_they_are_acknowledged() -> None:
@@ -187,8 +196,8 @@ def test_a_failed_save_is_in_no_tree_and_neither_is_what_follows_it() -> None:
     alone.end_saves(1)
     assert alone.known_len(0, 6) == 2
     assert not alone.save(sequence, 6), "its parents are missing"
-    alone.tier.close(sequence.cursor)
-    assert alone.tier.counts()["pages_free"] == 10
+    sequence.cursor.close()
+    assert alone.transfers.counts()["pages_free"] == 10
     assert alone.save(alone.open(0, 6), 6), "another sequence saves them"
     alone.end_saves(1)
     assert alone.known_len(0, 6) == 6
@@ -199,7 +208,7 @@ def test_two_sequences_that_save_the_same_pages_leave_one_copy() -> None:
     first, second = alone.open(0, 5), alone.open(0, 5)
     assert alone.save(first, 5) and alone.save(second, 5)
     alone.end_saves(2)
-    assert alone.tier.counts()["pages_cached"] == 5 and alone.tier.counts()["pages_free"] == 7
+    assert alone.transfers.counts()["pages_cached"] == 5 and alone.transfers.counts()["pages_free"] == 7
     alone.tier.check()
 
 
@@ -215,7 +224,7 @@ def test_a_prefix_that_does_not_fit_is_not_saved_and_counted() -> None:
     alone = Alone(num_pages=4)
     sequence = alone.open(0, 5)
     assert not alone.save(sequence, 5)
-    assert alone.tier.counts()["unsaved_pages"] == 5 and alone.released == []
+    assert alone.transfers.counts()["unsaved_pages"] == 5 and alone.released == []
     alone.tier.check()
 
 
@@ -224,13 +233,14 @@ def test_what_a_load_reads_stays_although_its_restore_point_makes_room() -> None
     alone.save(alone.open(0, 3), 3)
     alone.end_saves(1)
     loading = alone.open(0, 3)
-    parts = dict(loading.cursor.found.parts)
-    alone.tier.hold(parts)
+    point = loading.cursor.found.point
+    assert point is not None
+    alone.tier.tier.hold(point)
     alone.save(alone.open(1, 3), 3)
     (moves,) = alone.planned
     assert [unit.space for unit in moves.units] == [FULL] * 3, "no slot is free for another point"
     alone.end_saves(1)
-    alone.tier.let_go(parts)
+    alone.tier.tier.let_go(point)
     alone.tier.check()
     assert alone.save(alone.open(2, 3), 3) and "state" in {unit.space for unit in alone.planned[-1].units}
 
@@ -239,10 +249,10 @@ def test_a_lost_gang_saves_nothing_more_and_the_next_starts_to_count_anew() -> N
     alone = Alone()
     sequence = alone.open(0, 5)
     alone.save(sequence, 5)
-    alone.tier.lose()
+    alone.transfers.lose()
     assert alone.released == [0]
     assert not alone.save(alone.open(1, 5), 5)
-    alone.tier.resume()
+    alone.transfers.resume()
     alone.planned.clear()
     alone.save(alone.open(2, 5), 5)
     assert alone.planned[0].number == 1
@@ -254,16 +264,16 @@ def test_a_lost_gang_saves_nothing_more_and_the_next_starts_to_count_anew() -> N
 def test_write_through_saves_prompts_at_once(has_state: bool) -> None:
     tiers = Tiered(Setup(device_pages=32, has_state=has_state))
     tiers.ask(TEXT[:30])
-    assert tiers.host.counts()["saved_pages"] == 7
+    assert tiers.counts()["saved_pages"] == 7
 
 
 @pytest.mark.parametrize("has_state", [False, True])
 def test_write_through_selective_saves_what_a_second_request_uses(has_state: bool) -> None:
     tiers = Tiered(Setup(device_pages=32, has_state=has_state, policy=WritePolicy.SELECTIVE))
     tiers.ask(TEXT[:17])
-    assert tiers.host.counts()["saved_pages"] == 0
+    assert tiers.counts()["saved_pages"] == 0
     tiers.ask([*TEXT[:17], *TEXT[100:108]])
-    assert tiers.host.counts()["saved_pages"] == 4, "those that both have"
+    assert tiers.counts()["saved_pages"] == 4, "those that both have"
     tiers.forget("device")
     assert tiers.ask(TEXT[:17]).cached_by_tier == {"host": 16}
 
@@ -272,9 +282,9 @@ def test_write_through_selective_saves_what_a_second_request_uses(has_state: boo
 def test_write_back_saves_what_leaves_before_it_is_overwritten(has_state: bool) -> None:
     tiers = Tiered(Setup(device_pages=16, has_state=has_state, policy=WritePolicy.BACK))
     tiers.ask(TEXT[:30])
-    assert tiers.host.counts()["saved_pages"] == 0
+    assert tiers.counts()["saved_pages"] == 0
     tiers.ask(TEXT[100:163])
-    assert tiers.host.counts()["saved_pages"] >= 7
+    assert tiers.counts()["saved_pages"] >= 7
     saving = [plan for plan in tiers.executor.plans if plan.saves]
     assert saving and all(plan.is_saved_first for plan in saving)
     assert tiers.ask(TEXT[:30]).cached_by_tier == {"host": 28}

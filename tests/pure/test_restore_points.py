@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from raycache.cache.holding import Holding
+from raycache.cache.node import RestorePoint
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.tree import RadixTree
@@ -51,13 +52,13 @@ def compute(
     start = holding.handle.length
     for stop in sorted({*points, len(tokens)}):
         if stop > start:
-            assert cache.make_room(holding, start, stop) is not None
-            cache.advance(holding, packed(tokens), stop, is_kept=True, is_point=stop in points, now=1)
+            assert holding.reserve(start, stop) is not None
+            holding.advance(packed(tokens), stop, is_kept=True, is_point=stop in points, now=1)
             cache.check([holding])
             start = stop
     if not ends:
         return holding
-    cache.end(holding)
+    holding.end()
     cache.check([])
     return None
 
@@ -66,7 +67,7 @@ def reusable(cache: SequenceCache, tokens: Sequence[int]) -> tuple[int, str]:
     """Length of the hit and what cut it."""
     holding = cache.begin(packed(tokens), is_matched=True, now=2)
     found = holding.handle.length, holding.handle.cut_by
-    cache.end(holding)
+    holding.end()
     cache.check([])
     return found
 
@@ -152,9 +153,9 @@ def test_a_checkpoint_that_the_prefix_has_left_behind_is_not_kept() -> None:
     cache = small_cache()
     holding = cache.begin(packed(range(20)), is_matched=True, now=1)
     for start, stop in ((0, 8), (8, 14)):
-        assert cache.make_room(holding, start, stop) is not None
-        cache.advance(holding, packed(range(20)), stop, is_kept=True, is_point=False, now=1)
-    cache.end(holding)
+        assert holding.reserve(start, stop) is not None
+        holding.advance(packed(range(20)), stop, is_kept=True, is_point=False, now=1)
+    holding.end()
     assert reusable(cache, range(20))[0] == 0
     cache.check([])
 
@@ -172,15 +173,15 @@ def test_a_running_sequence_never_holds_more_than_it_is_guaranteed(page_size: in
             stop = min(
                 length, start + int(random.choice([1, 2, page_size, page_size + 1, random.integers(1, 3 * window)]))
             )
-            assert cache.make_room(holding, start, stop) is not None
-            kept = {} if holding.checkpoint is None else holding.checkpoint[1]
-            assert len({*holding.windows["window"].held, *kept.get("window", ())}) <= 2 * window_pages(
+            assert holding.reserve(start, stop) is not None
+            kept = {} if holding.checkpoint is None else holding.checkpoint.parts
+            assert len({*holding.units.windows["window"].held, *kept.get("window", ())}) <= 2 * window_pages(
                 window, page_size
             )
-            assert len({holding.state, *holding.next_states, *kept.get("state", ())} - {-1}) <= 2
-            cache.advance(holding, tokens, stop, is_kept=True, is_point=bool(random.random() < 0.1), now=1)
+            assert len({holding.units.state, *holding.units.next_states, *kept.get("state", ())} - {-1}) <= 2
+            holding.advance(tokens, stop, is_kept=True, is_point=bool(random.random() < 0.1), now=1)
             start = stop
-        cache.end(holding)
+        holding.end()
         cache.check([])
 
 
@@ -188,7 +189,7 @@ def test_evicting_many_points_does_not_let_the_tree_grow() -> None:
     cache = small_cache(num_pages=64, states=4)
     for i in range(300):
         compute(cache, [i] * 9, points=[8])
-    assert len(cache._tree._leaves._heap) < 4 * 64
+    assert len(cache.device.tree._evictor._leaves._heap) < 4 * 64
 
 
 def test_an_interval_is_rounded_up_to_pages_and_bounds_chunks() -> None:
@@ -207,14 +208,14 @@ def test_chunks_that_the_budget_cuts_end_on_a_page() -> None:
 def test_a_state_is_handed_over_and_not_copied() -> None:
     cache = small_cache()
     holding = cache.begin(packed(range(12)), is_matched=True, now=1)
-    first = cache.make_room(holding, 0, 8)
-    cache.advance(holding, packed(range(12)), 8, is_kept=True, is_point=True, now=1)
-    second = cache.make_room(holding, 8, 12)
+    first = holding.reserve(0, 8)
+    holding.advance(packed(range(12)), 8, is_kept=True, is_point=True, now=1)
+    second = holding.reserve(8, 12)
     assert first is not None and second is not None
     assert (first.read_state, second.read_state) == (-1, first.write_state)
     assert second.write_state != second.read_state, "the restore point keeps its slot"
-    cache.advance(holding, packed(range(12)), 12, is_kept=True, is_point=False, now=1)
-    cache.end(holding)
+    holding.advance(packed(range(12)), 12, is_kept=True, is_point=False, now=1)
+    holding.end()
     cache.check([])
 
 
@@ -224,11 +225,11 @@ def test_a_point_that_is_evicted_while_it_is_used_stays_whole_until_then() -> No
     holding = cache.begin(packed(range(12)), is_matched=True, now=2)
     while cache.evict("state"):
         pass
-    room = cache.make_room(holding, 8, 12)
+    room = holding.reserve(8, 12)
     assert room is not None and room.read_state == room.write_state >= 0, "nobody else holds it any more"
     assert set(holding.tables()["window"][1:]).isdisjoint({-1})
     cache.check([holding])
-    cache.end(holding)
+    holding.end()
     cache.check([])
 
 
@@ -236,12 +237,12 @@ def test_a_long_prompt_holds_the_pages_of_its_window_only() -> None:
     cache = small_cache(num_pages=64, window=9, pages=8, states=0)
     holding = cache.begin(packed(range(200)), is_matched=True, now=1)
     for start in range(0, 200, 50):
-        assert cache.make_room(holding, start, start + 50) is not None
-        cache.advance(holding, packed(range(200)), start + 50, is_kept=True, is_point=False, now=1)
+        assert holding.reserve(start, start + 50) is not None
+        holding.advance(packed(range(200)), start + 50, is_kept=True, is_point=False, now=1)
         cache.check([holding])
-        assert len(holding.windows["window"].held) <= 3
+        assert len(holding.units.windows["window"].held) <= 3
     assert len(holding.pages) == 50
-    cache.end(holding)
+    holding.end()
 
 
 def test_room_that_is_not_there_takes_nothing() -> None:
@@ -249,17 +250,17 @@ def test_room_that_is_not_there_takes_nothing() -> None:
     holding = compute(cache, range(8), ends=False)
     assert holding is not None
     before = cache.counts(), cache.shared_counts()
-    assert cache.make_room(holding, 8, 40) is None
+    assert holding.reserve(8, 40) is None
     assert (cache.counts(), cache.shared_counts()) == before
     cache.check([holding])
-    cache.end(holding)
+    holding.end()
 
 
 def test_pages_behind_the_last_point_are_evicted_before_older_prefixes() -> None:
     tree = RadixTree(4, point_spaces=("state",))
     old = tree.match(packed(range(100, 109)), now=1)
     tree.extend(old, packed(range(100, 108)), np.array([0, 1], np.int32), now=1)
-    assert tree.keep(old, {"state": (0,)})
+    assert tree.keep(old, RestorePoint(8, {"state": (0,)}))
     old.release()
     new = tree.match(packed(range(9)), now=5)
     tree.extend(new, packed(range(8)), np.array([2, 3], np.int32), now=5)
@@ -269,15 +270,15 @@ def test_pages_behind_the_last_point_are_evicted_before_older_prefixes() -> None
 
 
 def test_evicting_the_end_of_a_prefix_gives_its_point_back() -> None:
-    dropped: list[object] = []
+    dropped: list[RestorePoint] = []
     tree = RadixTree(4, point_spaces=("state",), on_drop=dropped.append)
     handle = tree.match(packed(range(9)), now=1)
     tree.extend(handle, packed(range(8)), np.array([0, 1], np.int32), now=1)
-    assert tree.keep(handle, {"state": (7,)})
-    assert not tree.keep(handle, {"state": (8,)}), "there is one already; the parts stay the caller's"
+    assert tree.keep(handle, RestorePoint(8, {"state": (7,)}))
+    assert not tree.keep(handle, RestorePoint(8, {"state": (8,)})), "there is one already; the other stays the caller's"
     handle.release()
     assert tree.evict(1).tolist() == [1]
-    assert dropped == [{"state": (7,)}]
+    assert [point.parts for point in dropped] == [{"state": (7,)}]
     tree.check()
 
 

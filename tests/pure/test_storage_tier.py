@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raycache.cache.host_moves import WritePolicy
+from raycache.cache.host_tier import WritePolicy
+from raycache.cache.prefetches import Waiting
 from raycache.cache.storage_orders import OrderKind, StorageAnswer, StorageOrder
-from raycache.cache.storage_tier import Waiting
 from raycache.memory.component import FULL
 from raycache.types import CacheAction, CacheCommand, FinishReason, GenerateRequest, RequestOutput, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
@@ -139,7 +139,7 @@ def test_what_comes_for_a_cancelled_request_is_kept_or_free(kind: str) -> None:
         assert tiers.storage_tier.counts()["prefetching_pages"] == 0
         tiers.forget("device", "host")
         tiers.engine.check()
-        assert tiers.host.counts()["pages_free"] == tiers.host.counts()["pages_total"]
+        assert tiers.counts()["pages_free"] == tiers.counts()["pages_total"]
 
 
 def test_pages_before_one_that_is_missing_are_used() -> None:
@@ -189,7 +189,7 @@ def test_a_storage_that_is_too_slow_to_take_what_is_saved_keeps_no_host_page_for
         first_output(tiers)
     counts = tiers.storage_tier.counts()
     assert counts["open_orders"] < 1000
-    assert counts["unpersisted_pages"] + tiers.host.counts()["unsaved_pages"] > 0
+    assert counts["unpersisted_pages"] + tiers.counts()["unsaved_pages"] > 0
     tiers.engine.check()
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycache.cache.evict import Eviction
-from raycache.cache.host_moves import WritePolicy
-from raycache.cache.storage_tier import Waiting
+from raycache.cache.host_tier import WritePolicy
+from raycache.cache.prefetches import Waiting
 from raycache.memory.component import FULL
 from raycache.types import GenerateRequest, Miss, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
@@ -109,7 +109,7 @@ def test_a_prefetched_restore_point_stands_where_it_belongs_though_the_host_has_
         if key[0] != FULL:
             del tiers.storage.objects[key]  # the later point
     tiers.forget("device")
-    while tiers.host._tree.evict_point("state" if kind != "window" else "window"):  # pages stay, all points go
+    while tiers.host.tier.tree.evict_point("state" if kind != "window" else "window"):  # pages stay, all points go
         pass
     assert tiers.ask([*PROMPT[:45], 1]).cached_by_tier == {"host": 20}
     assert tiers.storage_tier.counts()["prefetched_points"] == 1

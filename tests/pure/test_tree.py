@@ -147,7 +147,7 @@ def test_a_long_output_stays_one_node() -> None:
     for page in range(10, 100):
         assert tree.extend(handle, tokens, page_ids(page), now=page).tolist() == [True]
     assert handle.pages.tolist() == list(range(100))
-    assert tree.num_nodes == 1
+    assert tree.trie.num_nodes == 1
     assert tree.num_cached == tree.num_locked == 100
     handle.release()
     tree.check()
@@ -157,7 +157,7 @@ def test_a_second_turn_grows_the_first_ones_node() -> None:
     tree = RadixTree(S)
     cache(tree, range(8), [0, 1]).release()
     cache(tree, range(16), [2, 3]).release()
-    assert tree.num_nodes == 1
+    assert tree.trie.num_nodes == 1
     tree.check()
 
 
@@ -183,7 +183,7 @@ def test_parts_of_a_split_grow_without_touching_each_other() -> None:
     assert tree.discard(packed(range(20)), first_page=2).tolist() == [2, 3, 4]
     tree.extend(upper, packed([*range(8), *[7] * 8]), page_ids(8, 9), now=3)
     assert upper.pages.tolist() == [0, 1, 8, 9]
-    assert tree.num_nodes == 1
+    assert tree.trie.num_nodes == 1
     tree.check()
 
 
@@ -237,7 +237,7 @@ def test_nothing_locked_is_evicted_or_cleared() -> None:
     assert tree.evict(5).tolist() == []
     handle.release()
     assert tree.clear().tolist() == [1, 0]
-    assert tree.num_cached == tree.num_nodes == 0
+    assert tree.num_cached == tree.trie.num_nodes == 0
     tree.check()
 
 
@@ -282,14 +282,14 @@ def test_a_root_is_forgotten_with_its_last_page_and_lock() -> None:
     tree = RadixTree(S)
     for i in range(100):
         tree.match(packed(range(9)), now=0, root=bytes([i])).release()
-    assert tree.num_roots == 0
+    assert len(tree.trie.roots) == 0
     handle = tree.match(packed(range(9)), now=0, root=b"salt")
     tree.extend(handle, packed(range(4)), page_ids(0), now=0)
     assert tree.evict(1).tolist() == []
     handle.release()
-    assert tree.num_roots == 1
+    assert len(tree.trie.roots) == 1
     assert tree.evict(1).tolist() == [0]
-    assert tree.num_roots == 0
+    assert len(tree.trie.roots) == 0
     assert tree.match(packed(range(9)), now=0, root=b"salt").was_evicted
     tree.check()
 
@@ -410,5 +410,5 @@ def test_the_memory_of_what_was_evicted_is_bounded() -> None:
         tree.evict(1)
     assert not tree.match(packed([0] * 5), now=1).was_evicted
     assert tree.match(packed([2999] * 5), now=1).was_evicted
-    assert tree.num_ghosts < 1000
+    assert len(tree.trie.ghosts) < 1000
     tree.check()

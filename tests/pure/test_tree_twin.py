@@ -194,14 +194,14 @@ class TreeAgainstDict(RuleBasedStateMachine):
         self.tree.check()
         assert not self.leaving
         duplicates = page_ids(*[page for request in self.requests for page in request.duplicates])
-        self.pool.check(in_use=duplicates, cached=self.tree.cached_pages())
+        self.pool.check(in_use=duplicates, cached=self.tree.trie.pages())
 
     @invariant()
     def tree_and_dict_agree(self) -> None:
-        assert sorted(self.tree.cached_pages().tolist()) == sorted(self.page_of.values())
+        assert sorted(self.tree.trie.pages().tolist()) == sorted(self.page_of.values())
         assert self.tree.num_locked == len(self._locked())
         used = {root for root, _ in self.page_of} | {request.root for request in self.requests}
-        assert self.tree.num_roots == len(used)
+        assert len(self.tree.trie.roots) == len(used)
         for request in self.requests:
             assert request.handle.pages.tolist() == [self.page_of[position] for position in request.positions]
 
@@ -238,8 +238,7 @@ class TreeAgainstDict(RuleBasedStateMachine):
     def _see(self, leaving: Leaving) -> None:
         path = positions(leaving.root, np.frombuffer(leaving.tokens, "<i4").tolist())
         assert leaving.pages.tolist() == [self.page_of[position] for position in path]
-        assert leaving.position == len(path) * PAGE
-        assert (leaving.num_kept < len(path), leaving.parts) == (True, {})
+        assert (leaving.num_kept < len(path), leaving.point) == (True, None)
         self.leaving.append(leaving)
 
     def _forget(self, evicted: np.ndarray) -> None:

@@ -20,8 +20,8 @@ from random import Random
 import numpy as np
 
 from raycache.cache.evict import Eviction
-from raycache.cache.host_moves import WritePolicy
-from raycache.cache.storage_tier import Waiting
+from raycache.cache.host_tier import WritePolicy
+from raycache.cache.prefetches import Waiting
 from raycache.errors import RankLostError
 from raycache.types import FinishReason, GenerateRequest, RequestOutput, SamplingParams
 from tests.oracle.tiered import Setup, Tiered

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from raycache.cache.catalog import Branch, Catalog, slots_hold
 from raycache.cache.keys import tag_of
-from raycache.cache.tree import RadixTree
+from raycache.cache.node import RestorePoint
+from raycache.cache.tree import NOTHING, RadixTree
 from raycache.memory.arena import Arena
 from raycache.memory.component import CacheFormat, kv, recurrent
 from raycache.memory.rows import EnvelopeLayout
@@ -147,13 +148,13 @@ def test_branches_put_into_a_tree_in_turn_give_all_of_it(seed: int) -> None:
         host.step(rng)
     tree = RadixTree(PAGE, point_spaces=tuple(WIDTHS))
     for branch in catalog_in(memory).recover():
-        handle = tree.match(branch.tokens[:4], now=0, root=branch.seed)
+        handle = tree.match(NOTHING, now=0, root=branch.seed)
         for length, parts in [*branch.points, (len(branch.pages), None)]:
             tree.extend(handle, branch.tokens, branch.pages[handle.length // PAGE : length], now=0)
-            assert parts is None or tree.keep(handle, parts)
+            assert parts is None or tree.keep(handle, RestorePoint(length * PAGE, parts))
         handle.release()
     tree.check()
-    assert sorted(tree.cached_pages().tolist()) == sorted(host.pages)
+    assert sorted(tree.trie.pages().tolist()) == sorted(host.pages)
     assert tree.num_points == len(host.points)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from raycache.cache.costs import ENOUGH, Costs
-from raycache.cache.host_moves import WritePolicy
+from raycache.cache.host_tier import WritePolicy
+from raycache.cache.prefetches import Waiting
 from raycache.cache.storage_orders import Fetch, OrderKind, StorageAnswer, StorageOrder
-from raycache.cache.storage_tier import Waiting
 from raycache.decider.hits import CacheReport, Hits
 from raycache.types import CacheAction, CacheCommand, GenerateRequest, Miss, RequestOutput, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
@@ -203,7 +203,7 @@ def test_a_prefetched_restore_point_without_a_slot_on_the_host_has_no_room() -> 
     tiers = tiers_of(has_state=True, has_storage=True, host_points=1)
     tiers.ask(PROMPT)
     tiers.forget("device", "host")
-    (held,) = tiers.host.reserve_parts({"state": 1}).items()  # type: ignore[union-attr]
+    held = tiers.host.tier.new_point(0, {"state": 1})
     tiers.engine.add(GenerateRequest("r", PROMPT, SamplingParams(temperature=0.0, max_tokens=1)))
     assert held and told(tiers.settle()[0]) == ({}, Miss.NO_ROOM, "")
 

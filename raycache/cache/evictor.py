@@ -1,0 +1,168 @@
+"""What goes when a tree needs pages or units of restore points, and how it goes.
+
+Free leaves of the trie go from their ends, restore points as a whole, both in the order of evict.py. What goes may be
+looked at before it does (`Leaving`), and leaves a ghost if it was evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from raycache.cache.evict import Eviction, EvictionOrder, Leaving, Value
+from raycache.cache.node import Claims, Node, RestorePoint, Root
+from raycache.cache.trie import Trie
+from raycache.memory.pages import PageIds
+
+NO_PAGES: PageIds = np.empty(0, np.int32)
+_USELESS: Value = (-(1 << 62), 0)  # goes before all else, first come, first served
+
+
+class Evictor:
+    """Gives up what nobody protects.
+
+    Args:
+        trie: whose leaves are given up.
+        eviction: the policy.
+        has_points: whether prefixes can be continued from restore points only.
+        on_drop: takes restore points that are given up.
+        on_leave: sees what is evicted just before it is; None costs nothing.
+    """
+
+    def __init__(
+        self,
+        trie: Trie,
+        *,
+        eviction: Eviction,
+        has_points: bool,
+        on_drop: Callable[[RestorePoint], None],
+        on_leave: Callable[[Leaving], None] | None,
+    ) -> None:
+        self._trie, self._on_drop, self._on_leave = trie, on_drop, on_leave
+        self._worth = eviction.worth
+        self._leaves: EvictionOrder[Node] = EvictionOrder(self._worth_with_points if has_points else self._worth)
+        self._points: EvictionOrder[RestorePoint] = EvictionOrder(self._worth)
+        self._num_touches = 0  # the clock of restore points: finer than steps
+
+    @property
+    def num_points(self) -> int:
+        """Restore points that stand in the tree."""
+        return len(self._points)
+
+    def tick(self, now_s: float) -> None:
+        """Set the clock that priorities expire by, in seconds."""
+        self._leaves.tick(now_s)
+        self._points.tick(now_s)
+
+    def add(self, node: Node, point: RestorePoint, claims: Claims) -> None:
+        """Put a restore point at the end of a node that has none."""
+        self._num_touches += 1
+        point.node, point.last_used, point.claims = node, self._num_touches, claims
+        node.point = point
+        self._points.push(point)
+
+    def touch(self, node: Node, claims: Claims, *, is_counted: bool) -> None:
+        """Count the restore point at the end of a node, if there is one, as used."""
+        if node.point is not None and node.has_point:
+            self._num_touches += 1
+            node.point.use(self._num_touches, claims)
+            node.point.num_uses += is_counted
+
+    def freed(self, node: Node) -> None:
+        """Take in that something which kept a node from being evicted is gone."""
+        if node.is_free_leaf:
+            self._leaves.push(node)
+        elif isinstance(node, Root) and not (node.children or node.is_protected):
+            del self._trie.roots[node.seed]  # clients choose salts: there may be any number of them
+
+    def evict(self, num_pages: int) -> PageIds:
+        """Evict the last pages of free leaves: `num_pages`, or all that can go."""
+        return self._give_up(num_pages, is_evicted=True)
+
+    def clear(self, num_pages: int) -> PageIds:
+        """As `evict`, but nobody is told, and nothing is remembered of them."""
+        return self._give_up(num_pages, is_evicted=False)
+
+    def evict_point(self, space: str) -> bool:
+        """Evict the restore point that goes first, because units of `space` are needed; False if there is none."""
+        point = self._points.first()
+        if point is None:
+            return False
+        node = point.node
+        assert node is not None, "candidates stand in the tree"
+        if self._on_leave is not None:
+            self._on_leave(_leaving(node, 0))
+        self._drop_point(point, lost=space)
+        if node.entry:  # it comes before the pages of restore points now
+            self._leaves.void(node)
+            self._leaves.push(node)
+        return True
+
+    def discard(self, first: Node) -> PageIds:
+        """Give up a node and all below, except for what handles protect."""
+        pages = [NO_PAGES]
+        for node in reversed(list(first.walk_down())):
+            if node.is_free_leaf:  # what is below it came before it
+                pages.append(node.pages)
+                self._drop(node, node.num_pages)
+        return np.concatenate(pages)
+
+    def check(self) -> None:
+        """Assert that exactly what can go is a candidate."""
+        nodes = list(self._trie.nodes())
+        self._leaves.check({node for node in nodes if node.entry})
+        self._points.check({node.point for node in nodes if node.point is not None and node.has_point})
+
+    def _give_up(self, num_pages: int, *, is_evicted: bool) -> PageIds:
+        given_up = [NO_PAGES]
+        missing = num_pages
+        while missing > 0 and (node := self._leaves.first()) is not None:
+            if not node.is_free_leaf:
+                self._leaves.void(node)
+                continue
+            count = min(missing, node.num_pages)
+            missing -= count
+            given_up.append(node.pages[: -count - 1 : -1])
+            if is_evicted and self._on_leave is not None:
+                self._on_leave(_leaving(node, count))
+            if is_evicted and count == node.num_pages:
+                self._trie.evicted(node)
+            self._drop(node, count)
+        return np.concatenate(given_up)
+
+    def _drop(self, node: Node, count: int) -> None:
+        """Forget the last `count` pages of a free leaf, and the leaf when none is left."""
+        had_point, num_pages = node.has_point, node.num_pages
+        if node.point is not None and had_point:
+            self._drop_point(node.point, lost="")
+        node.point = None
+        if count == num_pages or had_point:  # it is worth less without the point
+            self._leaves.void(node)
+        if count < num_pages:
+            self._trie.trim(node, count)
+            self.freed(node)
+            return
+        parent = self._trie.take_off(node)
+        # Only the deepest node of a prefix is marked as used; it hands that up when it goes.
+        parent.use(node.last_used, node.claims)
+        parent.num_uses += node.num_uses
+        self.freed(parent)
+
+    def _drop_point(self, point: RestorePoint, *, lost: str) -> None:
+        self._points.void(point)
+        self._on_drop(point)
+        point.lost = lost
+
+    def _worth_with_points(self, node: Node, now_s: float) -> Value:
+        """What a free leaf is worth: nothing if no prefix can be continued behind it."""
+        return self._worth(node, now_s) if node.has_point else _USELESS
+
+
+def _leaving(node: Node, num_pages: int) -> Leaving:
+    """What is told of the last pages of a node, or of its restore point only."""
+    root, *runs = node.path()
+    assert isinstance(root, Root), "the way up ends at a root"
+    pages = np.concatenate([run.pages for run in runs])
+    tokens, point = b"".join(run.key for run in runs), node.point if node.has_point else None
+    return Leaving(root.seed, tokens, pages, len(pages) - num_pages, point)

@@ -1,0 +1,134 @@
+"""What the storage gets from the host, and what of it the storage has, as far as is known."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from raycache.cache.host_tier import Entered, HostTier
+from raycache.cache.node import RestorePoint
+from raycache.cache.storage_orders import OrderKind, StorageAnswer, StorageCommands, StoredUnit
+from raycache.cache.tree import PrefixHandle
+from raycache.memory.component import FULL
+from raycache.memory.pages import PageIds
+
+MOST_PERSISTS = 256
+"""Commands to persist that may wait; with more of them the storage is too slow, and pages are not persisted."""
+_PERSIST_TIMEOUT_S = 120.0
+"""For a command to persist to begin: until it ends, the host cannot evict its pages."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Persist:
+    handle: PrefixHandle
+    pages: PageIds
+    point: RestorePoint | None
+    storage: int
+
+
+class Persists:
+    """Decides what goes from the host to the storage.
+
+    Args:
+        host: the tier above.
+        commands: to the storage.
+    Attributes:
+        counts: for people and metrics.
+        seconds: that the storage took.
+    """
+
+    def __init__(self, host: HostTier, commands: StorageCommands) -> None:
+        self._host, self._commands = host, commands
+        self._open: dict[int, _Persist] = {}
+        self._storage = 1  # number of the storage
+        self._is_stored = np.zeros(host.tier.pages.num_pages, np.bool_)  # by host page
+        self.counts: Counter[str] = Counter()
+        self.seconds = 0.0
+
+    @property
+    def open(self) -> Set[int]:
+        """Numbers of the commands whose answers have not come."""
+        return self._open.keys()
+
+    @property
+    def num_persisted(self) -> int:
+        """Pages that the storage has taken, or had already."""
+        return self.counts["persisted_pages"]
+
+    @property
+    def num_missing(self) -> int:
+        """Pages of the host that the storage lacks, as far as is known."""
+        is_stored = self._is_stored.copy()
+        for persist in self._open.values():
+            is_stored[persist.pages] = False
+        return int(np.count_nonzero(~is_stored[self._host.tier.tree.trie.pages()]))
+
+    def forget(self) -> None:
+        """There is another storage, or an empty one: nothing is stored as far as is known."""
+        self._commands.cancel_kind(OrderKind.PERSIST)
+        self._storage += 1
+        self._is_stored[:] = False
+
+    def note_stored(self, pages: PageIds) -> None:
+        """Take in that host pages were fetched from the storage."""
+        self._is_stored[pages] = True
+
+    def note_stored_point(self, point: RestorePoint) -> None:
+        """Take in that a restore point was fetched from the storage."""
+        point.storage = self._storage
+
+    def enter(self, entered: Entered, *, is_attached: bool) -> None:
+        """Store what has entered the host, after those pages before it that the storage lacks: a prefix without its
+        begin is never found."""
+        self._is_stored[entered.pages] = False
+        if not is_attached:
+            return
+        if len(self._open) >= MOST_PERSISTS:
+            self.counts["unpersisted_pages"] += len(entered.pages)
+            return
+        self.store(entered.handle, entered.point)
+
+    def store(self, handle: PrefixHandle, point: RestorePoint | None) -> int:
+        """Store what the storage lacks of a host's prefix, and of a restore point at its end, as far as is known.
+
+        Returns:
+            Number of the command, 0 if there is nothing to do.
+        """
+        if point is not None and point.storage == self._storage:
+            point = None
+        path = handle.pages
+        missing = np.flatnonzero(~self._is_stored[path])
+        if not len(missing) and point is None:
+            return 0
+        pages = path[missing]
+        digests = self._host.digests(handle)
+        units = [StoredUnit(FULL, page, digests[i]) for page, i in zip(pages.tolist(), missing.tolist(), strict=True)]
+        self._is_stored[pages] = True  # or will be: what follows it need not be sent with it again
+        if point is not None:
+            for space, ids in point.parts.items():
+                units += [StoredUnit(space, *unit) for unit in zip(ids, digests[len(path) - len(ids) :], strict=True)]
+            self._host.tier.hold(point)
+            point.storage = self._storage
+        owner, deadline_s = f"persist {handle.root.hex()[:8]}", time.monotonic() + _PERSIST_TIMEOUT_S
+        number = self._commands.post(OrderKind.PERSIST, owner, units=units, deadline_s=deadline_s)
+        self._open[number] = _Persist(handle.clone(), pages, point, self._storage)
+        return number
+
+    def take(self, answer: StorageAnswer) -> None:
+        """Take in what was stored."""
+        persist = self._open.pop(answer.number)
+        self.counts["persisted_bytes"] += answer.num_bytes
+        self.seconds += answer.seconds
+        stored = np.asarray(answer.stored[: len(persist.pages)], np.bool_)
+        self.counts["persisted_pages"] += int(np.count_nonzero(stored))
+        is_same = persist.storage == self._storage  # and was not emptied meanwhile
+        self._is_stored[persist.pages] &= stored & is_same
+        persist.handle.release()
+        if persist.point is not None:
+            if not (is_same and all(answer.stored[len(persist.pages) :])):
+                persist.point.storage = 0
+            self._host.tier.let_go(persist.point)

@@ -1,0 +1,291 @@
+"""Prefixes fetched from the storage to the host ahead of their requests.
+
+    request queued -> find -> host pages reserved -> fetch, some pages a command -> pages enter the host's tree in order
+
+Nothing here waits. What does not come in time is a miss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from raycache.cache.costs import Costs
+from raycache.cache.host_tier import HostTier
+from raycache.cache.keys import chain_digests
+from raycache.cache.node import RestorePoint
+from raycache.cache.persists import Persists
+from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageCommands, StoredUnit
+from raycache.cache.tree import PrefixHandle
+from raycache.memory.component import FULL
+from raycache.memory.pages import PageIds
+from raycache.types import Miss, PackedTokens
+
+_PAGES_PER_FETCH = 16
+_COMPLETE_FACTOR = 10.0
+"""Under wait_complete a request waits so many times prefetch_timeout_s at most: no wait is without end."""
+
+
+class Waiting(StrEnum):
+    """Whether a request waits for its prefetch."""
+
+    BEST_EFFORT = "best_effort"
+    COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Units of one fetch.
+
+    Attributes:
+        pages, digests: of the sequence, which follow each other.
+        point: the restore point behind them; only in the last one.
+        answers: one per unit, pages first; None until they are there.
+    """
+
+    pages: PageIds
+    digests: list[bytes]
+    point: RestorePoint | None = None
+    answers: Sequence[Fetch] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """What storage brings for one request.
+
+    Attributes:
+        owner: the request's id.
+        tokens: of the prompt, packed.
+        handle: of the host, at the end of what has come.
+        digests: of all whole pages that can be reused.
+        start_s: when it began.
+        begin, end: what it has brought to the host, in tokens; both 0 for nothing.
+        num_stored: tokens that the storage has, from the prompt's begin on.
+        is_known: whether the storage has said so; until then there may be more.
+        worst: the worst answer to a fetch so far.
+        chunks: fetches that were not taken in yet.
+        why_short: why less came than is stored.
+        is_done: nothing more will come.
+        is_abandoned: its request does not wait for it any more.
+    """
+
+    owner: str
+    tokens: PackedTokens
+    handle: PrefixHandle
+    digests: list[bytes]
+    start_s: float
+    begin: int = 0
+    end: int = 0
+    num_stored: int = 0
+    is_known: bool = False
+    worst: Fetch = Fetch.HIT
+    chunks: deque[Chunk] = field(default_factory=deque)
+    why_short: Miss = Miss.TIMEOUT
+    is_done: bool = False
+    is_abandoned: bool = False
+
+    def finish(self) -> None:
+        """Nothing more will come."""
+        self.is_done = True
+        if not self.handle.is_released:
+            self.handle.release()
+
+    def wait_is_over(self, waiting: Waiting, *, timeout_s: float, now_s: float) -> bool:
+        """Whether its request has waited for as long as it may."""
+        limit_s = timeout_s * (_COMPLETE_FACTOR if waiting is Waiting.COMPLETE else 1.0)
+        return now_s - self.start_s >= limit_s
+
+
+class Prefetches:
+    """Decides what comes from the storage to the host.
+
+    Args:
+        host: the tier above.
+        commands: to the storage.
+        persists: learns what the storage has.
+        waiting: whether requests wait for their prefetch.
+        timeout_s: how long, under that policy; and when a fetch that has not begun is given up.
+        share: of the host's pages, how much prefetches may hold at a time.
+        costs: what moving and computing take.
+    Attributes:
+        num_reserved: host pages that wait for what they are to hold.
+        counts: for people and metrics.
+        seconds: that the storage took.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        commands: StorageCommands,
+        persists: Persists,
+        *,
+        waiting: Waiting,
+        timeout_s: float,
+        share: float,
+        costs: Costs,
+    ) -> None:
+        self._host, self._commands, self._persists, self._costs = host, commands, persists, costs
+        self._waiting, self._timeout_s = waiting, timeout_s
+        self._most_reserved = int(share * host.tier.pages.num_pages)
+        self._finds: dict[int, Prefetch] = {}
+        self._fetches: dict[int, tuple[Prefetch, Chunk]] = {}
+        self.num_reserved = 0
+        self.counts: Counter[str] = Counter()
+        self.seconds = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Commands whose answers have not come."""
+        return len(self._finds) + len(self._fetches)
+
+    def start(self, owner: str, tokens: PackedTokens, *, root: bytes, now: int, now_s: float) -> Prefetch | None:
+        """Look for a request's prefix; None if the host has all of it."""
+        page_size = self._host.page_size
+        wanted = (len(tokens) // 4 - 1) // page_size
+        if not wanted:
+            return None
+        handle = self._host.tier.tree.match(tokens, now=now, root=root)
+        if handle.length == wanted * page_size:
+            handle.release()
+            return None
+        known = self._host.digests(handle)
+        before = known[-1] if known else root
+        digests = known + chain_digests(before, tokens, first=len(known), stop=wanted, page_size=page_size)
+        prefetch = Prefetch(owner, tokens, handle, digests, now_s, num_stored=handle.length)
+        deadline_s = now_s + self._timeout_s
+        self._finds[self._commands.post(OrderKind.FIND, owner, digests=digests, deadline_s=deadline_s)] = prefetch
+        return prefetch
+
+    def is_awaited(self, prefetch: Prefetch, *, now_s: float) -> bool:
+        """Whether its request should wait for more of it."""
+        if prefetch.is_done or prefetch.is_abandoned or self._waiting is Waiting.BEST_EFFORT:
+            return False
+        if prefetch.wait_is_over(self._waiting, timeout_s=self._timeout_s, now_s=now_s):
+            prefetch.why_short = Miss.TIMEOUT
+            return False
+        missing = len(prefetch.digests) * self._host.page_size - prefetch.handle.length
+        if not self._costs.is_wait_worth(missing, waited_s=now_s - prefetch.start_s):
+            prefetch.why_short = Miss.SLOWER
+            return False
+        return True
+
+    def abandon(self, prefetch: Prefetch) -> None:
+        """Its request runs, or has ended: what has begun still comes to the host."""
+        if not (prefetch.is_done or prefetch.is_abandoned):
+            prefetch.is_abandoned = True
+            self._commands.cancel(prefetch.owner)
+
+    def take_found(self, answer: StorageAnswer, *, now: int) -> None:
+        """Fetch what the storage has beyond the host, as much as fits."""
+        prefetch = self._finds.pop(answer.number)
+        if answer.outcome is not Outcome.DONE:
+            prefetch.worst = Fetch.UNAVAILABLE
+            prefetch.finish()
+            return
+        prefetch.is_known = True
+        size = self._host.page_size
+        stop = self._reachable(answer.found, prefetch)
+        if answer.found.is_foreign and stop * size <= prefetch.num_stored:
+            prefetch.worst = Fetch.FOREIGN
+        usable, prefetch.num_stored = prefetch.num_stored, max(prefetch.num_stored, stop * size)
+        if stop * size <= usable or prefetch.is_abandoned:
+            prefetch.finish()
+            return
+        # Pages that the host has beyond its last restore point, or has got since, need not be fetched.
+        self._host.tier.tree.lengthen(prefetch.handle, prefetch.tokens, limit=stop * size, now=now)
+        self._fetch_all(prefetch, stop=stop)
+        if not prefetch.chunks:
+            prefetch.finish()
+
+    def take_fetched(self, answer: StorageAnswer, *, now: int) -> None:
+        """Let what has come enter the host's tree, in order; behind a page that did not come, nothing is of use."""
+        prefetch, answered = self._fetches.pop(answer.number)
+        answered.answers = answer.fetches
+        self.counts["prefetched_bytes"] += answer.num_bytes
+        self.seconds += answer.seconds
+        self._costs.fetch.note(answer.seconds, answer.fetches.count(Fetch.HIT) * self._host.page_size)
+        while prefetch.chunks and (answers := prefetch.chunks[0].answers) is not None:
+            chunk = prefetch.chunks.popleft()
+            self.num_reserved -= len(chunk.pages)
+            bad = [answer for answer in answers if answer is not Fetch.HIT]
+            if prefetch.worst is Fetch.HIT and bad:
+                prefetch.worst = bad[0]
+            num_good = len(chunk.pages)
+            if bad:
+                num_good = next((i for i, answer in enumerate(answers) if answer is not Fetch.HIT), 0)
+                num_good = min(num_good, len(chunk.pages))
+            if prefetch.is_done:
+                num_good = 0
+            self._enter(prefetch, chunk, num_good, is_whole=not bad and not prefetch.is_done, now=now)
+            if bad:
+                prefetch.is_done = True  # later chunks are given back as they come
+        if not prefetch.chunks:
+            prefetch.finish()
+
+    def _reachable(self, found: Found, prefetch: Prefetch) -> int:
+        """Up to which page the prefetch goes; for models with restore points, there is one."""
+        stop = found.point_pages if self._host.tier.has_points else found.num_pages
+        return min(stop, len(prefetch.digests))
+
+    def _fetch_all(self, prefetch: Prefetch, *, stop: int) -> None:
+        """Reserve host pages up to page number `stop`, and units of the restore point there, and fetch them."""
+        host = self._host
+        first = prefetch.handle.length // host.page_size
+        missing, position = stop - first, stop * host.page_size
+        pages = self._reserve(missing)
+        point = host.tier.new_point(position, host.tier.part_counts(position)) if host.tier.has_points else None
+        if pages is None or (host.tier.has_points and point is None):
+            prefetch.why_short = Miss.NO_ROOM
+            if pages is not None:
+                self.num_reserved -= len(pages)
+                host.give_back(pages)
+            if point is not None:
+                host.tier.let_go(point)
+            return
+        for start in range(0, missing, _PAGES_PER_FETCH):
+            end = min(start + _PAGES_PER_FETCH, missing)
+            prefetch.chunks.append(Chunk(pages[start:end], prefetch.digests[first + start : first + end]))
+        if point is not None:
+            if not prefetch.chunks:
+                prefetch.chunks.append(Chunk(pages, []))
+            prefetch.chunks[-1].point = point
+        for chunk in prefetch.chunks:
+            self._fetch(prefetch, chunk, stop=stop)
+
+    def _reserve(self, count: int) -> PageIds | None:
+        if self.num_reserved + count > self._most_reserved:
+            self.counts["refused_prefetches"] += 1
+            return None
+        pages = self._host.reserve(count)
+        if pages is not None:
+            self.num_reserved += count
+        return pages
+
+    def _fetch(self, prefetch: Prefetch, chunk: Chunk, *, stop: int) -> None:
+        units = [StoredUnit(FULL, *unit) for unit in zip(chunk.pages.tolist(), chunk.digests, strict=True)]
+        for space, ids in ({} if chunk.point is None else chunk.point.parts).items():
+            digests = prefetch.digests[stop - len(ids) : stop]
+            units += [StoredUnit(space, *unit) for unit in zip(ids, digests, strict=True)]
+        # A fetch that has begun cannot be stopped; one that waits for its turn for too long is of no use.
+        deadline_s = prefetch.start_s + self._timeout_s * _COMPLETE_FACTOR
+        number = self._commands.post(OrderKind.FETCH, prefetch.owner, units=units, deadline_s=deadline_s)
+        self._fetches[number] = prefetch, chunk
+
+    def _enter(self, prefetch: Prefetch, chunk: Chunk, num_good: int, *, is_whole: bool, now: int) -> None:
+        good, handle = chunk.pages[:num_good], prefetch.handle
+        if num_good:
+            if prefetch.end == 0:
+                prefetch.begin = handle.length
+            entered = self._host.enter(handle, prefetch.tokens, good, chunk.digests[:num_good], now=now)
+            prefetch.end = handle.length
+            self._persists.note_stored(entered)
+            self.counts["prefetched_pages"] += len(entered)
+        self._host.give_back(chunk.pages[num_good:], None if is_whole else chunk.point)
+        if is_whole and chunk.point is not None and self._host.keep(handle, chunk.point):
+            self._persists.note_stored_point(chunk.point)
+            self.counts["prefetched_points"] += 1
+            if prefetch.end == 0:
+                prefetch.begin = prefetch.end = handle.length

@@ -1,0 +1,435 @@
+"""Moves between the device and the host tier: what is copied down and back, and what of it is on its way.
+
+    save    host pages are reserved -> moves in a plan -> all ranks acknowledge -> pages enter the host's tree
+    load    a host prefix is held -> moves in the plan of the row that needs them -> acknowledged with that plan
+
+The ranks' movers copy. Each phase of a load is an object of its own: a `Load` holds what it needs in both tiers, and
+planning it gives a `PlannedLoad`, which alone can be finished.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+
+from raycache.cache.evict import Leaving
+from raycache.cache.host_tier import Entered, HostTier, WritePolicy
+from raycache.cache.keys import chain_digests, tags_of
+from raycache.cache.moved import Moved
+from raycache.cache.node import RestorePoint
+from raycache.cache.saving import Cursor, LeavingPrefix, Save, SavedPrefix, Source
+from raycache.cache.tier import Tier
+from raycache.cache.tree import NOTHING, PrefixHandle, RadixTree
+from raycache.memory.component import FULL
+from raycache.memory.moves import Moves, Unit
+from raycache.memory.pages import PageIds
+from raycache.parallel.board import Acks
+from raycache.types import PackedTokens
+
+_NEW_RANKS = Acks()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """A prefix that the host is to give to the device; what that needs in both tiers is held until it ends.
+
+    Attributes:
+        transfers: that prepared it.
+        handle: of the host's prefix.
+        first: number of the first page to load.
+        num_device: tokens before it that the device had.
+        point: device units for the restore point at the handle's end, which no row writes to.
+        host_point: its units on the host.
+    """
+
+    transfers: Transfers
+    handle: PrefixHandle
+    first: int
+    num_device: int
+    point: RestorePoint | None = None
+    host_point: RestorePoint | None = None
+
+    @property
+    def position(self) -> int:
+        """Where the sequence goes on."""
+        return self.handle.length
+
+    def plan(self, pages: Sequence[int]) -> PlannedLoad:
+        """Plan its moves, to these device pages from `first` on."""
+        return self.transfers.plan_load(self, pages)
+
+    def drop(self) -> None:
+        """Let go of what it holds: it is not made, or has failed."""
+        self.transfers.let_go(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedLoad(Load):
+    """A load whose moves are in a plan.
+
+    Attributes:
+        number: of the moves.
+    """
+
+    number: int = 0
+
+    def finish(self, prefix: PrefixHandle, pages: Sequence[int]) -> None:
+        """Take in that these device pages, and the restore point at the end of a prefix of the device, are loaded."""
+        self.transfers.finish_load(self, prefix, pages)
+
+    def forget(self, tokens: PackedTokens, *, root: bytes) -> None:
+        """Forget on the host what it was to load, which has turned out to be bad, and all that continues it."""
+        self.transfers.discard(self, tokens, root=root)
+
+
+class Transfers:
+    """Decides what moves between the device and the host.
+
+    Args:
+        device, host: the tiers.
+    Attributes:
+        saves_used, saves_computed: whether the write policy saves what a second sequence uses, and what is computed.
+        num_evicted_unsaved: pages that the device evicted although the host did not have them.
+    """
+
+    def __init__(self, device: Tier, host: HostTier) -> None:
+        self._device, self._host = device, host
+        self.saves_used = host.policy is not WritePolicy.BACK
+        self.saves_computed = host.policy is WritePolicy.THROUGH
+        self.num_evicted_unsaved = 0
+        self._is_saved = np.zeros(device.pages.num_pages, np.bool_)
+        self._moved = Moved(host.unit_bytes)
+        self._open: deque[Save] = deque()
+        self._saves: list[Moves] = []
+        self._loads: list[Moves] = []
+        self._num_saves = self._num_loads = 0
+        self._is_urgent = False
+        self._is_lost = False
+        self._counts: Counter[str] = Counter()
+
+    def open(self, tokens: PackedTokens, *, root: bytes, now: int) -> Cursor:
+        """Lock the longest prefix of a sequence that the host could continue."""
+        return Cursor(self._host.tier.tree.match(tokens, now=now, root=root))
+
+    # --- loads --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, handle: PrefixHandle, cursor: Cursor, tokens: PackedTokens, *, now: int) -> Load | None:
+        """Hold what loading the rest of a prefix needs; None if there is nothing to load, or too little is free.
+
+        Args:
+            handle: of the device, which is lengthened over pages that need not be loaded.
+            cursor: of the same sequence.
+            tokens: of the sequence.
+            now: step number.
+        """
+        found, device = cursor.found, self._device
+        point = found.point
+        if device.has_points and point is None:
+            return None  # the restore point was evicted since it was matched
+        if point is None:
+            device.tree.lengthen(handle, tokens, limit=found.length, now=now)
+            return Load(self, found.clone(), handle.length // device.page_size, handle.length)
+        self._host.tier.hold(point)  # what leaves the device now may need room on the host
+        units = device.new_point(found.length, {space: len(ids) for space, ids in point.parts.items()})
+        if units is None:
+            self._host.tier.let_go(point)
+            return None
+        device.tree.lengthen(handle, tokens, limit=found.length, now=now)
+        return Load(self, found.clone(), handle.length // device.page_size, handle.length, units, point)
+
+    def prepare_more(
+        self, handle: PrefixHandle, cursor: Cursor, tokens: PackedTokens, *, num_computed: int, now: int
+    ) -> Load | None:
+        """As `prepare`, for a sequence that runs, if the host has got more; only for models without restore points."""
+        if self._device.has_points or cursor.is_closed:
+            return None
+        self._host.tier.tree.rematch(cursor.found, tokens, now=now)
+        if cursor.found.length <= num_computed:
+            return None
+        return Load(self, cursor.found.clone(), handle.length // self._device.page_size, handle.length)
+
+    def plan_load(self, load: Load, pages: Sequence[int]) -> PlannedLoad:
+        """Do what `Load.plan` says."""
+        host = load.handle.pages
+        digests = self._host.digests(load.handle)
+        units = _units(FULL, pages, host[load.first :].tolist(), digests[load.first :])
+        parts = {} if load.host_point is None else load.host_point.parts
+        for space, ids in parts.items():
+            assert load.point is not None, "a restore point is loaded into a restore point"
+            units += _units(space, load.point.parts[space], ids, digests[len(host) - len(ids) :])
+        self._num_loads += 1
+        self._loads.append(Moves(self._num_loads, units))
+        self._counts["loaded_pages"] += len(pages)
+        self._moved.count("loaded", len(pages), parts)
+        held = (load.handle, load.first, load.num_device, load.point, load.host_point)
+        return PlannedLoad(self, *held, self._num_loads)
+
+    def finish_load(self, load: PlannedLoad, prefix: PrefixHandle, pages: Sequence[int]) -> None:
+        """Do what `PlannedLoad.finish` says."""
+        self._is_saved[pages] = True
+        is_kept = load.point is not None and self._device.keep(prefix, load.point)
+        self.let_go(load, has_point=not is_kept)
+
+    def let_go(self, load: Load, *, has_point: bool = True) -> None:
+        """Let go of what a load holds; of the device's units only if it has them still."""
+        load.handle.release()
+        if load.host_point is not None:
+            self._host.tier.let_go(load.host_point)
+        if load.point is not None and has_point:
+            self._device.let_go(load.point)
+
+    def discard(self, load: PlannedLoad, tokens: PackedTokens, *, root: bytes) -> None:
+        """Do what `PlannedLoad.forget` says."""
+        self._counts["failed_loads"] += 1
+        last = load.position // self._device.page_size - 1  # whose restore point may be what is bad
+        self._host.discard(tokens, root=root, first_page=min(load.first, last))
+
+    # --- saves --------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        cursor: Cursor,
+        prefix: PrefixHandle,
+        tokens: PackedTokens,
+        *,
+        now: int,
+        then: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Copy what the host lacks of a prefix that the device holds, with the restore point at its end.
+
+        Args:
+            cursor: of the sequence.
+            prefix: of the device.
+            tokens: of the sequence; may grow until the moves are done.
+            now: step number.
+            then: called when the moves are done or have failed.
+        Returns:
+            Whether there was anything that could be saved.
+        """
+        source = SavedPrefix(self._device, prefix, self._is_saved, then)
+        is_planned = self.plan_save(cursor, source, tokens, stop=prefix.length // self._device.page_size, now=now)
+        if not is_planned:
+            source.let_go()
+        return is_planned
+
+    def plan_save(self, cursor: Cursor, source: Source, tokens: PackedTokens, *, stop: int, now: int) -> bool:
+        """Plan the copy of a sequence's first `stop` pages, and the restore point behind them, as far as they lack.
+
+        Returns:
+            Whether moves were planned; the source is released when they are done.
+        """
+        host, point = self._host, source.point
+        if self._is_lost or cursor.is_broken or cursor.is_closed:
+            return False
+        cursor.catch_up(host, tokens, stop=stop, now=now)
+        first = cursor.num_planned
+        missing = max(0, stop - first)
+        if not missing and not (point is not None and cursor.lacks_point(stop)):
+            return False
+        taken = host.reserve(missing)
+        if taken is None:
+            self._counts["unsaved_pages"] += missing
+            return False
+        before = cursor.last_digests[-1] if cursor.last_digests else cursor.found.root
+        digests = chain_digests(before, tokens, first=first, stop=stop, page_size=host.page_size)
+        cursor.plan(digests, num_kept=host.num_last)
+        units = _units(FULL, source.pages_from(first).tolist(), taken.tolist(), digests)
+        host_point = None
+        if point is not None:
+            host_point = host.tier.new_point(point.position, {space: len(ids) for space, ids in point.parts.items()})
+        if point is not None and host_point is not None:
+            for space, ids in point.parts.items():
+                units += _units(
+                    space, ids, host_point.parts[space], cursor.last_digests[len(cursor.last_digests) - len(ids) :]
+                )
+        self._num_saves += 1
+        self._saves.append(Moves(self._num_saves, units))
+        self._open.append(Save(self._num_saves, cursor, source, tokens, taken, digests, host_point))
+        return True
+
+    def save_leaving(self, leaving: Leaving) -> None:
+        """Copy what the device is about to evict; the plan that overwrites it saves it first."""
+        if self._device.has_points and leaving.point is None:
+            return  # pages without their restore point are of no use
+        cursor = self.open(leaving.tokens, root=leaving.root, now=0)
+        source = LeavingPrefix(leaving.pages, leaving.point)
+        self._is_urgent |= self.plan_save(cursor, source, leaving.tokens, stop=len(leaving.pages), now=0)
+        cursor.close()
+        self._is_saved[leaving.pages] |= cursor.num_planned == len(leaving.pages)
+
+    def save_all(self, then: Callable[[], None]) -> Iterator[bool]:
+        """Copy to the host what it lacks of all that the device holds.
+
+        Args:
+            then: called once for each prefix that is copied, when it is there or has failed.
+        Returns:
+            True after each prefix that is being copied; False when moves should end before the next one.
+        """
+        tree = self._device.tree
+        for node in tree.ends():
+            handle = tree.lock(node)
+            if handle is not None and not self._host.can_take(handle.length // tree.page_size, handle.parts):
+                handle.release()
+                yield False
+                handle = tree.lock(node)
+            if handle is None:
+                continue
+            cursor = self.open(handle.tokens, root=handle.root, now=0)
+            is_planned = self.save(cursor, handle, handle.tokens, now=0, then=then)
+            cursor.close()
+            handle.release()
+            if is_planned:
+                yield True
+
+    def note_new(self, pages: Sequence[int]) -> None:
+        """Take in that device pages will hold something else."""
+        self._is_saved[pages] = False
+
+    def note_evicted(self, pages: PageIds) -> None:
+        """Count the device pages that go before the host had them."""
+        self.num_evicted_unsaved += int(np.count_nonzero(~self._is_saved[pages]))
+
+    # --- plans and acknowledgements -----------------------------------------------------------------------------------
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether a plan should go out, or its acknowledgement is awaited."""
+        return bool(self._saves or self._loads or self._open)
+
+    @property
+    def held_points(self) -> list[RestorePoint]:
+        """Restore points of the device that are being saved."""
+        sources = [save.source for save in self._open if isinstance(save.source, SavedPrefix)]
+        return [source.point for source in sources if source.point is not None]
+
+    def take_moves(self) -> tuple[list[Moves], list[Moves], bool]:
+        """Saves and loads for the next plan, and whether its saves have to end before anything is written."""
+        moves = self._saves, self._loads, self._is_urgent
+        self._saves, self._loads, self._is_urgent = [], [], False
+        return moves
+
+    def acknowledge(self, acks: Acks, *, now: int) -> None:
+        """Take in which saves are done. Failures between two calls are not told apart: all of them count as failed."""
+        self._moved.take_times(acks)
+        while self._open and self._open[0].number <= acks.saves:
+            save = self._open.popleft()
+            self._finish(save, is_done=save.number > acks.bad_save, now=now)
+
+    def lose(self) -> None:
+        """The ranks are gone: nothing that is on its way will be acknowledged, and nothing can be saved."""
+        self._is_lost = True
+        while self._open:
+            self._finish(self._open.popleft(), is_done=False, now=0)
+        self._saves, self._loads, self._is_urgent = [], [], False
+
+    def resume(self, acks: Acks = _NEW_RANKS) -> None:
+        """There are ranks again, which have acknowledged so many moves."""
+        self._num_saves, self._num_loads = acks.saves, acks.loads
+        self._moved.begin_anew(acks)
+        self._is_lost = False
+
+    def counts(self) -> dict[str, float]:
+        """Figures of the host tier, for people and metrics."""
+        tier, counts = self._host.tier, self._counts
+        return {
+            **self._host.counts(),
+            "saved_pages": counts["saved_pages"],
+            "loaded_pages": counts["loaded_pages"],
+            "evicted_pages": tier.num_evicted,
+            "evicted_points": tier.num_points_evicted,
+            "unsaved_pages": counts["unsaved_pages"],
+            "failed_saves": counts["failed_saves"],
+            "failed_loads": counts["failed_loads"],
+            **self._moved.figures(),
+        }
+
+    def _finish(self, save: Save, *, is_done: bool, now: int) -> None:
+        cursor, host, point = save.cursor, self._host, save.point
+        is_done &= not cursor.is_broken
+        if is_done:
+            entered = host.enter(cursor.saved, save.tokens, save.pages, save.digests, now=now)
+            self._counts["saved_pages"] += len(entered)
+            self._moved.count("saved", len(save.pages), {} if point is None else point.parts)
+            is_kept = point is not None and host.keep(cursor.saved, point)
+            if is_kept or len(entered):
+                host.on_enter(Entered(entered, point if is_kept else None, cursor.saved))
+        else:
+            self._counts["failed_saves"] += 1
+            host.give_back(save.pages, point)
+        save.source.release(is_done)
+        cursor.finish(is_done=is_done)
+
+
+class NoTransfers:
+    """There is no host tier: nothing is saved, and nothing is found."""
+
+    saves_used = saves_computed = has_moves = False
+    num_evicted_unsaved = 0
+    held_points: Sequence[RestorePoint] = ()
+
+    def __init__(self) -> None:
+        self._cursor = Cursor(RadixTree(1).match(NOTHING, now=0), is_closed=True)
+
+    def open(self, tokens: PackedTokens, *, root: bytes, now: int) -> Cursor:
+        """A cursor that has found nothing."""
+        return self._cursor
+
+    def prepare(self, handle: PrefixHandle, cursor: Cursor, tokens: PackedTokens, *, now: int) -> None:
+        """Nothing to load."""
+
+    def prepare_more(
+        self, handle: PrefixHandle, cursor: Cursor, tokens: PackedTokens, *, num_computed: int, now: int
+    ) -> None:
+        """Nothing to load."""
+
+    def save(
+        self,
+        cursor: Cursor,
+        prefix: PrefixHandle,
+        tokens: PackedTokens,
+        *,
+        now: int,
+        then: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Nothing is saved."""
+        return False
+
+    def save_leaving(self, leaving: Leaving) -> None:
+        """Nothing is saved."""
+
+    def note_new(self, pages: Sequence[int]) -> None:
+        """Nothing is known of pages."""
+
+    def note_evicted(self, pages: PageIds) -> None:
+        """Nothing is counted."""
+
+    def save_all(self, then: Callable[[], None]) -> Iterator[bool]:
+        """Nothing is saved."""
+        return iter(())
+
+    def take_moves(self) -> tuple[list[Moves], list[Moves], bool]:
+        """No moves."""
+        return [], [], False
+
+    def acknowledge(self, acks: Acks, *, now: int) -> None:
+        """Nothing was planned."""
+
+    def lose(self) -> None:
+        """Nothing was on its way."""
+
+    def resume(self, acks: Acks = _NEW_RANKS) -> None:
+        """Nothing is to be numbered."""
+
+    def counts(self) -> dict[str, float]:
+        """No figures."""
+        return {}
+
+
+def _units(space: str, device: Sequence[int], host: Sequence[int], digests: Sequence[bytes]) -> list[Unit]:
+    """Units to move, each between the device's id and the host's, with the tag of its digest."""
+    assert len(device) == len(host) == len(digests), f"{len(device)} units of {space} to {len(host)}"
+    return list(map(Unit._make, zip(repeat(space), device, host, tags_of(digests), strict=False)))
