@@ -19,7 +19,7 @@ from raycache.cache.keys import longest_stored, object_keys
 from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
 from raycache.memory.arena import Arena
 from raycache.memory.checksum import checksum_of
-from raycache.memory.component import FULL
+from raycache.memory.component import FULL, first_window_page
 from raycache.memory.rows import EnvelopeLayout
 from raycache.storage.base import Storage, suffix_of
 from raycache.storage.coverage import Coverage, Lookup, formats_of, groups_of
@@ -221,7 +221,7 @@ class StorageWorker:
     def _parts(self, length: int) -> Iterator[tuple[str, int]]:
         """(space, page number) of what continuing after `length` pages needs beside the pages of the sequence."""
         for space, window in self._windows.items():
-            first = max(0, length * self._page_size - window + 1) // self._page_size
+            first = first_window_page(length * self._page_size, window=window, page_size=self._page_size)
             yield from ((space, page) for page in range(first, length))
         if self._state_space:
             yield self._state_space, length - 1
