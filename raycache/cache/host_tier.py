@@ -81,6 +81,7 @@ class HostTier:
         tier: pages, units and prefixes.
         policy, unit_bytes: as given.
         num_last: pages at the end of a prefix whose digests a restore point needs, at least one.
+        num_discarded: prefixes that turned out to be bad.
         on_enter: told what was saved, once it is in the tree.
     """
 
@@ -103,6 +104,7 @@ class HostTier:
         self.num_last = max([1, *(window_pages(window, self.page_size) for window in self.tier.windows.values())])
         self._catalog = catalog
         self._reserved: set[int] = set()
+        self.num_discarded = 0
 
     # --- what comes ---------------------------------------------------------------------------------------------------
 
@@ -180,6 +182,7 @@ class HostTier:
 
     def discard(self, tokens: PackedTokens, *, root: bytes, first_page: int) -> None:
         """Forget what turned out to be bad, and all that continues it."""
+        self.num_discarded += 1
         pages = self.tier.tree.discard(tokens, root=root, first_page=first_page)
         self._catalog.drop_pages(pages)
         self.tier.pages.free(pages)

@@ -62,9 +62,17 @@ class Load:
         """Plan its moves, to these device pages from `first` on."""
         return self.transfers.plan_load(self, pages)
 
-    def drop(self) -> None:
-        """Let go of what it holds: it is not made, or has failed."""
-        self.transfers.let_go(self)
+    def drop(self, *, has_point: bool = True) -> None:
+        """Let go of what it holds: it is not made, or is over.
+
+        Args:
+            has_point: whether it holds the device's units still.
+        """
+        self.handle.release()
+        if self.host_point is not None:
+            self.transfers.host.tier.let_go(self.host_point)
+        if self.point is not None and has_point:
+            self.transfers.device.let_go(self.point)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +91,8 @@ class PlannedLoad(Load):
 
     def forget(self, tokens: PackedTokens, *, root: bytes) -> None:
         """Forget on the host what it was to load, which has turned out to be bad, and all that continues it."""
-        self.transfers.discard(self, tokens, root=root)
+        last = self.position // self.transfers.host.page_size - 1  # whose restore point may be what is bad
+        self.transfers.host.discard(tokens, root=root, first_page=min(self.first, last))
 
 
 class Transfers:
@@ -92,12 +101,13 @@ class Transfers:
     Args:
         device, host: the tiers.
     Attributes:
+        device, host: as given.
         saves_used, saves_computed: whether the write policy saves what a second sequence uses, and what is computed.
         num_evicted_unsaved: pages that the device evicted although the host did not have them.
     """
 
     def __init__(self, device: Tier, host: HostTier) -> None:
-        self._device, self._host = device, host
+        self.device, self.host = device, host
         self.saves_used = host.policy is not WritePolicy.BACK
         self.saves_computed = host.policy is WritePolicy.THROUGH
         self.num_evicted_unsaved = 0
@@ -113,7 +123,7 @@ class Transfers:
 
     def open(self, tokens: PackedTokens, *, root: bytes, now: int) -> Cursor:
         """Lock the longest prefix of a sequence that the host could continue."""
-        return Cursor(self._host.tier.tree.match(tokens, now=now, root=root))
+        return Cursor(self.host.tier.tree.match(tokens, now=now, root=root))
 
     # --- loads --------------------------------------------------------------------------------------------------------
 
@@ -126,17 +136,17 @@ class Transfers:
             tokens: of the sequence.
             now: step number.
         """
-        found, device = cursor.found, self._device
+        found, device = cursor.found, self.device
         point = found.point
         if device.has_points and point is None:
             return None  # the restore point was evicted since it was matched
         if point is None:
             device.tree.lengthen(handle, tokens, limit=found.length, now=now)
             return Load(self, found.clone(), handle.length // device.page_size, handle.length)
-        self._host.tier.hold(point)  # what leaves the device now may need room on the host
+        self.host.tier.hold(point)  # what leaves the device now may need room on the host
         units = device.new_point(found.length, {space: len(ids) for space, ids in point.parts.items()})
         if units is None:
-            self._host.tier.let_go(point)
+            self.host.tier.let_go(point)
             return None
         device.tree.lengthen(handle, tokens, limit=found.length, now=now)
         return Load(self, found.clone(), handle.length // device.page_size, handle.length, units, point)
@@ -145,17 +155,17 @@ class Transfers:
         self, handle: PrefixHandle, cursor: Cursor, tokens: PackedTokens, *, num_computed: int, now: int
     ) -> Load | None:
         """As `prepare`, for a sequence that runs, if the host has got more; only for models without restore points."""
-        if self._device.has_points or cursor.is_closed:
+        if self.device.has_points or cursor.is_closed:
             return None
-        self._host.tier.tree.rematch(cursor.found, tokens, now=now)
+        self.host.tier.tree.rematch(cursor.found, tokens, now=now)
         if cursor.found.length <= num_computed:
             return None
-        return Load(self, cursor.found.clone(), handle.length // self._device.page_size, handle.length)
+        return Load(self, cursor.found.clone(), handle.length // self.device.page_size, handle.length)
 
     def plan_load(self, load: Load, pages: Sequence[int]) -> PlannedLoad:
         """Do what `Load.plan` says."""
         host = load.handle.pages
-        digests = self._host.digests(load.handle)
+        digests = self.host.digests(load.handle)
         units = _units(FULL, pages, host[load.first :].tolist(), digests[load.first :])
         parts = {} if load.host_point is None else load.host_point.parts
         for space, ids in parts.items():
@@ -171,22 +181,8 @@ class Transfers:
     def finish_load(self, load: PlannedLoad, prefix: PrefixHandle, pages: Sequence[int]) -> None:
         """Do what `PlannedLoad.finish` says."""
         self._is_saved[pages] = True
-        is_kept = load.point is not None and self._device.keep(prefix, load.point)
-        self.let_go(load, has_point=not is_kept)
-
-    def let_go(self, load: Load, *, has_point: bool = True) -> None:
-        """Let go of what a load holds; of the device's units only if it has them still."""
-        load.handle.release()
-        if load.host_point is not None:
-            self._host.tier.let_go(load.host_point)
-        if load.point is not None and has_point:
-            self._device.let_go(load.point)
-
-    def discard(self, load: PlannedLoad, tokens: PackedTokens, *, root: bytes) -> None:
-        """Do what `PlannedLoad.forget` says."""
-        self._counts["failed_loads"] += 1
-        last = load.position // self._device.page_size - 1  # whose restore point may be what is bad
-        self._host.discard(tokens, root=root, first_page=min(load.first, last))
+        is_kept = load.point is not None and self.device.keep(prefix, load.point)
+        load.drop(has_point=not is_kept)
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
@@ -210,8 +206,8 @@ class Transfers:
         Returns:
             Whether there was anything that could be saved.
         """
-        source = SavedPrefix(self._device, prefix, self._is_saved, then)
-        is_planned = self.plan_save(cursor, source, tokens, stop=prefix.length // self._device.page_size, now=now)
+        source = SavedPrefix(self.device, prefix, self._is_saved, then)
+        is_planned = self.plan_save(cursor, source, tokens, stop=prefix.length // self.device.page_size, now=now)
         if not is_planned:
             source.let_go()
         return is_planned
@@ -222,7 +218,7 @@ class Transfers:
         Returns:
             Whether moves were planned; the source is released when they are done.
         """
-        host, point = self._host, source.point
+        host, point = self.host, source.point
         if self._is_lost or cursor.is_broken or cursor.is_closed:
             return False
         cursor.catch_up(host, tokens, stop=stop, now=now)
@@ -253,7 +249,7 @@ class Transfers:
 
     def save_leaving(self, leaving: Leaving) -> None:
         """Copy what the device is about to evict; the plan that overwrites it saves it first."""
-        if self._device.has_points and leaving.point is None:
+        if self.device.has_points and leaving.point is None:
             return  # pages without their restore point are of no use
         cursor = self.open(leaving.tokens, root=leaving.root, now=0)
         source = LeavingPrefix(leaving.pages, leaving.point)
@@ -269,10 +265,10 @@ class Transfers:
         Returns:
             True after each prefix that is being copied; False when moves should end before the next one.
         """
-        tree = self._device.tree
+        tree = self.device.tree
         for node in tree.ends():
             handle = tree.lock(node)
-            if handle is not None and not self._host.can_take(handle.length // tree.page_size, handle.parts):
+            if handle is not None and not self.host.can_take(handle.length // tree.page_size, handle.parts):
                 handle.release()
                 yield False
                 handle = tree.lock(node)
@@ -334,21 +330,21 @@ class Transfers:
 
     def counts(self) -> dict[str, float]:
         """Figures of the host tier, for people and metrics."""
-        tier, counts = self._host.tier, self._counts
+        tier, counts = self.host.tier, self._counts
         return {
-            **self._host.counts(),
+            **self.host.counts(),
             "saved_pages": counts["saved_pages"],
             "loaded_pages": counts["loaded_pages"],
             "evicted_pages": tier.num_evicted,
             "evicted_points": tier.num_points_evicted,
             "unsaved_pages": counts["unsaved_pages"],
             "failed_saves": counts["failed_saves"],
-            "failed_loads": counts["failed_loads"],
+            "failed_loads": self.host.num_discarded,
             **self._moved.figures(),
         }
 
     def _finish(self, save: Save, *, is_done: bool, now: int) -> None:
-        cursor, host, point = save.cursor, self._host, save.point
+        cursor, host, point = save.cursor, self.host, save.point
         is_done &= not cursor.is_broken
         if is_done:
             entered = host.enter(cursor.saved, save.tokens, save.pages, save.digests, now=now)
