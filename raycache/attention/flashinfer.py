@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raycache.attention.base import Capabilities, LatentProjection, NotRecordableError, Selection
 from raycache.attention.flashinfer_full import FullKernels, Layers
-from raycache.attention.flashinfer_kernels import Heads, StaticRows, Workshop
+from raycache.attention.flashinfer_kernels import Heads, KernelCache, StaticRows
 from raycache.attention.flashinfer_latent import LatentKernels, LatentLayers
 from raycache.attention.flashinfer_selected import SelectedKernels, SlotChoice, attend_choice
 from raycache.attention.layout import StepLayout
@@ -60,7 +60,7 @@ class FlashInferBackend:
     )
 
     def __init__(self, device: torch.device, *, max_pages: int, expanded_bytes: int = EXPANDED_BYTES) -> None:
-        self.shop = Workshop(device)
+        self.kernels = KernelCache(device)
         self.expanded_bytes = expanded_bytes
         self._max_pages = max_pages
         self._said: set[str] = set()
@@ -106,7 +106,7 @@ class FlashInferStep:
         heads = Heads(q.shape[1], k.shape[1], q.shape[2], q.shape[2], q.dtype, scale)
         layers = Layers(view.space, view.window, heads)
         if layers not in self._full:
-            self._full[layers] = FullKernels(self._backend.shop, layers, self._layout, self._static)
+            self._full[layers] = FullKernels(self._backend.kernels, layers, self._layout, self._static)
         return self._full[layers].attend(view, q, k, v, sinks)
 
     def attend_latent(
@@ -171,13 +171,13 @@ class FlashInferStep:
         if layers not in self._latent:
             bound = self._backend.expanded_bytes
             self._latent[layers] = LatentKernels(
-                self._backend.shop, layers, self._layout, expanded_bytes=bound, static=self._static
+                self._backend.kernels, layers, self._layout, expanded_bytes=bound, static=self._static
             )
         return self._latent[layers]
 
     def _selected_plan(self, layers: LatentLayers, choice: SlotChoice) -> SelectedKernels:
         if layers not in self._selected:
-            self._selected[layers] = SelectedKernels(self._backend.shop, layers, self._layout, choice, self._static)
+            self._selected[layers] = SelectedKernels(self._backend.kernels, layers, self._layout, choice, self._static)
         return self._selected[layers]
 
     def _recurrent_plan(self) -> KernelRecurrence:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raycache.attention.flashinfer_kernels import Heads, PagedKernel, RaggedKernel, StaticRows, Workshop, Writer
+from raycache.attention.flashinfer_kernels import Heads, KernelCache, PagedKernel, RaggedKernel, StaticRows, Writer
 from raycache.attention.flashinfer_tables import (
     Ints,
     Segments,
@@ -77,26 +77,26 @@ class _Copies:
     """Rows that are as long as a window or longer: what they see of the cache is copied in front of their new keys.
 
     Args:
-        shop: of the rank.
+        kernels: of the rank.
         layers: which.
         chunks: the rows.
         places: of the space.
     """
 
-    def __init__(self, shop: Workshop, layers: Layers, chunks: Sequence[Chunk], places: Places) -> None:
+    def __init__(self, kernels: KernelCache, layers: Layers, chunks: Sequence[Chunk], places: Places) -> None:
         slots = []
         for chunk in chunks:
             held = int(places.pages.cached[chunk.row])
             seen = range(max(held - layers.window + 1, 0), held)
             slots.append(cached_slots(places.pages, chunk.row, seen, page_len=places.page_size))
-        self._slots = [shop.on_device(some) for some in slots]
+        self._slots = [kernels.on_device(some) for some in slots]
         self._new = [chunk.tokens for chunk in chunks]
         lens = [chunk.tokens.stop - chunk.tokens.start for chunk in chunks]
         keys = starts_of([len(some) + count for some, count in zip(slots, lens, strict=True)])
         tokens = together([range(span.start, span.stop) for span in self._new])
-        self._kernel = shop.kernel((layers, "copies"), functools.partial(RaggedKernel, shop))
+        self._kernel = kernels.kernel((layers, "copies"), functools.partial(RaggedKernel, kernels))
         self._kernel.plan(Segments(tokens, starts_of(lens), keys), layers.heads, is_causal=True, window=layers.window)
-        self.tokens = shop.tokens(tokens)
+        self.tokens = kernels.tokens(tokens)
 
     def run(self, view: KVView, q: Tensor, k: Tensor, v: Tensor) -> Part:
         """q, k, v of all tokens -> results of these rows."""
@@ -113,21 +113,23 @@ class FullKernels:
     """Plan of the layers of one kind.
 
     Args:
-        shop: of the rank.
+        kernels: of the rank.
         layers: which.
         layout: of the step.
         static: for a recorded batch.
     """
 
-    def __init__(self, shop: Workshop, layers: Layers, layout: StepLayout, static: StaticRows | None = None) -> None:
+    def __init__(
+        self, kernels: KernelCache, layers: Layers, layout: StepLayout, static: StaticRows | None = None
+    ) -> None:
         places = layout.inputs.places[layers.space]
-        self._shop, self._layers, self._layout, self._static = shop, layers, layout, static
-        self._recorded = PagedKernel(shop, "fa2", static) if static is not None else None
-        self._writer = Writer(shop, places.slots)
+        self._kernels, self._layers, self._layout, self._static = kernels, layers, layout, static
+        self._recorded = PagedKernel(kernels, "fa2", static) if static is not None else None
+        self._writer = Writer(kernels, places.slots)
         tokens = layers.window if layers.window else layout.inputs.num_tokens + 1
         copied = [chunk for chunk in layout.chunks if len(layout.inputs.rows[chunk.row].tokens) >= tokens]
         self._copied = {chunk.row for chunk in copied}
-        self._copies = _Copies(shop, layers, copied, places) if copied else None
+        self._copies = _Copies(kernels, layers, copied, places) if copied else None
         self._answers = self._answered(places)
         self._runs = list(self._planned_runs())
 
@@ -190,11 +192,11 @@ class FullKernels:
         found = []
         for family, some in self._by_family(lens):
             table = page_table(places.pages, some, lens, inputs=rows, page_len=page_len)
-            kernel = self._recorded or self._shop.kernel(
-                (self._layers, family), functools.partial(PagedKernel, self._shop, family, None)
+            kernel = self._recorded or self._kernels.kernel(
+                (self._layers, family), functools.partial(PagedKernel, self._kernels, family, None)
             )
             kernel.plan(table, self._layers.heads, is_causal=is_alone, window=self._layers.window)
-            found.append(_Answer(self._shop.tokens(table.tokens), kernel))
+            found.append(_Answer(self._kernels.tokens(table.tokens), kernel))
         return found
 
     def _by_family(self, lens: Ints) -> list[tuple[str, list[int]]]:
@@ -205,13 +207,13 @@ class FullKernels:
         found: dict[str, list[int]] = {}
         for i, (row, count) in enumerate(zip(rows, lens.tolist(), strict=True)):
             if count and i not in self._copied:
-                found.setdefault("fa2" if len(row.tokens) < FEW_QUERIES else self._shop.newest, []).append(i)
+                found.setdefault("fa2" if len(row.tokens) < FEW_QUERIES else self._kernels.newest, []).append(i)
         return list(found.items())
 
     def _planned_runs(self) -> Iterator[tuple[Tokens, RaggedKernel]]:
         if self._layout.inputs.ctx.cp.size == 1:
             return
         for i, segments in enumerate(run_segments(self._layout.chunks)):
-            kernel = self._shop.kernel((self._layers, "run", i), functools.partial(RaggedKernel, self._shop))
+            kernel = self._kernels.kernel((self._layers, "run", i), functools.partial(RaggedKernel, self._kernels))
             kernel.plan(segments, self._layers.heads, is_causal=True)
-            yield self._shop.tokens(segments.tokens), kernel
+            yield self._kernels.tokens(segments.tokens), kernel

@@ -2,7 +2,7 @@
 
 A plan says which block of the device computes what. It is made on the host and copied to the device from pinned memory
 that the kernel's next plan overwrites: whoever plans waits until the copies of the plan before are done. What a run
-leaves in the workshop's buffer is used up before the run ends. So all kernels of a workshop belong to one stream.
+leaves in the shared buffer is used up before the run ends. So all kernels of a `KernelCache` belong to one stream.
 
 Shapes in this file: T queries, H heads, D head size, P pages, R tokens of a page.
 """
@@ -67,8 +67,8 @@ class StaticRows:
     max_pages: int
 
 
-class Workshop:
-    """What the kernels of one rank share.
+class KernelCache:
+    """The kernels of one rank, and what they share.
 
     Args:
         device: of the rank.
@@ -133,26 +133,26 @@ class PagedKernel:
     """Queries against keys and values in pages.
 
     Args:
-        shop: whose buffer to use.
+        kernels: whose buffer to use.
         family: "fa2" shares a key head's tile among its query heads and splits keys, which is best for few queries per
             row; "fa3" keeps the matrix units of a Hopper busy where there are many.
         static: for a recorded batch.
     """
 
-    def __init__(self, shop: Workshop, family: str, static: StaticRows | None) -> None:
-        self._shop, self._family, self._static = shop, family, static
+    def __init__(self, kernels: KernelCache, family: str, static: StaticRows | None) -> None:
+        self._kernels, self._family, self._static = kernels, family, static
         buffers: dict[str, Any] = {}
         if static is not None:
             counts = {"qo_indptr": 1, "paged_kv_indptr": 1, "paged_kv_last_page_len": 0}
             for name, more in counts.items():
-                buffers[f"{name}_buf"] = _ints(static.num_rows + more, shop.device)
-            buffers["paged_kv_indices_buf"] = _ints(static.num_rows * static.max_pages, shop.device)
-        self._wrapper = shop.lib.BatchPrefillWithPagedKVCacheWrapper(
-            shop.partial, "NHD", use_cuda_graph=static is not None, backend=family, **buffers
+                buffers[f"{name}_buf"] = _ints(static.num_rows + more, kernels.device)
+            buffers["paged_kv_indices_buf"] = _ints(static.num_rows * static.max_pages, kernels.device)
+        self._wrapper = kernels.lib.BatchPrefillWithPagedKVCacheWrapper(
+            kernels.partial, "NHD", use_cuda_graph=static is not None, backend=family, **buffers
         )
         if static is not None:
-            plan = torch.empty(STATIC_PLAN_BYTES, dtype=torch.uint8, device=shop.device)
-            self._wrapper.reset_workspace_buffer(shop.partial, plan)
+            plan = torch.empty(STATIC_PLAN_BYTES, dtype=torch.uint8, device=kernels.device)
+            self._wrapper.reset_workspace_buffer(kernels.partial, plan)
 
     def plan(self, table: Table, heads: Heads, *, is_causal: bool, window: int) -> None:
         """Prepare for a step.
@@ -163,14 +163,16 @@ class PagedKernel:
             is_causal: the queries stand at the end of the keys, and see none behind themselves.
             window: keys that a query sees, itself included; 0 for all.
         """
-        shop, static = self._shop, self._static
-        queries, indptr, last, lens, ids = shop.pinned(table.queries, table.indptr, table.last, table.lens, table.ids)
-        with shop.building(f"{self._family} for heads of {heads.dim} in {heads.dtype}{_windowed(window)}"):
+        kernels, static = self._kernels, self._static
+        queries, indptr, last, lens, ids = kernels.pinned(
+            table.queries, table.indptr, table.last, table.lens, table.ids
+        )
+        with kernels.building(f"{self._family} for heads of {heads.dim} in {heads.dtype}{_windowed(window)}"):
             self._wrapper.plan(
                 queries,
                 indptr,
                 # Of a recorded batch FlashInfer would wait for a copy from the host.
-                ids.to(shop.device, non_blocking=True),
+                ids.to(kernels.device, non_blocking=True),
                 last,
                 heads.queries,
                 heads.keys,
@@ -182,7 +184,7 @@ class PagedKernel:
                 q_data_type=heads.dtype,
                 seq_lens=lens,
                 # With as many rows no keys would be split; what joins the parts of a recorded batch would run still.
-                disable_split_kv=static is not None and static.num_rows >= shop.num_blocks // heads.keys,
+                disable_split_kv=static is not None and static.num_rows >= kernels.num_blocks // heads.keys,
                 uniform_q_len=None if static is None else 1,
             )
 
@@ -198,24 +200,24 @@ class RaggedKernel:
     """Queries against keys and values that are packed like themselves.
 
     Args:
-        shop: whose buffer to use.
+        kernels: whose buffer to use.
         is_piece: one of many, so that small buffers matter.
     """
 
-    def __init__(self, shop: Workshop, *, is_piece: bool = False) -> None:
-        self._shop = shop
-        self._wrapper = shop.lib.BatchPrefillWithRaggedKVCacheWrapper(shop.partial, "NHD", backend=shop.newest)
+    def __init__(self, kernels: KernelCache, *, is_piece: bool = False) -> None:
+        self._kernels = kernels
+        self._wrapper = kernels.lib.BatchPrefillWithRaggedKVCacheWrapper(kernels.partial, "NHD", backend=kernels.newest)
         if is_piece:
-            plan = torch.empty(PIECE_PLAN_BYTES, dtype=torch.uint8, device=shop.device)
-            self._wrapper.reset_workspace_buffer(shop.partial, plan)
+            plan = torch.empty(PIECE_PLAN_BYTES, dtype=torch.uint8, device=kernels.device)
+            self._wrapper.reset_workspace_buffer(kernels.partial, plan)
 
     def plan(self, segments: Segments, heads: Heads, *, is_causal: bool, window: int = 0) -> None:
         """Prepare for a step; see PagedKernel.plan."""
-        shop = self._shop
-        name = f"{shop.newest} for heads of {heads.dim} and {heads.value_dim} in {heads.dtype}{_windowed(window)}"
-        with shop.building(name):
+        kernels = self._kernels
+        name = f"{kernels.newest} for heads of {heads.dim} and {heads.value_dim} in {heads.dtype}{_windowed(window)}"
+        with kernels.building(name):
             self._wrapper.plan(
-                *shop.pinned(segments.queries, segments.keys),
+                *kernels.pinned(segments.queries, segments.keys),
                 heads.queries,
                 heads.keys,
                 heads.dim,
@@ -236,24 +238,24 @@ class LatentKernel:
     """Absorbed queries against latents in pages, which are keys and values at once.
 
     Args:
-        shop: whose buffer to use.
+        kernels: whose buffer to use.
         static: for a recorded batch.
     Attributes:
         ids: int32, where a recorded batch reads the ids of its pages.
     """
 
-    def __init__(self, shop: Workshop, static: StaticRows | None) -> None:
-        self._shop, self._has_lse = shop, False
+    def __init__(self, kernels: KernelCache, static: StaticRows | None) -> None:
+        self._kernels, self._has_lse = kernels, False
         buffers: dict[str, Any] = {}
         if static is not None:
             buffers = {
-                "qo_indptr": _ints(static.num_rows + 1, shop.device),
-                "kv_indptr": _ints(static.num_rows + 1, shop.device),
-                "kv_indices": _ints(static.num_rows * static.max_pages, shop.device),
-                "kv_len_arr": _ints(static.num_rows, shop.device),
+                "qo_indptr": _ints(static.num_rows + 1, kernels.device),
+                "kv_indptr": _ints(static.num_rows + 1, kernels.device),
+                "kv_indices": _ints(static.num_rows * static.max_pages, kernels.device),
+                "kv_len_arr": _ints(static.num_rows, kernels.device),
             }
-        self._wrapper = shop.lib.mla.BatchMLAPagedAttentionWrapper(
-            shop.partial, use_cuda_graph=static is not None, backend=shop.newest, **buffers
+        self._wrapper = kernels.lib.mla.BatchMLAPagedAttentionWrapper(
+            kernels.partial, use_cuda_graph=static is not None, backend=kernels.newest, **buffers
         )
         self.ids: Tensor | None = buffers.get("kv_indices")
 
@@ -268,11 +270,11 @@ class LatentKernel:
             is_causal: the queries stand at the end of the latents, and see none behind themselves.
             has_lse: whether `run` also gives the log-sum-exp.
         """
-        shop, self._has_lse = self._shop, has_lse
-        queries, indptr, lens = shop.pinned(table.queries, table.indptr, table.lens)
-        with shop.building(f"{shop.newest} for latents of {heads.value_dim} in {heads.dtype}"):
+        kernels, self._has_lse = self._kernels, has_lse
+        queries, indptr, lens = kernels.pinned(table.queries, table.indptr, table.lens)
+        with kernels.building(f"{kernels.newest} for latents of {heads.value_dim} in {heads.dtype}"):
             self._wrapper.plan(
-                metadata=shop.lib.mla.MLAPlanMetadata.csr(queries, indptr, ids, lens),
+                metadata=kernels.lib.mla.MLAPlanMetadata.csr(queries, indptr, ids, lens),
                 num_heads=heads.queries,
                 head_dim_ckv=heads.value_dim,
                 head_dim_kpe=heads.dim,
@@ -305,16 +307,16 @@ class Writer:
     FlashInfer writes to places within rows of pages. Here every slot is a page of one token and a row of its own.
 
     Args:
-        shop: of the rank.
+        kernels: of the rank.
         slots: int64 [T], where the rows go; read again by `refresh`.
     """
 
-    def __init__(self, shop: Workshop, slots: Tensor) -> None:
-        self._lib = shop.lib
-        self._indptr = torch.arange(len(slots) + 1, dtype=torch.int32, device=shop.device)
+    def __init__(self, kernels: KernelCache, slots: Tensor) -> None:
+        self._lib = kernels.lib
+        self._indptr = torch.arange(len(slots) + 1, dtype=torch.int32, device=kernels.device)
         self._rows = self._indptr[:-1]
-        self._zeros = torch.zeros(len(slots), dtype=torch.int32, device=shop.device)
-        self._ones = torch.ones(len(slots), dtype=torch.int32, device=shop.device)
+        self._zeros = torch.zeros(len(slots), dtype=torch.int32, device=kernels.device)
+        self._ones = torch.ones(len(slots), dtype=torch.int32, device=kernels.device)
         self._slots = slots.to(torch.int32)
 
     def refresh(self, slots: Tensor) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from raycache.attention.base import LatentProjection
-from raycache.attention.flashinfer_kernels import Heads, LatentKernel, RaggedKernel, StaticRows, Workshop, Writer
+from raycache.attention.flashinfer_kernels import Heads, KernelCache, LatentKernel, RaggedKernel, StaticRows, Writer
 from raycache.attention.flashinfer_tables import Tokens, are_all, page_table, pieces, run_segments
 from raycache.attention.layout import StepLayout
 from raycache.attention.merge import Part, join, no_keys, wide
@@ -82,7 +82,7 @@ class LatentKernels:
     """Plan of the layers of one kind.
 
     Args:
-        shop: of the rank.
+        kernels: of the rank.
         layers: which.
         layout: of the step.
         expanded_bytes: bound on the keys and values that are made of cached latents at a time, but one token's.
@@ -91,7 +91,7 @@ class LatentKernels:
 
     def __init__(
         self,
-        shop: Workshop,
+        kernels: KernelCache,
         layers: LatentLayers,
         layout: StepLayout,
         *,
@@ -99,11 +99,11 @@ class LatentKernels:
         static: StaticRows | None = None,
     ) -> None:
         places = layout.inputs.places[layers.space]
-        self._shop, self._layers, self._layout, self._static = shop, layers, layout, static
+        self._kernels, self._layers, self._layout, self._static = kernels, layers, layout, static
         self._is_alone = layout.inputs.ctx.cp.size == 1
-        self._writer = Writer(shop, places.slots)
+        self._writer = Writer(kernels, places.slots)
         few, many = self._few_and_many()
-        self._recorded = LatentKernel(shop, static) if static is not None else None
+        self._recorded = LatentKernel(kernels, static) if static is not None else None
         self._absorbed = self._planned_absorbed(places, few)
         self._pieces = list(self._planned_pieces(places, many, expanded_bytes))
         self._runs = list(self._planned_runs(many))
@@ -193,18 +193,18 @@ class LatentKernels:
         if not rows:
             return None
         table = page_table(places.pages, rows, lens, inputs=inputs.rows, page_len=page_len)
-        kernel = self._recorded or self._shop.kernel(
-            (self._layers, "absorbed"), functools.partial(LatentKernel, self._shop, None)
+        kernel = self._recorded or self._kernels.kernel(
+            (self._layers, "absorbed"), functools.partial(LatentKernel, self._kernels, None)
         )
         has_chunks = any(len(inputs.rows[row].tokens) > 1 for row in rows)
         kernel.plan(
             table,
             self._layers.absorbed,
-            self._shop.on_device(table.ids),
+            self._kernels.on_device(table.ids),
             is_causal=self._is_alone and has_chunks,
             has_lse=not self._is_alone,
         )
-        return self._shop.tokens(table.tokens), kernel
+        return self._kernels.tokens(table.tokens), kernel
 
     def _planned_pieces(self, places: Places, rows: Sequence[int], expanded_bytes: int) -> Iterator[_Piece]:
         heads = self._layers.heads
@@ -217,19 +217,19 @@ class LatentKernels:
             length=max(1, expanded_bytes // token_bytes),
         )
         for i, piece in enumerate(cut):
-            kernel = self._shop.kernel(
-                (self._layers, "piece", i), functools.partial(RaggedKernel, self._shop, is_piece=True)
+            kernel = self._kernels.kernel(
+                (self._layers, "piece", i), functools.partial(RaggedKernel, self._kernels, is_piece=True)
             )
             kernel.plan(piece.segments, heads, is_causal=False)
-            yield _Piece(self._shop.tokens(piece.segments.tokens), self._shop.on_device(piece.slots), kernel)
+            yield _Piece(self._kernels.tokens(piece.segments.tokens), self._kernels.on_device(piece.slots), kernel)
 
     def _planned_runs(self, many: Sequence[int]) -> Iterator[tuple[Tokens, RaggedKernel]]:
         expanded = set(many)
         chunks = [chunk for chunk in self._layout.chunks if not self._is_alone or chunk.row in expanded]
         for i, segments in enumerate(run_segments(chunks)):
-            kernel = self._shop.kernel((self._layers, "run", i), functools.partial(RaggedKernel, self._shop))
+            kernel = self._kernels.kernel((self._layers, "run", i), functools.partial(RaggedKernel, self._kernels))
             kernel.plan(segments, self._layers.heads, is_causal=True)
-            yield self._shop.tokens(segments.tokens), kernel
+            yield self._kernels.tokens(segments.tokens), kernel
 
 
 def attend_absorbed(

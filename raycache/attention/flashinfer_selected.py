@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from raycache.attention.base import LatentProjection, NotRecordableError
-from raycache.attention.flashinfer_kernels import LatentKernel, StaticRows, Workshop, Writer
+from raycache.attention.flashinfer_kernels import KernelCache, LatentKernel, StaticRows, Writer
 from raycache.attention.flashinfer_latent import LatentLayers, attend_absorbed
 from raycache.attention.flashinfer_tables import Ints, Table, starts_of
 from raycache.attention.layout import StepLayout
@@ -68,7 +68,7 @@ class SelectedKernels:
     """Plan of the layers of one kind that see a choice of the latents.
 
     Args:
-        shop: of the rank.
+        kernels: of the rank.
         layers: which.
         layout: of the step.
         choice: of the first of them; those of the others are as wide.
@@ -79,22 +79,22 @@ class SelectedKernels:
 
     def __init__(
         self,
-        shop: Workshop,
+        kernels: KernelCache,
         layers: LatentLayers,
         layout: StepLayout,
         choice: SlotChoice,
         static: StaticRows | None = None,
     ) -> None:
-        self._shop, self._layers, self._layout = shop, layers, layout
+        self._kernels, self._layers, self._layout = kernels, layers, layout
         self._is_alone = layout.inputs.ctx.cp.size == 1
         if static is not None and not self._is_alone:
             raise NotRecordableError("the host does not know what a rank selects under cp > 1")
         self._width, self._top_k = choice.slots.shape[1], choice.top_k
         self._recorded: tuple[LatentKernel, Tensor] | None = None
         if static is not None:
-            where = torch.zeros(static.num_rows * self._width, dtype=torch.int64, device=shop.device)
-            self._recorded = LatentKernel(shop, StaticRows(static.num_rows, self._width + 1)), where
-        self._writer = Writer(shop, layout.inputs.places[layers.space].slots)
+            where = torch.zeros(static.num_rows * self._width, dtype=torch.int64, device=kernels.device)
+            self._recorded = LatentKernel(kernels, StaticRows(static.num_rows, self._width + 1)), where
+        self._writer = Writer(kernels, layout.inputs.places[layers.space].slots)
         self._blocks = self._planned(self._known_lengths(layout.inputs)) if self._is_alone else []
 
     def replan(self, inputs: StepInputs) -> None:
@@ -145,18 +145,18 @@ class SelectedKernels:
         ]
 
     def _block(self, number: int, tokens: slice, lengths: Ints) -> _Block:
-        shop, lens = self._shop, lengths[tokens].astype(np.int32)
+        kernels, lens = self._kernels, lengths[tokens].astype(np.int32)
         indptr = starts_of(lens)
-        places = shop.on_device(indptr[:-1])[:, None] + torch.arange(self._width, device=shop.device)
-        is_behind = torch.arange(self._width, device=shop.device) >= shop.on_device(lens)[:, None]
+        places = kernels.on_device(indptr[:-1])[:, None] + torch.arange(self._width, device=kernels.device)
+        is_behind = torch.arange(self._width, device=kernels.device) >= kernels.on_device(lens)[:, None]
         where = places.masked_fill_(is_behind, places.numel()).flatten()
         if self._recorded is not None:
             kernel, fixed = self._recorded
             assert kernel.ids is not None
             ids, where = kernel.ids, fixed.copy_(where)
         else:
-            kernel = shop.kernel((self._layers, "selected", number), functools.partial(LatentKernel, shop, None))
-            ids = torch.empty(len(where) + 1, dtype=torch.int32, device=shop.device)
+            kernel = kernels.kernel((self._layers, "selected", number), functools.partial(LatentKernel, kernels, None))
+            ids = torch.empty(len(where) + 1, dtype=torch.int32, device=kernels.device)
         table = Table(tokens, starts_of(np.ones_like(lens)), indptr, indptr[:0], lens, 1)
         kernel.plan(table, self._layers.absorbed, ids, is_causal=False, has_lse=not self._is_alone)
         return _Block(tokens, kernel, ids, where)

@@ -86,7 +86,7 @@ class KernelIndexer:
         assert not max_len or (inputs.is_decode and places.cp_size == 1), "other batches are not recorded"
         self._inputs = inputs
         self._longest_row = max_len or max(row.start + len(row.tokens) for row in inputs.rows)
-        self._tables = _Tables(inputs, places, room=inputs.num_tokens * -(-max_len // places.page_size))
+        self._tables = _Tables(inputs, places, capacity=inputs.num_tokens * -(-max_len // places.page_size))
         self._spans = tuple(piece for span in _spans(inputs, places, max_len=max_len) for piece in span.cut())
 
     def replan(self, inputs: StepInputs, places: Places) -> None:
@@ -156,10 +156,10 @@ class _Tables:
         ids: int32 page ids of all rows.
     """
 
-    def __init__(self, inputs: StepInputs, places: Places, *, room: int) -> None:
+    def __init__(self, inputs: StepInputs, places: Places, *, capacity: int) -> None:
         # Each table begins at a multiple of 16 bytes, whatever the number of queries: one kernel serves all.
         self._stride = _aligned(inputs.num_tokens, 4)
-        size = 2 * self._stride + max(room, len(places.pages.ids))
+        size = 2 * self._stride + max(capacity, len(places.pages.ids))
         self._all = torch.empty(size, dtype=torch.int32, device=inputs.ctx.device)
         self.begins, self.lens = self._all[: 2 * self._stride].view(2, -1)[:, : inputs.num_tokens]
         self.ids = self._all[2 * self._stride :]

@@ -1,4 +1,4 @@
-"""Quantised weights that are drawn instead of read; see models.dummy."""
+"""Random quantised weights in place of those of a checkpoint; plain ones are in dummy_weights.py."""
 
 from __future__ import annotations
 

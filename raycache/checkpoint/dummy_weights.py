@@ -1,4 +1,4 @@
-"""Weights that are drawn instead of read, so that a model of any size runs with no more than its config.json.
+"""Random weights, so that a model of any size runs with no more than its config.json.
 
 Speed and memory of a model depend on its shapes, and on how evenly tokens choose experts where it has some. A tensor is
 drawn whole from a seed made of its name and then cut, so the slices of all ranks are those of one tensor, whatever the

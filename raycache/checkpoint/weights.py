@@ -24,7 +24,7 @@ _CHECKED_BYTES = 1 << 16
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint as numbers, whatever they are stored as (see models.checkpoint.WeightSource).
+    """The weights of a checkpoint as numbers, whatever they are stored as (see `WeightSource`).
 
     Args:
         checkpoint: to read.

@@ -38,16 +38,16 @@ class WeightsForm:
         return f"stored, else {name}" if self.stored else f"dequantised to {name}"
 
 
-def weights_form(quantisation: Quantisation, wish: str, *, dtype: torch.dtype, device_type: str) -> WeightsForm:
+def weights_form(quantisation: Quantisation, setting: str, *, dtype: torch.dtype, device_type: str) -> WeightsForm:
     """Decide on the form of quantised weights.
 
     Args:
         quantisation: what the model directory says.
-        wish: the setting `weights`.
+        setting: `weights` of the configuration.
         dtype: of the activations.
         device_type: "cpu" or "cuda".
     """
-    if wish == "bfloat16":
+    if setting == "bfloat16":
         return WeightsForm(frozenset(), torch.bfloat16)
     formats = {scheme.format for scheme in quantisation.schemes}
     return WeightsForm(_kernels(device_type, dtype) & formats, dtype)
@@ -58,9 +58,9 @@ def has_kernels(capability: tuple[int, int]) -> bool:
     return capability[0] == _HOPPER
 
 
-def why_dequantised(quantisation: Quantisation, wish: str, *, dtype: torch.dtype, device_type: str) -> list[str]:
+def why_dequantised(quantisation: Quantisation, setting: str, *, dtype: torch.dtype, device_type: str) -> list[str]:
     """Formats that cannot be kept quantised, a line each; empty if all can, or none is wanted to be."""
-    if wish == "bfloat16":
+    if setting == "bfloat16":
         return []
     formats = dict.fromkeys(scheme.format for scheme in quantisation.schemes)
     missing = [form.value for form in formats if form not in _kernels(device_type, dtype)]

@@ -87,6 +87,6 @@ class MixedNorm:
         return self._norm(self._mixture(x))
 
     def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """See decoder.Norm."""
+        """(norm of hidden + delta, hidden + delta); delta may be overwritten."""
         total = delta.add_(hidden)
         return self(total), total

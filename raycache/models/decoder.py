@@ -100,7 +100,7 @@ UNSCALED = Scales()
 
 
 class Decoder:
-    """One rank's share of a decoder: its stage's layers, its heads (see models.base.Model).
+    """One rank's share of a decoder: its stage's layers, its heads.
 
     Args:
         layers: of this stage; the parts of each are applied one after another.
