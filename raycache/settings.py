@@ -97,10 +97,7 @@ class Settings:
     pp: int = _parallel(1, "pipeline stages: layers are split over them", unit="STAGES", is_common=True)
     cp: int = _parallel(1, "context-parallel ranks: tokens are split over them", unit="RANKS", is_common=True)
     replicas: int = _parallel(
-        1,
-        "copies of the model behind one endpoint, each with its own ranks and cache",
-        unit="COPIES",
-        is_common=True,
+        1, "copies of the model behind one endpoint, each with its own ranks and cache", unit="COPIES", is_common=True
     )
     device: str = _parallel(
         "auto",
@@ -109,9 +106,7 @@ class Settings:
         is_common=True,
     )
     pp_layers: str = _parallel(
-        "auto",
-        "layers per pipeline stage, such as 12,12,11; auto: balanced by their cost",
-        unit="COUNTS|auto",
+        "auto", "layers per pipeline stage, such as 12,12,11; auto: balanced by their cost", unit="COUNTS|auto"
     )
     routing: str = _parallel(
         "prefix",
@@ -142,10 +137,7 @@ class Settings:
         is_common=True,
     )
     num_pages: int | Literal["auto"] = _memory(
-        "auto",
-        "cache size in pages; auto: as many as kv_memory holds",
-        words=("auto",),
-        unit="PAGES",
+        "auto", "cache size in pages; auto: as many as kv_memory holds", words=("auto",), unit="PAGES"
     )
     page_size: int = _memory(64, "size of a cache page", unit="TOKENS")
     kv_dtype: str = _memory(
@@ -184,14 +176,10 @@ class Settings:
         choices=("best_effort", "wait_complete", "timeout"),
     )
     prefetch_timeout_s: float = _memory(
-        2.0,
-        "time limit of one storage call, and of a request's wait with prefetch=timeout",
-        unit="SECONDS",
+        2.0, "time limit of one storage call, and of a request's wait with prefetch=timeout", unit="SECONDS"
     )
     prefetch_share: float = _memory(
-        0.5,
-        "part of the host tier that prefetches may fill at a time, above 0 and up to 1",
-        unit="FRACTION",
+        0.5, "part of the host tier that prefetches may fill at a time, above 0 and up to 1", unit="FRACTION"
     )
     storage_lanes: int = _memory(2, "concurrent storage calls per node", unit="CALLS")
 
@@ -207,10 +195,7 @@ class Settings:
     adaptive_drafts: bool = _scheduling(True, "adapt the draft length to the acceptance rate and step time")
     max_queue: int = _scheduling(1024, "maximum waiting requests; more are refused with HTTP 429", unit="REQUESTS")
     max_step_tokens: int | Literal["auto"] = _scheduling(
-        "auto",
-        "token budget of one step; auto: 512 on cpu, 8192 on cuda",
-        words=("auto",),
-        unit="TOKENS",
+        "auto", "token budget of one step; auto: 512 on cpu, 8192 on cuda", words=("auto",), unit="TOKENS"
     )
     overlap: str = _scheduling(
         "auto",
@@ -254,10 +239,7 @@ class Settings:
         unit="CONNECTIONS",
     )
     header_timeout_s: float = _server(
-        10.0,
-        "time limit for a client to send a request's headers, and again its body",
-        unit="SECONDS",
-        least=1,
+        10.0, "time limit for a client to send a request's headers, and again its body", unit="SECONDS", least=1
     )
     ingress: str = _server(
         "builtin",
@@ -265,9 +247,7 @@ class Settings:
         choices=("builtin", "serve"),
     )
     num_ingress: str = _server(
-        "1",
-        "HTTP processes with ingress=serve: a number, or MIN-MAX to scale with the load",
-        unit="N|MIN-MAX",
+        "1", "HTTP processes with ingress=serve: a number, or MIN-MAX to scale with the load", unit="N|MIN-MAX"
     )
 
     address: str = _cluster(
