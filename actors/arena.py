@@ -22,7 +22,7 @@ from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.answers import ActorLostError, answer, answer_now
-from raycache.cache.storage_orders import StorageAnswer, StorageOrder
+from raycache.cache.storage_commands import StorageAnswer, StorageCommand
 from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.host import directory as host_directory
@@ -82,8 +82,8 @@ class ArenaActor:
         self._service.close()
 
     @ray.method(concurrency_group="work")
-    def work(self, order: StorageOrder) -> StorageAnswer:
-        return self._service.work(order.received())
+    def work(self, command: StorageCommand) -> StorageAnswer:
+        return self._service.work(command.received())
 
     @ray.method(concurrency_group="gone")
     def are_ranks_gone(self, timeout_s: float) -> bool:
@@ -282,7 +282,7 @@ class RemoteOwner:
     Args:
         actor: the `ArenaActor`.
         start_timeout_s: for an arena to be made: the first touch of its memory can take seconds per GiB.
-        timeout_s: after which it counts as away when it has an order.
+        timeout_s: after which it counts as away when it has a command.
     """
 
     def __init__(self, actor: Any, *, start_timeout_s: float, timeout_s: float) -> None:
@@ -307,11 +307,11 @@ class RemoteOwner:
         found: Opened = self._ask(self._actor.open.remote(spec, epoch))
         return found
 
-    def work(self, order: StorageOrder) -> StorageAnswer:
+    def work(self, command: StorageCommand) -> StorageAnswer:
         """Raises OSError while the owner or its storage is away."""
         try:
             found: StorageAnswer = answer_now(
-                self._actor.work.remote(order.sent()), of=OWNER, timeout_s=self._timeout_s
+                self._actor.work.remote(command.sent()), of=OWNER, timeout_s=self._timeout_s
             )
         except (ActorLostError, RayTaskError) as cause:
             raise OSError(str(cause)) from cause

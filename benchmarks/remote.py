@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from benchmarks.figures import write_json
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.storage.open import open_storage, storage_name
 
 SIZES = {"64 KB": 64 << 10, "512 KB": 512 << 10, "4.5 MB": 64 * 576 * 2 * 61}

@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.figures import write_json
 from raycache.cache.keys import tag_of
-from raycache.cache.storage_orders import Fetch, StoredUnit
+from raycache.cache.storage_commands import Fetch, StoredUnit
 from raycache.config import Config
 from raycache.deployment.deployment import deploy
 from raycache.memory.arena import Arena

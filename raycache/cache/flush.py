@@ -2,9 +2,9 @@
 
     host's prefixes that the storage lacks -> persisted
     device's prefixes that the host lacks  -> saved; what enters the host is persisted, as always
-    host's prefixes again                  -> persisted, in case there were too many orders for some
+    host's prefixes again                  -> persisted, in case there were too many commands for some
 
-Some orders at a time, between steps, so that requests go on meanwhile. What is evicted before its turn is left out.
+Some commands at a time, between steps, so that requests go on meanwhile. What is evicted before its turn is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raycache.cache.sequences import SequenceCache
 from raycache.cache.storage_tier import StorageTier
 
 _MOST_OPEN = 16
-"""Saves, and orders to persist, that one flush has under way at a time."""
+"""Saves, and commands to persist, that one flush has under way at a time."""
 
 
 class Flush:
@@ -27,7 +27,7 @@ class Flush:
     Args:
         cache: to bring to its storage.
         storage: that the cache has.
-        deadline_s: on the clock of `go_on`; what has been ordered by then still comes to its end.
+        deadline_s: on the clock of `go_on`; what has been asked for by then still comes to its end.
     Attributes:
         answer: gets {"is_in_time": whether all of it was tried before the deadline, "persisted_pages": pages that the
             storage took since it began, "missing_pages": those of the host that the storage lacks at the end}.
@@ -38,11 +38,11 @@ class Flush:
         self._cache, self._storage, self._deadline_s = cache, storage, deadline_s
         self._num_before = storage.persists.num_persisted
         self._num_saving = 0
-        self._orders: set[int] = set()
-        self._steps = self._order_all()
+        self._open_persists: set[int] = set()
+        self._steps = self._ask_for_all()
 
     def go_on(self, now_s: float) -> bool:
-        """Order as much as may be under way.
+        """Ask for as much as may be under way.
 
         Args:
             now_s: monotonic clock, seconds.
@@ -51,8 +51,8 @@ class Flush:
         """
         if now_s >= self._deadline_s:
             return self._end(is_in_time=False)
-        self._orders &= self._storage.persists.open
-        while len(self._orders) + self._num_saving < _MOST_OPEN:
+        self._open_persists &= self._storage.persists.open
+        while len(self._open_persists) + self._num_saving < _MOST_OPEN:
             may_go_on = next(self._steps, None)
             if may_go_on is None:
                 return self._end(is_in_time=True)
@@ -60,8 +60,8 @@ class Flush:
                 break
         return False
 
-    def _order_all(self) -> Iterator[bool]:
-        """Order one thing at each turn, or say with False that something has to end first."""
+    def _ask_for_all(self) -> Iterator[bool]:
+        """Ask for one thing at each turn, or say with False that something has to end first."""
         yield from self._persist_all()
         for is_saving in self._cache.transfers.save_all(self._saved):
             self._num_saving += is_saving
@@ -83,7 +83,7 @@ class Flush:
     def _persist_all(self) -> Iterator[bool]:
         for handle in self._storage.prefixes():
             if number := self._storage.persist(handle):
-                self._orders.add(number)
+                self._open_persists.add(number)
             handle.release()
             yield len(self._storage.persists.open) < MOST_PERSISTS
 

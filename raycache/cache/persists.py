@@ -11,7 +11,7 @@ import numpy as np
 
 from raycache.cache.host_tier import Entered, HostTier
 from raycache.cache.node import RestorePoint
-from raycache.cache.storage_orders import OrderKind, StorageAnswer, StorageCommands, StoredUnit
+from raycache.cache.storage_commands import CommandKind, StorageAnswer, StorageClient, StoredUnit
 from raycache.cache.tree import PrefixHandle
 from raycache.memory.component import FULL
 from raycache.memory.pages import PageIds
@@ -41,7 +41,7 @@ class Persists:
         seconds: that the storage took.
     """
 
-    def __init__(self, host: HostTier, commands: StorageCommands) -> None:
+    def __init__(self, host: HostTier, commands: StorageClient) -> None:
         self._host, self._commands = host, commands
         self._open: dict[int, _Persist] = {}
         self._storage = 1  # number of the storage
@@ -69,7 +69,7 @@ class Persists:
 
     def forget(self) -> None:
         """There is another storage, or an empty one: nothing is stored as far as is known."""
-        self._commands.cancel_kind(OrderKind.PERSIST)
+        self._commands.cancel_kind(CommandKind.PERSIST)
         self._storage += 1
         self._is_stored[:] = False
 
@@ -114,7 +114,7 @@ class Persists:
             self._host.tier.hold(point)
             point.storage = self._storage
         owner, deadline_s = f"persist {handle.root.hex()[:8]}", time.monotonic() + _PERSIST_TIMEOUT_S
-        number = self._commands.post(OrderKind.PERSIST, owner, units=units, deadline_s=deadline_s)
+        number = self._commands.post(CommandKind.PERSIST, owner, units=units, deadline_s=deadline_s)
         self._open[number] = _Persist(handle.clone(), pages, point, self._storage)
         return number
 

@@ -17,7 +17,7 @@ from raycache.cache.host_tier import HostTier
 from raycache.cache.keys import chain_digests
 from raycache.cache.node import RestorePoint
 from raycache.cache.persists import Persists
-from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageCommands, StoredUnit
+from raycache.cache.storage_commands import CommandKind, Fetch, Found, Outcome, StorageAnswer, StorageClient, StoredUnit
 from raycache.cache.tree import PrefixHandle
 from raycache.memory.component import FULL
 from raycache.memory.pages import PageIds
@@ -119,7 +119,7 @@ class Prefetches:
     def __init__(
         self,
         host: HostTier,
-        commands: StorageCommands,
+        commands: StorageClient,
         persists: Persists,
         *,
         waiting: Waiting,
@@ -156,7 +156,7 @@ class Prefetches:
         digests = known + chain_digests(before, tokens, first=len(known), stop=wanted, page_size=page_size)
         prefetch = Prefetch(owner, tokens, handle, digests, now_s, num_stored=handle.length)
         deadline_s = now_s + self._timeout_s
-        self._finds[self._commands.post(OrderKind.FIND, owner, digests=digests, deadline_s=deadline_s)] = prefetch
+        self._finds[self._commands.post(CommandKind.FIND, owner, digests=digests, deadline_s=deadline_s)] = prefetch
         return prefetch
 
     def is_awaited(self, prefetch: Prefetch, *, now_s: float) -> bool:
@@ -271,7 +271,7 @@ class Prefetches:
             units += [StoredUnit(space, *unit) for unit in zip(ids, digests, strict=True)]
         # A fetch that has begun cannot be stopped; one that waits for its turn for too long is of no use.
         deadline_s = prefetch.start_s + self._timeout_s * _COMPLETE_FACTOR
-        number = self._commands.post(OrderKind.FETCH, prefetch.owner, units=units, deadline_s=deadline_s)
+        number = self._commands.post(CommandKind.FETCH, prefetch.owner, units=units, deadline_s=deadline_s)
         self._fetches[number] = prefetch, chunk
 
     def _enter(self, prefetch: Prefetch, chunk: Chunk, num_good: int, *, is_whole: bool, now: int) -> None:

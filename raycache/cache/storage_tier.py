@@ -18,7 +18,7 @@ from raycache.cache.host_tier import HostTier
 from raycache.cache.keys import chain_digests
 from raycache.cache.persists import Persists
 from raycache.cache.prefetches import Prefetch, Prefetches, Waiting
-from raycache.cache.storage_orders import OrderKind, Outcome, StorageCommands, StorageWorkers
+from raycache.cache.storage_commands import CommandKind, Outcome, StorageClient, StorageWorkers
 from raycache.cache.tree import PrefixHandle
 from raycache.types import PackedTokens
 
@@ -50,7 +50,7 @@ class StorageTier:
         epoch: int = 0,
     ) -> None:
         self._host, self._timeout_s, self._lanes = host, timeout_s, lanes
-        self._commands = StorageCommands(lanes, epoch=epoch)
+        self._commands = StorageClient(lanes, epoch=epoch)
         self.persists = Persists(host, self._commands)
         self._prefetches = Prefetches(
             host, self._commands, self.persists, waiting=waiting, timeout_s=timeout_s, share=share, costs=costs
@@ -82,7 +82,7 @@ class StorageTier:
         wanted = (len(tokens) // 4 - 1) // self._host.page_size
         digests = chain_digests(root, tokens, first=0, stop=wanted, page_size=self._host.page_size)
         deadline_s = time.monotonic() + self._timeout_s
-        self._asked[self._commands.post(OrderKind.FIND, "operator", digests=digests, deadline_s=deadline_s)] = then
+        self._asked[self._commands.post(CommandKind.FIND, "operator", digests=digests, deadline_s=deadline_s)] = then
 
     def attach(self, *, is_attached: bool) -> None:
         """There is another storage, or an empty one, or none: nothing is stored as far as is known."""
@@ -120,9 +120,9 @@ class StorageTier:
             if answer.number in self._asked:
                 is_known = answer.outcome is Outcome.DONE
                 self._asked.pop(answer.number)(answer.found.point_pages * self._host.page_size if is_known else None)
-            elif answer.kind is OrderKind.FIND:
+            elif answer.kind is CommandKind.FIND:
                 self._prefetches.take_found(answer, now=now)
-            elif answer.kind is OrderKind.FETCH:
+            elif answer.kind is CommandKind.FETCH:
                 self._prefetches.take_fetched(answer, now=now)
             else:
                 self.persists.take(answer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from raycache.cache.holding import Holding
 from raycache.cache.prefetches import Prefetch
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.cache.tree import PrefixHandle
 from raycache.types import TIERS, Miss
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from raycache.cache.storage_orders import OrderKind, StorageAnswer, StorageOrder
+from raycache.cache.storage_commands import CommandKind, StorageAnswer, StorageCommand
 from raycache.errors import ConfigError
 from raycache.host.spec import HostSpec
 from raycache.memory.arena import Arena
@@ -42,14 +42,14 @@ class AttachedStorage:
         """Of the storage, without passwords."""
         return self._storage.name
 
-    def work(self, order: StorageOrder) -> StorageAnswer:
-        """Carry out one order of a storage lane.
+    def work(self, command: StorageCommand) -> StorageAnswer:
+        """Carry out one command of a storage lane.
 
         Raises:
             OSError: nothing can be found, as the storage is away.
         """
-        answer = self._worker.work(order)
-        if order.kind is OrderKind.FIND and not self._storage.is_up:
+        answer = self._worker.work(command)
+        if command.kind is CommandKind.FIND and not self._storage.is_up:
             raise OSError(f"storage {self.name} cannot be reached")  # not the same as having nothing
         return answer
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from raycache.cache.storage_orders import StorageAnswer, StorageOrder
+from raycache.cache.storage_commands import StorageAnswer, StorageCommand
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class HostLink:
     Attributes:
         path: of the arena's file on the decider's node.
         sizes: component space -> units that it has.
-        work: carries out a storage order in its owner; raises OSError when there is no storage, or no owner.
+        work: carries out a storage command in its owner; raises OSError when there is no storage, or no owner.
         has_storage: whether one is attached.
         epoch: of the decider that uses it.
         nodes: node of each rank, by number; empty when all are on one.
@@ -24,7 +24,7 @@ class HostLink:
 
     path: Path
     sizes: Mapping[str, int]
-    work: Callable[[StorageOrder], StorageAnswer]
+    work: Callable[[StorageCommand], StorageAnswer]
     has_storage: bool
     epoch: int = 0
     nodes: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder
+from raycache.cache.storage_commands import CommandKind, Fetch, Found, Outcome, StorageAnswer, StorageCommand
 from raycache.deployment.deployment import Deployment
 from raycache.errors import EngineStoppedError, RankLostError
 from raycache.host.plan import host_sizes
@@ -30,8 +30,8 @@ _WORST_LAST = list(Fetch)
 S = TypeVar("S")
 T = TypeVar("T")
 
-Work = Callable[[StorageOrder], StorageAnswer]
-"""Carries out a storage order; raises OSError when there is nobody who can."""
+Work = Callable[[StorageCommand], StorageAnswer]
+"""Carries out a storage command; raises OSError when there is nobody who can."""
 
 
 class Owner(Protocol):
@@ -52,8 +52,8 @@ class Owner(Protocol):
     def open(self, spec: HostSpec, *, epoch: int) -> Opened:
         """Make the arena, or go on with what suits. Raises ConfigError."""
 
-    def work(self, order: StorageOrder) -> StorageAnswer:
-        """Carry out one order of a storage lane. Raises OSError."""
+    def work(self, command: StorageCommand) -> StorageAnswer:
+        """Carry out one command of a storage lane. Raises OSError."""
 
 
 def open_all(
@@ -119,38 +119,38 @@ def _suits(spec: HostSpec, wanted: HostSpec) -> bool:
     return spec.suits(wanted) and spec.sizes == wanted.sizes
 
 
-def _work_on_all(works: Sequence[Work], order: StorageOrder) -> StorageAnswer:
-    answers = _of_all(works, lambda work, node: work(order))
+def _work_on_all(works: Sequence[Work], command: StorageCommand) -> StorageAnswer:
+    answers = _of_all(works, lambda work, node: work(command))
     for answer in answers:
         if answer.outcome is not Outcome.DONE:
-            return order.not_done(answer.outcome, answer.error)
+            return command.not_done(answer.outcome, answer.error)
     joined = replace(
         answers[0],
         seconds=max(answer.seconds for answer in answers),
         num_bytes=sum(answer.num_bytes for answer in answers),
     )
-    match order.kind:
-        case OrderKind.FIND:
-            return replace(joined, found=_found_by_all(works, order, [answer.found for answer in answers]))
-        case OrderKind.FETCH:
+    match command.kind:
+        case CommandKind.FIND:
+            return replace(joined, found=_found_by_all(works, command, [answer.found for answer in answers]))
+        case CommandKind.FETCH:
             fetches = zip(*(answer.fetches for answer in answers), strict=True)
             return replace(joined, fetches=tuple(max(each, key=_WORST_LAST.index) for each in fetches))
-        case OrderKind.PERSIST:
+        case CommandKind.PERSIST:
             stored = zip(*(answer.stored for answer in answers), strict=True)
             return replace(joined, stored=tuple(all(each) for each in stored))
 
 
-def _found_by_all(works: Sequence[Work], order: StorageOrder, found: Sequence[Found]) -> Found:
+def _found_by_all(works: Sequence[Work], command: StorageCommand, found: Sequence[Found]) -> Found:
     """What of a prefix all nodes have. They can continue together where each of them can: who could only further on is
     asked again for what it has up to there, until all agree."""
     num_pages = min(each.num_pages for each in found)
     is_foreign = any(each.is_foreign for each in found if each.num_pages == num_pages)
     points = [each.point_pages for each in found]
     while (shortest := min(points)) < max(points):
-        if not shortest or time.monotonic() >= order.deadline_s:
+        if not shortest or time.monotonic() >= command.deadline_s:
             return Found(num_pages, 0, is_foreign)
         longer = [node for node, length in enumerate(points) if length > shortest]
-        less = replace(order, digests=order.digests[:shortest])
+        less = replace(command, digests=command.digests[:shortest])
         answers = _of_all([partial(works[node], less) for node in longer], lambda ask, _: ask())
         for node, answer in zip(longer, answers, strict=True):
             points[node] = answer.found.point_pages  # 0 if it was not done

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raycache.cache.storage_orders import StorageAnswer, StorageOrder
+from raycache.cache.storage_commands import StorageAnswer, StorageCommand
 from raycache.errors import ConfigError
 from raycache.host import directory as host_directory
 from raycache.host.attached_storage import AttachedStorage
@@ -86,7 +86,7 @@ class HostService:
 
         Args:
             spec: what is needed.
-            epoch: of the decider that asks, above those before; what they ordered is over when this returns.
+            epoch: of the decider that asks, above those before; what they asked for is over when this returns.
         Returns:
             What is open now: as asked for, or with the sizes and the storage that it had before.
         Raises:
@@ -109,15 +109,15 @@ class HostService:
             self._arena.epoch = epoch
             return Opened(self.path, self._opened(), is_fresh)
 
-    def work(self, order: StorageOrder) -> StorageAnswer:
-        """Carry out one order of a storage lane.
+    def work(self, command: StorageCommand) -> StorageAnswer:
+        """Carry out one command of a storage lane.
 
         Raises:
             OSError: there is no storage.
         """
         if (storage := self._storage) is None:
             raise OSError("the host tier has no storage")
-        return storage.work(order)
+        return storage.work(command)
 
     def attach(self, url: str) -> str:
         """Use a storage, instead of the one in use; returns its name.

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.memory.checksum import Buffer, checksum_of
 
 FORMAT_VERSION = 1

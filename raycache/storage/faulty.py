@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.memory.checksum import Buffer
 from raycache.storage.base import Scrub, Storage, StorageStats, flat

@@ -24,7 +24,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.memory.checksum import Buffer
 from raycache.storage.base import Header, Scrub, StorageStats, check_objects, flat

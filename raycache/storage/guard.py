@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.memory.checksum import Buffer
 from raycache.storage.base import Scrub, Storage, StorageStats

@@ -1,4 +1,4 @@
-"""Threads that do the decider's orders to the storage, so that it never waits for one.
+"""Threads that do the decider's commands to the storage, so that it never waits for one.
 
     post -> finding and fetching:  [ owner a: 1 4 ] [ owner b: 2 ] ...  -> lanes -> answers
             persisting:            [ owner c: 3 5 ] ...
@@ -17,20 +17,20 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from raycache.cache.storage_orders import OrderKind, Outcome, StorageAnswer, StorageOrder
+from raycache.cache.storage_commands import CommandKind, Outcome, StorageAnswer, StorageCommand
 
 
 class StorageLanes:
-    """Does orders side by side and collects the answers: exactly one for each order.
+    """Does commands side by side and collects the answers: exactly one for each command.
 
     Args:
-        work: does one order; called from several threads. Raises OSError if there is nobody who can.
-        num_lanes: orders at once.
+        work: does one command; called from several threads. Raises OSError if there is nobody who can.
+        num_lanes: commands at once.
         name: of the threads.
     """
 
-    def __init__(self, work: Callable[[StorageOrder], StorageAnswer], *, num_lanes: int, name: str) -> None:
-        assert num_lanes >= 1, f"{num_lanes} lanes do no orders"
+    def __init__(self, work: Callable[[StorageCommand], StorageAnswer], *, num_lanes: int, name: str) -> None:
+        assert num_lanes >= 1, f"{num_lanes} lanes do no commands"
         self._work, self._name = work, name
         self._lock = threading.Lock()
         self._may_begin, self._has_answer = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -49,16 +49,16 @@ class StorageLanes:
         """Orders whose answers were not taken yet."""
         return self._num_open
 
-    def post(self, order: StorageOrder) -> None:
-        """Have an order done."""
+    def post(self, command: StorageCommand) -> None:
+        """Have a command done."""
         with self._lock:
             self._num_open += 1
             if self._is_closed:
-                self._give_up([order], Outcome.CANCELLED)
+                self._give_up([command], Outcome.CANCELLED)
                 return
-            turns = self._persists if order.kind is OrderKind.PERSIST else self._urgent
-            turns.add(order)
-            self._next_deadline_s = min(self._next_deadline_s, order.deadline_s)
+            turns = self._persists if command.kind is CommandKind.PERSIST else self._urgent
+            turns.add(command)
+            self._next_deadline_s = min(self._next_deadline_s, command.deadline_s)
             self._may_begin.notify()
 
     def answers(self) -> list[StorageAnswer]:
@@ -70,16 +70,16 @@ class StorageLanes:
         return answers
 
     def cancel(self, owner: str) -> None:
-        """Answer those orders of an owner as cancelled that did not begin."""
+        """Answer those commands of an owner as cancelled that did not begin."""
         with self._lock:
             for turns in (self._urgent, self._persists):
-                self._give_up(turns.remove(lambda order: order.owner == owner), Outcome.CANCELLED)
+                self._give_up(turns.remove(lambda command: command.owner == owner), Outcome.CANCELLED)
 
-    def cancel_kind(self, kind: OrderKind) -> None:
-        """The same for all orders of a kind."""
+    def cancel_kind(self, kind: CommandKind) -> None:
+        """The same for all commands of a kind."""
         with self._lock:
             for turns in (self._urgent, self._persists):
-                self._give_up(turns.remove(lambda order: order.kind is kind), Outcome.CANCELLED)
+                self._give_up(turns.remove(lambda command: command.kind is kind), Outcome.CANCELLED)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is an answer; False if there was none in time."""
@@ -102,7 +102,7 @@ class StorageLanes:
         with self._lock:
             self._is_closed = True
             for turns in (self._urgent, self._persists):
-                self._give_up(turns.remove(lambda order: True), Outcome.CANCELLED)
+                self._give_up(turns.remove(lambda command: True), Outcome.CANCELLED)
             self._may_begin.notify_all()
             lanes = list(self._lanes.values())
         for lane in lanes:
@@ -117,39 +117,39 @@ class StorageLanes:
 
     def _run(self, lane: int) -> None:
         try:
-            while (order := self._begin()) is not None:
-                self._do(order)
+            while (command := self._begin()) is not None:
+                self._do(command)
         finally:
             # An error that is ours ends the thread and shows; the next one goes on, so that nobody waits for ever.
             with self._lock:
                 if not self._is_closed:
                     self._start(lane)
 
-    def _begin(self) -> StorageOrder | None:
-        """Wait for an order; None at the end."""
+    def _begin(self) -> StorageCommand | None:
+        """Wait for a command; None at the end."""
         with self._lock:
             while True:
                 self._give_up_late()
-                order = self._urgent.take()
-                if order is None and self._num_persists < self._most_persists:
-                    order = self._persists.take()
-                if order is not None:
-                    self._num_persists += order.kind is OrderKind.PERSIST
-                    return order
+                command = self._urgent.take()
+                if command is None and self._num_persists < self._most_persists:
+                    command = self._persists.take()
+                if command is not None:
+                    self._num_persists += command.kind is CommandKind.PERSIST
+                    return command
                 if self._is_closed:
                     return None
                 self._may_begin.wait()
 
-    def _do(self, order: StorageOrder) -> None:
+    def _do(self, command: StorageCommand) -> None:
         start_s = time.monotonic()
-        answer = order.not_done(Outcome.UNAVAILABLE, "a defect: the lane ended, see its traceback")
+        answer = command.not_done(Outcome.UNAVAILABLE, "a defect: the lane ended, see its traceback")
         try:
-            answer = replace(self._work(order), seconds=time.monotonic() - start_s)
+            answer = replace(self._work(command), seconds=time.monotonic() - start_s)
         except OSError as error:
-            answer = order.not_done(Outcome.UNAVAILABLE, str(error) or type(error).__name__)
+            answer = command.not_done(Outcome.UNAVAILABLE, str(error) or type(error).__name__)
         finally:
             with self._lock:
-                if order.kind is OrderKind.PERSIST:
+                if command.kind is CommandKind.PERSIST:
                     self._num_persists -= 1
                     self._may_begin.notify()
                 self._answers.append(answer)
@@ -159,12 +159,12 @@ class StorageLanes:
         now_s = time.monotonic()
         if now_s < self._next_deadline_s:
             return
-        late = [order for turns in (self._urgent, self._persists) for order in turns.remove(_is_late(now_s))]
+        late = [command for turns in (self._urgent, self._persists) for command in turns.remove(_is_late(now_s))]
         self._give_up(late, Outcome.LATE)
         self._next_deadline_s = min(self._urgent.next_deadline_s(), self._persists.next_deadline_s())
 
-    def _give_up(self, orders: Iterable[StorageOrder], outcome: Outcome) -> None:
-        self._answers += [order.not_done(outcome) for order in orders]
+    def _give_up(self, commands: Iterable[StorageCommand], outcome: Outcome) -> None:
+        self._answers += [command.not_done(outcome) for command in commands]
         self._has_answer.notify_all()
 
 
@@ -172,38 +172,40 @@ class _Turns:
     """Orders that wait, by owner; the owner whose turn it is comes first."""
 
     def __init__(self) -> None:
-        self._by_owner: OrderedDict[str, deque[StorageOrder]] = OrderedDict()
+        self._by_owner: OrderedDict[str, deque[StorageCommand]] = OrderedDict()
 
-    def add(self, order: StorageOrder) -> None:
+    def add(self, command: StorageCommand) -> None:
         """After those of its owner; an owner without any comes last."""
-        self._by_owner.setdefault(order.owner, deque()).append(order)
+        self._by_owner.setdefault(command.owner, deque()).append(command)
 
-    def take(self) -> StorageOrder | None:
-        """The next order."""
+    def take(self) -> StorageCommand | None:
+        """The next command."""
         if not self._by_owner:
             return None
-        owner, orders = self._by_owner.popitem(last=False)
-        order = orders.popleft()
-        if orders:
-            self._by_owner[owner] = orders
-        return order
+        owner, commands = self._by_owner.popitem(last=False)
+        command = commands.popleft()
+        if commands:
+            self._by_owner[owner] = commands
+        return command
 
-    def remove(self, is_over: Callable[[StorageOrder], bool]) -> list[StorageOrder]:
+    def remove(self, is_over: Callable[[StorageCommand], bool]) -> list[StorageCommand]:
         """Take out all that are over, whosever turn it is."""
         over = []
-        for owner, orders in list(self._by_owner.items()):
-            gone = [order for order in orders if is_over(order)]
+        for owner, commands in list(self._by_owner.items()):
+            gone = [command for command in commands if is_over(command)]
             over += gone
-            if len(gone) == len(orders):
+            if len(gone) == len(commands):
                 del self._by_owner[owner]
             elif gone:
-                self._by_owner[owner] = deque(order for order in orders if not is_over(order))
+                self._by_owner[owner] = deque(command for command in commands if not is_over(command))
         return over
 
     def next_deadline_s(self) -> float:
         """The first of all deadlines, infinite for none."""
-        return min((order.deadline_s for orders in self._by_owner.values() for order in orders), default=math.inf)
+        return min(
+            (command.deadline_s for commands in self._by_owner.values() for command in commands), default=math.inf
+        )
 
 
-def _is_late(now_s: float) -> Callable[[StorageOrder], bool]:
-    return lambda order: order.deadline_s <= now_s
+def _is_late(now_s: float) -> Callable[[StorageCommand], bool]:
+    return lambda command: command.deadline_s <= now_s

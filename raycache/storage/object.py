@@ -27,7 +27,7 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import ObjectStore, from_url
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.memory.checksum import Buffer
 from raycache.storage.base import (

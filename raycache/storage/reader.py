@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raycache.cache.storage_orders import Fetch, StoredUnit
+from raycache.cache.storage_commands import Fetch, StoredUnit
 from raycache.memory.arena import Arena
 from raycache.memory.box import Box
 from raycache.memory.checksum import checksum_of

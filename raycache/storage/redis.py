@@ -24,7 +24,7 @@ from redis import Redis, RedisError, exceptions
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.memory.checksum import Buffer
 from raycache.storage.base import (

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.memory.checksum import checksum_of
 from raycache.storage.base import HEADER_BYTES, Header, read_header
 

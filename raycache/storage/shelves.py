@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.storage.base import Header, StorageStats, suffix_of
 from raycache.storage.segment import SUFFIX, UNFINISHED, Segment, segment_bytes_for, slot_bytes_for
 

@@ -16,7 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from raycache.cache.keys import longest_stored, object_keys
-from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.cache.storage_commands import (
+    CommandKind,
+    Fetch,
+    Found,
+    Outcome,
+    StorageAnswer,
+    StorageCommand,
+    StoredUnit,
+)
 from raycache.memory.arena import Arena
 from raycache.memory.checksum import checksum_of
 from raycache.memory.component import FULL, first_window_page
@@ -39,7 +47,7 @@ class StorageWorker:
         page_size: tokens per page.
         windows: space -> window in tokens.
         state_space: of recurrent states, empty for none.
-        epoch: of the decider whose orders it does; earlier ones' are refused.
+        epoch: of the decider whose commands it does; earlier ones' are refused.
     """
 
     def __init__(
@@ -65,24 +73,24 @@ class StorageWorker:
         self._working: set[int] = set()
         self._changed = threading.Condition()
 
-    def work(self, order: StorageOrder) -> StorageAnswer:
-        """Do one order."""
-        if order.deadline_s <= time.monotonic():
-            return order.not_done(Outcome.LATE)
-        turn = self._enter(order.epoch)
+    def work(self, command: StorageCommand) -> StorageAnswer:
+        """Do one command."""
+        if command.deadline_s <= time.monotonic():
+            return command.not_done(Outcome.LATE)
+        turn = self._enter(command.epoch)
         if not turn:
-            return order.not_done(Outcome.CANCELLED, f"of epoch {order.epoch}, now is {self._epoch}")
+            return command.not_done(Outcome.CANCELLED, f"of epoch {command.epoch}, now is {self._epoch}")
         start_s = time.monotonic()
         try:
-            answer = self._do(order)
+            answer = self._do(command)
         except OSError as error:
-            answer = order.not_done(Outcome.UNAVAILABLE, str(error) or type(error).__name__)
+            answer = command.not_done(Outcome.UNAVAILABLE, str(error) or type(error).__name__)
         finally:
             self._leave(turn)
         return replace(answer, seconds=time.monotonic() - start_s)
 
     def fence(self, epoch: int, *, timeout_s: float) -> bool:
-        """Refuse orders of earlier epochs from now on, and wait for those that are being done.
+        """Refuse commands of earlier epochs from now on, and wait for those that are being done.
 
         Whoever takes over from a decider that died calls this before it uses any slot.
 
@@ -94,7 +102,7 @@ class StorageWorker:
             return self._changed.wait_for(lambda: not self._working, timeout_s)
 
     def settle(self, *, timeout_s: float) -> bool:
-        """Wait for the orders that are being done now; whether they are done."""
+        """Wait for the commands that are being done now; whether they are done."""
         with self._changed:
             begun = set(self._working)
             return self._changed.wait_for(lambda: begun.isdisjoint(self._working), timeout_s)
@@ -152,27 +160,27 @@ class StorageWorker:
         """Read units into their slots, from objects of whatever boxes; see `UnitReader.read`."""
         return self._reader.read(units)
 
-    # --- orders -------------------------------------------------------------------------------------------------------
+    # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _do(self, order: StorageOrder) -> StorageAnswer:
-        answer = StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE)
-        match order.kind:
-            case OrderKind.FIND:
-                return replace(answer, found=self.find(order.digests))
-            case OrderKind.FETCH:
-                fetches = self.fetch(order.units)
+    def _do(self, command: StorageCommand) -> StorageAnswer:
+        answer = StorageAnswer(command.number, command.kind, command.owner, Outcome.DONE)
+        match command.kind:
+            case CommandKind.FIND:
+                return replace(answer, found=self.find(command.digests))
+            case CommandKind.FETCH:
+                fetches = self.fetch(command.units)
                 are_hits = [fetch is Fetch.HIT for fetch in fetches]
-                return replace(answer, fetches=tuple(fetches), num_bytes=self._num_bytes(order.units, are_hits))
-            case OrderKind.PERSIST:
-                stored = self.persist(order.units)
-                return replace(answer, stored=tuple(stored), num_bytes=self._num_bytes(order.units, stored))
+                return replace(answer, fetches=tuple(fetches), num_bytes=self._num_bytes(command.units, are_hits))
+            case CommandKind.PERSIST:
+                stored = self.persist(command.units)
+                return replace(answer, stored=tuple(stored), num_bytes=self._num_bytes(command.units, stored))
 
     def _num_bytes(self, units: Sequence[StoredUnit], counted: Sequence[bool]) -> int:
         spaces = [unit.space for unit, is_counted in zip(units, counted, strict=True) if is_counted]
         return sum(self._layout.unit_bytes(space) for space in spaces if space in self._groups)
 
     def _enter(self, epoch: int) -> int:
-        """Number of the order that begins, 0 if it is refused."""
+        """Number of the command that begins, 0 if it is refused."""
         with self._changed:
             if epoch < self._epoch:
                 return 0

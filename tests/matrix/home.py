@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from raycache.cache.host_tier import HostTier
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.config import Config
 from raycache.deployment.deployment import Deployment
 from raycache.host.link import HostLink

@@ -8,7 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.cache.storage_commands import (
+    CommandKind,
+    Fetch,
+    Found,
+    Outcome,
+    StorageAnswer,
+    StorageCommand,
+    StoredUnit,
+)
 from raycache.memory.component import FULL
 from tests.oracle.twin_host import Content, Slot, TwinHost
 
@@ -66,17 +74,17 @@ class TwinStorage:
         self._host, self._random, self._most = host, random or Random(0), most
         self._page_size, self._windows, self._state_space = page_size, dict(windows), state_space
 
-    def work(self, order: StorageOrder) -> StorageAnswer:
+    def work(self, order: StorageCommand) -> StorageAnswer:
         if self._happens(self.trouble.errors):
             raise OSError("the twin's storage is away")
-        answer = {OrderKind.FIND: self._find, OrderKind.FETCH: self._fetch, OrderKind.PERSIST: self._persist}
+        answer = {CommandKind.FIND: self._find, CommandKind.FETCH: self._fetch, CommandKind.PERSIST: self._persist}
         return answer[order.kind](order)
 
     def forget(self, space: str | None = None) -> None:
         """Lose everything, or all of one space."""
         self.objects = {key: held for key, held in self.objects.items() if space is not None and key[0] != space}
 
-    def _find(self, order: StorageOrder) -> StorageAnswer:
+    def _find(self, order: StorageCommand) -> StorageAnswer:
         # A page vouches for those before it, as galloping takes it.
         stored = [n for n, digest in enumerate(order.digests, start=1) if (FULL, digest) in self.objects]
         num_pages = max(stored, default=0)
@@ -91,7 +99,7 @@ class TwinStorage:
             needed += [(space, digest) for digest in digests[first:length]]
         return all(key in self.objects for key in needed)
 
-    def _fetch(self, order: StorageOrder) -> StorageAnswer:
+    def _fetch(self, order: StorageCommand) -> StorageAnswer:
         fetches = tuple(self._fetch_one(unit) for unit in order.units)
         return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE, fetches=fetches)
 
@@ -107,7 +115,7 @@ class TwinStorage:
         self._host.slots[unit.space, unit.host] = Slot(unit.tag, self.objects[key])
         return Fetch.HIT
 
-    def _persist(self, order: StorageOrder) -> StorageAnswer:
+    def _persist(self, order: StorageCommand) -> StorageAnswer:
         stored = tuple(self._persist_one(unit) for unit in order.units)
         while len(self.objects) > self._most:
             del self.objects[next(iter(self.objects))]
@@ -128,7 +136,7 @@ class TwinStorage:
 
 @dataclass
 class _Turn:
-    order: StorageOrder
+    order: StorageCommand
     begins_in: int
     ends_in: int
 
@@ -150,7 +158,7 @@ class TwinLanes:
     def num_open(self) -> int:
         return len(self._turns) + len(self._answers)
 
-    def post(self, order: StorageOrder) -> None:
+    def post(self, order: StorageCommand) -> None:
         ticks = self._random.randint(0, self._storage.trouble.most_ticks)
         self._turns.append(_Turn(order, self._random.randint(0, ticks), ticks))
 
@@ -170,7 +178,7 @@ class TwinLanes:
             if turn.order.owner == owner and turn.begins_in >= 0:
                 self._give_up(turn, Outcome.CANCELLED)
 
-    def cancel_kind(self, kind: OrderKind) -> None:
+    def cancel_kind(self, kind: CommandKind) -> None:
         for turn in list(self._turns):
             if turn.order.kind is kind and turn.begins_in >= 0:
                 self._give_up(turn, Outcome.CANCELLED)
@@ -188,7 +196,7 @@ class TwinLanes:
         for turn in list(self._turns):
             self._give_up(turn, Outcome.CANCELLED)
 
-    def _is_late(self, order: StorageOrder) -> bool:
+    def _is_late(self, order: StorageCommand) -> bool:
         return order.deadline_s <= time.monotonic() or self._random.random() < self._storage.trouble.late
 
     def _give_up(self, turn: _Turn, outcome: Outcome) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from raycache.cache.host_tier import WritePolicy
 from raycache.cache.prefetches import Waiting
-from raycache.cache.storage_orders import OrderKind, StorageAnswer, StorageOrder
+from raycache.cache.storage_commands import CommandKind, StorageAnswer, StorageCommand
 from raycache.memory.component import FULL
 from raycache.types import CacheAction, CacheCommand, FinishReason, GenerateRequest, RequestOutput, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
@@ -41,12 +41,12 @@ def first_output(tiers: Tiered, *, most: int = 100_000) -> RequestOutput:
     raise AssertionError("never ends")
 
 
-def orders_of(tiers: Tiered) -> list[StorageOrder]:
+def orders_of(tiers: Tiered) -> list[StorageCommand]:
     """All orders from now on, as they are done."""
-    orders: list[StorageOrder] = []
+    orders: list[StorageCommand] = []
     work = tiers.storage.work
 
-    def remember(order: StorageOrder) -> StorageAnswer:
+    def remember(order: StorageCommand) -> StorageAnswer:
         orders.append(order)
         return work(order)
 
@@ -58,8 +58,8 @@ def test_a_long_prefix_is_fetched_in_several_orders() -> None:
     tiers = stored()
     orders = orders_of(tiers)
     assert tiers.ask(PROMPT).cached_by_tier == {"storage": 84}
-    assert {len(order.units) for order in orders if order.kind is OrderKind.FETCH} == {16, 5}
-    assert not any(order.kind is OrderKind.PERSIST for order in orders), "it is stored already"
+    assert {len(order.units) for order in orders if order.kind is CommandKind.FETCH} == {16, 5}
+    assert not any(order.kind is CommandKind.PERSIST for order in orders), "it is stored already"
 
 
 @pytest.mark.parametrize("kind", ["window", "state", "both"])
@@ -67,7 +67,7 @@ def test_a_restore_point_comes_with_its_last_pages(kind: str) -> None:
     tiers = stored(kind)
     orders = orders_of(tiers)
     assert tiers.ask(PROMPT).cached_by_tier == {"storage": 84}
-    fetches = sorted((order for order in orders if order.kind is OrderKind.FETCH), key=lambda order: order.number)
+    fetches = sorted((order for order in orders if order.kind is CommandKind.FETCH), key=lambda order: order.number)
     assert {unit.space for unit in fetches[0].units} == {FULL}
     assert {unit.space for unit in fetches[1].units} == {FULL, *tiers.setup.widths}
 
@@ -83,7 +83,7 @@ def test_only_what_the_host_lacks_is_fetched() -> None:
     tiers.storage_tier.is_attached = True
     orders = orders_of(tiers)
     assert tiers.ask(PROMPT).cached_by_tier == {"host": 40, "storage": 44}
-    assert sum(len(order.units) for order in orders if order.kind is OrderKind.FETCH) == 11
+    assert sum(len(order.units) for order in orders if order.kind is CommandKind.FETCH) == 11
 
 
 def test_nothing_is_asked_for_what_the_host_has_or_what_fills_no_page() -> None:
@@ -228,7 +228,7 @@ def test_a_prompt_that_the_device_has_asks_no_storage() -> None:
     tiers.ask(PROMPT)
     orders = orders_of(tiers)
     tiers.ask(PROMPT)
-    assert not any(order.kind is OrderKind.FIND for order in orders)
+    assert not any(order.kind is CommandKind.FIND for order in orders)
 
 
 def test_forty_requests_that_wait_for_storage_keep_nobody_from_running() -> None:

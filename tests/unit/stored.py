@@ -2,7 +2,7 @@
 
 import hashlib
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.storage.base import Storage
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import pytest
 from raycache.cache.costs import ENOUGH, Costs
 from raycache.cache.host_tier import WritePolicy
 from raycache.cache.prefetches import Waiting
-from raycache.cache.storage_orders import Fetch, OrderKind, StorageAnswer, StorageOrder
+from raycache.cache.storage_commands import CommandKind, Fetch, StorageAnswer, StorageCommand
 from raycache.decider.hits import CacheReport, Hits
 from raycache.types import CacheAction, CacheCommand, GenerateRequest, Miss, RequestOutput, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
@@ -35,9 +35,9 @@ class OneFault:
     def __init__(self, storage: TwinStorage, fetch: Fetch) -> None:
         self._work, self._fetch = storage.work, fetch
 
-    def work(self, order: StorageOrder) -> StorageAnswer:
+    def work(self, order: StorageCommand) -> StorageAnswer:
         answer = self._work(order)
-        if order.kind is not OrderKind.FETCH:
+        if order.kind is not CommandKind.FETCH:
             return answer
         return StorageAnswer(
             order.number, order.kind, order.owner, answer.outcome, fetches=(self._fetch,) * len(order.units)

@@ -13,7 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.cache.storage_commands import (
+    CommandKind,
+    Fetch,
+    Found,
+    Outcome,
+    StorageAnswer,
+    StorageCommand,
+    StoredUnit,
+)
 from raycache.config import Config
 from raycache.deployment.deployment import Deployment, deploy
 from raycache.errors import ConfigError, RankLostError
@@ -29,14 +37,14 @@ from tests.unit.test_storage_worker import CHAIN, PAGE, UNITS, Node
 
 UNIT = StoredUnit("full", 0, CHAIN[0])
 
-Work = Callable[[StorageOrder], StorageAnswer]
+Work = Callable[[StorageCommand], StorageAnswer]
 
 
-def order(kind: OrderKind, *, units: Sequence[StoredUnit] = (), digests: Sequence[bytes] = ()) -> StorageOrder:
-    return StorageOrder(kind, 7, "somebody", units=tuple(units), digests=tuple(digests))
+def order(kind: CommandKind, *, units: Sequence[StoredUnit] = (), digests: Sequence[bytes] = ()) -> StorageCommand:
+    return StorageCommand(kind, 7, "somebody", units=tuple(units), digests=tuple(digests))
 
 
-def done(asked: StorageOrder, **more: object) -> StorageAnswer:
+def done(asked: StorageCommand, **more: object) -> StorageAnswer:
     return replace(StorageAnswer(asked.number, asked.kind, asked.owner, Outcome.DONE), **more)  # type: ignore[arg-type]
 
 
@@ -46,7 +54,7 @@ def done(asked: StorageOrder, **more: object) -> StorageAnswer:
 def finder(num_pages: int, points: set[int], is_foreign: bool = False) -> Work:
     """A node that has so many pages of every prefix, and can continue from some lengths."""
 
-    def work(asked: StorageOrder) -> StorageAnswer:
+    def work(asked: StorageCommand) -> StorageAnswer:
         limit = min(num_pages, len(asked.digests))
         point = max((length for length in points if length <= limit), default=0)
         return done(asked, found=Found(limit, point, is_foreign and limit < len(asked.digests)))
@@ -63,20 +71,20 @@ def test_what_is_found_is_what_all_nodes_have(nodes: list[tuple[int, set[int], b
     pages = [length for length in range(num_digests + 1) if all(length <= has for has, _, _ in nodes)]
     points = [length for length in pages if all(length in there for _, there, _ in nodes)]
     next_is_foreign = any(has == max(pages) and foreign for has, _, foreign in nodes) and max(pages) < num_digests
-    found = work_on_all([finder(*node) for node in nodes])(order(OrderKind.FIND, digests=CHAIN[:num_digests]))
+    found = work_on_all([finder(*node) for node in nodes])(order(CommandKind.FIND, digests=CHAIN[:num_digests]))
     assert found.found == Found(max(pages), max(points, default=0), next_is_foreign)
 
 
 def test_a_prefix_is_not_searched_for_longer_than_its_deadline() -> None:
     rounds = []
 
-    def slow(asked: StorageOrder) -> StorageAnswer:
+    def slow(asked: StorageCommand) -> StorageAnswer:
         rounds.append(asked)
         time.sleep(0.05)
         return finder(UNITS, {length for length in range(1, UNITS + 1) if length % 2})(asked)
 
     even = finder(UNITS, {length for length in range(1, UNITS + 1) if length % 2 == 0})
-    asked = replace(order(OrderKind.FIND, digests=CHAIN), deadline_s=time.monotonic() + 0.12)
+    asked = replace(order(CommandKind.FIND, digests=CHAIN), deadline_s=time.monotonic() + 0.12)
     assert work_on_all([slow, even])(asked).found == Found(UNITS, 0)
     assert len(rounds) < 6, "it takes 24 rounds to find out that they have nothing in common"
 
@@ -84,7 +92,7 @@ def test_a_prefix_is_not_searched_for_longer_than_its_deadline() -> None:
 @given(st.lists(st.lists(st.sampled_from(list(Fetch)), min_size=5, max_size=5), min_size=1, max_size=4))
 def test_a_unit_is_fetched_when_all_nodes_have_fetched_it(nodes: list[list[Fetch]]) -> None:
     works = [lambda asked, node=node: done(asked, fetches=tuple(node), num_bytes=3) for node in nodes]
-    answer = work_on_all(works)(order(OrderKind.FETCH, units=[UNIT] * 5))
+    answer = work_on_all(works)(order(CommandKind.FETCH, units=[UNIT] * 5))
     assert answer.num_bytes == 3 * len(nodes)
     for unit, fetch in enumerate(answer.fetches):
         each = {node[unit] for node in nodes}
@@ -96,45 +104,45 @@ def test_a_unit_is_fetched_when_all_nodes_have_fetched_it(nodes: list[list[Fetch
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
 def test_a_unit_is_stored_when_all_nodes_have_stored_it(nodes: list[list[bool]]) -> None:
     works = [lambda asked, node=node: done(asked, stored=tuple(node), seconds=len(node)) for node in nodes]
-    answer = work_on_all(works)(order(OrderKind.PERSIST, units=[UNIT] * 5))
+    answer = work_on_all(works)(order(CommandKind.PERSIST, units=[UNIT] * 5))
     assert answer.stored == tuple(all(node[unit] for node in nodes) for unit in range(5))
 
 
-def away(asked: StorageOrder) -> StorageAnswer:
+def away(asked: StorageCommand) -> StorageAnswer:
     raise OSError("nobody is there")
 
 
 def test_with_one_owner_away_nothing_can_be_asked() -> None:
     with pytest.raises(OSError, match="nobody is there"):
-        work_on_all([finder(3, set()), away])(order(OrderKind.FIND, digests=CHAIN))
+        work_on_all([finder(3, set()), away])(order(CommandKind.FIND, digests=CHAIN))
 
 
 def test_an_order_that_one_node_refuses_is_refused() -> None:
-    def refuse(asked: StorageOrder) -> StorageAnswer:
+    def refuse(asked: StorageCommand) -> StorageAnswer:
         return asked.not_done(Outcome.CANCELLED, "of epoch 1, now is 2")
 
-    def fetch(asked: StorageOrder) -> StorageAnswer:
+    def fetch(asked: StorageCommand) -> StorageAnswer:
         return done(asked, fetches=(Fetch.HIT,))
 
-    asked = order(OrderKind.FETCH, units=[UNIT])
+    asked = order(CommandKind.FETCH, units=[UNIT])
     assert work_on_all([fetch, refuse])(asked) == asked.not_done(Outcome.CANCELLED, "of epoch 1, now is 2")
 
 
 def test_nodes_are_asked_at_the_same_time() -> None:
     all_are_here = threading.Barrier(4, timeout=30)
 
-    def together(asked: StorageOrder) -> StorageAnswer:
+    def together(asked: StorageCommand) -> StorageAnswer:
         all_are_here.wait()
         return done(asked, stored=(True,), seconds=0.3)
 
-    assert work_on_all([together] * 4)(order(OrderKind.PERSIST, units=[UNIT])).seconds == 0.3
+    assert work_on_all([together] * 4)(order(CommandKind.PERSIST, units=[UNIT])).seconds == 0.3
 
 
 def test_a_deadline_travels_as_the_time_that_is_left() -> None:
-    asked = replace(order(OrderKind.FIND), deadline_s=time.monotonic() + 60)
+    asked = replace(order(CommandKind.FIND), deadline_s=time.monotonic() + 60)
     assert 59 < asked.sent().deadline_s <= 60
     assert asked.sent().received().deadline_s == pytest.approx(asked.deadline_s, abs=1)
-    assert order(OrderKind.FIND).sent().received().deadline_s == math.inf
+    assert order(CommandKind.FIND).sent().received().deadline_s == math.inf
 
 
 # --- storage ----------------------------------------------------------------------------------------------------------
@@ -170,21 +178,21 @@ def test_nodes_with_storages_of_their_own_find_again_what_they_stored(
     for node in writers:
         for unit in units:
             node.fill(unit)
-    assert all(work_on_all([node.worker.work for node in writers])(order(OrderKind.PERSIST, units=units)).stored)
+    assert all(work_on_all([node.worker.work for node in writers])(order(CommandKind.PERSIST, units=units)).stored)
     readers = nodes_of(tmp_path, storages, spread)
     work = work_on_all([node.worker.work for node in readers])
-    assert work(order(OrderKind.FIND, digests=CHAIN)).found == Found(3, 3)
-    answer = work(order(OrderKind.FETCH, units=units))
+    assert work(order(CommandKind.FIND, digests=CHAIN)).found == Found(3, 3)
+    answer = work(order(CommandKind.FETCH, units=units))
     assert set(answer.fetches) == {Fetch.HIT}
     assert answer.num_bytes == sum(node.layout.unit_bytes(unit.space) for node in readers for unit in units)
     assert all(node.holds(unit) for node in readers for unit in units)
     # One node loses all that it has stored: for all of them it is gone.
     storages[max(spread[1])].clear()
     work = work_on_all([node.worker.work for node in nodes_of(tmp_path, storages, spread)])
-    assert work(order(OrderKind.FIND, digests=CHAIN)).found == Found(0, 0)
+    assert work(order(CommandKind.FIND, digests=CHAIN)).found == Found(0, 0)
     last = readers[-1].layout
     has_lost = [any(last.pieces(rank, unit.space) for rank in last.ranks) for unit in units]
-    fetches = work(order(OrderKind.FETCH, units=units)).fetches
+    fetches = work(order(CommandKind.FETCH, units=units)).fetches
     assert [fetch is Fetch.HIT for fetch in fetches] == [not lost for lost in has_lost]
 
 
@@ -198,9 +206,9 @@ def test_what_nodes_store_in_one_place_any_other_split_and_spread_reads(
     for spread in [*SPREADS, (Split(), (0,))]:
         readers = nodes_of(tmp_path, shared, spread)
         work = work_on_all([node.worker.work for node in readers])
-        assert work(order(OrderKind.FIND, digests=CHAIN)).found == Found(2, 2, False), spread
+        assert work(order(CommandKind.FIND, digests=CHAIN)).found == Found(2, 2, False), spread
         units = [unit for number in range(2) for unit in readers[0].units(number)]
-        assert set(work(order(OrderKind.FETCH, units=units)).fetches) == {Fetch.HIT}
+        assert set(work(order(CommandKind.FETCH, units=units)).fetches) == {Fetch.HIT}
         assert all(node.holds(unit) for node in readers for unit in units)
 
 
@@ -216,11 +224,11 @@ def test_what_one_node_lacks_is_not_found(tmp_path: Path, lost: set[tuple[int, i
             units = [unit for number in range(5) for unit in node.units(number)]
             node.write([unit for unit in units if (at, CHAIN.index(unit.digest), unit.space) not in lost])
         work = work_on_all([node.worker.work for node in nodes])
-        found = work(order(OrderKind.FIND, digests=CHAIN[:5])).found
+        found = work(order(CommandKind.FIND, digests=CHAIN[:5])).found
         # Only what a node has rows of can be lost there.
         gone = {(page, space) for at, page, space in lost if nodes[at].layout.pieces(at, space)}
         units = [unit for number in range(5) for unit in nodes[0].units(number)]
-        fetches = work(order(OrderKind.FETCH, units=units)).fetches
+        fetches = work(order(CommandKind.FETCH, units=units)).fetches
         hits = {(CHAIN.index(u.digest), u.space) for u, f in zip(units, fetches, strict=True) if f is Fetch.HIT}
         assert hits == {(page, space) for page in range(5) for space in ("full", "window", "state")} - gone
         needed = {length: continued_from(length) for length in range(1, 6)}

@@ -12,19 +12,29 @@ from contextlib import contextmanager
 
 import pytest
 
-from raycache.cache.storage_orders import Fetch, Found, OrderKind, Outcome, StorageAnswer, StorageOrder, StoredUnit
+from raycache.cache.storage_commands import (
+    CommandKind,
+    Fetch,
+    Found,
+    Outcome,
+    StorageAnswer,
+    StorageCommand,
+    StoredUnit,
+)
 from raycache.storage.lanes import StorageLanes
 
 WAIT_S = 20.0  # longer than a busy machine takes
 UNIT = StoredUnit("full", 3, bytes(range(32)))
 
 
-def order(number: int, owner: str = "a", kind: OrderKind = OrderKind.FETCH, deadline_s: float = 1e18) -> StorageOrder:
-    return StorageOrder(kind, number, owner, units=(UNIT,), deadline_s=deadline_s)
+def order(
+    number: int, owner: str = "a", kind: CommandKind = CommandKind.FETCH, deadline_s: float = 1e18
+) -> StorageCommand:
+    return StorageCommand(kind, number, owner, units=(UNIT,), deadline_s=deadline_s)
 
 
-def persist(number: int, owner: str = "a") -> StorageOrder:
-    return order(number, owner, OrderKind.PERSIST)
+def persist(number: int, owner: str = "a") -> StorageCommand:
+    return order(number, owner, CommandKind.PERSIST)
 
 
 class Desk:
@@ -36,7 +46,7 @@ class Desk:
         self._may_end = threading.Semaphore(0)
         self._changed = threading.Condition()
 
-    def work(self, order: StorageOrder) -> StorageAnswer:
+    def work(self, order: StorageCommand) -> StorageAnswer:
         with self._changed:
             self.begun.append(order.number)
             self._changed.notify_all()
@@ -54,7 +64,7 @@ class Desk:
 
 
 @contextmanager
-def lanes_of(work: Callable[[StorageOrder], StorageAnswer], num_lanes: int = 1) -> Iterator[StorageLanes]:
+def lanes_of(work: Callable[[StorageCommand], StorageAnswer], num_lanes: int = 1) -> Iterator[StorageLanes]:
     lanes = StorageLanes(work, num_lanes=num_lanes, name="test")
     try:
         yield lanes
@@ -73,13 +83,13 @@ def take(lanes: StorageLanes, count: int) -> list[StorageAnswer]:
 
 
 def test_every_order_is_answered_once() -> None:
-    def work(order: StorageOrder) -> StorageAnswer:
+    def work(order: StorageCommand) -> StorageAnswer:
         time.sleep(random.random() / 2000)
         return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE)
 
     with lanes_of(work, num_lanes=4) as lanes:
         for number in range(200):
-            lanes.post(order(number, f"owner {number % 7}", list(OrderKind)[number % 3]))
+            lanes.post(order(number, f"owner {number % 7}", list(CommandKind)[number % 3]))
         assert lanes.num_open == 200
         answers = take(lanes, 200)
         assert sorted(answer.number for answer in answers) == list(range(200))
@@ -153,7 +163,7 @@ def test_all_of_a_kind_that_has_not_begun_can_be_cancelled() -> None:
         desk.wait_for(1)
         for each in (persist(1), order(2), persist(3, "b")):
             lanes.post(each)
-        lanes.cancel_kind(OrderKind.PERSIST)
+        lanes.cancel_kind(CommandKind.PERSIST)
         assert {answer.number: answer.outcome for answer in take(lanes, 2)} == dict.fromkeys((1, 3), Outcome.CANCELLED)
         desk.let_end(2)
         assert {answer.number: answer.outcome for answer in take(lanes, 2)} == dict.fromkeys((0, 2), Outcome.DONE)

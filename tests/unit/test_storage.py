@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.memory.checksum import checksum_of
 from raycache.storage.base import Storage, StorageStats
 from tests.unit.storage_media import (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.memory.checksum import checksum_of
 from raycache.storage.base import HEADER_BYTES, Header, read_header

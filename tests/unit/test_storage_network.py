@@ -15,7 +15,7 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.memory.checksum import checksum_of
 from raycache.storage.base import Storage

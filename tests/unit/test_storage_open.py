@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raycache.cache.storage_orders import Fetch
+from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.storage.base import Storage
 from raycache.storage.faulty import FaultRates, FaultyStorage

@@ -25,7 +25,7 @@ class Fetch(Enum):
     """The storage could not be asked."""
 
 
-class OrderKind(StrEnum):
+class CommandKind(StrEnum):
     """What is to be done."""
 
     FIND = "find"
@@ -37,7 +37,7 @@ class OrderKind(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What became of an order."""
+    """What became of a command."""
 
     DONE = "done"
     CANCELLED = "cancelled"
@@ -86,7 +86,7 @@ NOTHING_FOUND = Found()
 
 
 @dataclass(frozen=True, slots=True)
-class StorageOrder:
+class StorageCommand:
     """One thing to do.
 
     Attributes:
@@ -95,11 +95,11 @@ class StorageOrder:
         owner: on whose behalf, such as a request's id; owners take turns.
         units: to fetch or to persist; parents before children.
         digests: to find: of all pages of a prefix, from its first one on.
-        deadline_s: on the clock time.monotonic of the one who gives the order; what has not begun by then never will.
+        deadline_s: on the clock time.monotonic of the one who gives it; what has not begun by then never will.
         epoch: of the decider.
     """
 
-    kind: OrderKind
+    kind: CommandKind
     number: int
     owner: str
     units: tuple[StoredUnit, ...] = ()
@@ -107,11 +107,11 @@ class StorageOrder:
     deadline_s: float = math.inf
     epoch: int = 0
 
-    def sent(self) -> StorageOrder:
+    def sent(self) -> StorageCommand:
         """For another machine, whose clock is another: deadline_s is the seconds that are left."""
         return replace(self, deadline_s=self.deadline_s - time.monotonic())
 
-    def received(self) -> StorageOrder:
+    def received(self) -> StorageCommand:
         """What `sent` gave, on this machine's clock."""
         return replace(self, deadline_s=self.deadline_s + time.monotonic())
 
@@ -122,18 +122,18 @@ class StorageOrder:
             self.kind,
             self.owner,
             outcome,
-            fetches=(Fetch.UNAVAILABLE,) * len(self.units) if self.kind is OrderKind.FETCH else (),
-            stored=(False,) * len(self.units) if self.kind is OrderKind.PERSIST else (),
+            fetches=(Fetch.UNAVAILABLE,) * len(self.units) if self.kind is CommandKind.FETCH else (),
+            stored=(False,) * len(self.units) if self.kind is CommandKind.PERSIST else (),
             error=error,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StorageAnswer:
-    """What became of an order.
+    """What became of a command.
 
     Attributes:
-        number, kind, owner: of the order.
+        number, kind, owner: of the command.
         outcome: whether it was done; if not, the rest says that nothing was found, fetched or stored.
         found: of FIND.
         fetches: of FETCH, one per unit.
@@ -144,7 +144,7 @@ class StorageAnswer:
     """
 
     number: int
-    kind: OrderKind
+    kind: CommandKind
     owner: str
     outcome: Outcome
     found: Found = NOTHING_FOUND
@@ -156,19 +156,19 @@ class StorageAnswer:
 
 
 class StorageWorkers(Protocol):
-    """Who carries out orders, behind the decider's back (raycache/storage/lanes.py)."""
+    """Who carries out commands, behind the decider's back (raycache/storage/lanes.py)."""
 
-    def post(self, order: StorageOrder) -> None:
-        """Give an order; does not wait."""
+    def post(self, command: StorageCommand) -> None:
+        """Give a command; does not wait."""
 
     def answers(self) -> list[StorageAnswer]:
         """What has been answered since the last call."""
 
     def cancel(self, owner: str) -> None:
-        """Drop the orders of one owner that have not begun."""
+        """Drop the commands of one owner that have not begun."""
 
-    def cancel_kind(self, kind: OrderKind) -> None:
-        """Drop the orders of one kind that have not begun."""
+    def cancel_kind(self, kind: CommandKind) -> None:
+        """Drop the commands of one kind that have not begun."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the next answer; whether there is one."""
@@ -177,7 +177,7 @@ class StorageWorkers(Protocol):
         """End; whether all calls ended in time."""
 
 
-class StorageCommands:
+class StorageClient:
     """Numbers what the decider asks of its storage, and posts it.
 
     Args:
@@ -190,23 +190,23 @@ class StorageCommands:
 
     def post(
         self,
-        kind: OrderKind,
+        kind: CommandKind,
         owner: str,
         *,
         units: Sequence[StoredUnit] = (),
         digests: Sequence[bytes] = (),
         deadline_s: float = math.inf,
     ) -> int:
-        """Post one; arguments as of `StorageOrder`. Its answer has the number that is returned."""
+        """Post one; arguments as of `StorageCommand`. Its answer has the number that is returned."""
         self._num_posted += 1
-        order = StorageOrder(kind, self._num_posted, owner, tuple(units), tuple(digests), deadline_s, self._epoch)
-        self._workers.post(order)
+        command = StorageCommand(kind, self._num_posted, owner, tuple(units), tuple(digests), deadline_s, self._epoch)
+        self._workers.post(command)
         return self._num_posted
 
     def cancel(self, owner: str) -> None:
         """Drop what one owner has asked for and has not begun."""
         self._workers.cancel(owner)
 
-    def cancel_kind(self, kind: OrderKind) -> None:
+    def cancel_kind(self, kind: CommandKind) -> None:
         """Drop what is of one kind and has not begun."""
         self._workers.cancel_kind(kind)
