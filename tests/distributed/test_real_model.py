@@ -9,7 +9,7 @@ import pytest
 from benchmarks.exactness import Case, make_prompts, reference, run_split
 from launch.demo.model import make_demo_model
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def cases(model: Path) -> list[Case]:
     return reference(model, make_prompts(model, 4, longest=400), new_tokens=12)
 
 
-@pytest.mark.parametrize(("tp", "pp", "cp"), [(1, 1, 1), pytest.param(3, 1, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("tp", "pp", "cp"), [(1, 1, 1), (3, 1, 2)])
 def test_greedy_tokens_equal_transformers_for_every_kind_of_hit(
     model: Path, cases: list[Case], tp: int, pp: int, cp: int
 ) -> None:
