@@ -202,15 +202,16 @@ def test_the_component_is_keys_and_values_of_every_layer(tiny: Callable[[str], P
 
 
 def test_a_split_is_refused_with_the_values_that_meet_every_condition(tiny: Callable[[str], Path]) -> None:
-    config = read_config(tiny("qwen3"))
-    smollm = dataclasses.replace(config, name="smol", num_heads=9, num_kv_heads=3, intermediate_size=1536)
+    config: Any = read_config(tiny("qwen3"))
+    nine = dataclasses.replace(config.attention, num_heads=9, num_kv_heads=3)
+    smollm = dataclasses.replace(config, name="smol", attention=nine, intermediate_size=1536)
     for tp in (1, 3, 9):
         check_split(smollm, Split(tp=tp, pp=4))
     with pytest.raises(
         ConfigError, match=r"^tp=2 does not divide num_attention_heads=9 of smol; use one of \[1, 3, 9\]$"
     ):
         check_split(smollm, Split(tp=2))
-    twelve = dataclasses.replace(smollm, num_heads=12, num_kv_heads=6)
+    twelve = dataclasses.replace(smollm, attention=dataclasses.replace(nine, num_heads=12, num_kv_heads=6))
     with pytest.raises(ConfigError, match=r"tp=4 neither divides nor .* num_key_value_heads=6 .* \[1, 2, 3, 6, 12\]"):
         check_split(twelve, Split(tp=4))
     with pytest.raises(ConfigError, match=r"pp=5 exceeds num_hidden_layers=4"):
@@ -228,13 +229,16 @@ def test_a_split_is_refused_with_the_values_that_meet_every_condition(tiny: Call
 def test_a_size_that_no_memory_has_is_refused_before_any_is_taken(
     tiny: Callable[[str], Path], key: str, tensor: str
 ) -> None:
-    config = dataclasses.replace(read_config(tiny("llama-biases")), **{key: 2**31 - 1})  # type: ignore[arg-type]
+    config: Any = read_config(tiny("llama-biases"))
+    if key == "num_heads":
+        attention = dataclasses.replace(config.attention, num_heads=2**31 - 1, num_kv_heads=1)
+        config = dataclasses.replace(config, attention=attention)
+    else:
+        config = dataclasses.replace(config, **{key: 2**31 - 1})
     checkpoint = Checkpoint(tiny("llama-biases"))
     ctx = ParallelContext(
         Split(pp=4, stages=(1, 1, 1, 1)), 0 if key == "vocab_size" else 1, CPU, pp=Group(rank=0, size=4)
     )
-    if key == "num_heads":
-        config = dataclasses.replace(config, num_kv_heads=1)  # type: ignore[call-arg]
     with pytest.raises(CheckpointError, match=tensor):
         load_model(config, checkpoint, ctx, torch.float32, on_progress=quiet)
 

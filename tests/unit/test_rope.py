@@ -60,10 +60,12 @@ def test_rotation_equals_transformers(tmp_path: Path, name: str, is_old_style: b
 
     theirs = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(model_dir))
     cos, sin = theirs(q, positions[None])
-    assert torch.equal(inverse_frequencies(read_config(model_dir).rope, HEAD_DIM), theirs.inv_freq)
+    config: Any = read_config(model_dir)
+    rope = config.attention.rope
+    assert torch.equal(inverse_frequencies(rope, HEAD_DIM), theirs.inv_freq)
     wanted_q, wanted_k = apply_rotary_pos_emb(q, k, cos[0], sin[0])
 
-    rotation = Rotary(read_config(model_dir).rope, HEAD_DIM, torch.device("cpu"))(positions, torch.float32)
+    rotation = Rotary(rope, HEAD_DIM, torch.device("cpu"))(positions, torch.float32)
     torch.testing.assert_close(
         rotation(torch.cat((q, k), dim=1)), torch.cat((wanted_q, wanted_k), dim=1), rtol=0, atol=2e-6
     )
