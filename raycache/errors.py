@@ -8,7 +8,7 @@ RayCacheError
   x QueueFullError       too many requests wait (HTTP 429); retry_after_s says when to come back
   x RequestTimeoutError  a request's deadline passed (HTTP 408)
   x RequestFailedError   the engine failed while it ran a request (HTTP 500)
-  x RankLostError        a rank died or missed a deadline; the gang has to be rebuilt
+  x RankLostError        a rank died or missed a deadline; the ranks have to be restarted
   x EngineStoppedError   the engine is stopped or has failed and takes no work
 
 Messages say who, what was wanted, what there is and what to do.

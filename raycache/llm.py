@@ -163,7 +163,7 @@ class LLM:
         Args:
             command: such as CacheCommand(CacheAction.CLEAR, tiers=("device",)).
         Returns:
-            Plain values, see `AsyncEngine.admin`.
+            What was done, as plain values: the JSON of the HTTP API's `POST /cache/...`.
         Raises:
             ConfigError: it cannot be done; says what would work.
             RankLostError: a rank of a split model died.

@@ -96,7 +96,7 @@ class SamplingParams:
     """How the next token is chosen. The defaults are those of the OpenAI API.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: of sampling; 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
         min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1].
@@ -111,7 +111,8 @@ class SamplingParams:
         max_tokens: most tokens to generate; None is up to the context length.
         ignore_eos: go on after the end-of-sequence token.
         logprobs: None for none, else how many alternatives to report per generated token (0: the chosen one only).
-        prompt_logprobs: the same for the tokens of the prompt; such a request recomputes its whole prompt.
+        prompt_logprobs: None for none, else how many alternatives to report per prompt token; such a request recomputes
+            its whole prompt.
     Raises:
         RequestError: a value is out of its range; `field` names it.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,17 +31,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: without the program's name; None for those of this process.
     Returns:
-        Exit code: 0 done, 1 the answer is no, 2 it cannot work, 130 interrupted.
+        Exit code: 0 done, 1 the answer is no, 2 it cannot work, 130 interrupted, 141 nobody reads.
     """
     options = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
-        return command(options)
+        code = command(options)
+        sys.stdout.flush()
+        return code
     except RayCacheError as error:
         print(f"raycache: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # of `raycache ... | head`; Python would fail again when it flushes standard output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:

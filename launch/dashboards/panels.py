@@ -71,16 +71,16 @@ _DRAFTS = (
                 "replica {{replica}}",
             ),
         ),
-        "1 without drafts; each right guess gives one more.",
+        "1 without drafts; each accepted draft token gives one more.",
     ),
     Panel(
-        "Guesses per second",
+        "Draft tokens per second",
         "short",
         (
-            (rate("drafted_tokens", "position"), "made at {{position}}"),
-            (rate("accepted_draft_tokens", "position"), "right at {{position}}"),
+            (rate("drafted_tokens", "position"), "drafted at {{position}}"),
+            (rate("accepted_draft_tokens", "position"), "accepted at {{position}}"),
         ),
-        "By their place behind the last known token.",
+        "By position behind the last known token.",
     ),
 )
 _HITS = (

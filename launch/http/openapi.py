@@ -53,12 +53,12 @@ def openapi(info: EngineInfo) -> dict[str, Any]:
         "info": {"title": "RayCache", "version": __version__, "description": f"Serves the model {model}."},
         "security": [{"key": []}, {}],
         "paths": {
-            "/v1/completions": {"post": _generation("Continue prompts.", CompletionBody, "Completion")},
-            "/v1/chat/completions": {"post": _generation("Answer in a chat.", ChatBody, "ChatCompletion")},
+            "/v1/completions": {"post": _generation("Create completions.", CompletionBody, "Completion")},
+            "/v1/chat/completions": {"post": _generation("Create a chat completion.", ChatBody, "ChatCompletion")},
             "/v1/models": {"get": _get("List the model.", "Models")},
             "/v1/models/{model}": {"get": _get("Show the model.", "Model", parameters=[_model_parameter(model)])},
-            "/health": {"get": _text("Whether the engine answers.", errors=("503",))},
-            "/metrics": {"get": _text("Counters, in Prometheus' text form.", errors=("401", "403", "503"))},
+            "/health": {"get": _text("Report whether the engine responds.", errors=("503",))},
+            "/metrics": {"get": _text("Metrics in Prometheus' text format.", errors=("401", "403", "503"))},
         },
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}, "schemas": _schemas(info)},
     }
@@ -71,7 +71,7 @@ def _generation(summary: str, kind: type[GenerationBody], answer: str) -> dict[s
         "summary": summary,
         "requestBody": {"required": True, "content": _json(kind.__name__)},
         "responses": {
-            "200": {"description": "The answer; with stream=true its events.", "content": _json(answer) | streamed},
+            "200": {"description": "The response; with stream=true its events.", "content": _json(answer) | streamed},
             **_errors(list(_ERRORS)),
         },
     }
@@ -79,14 +79,14 @@ def _generation(summary: str, kind: type[GenerationBody], answer: str) -> dict[s
 
 def _get(summary: str, answer: str, *, parameters: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     responses = {
-        "200": {"description": "It.", "content": _json(answer)},
+        "200": {"description": "The response.", "content": _json(answer)},
         **_errors(("401", "403", "404", "431", "503")),
     }
     return {"summary": summary, "parameters": list(parameters), "responses": responses}
 
 
 def _text(summary: str, *, errors: Sequence[str]) -> dict[str, Any]:
-    found = {"description": "Text.", "content": {"text/plain": {"schema": _TEXT}}}
+    found = {"description": "Plain text.", "content": {"text/plain": {"schema": _TEXT}}}
     return {"summary": summary, "responses": {"200": found, **_errors((*errors, "431"))}}
 
 

@@ -461,3 +461,11 @@ def test_columns_line_up_and_lines_have_no_trailing_spaces() -> None:
 )
 def test_bytes_are_written_for_people(count: int, text: str) -> None:
     assert human_bytes(count) == text
+
+
+def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "raycache", "version"], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
