@@ -150,10 +150,10 @@ class _Ranks:
 
     def boards(self, meeting: Meeting, nodes: Sequence[str]) -> dict[str, Path]:
         """Make the boards of the other nodes; node -> where its ranks find theirs."""
-        calls = [self._actors[rank].new_board.remote() for rank in meeting.leaders]
-        others = self._results(calls, phase="making boards")
         # The decider's loses its name at once, so that nothing is left of it even if this process is killed.
         here = {ray.get_runtime_context().get_node_id(): meeting.board.share()}
+        calls = [self._actors[rank].new_board.remote() for rank in meeting.leaders]
+        others = self._results(calls, phase="making boards")
         return {**here, **{nodes[rank]: path for rank, path in zip(meeting.leaders, others, strict=True)}}
 
     def run(self) -> None:
