@@ -90,8 +90,8 @@ def test_damage_to_what_the_draft_keeps_is_noticed_and_changes_no_output(tmp_pat
         rows = watch(llm)
         prompts = [[*text, 7, 8, 9] for text in complete(llm, PROMPTS)]
         texts, cold, _ = ask(llm, prompts, rows)
-        assert llm._runner is not None and llm._runner._rank is not None
-        rank = llm._runner._rank
+        rank = llm._rank
+        assert rank is not None
         for component in components(rank.config, CacheFormat("float32")):
             if component.is_draft:
                 for tensor in rank.pool.rows(component.name).values():
