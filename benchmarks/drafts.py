@@ -33,7 +33,7 @@ class Run:
     Attributes:
         outputs: token ids of each stream.
         tokens_per_s: of all streams.
-        drafted, accepted: guesses by place, and the right ones.
+        drafted, accepted: draft tokens by place, and the right ones.
     """
 
     outputs: list[list[int]]
@@ -49,9 +49,9 @@ def main() -> int:
     parser.add_argument("model", help="directory")
     parser.add_argument("--streams", type=int, default=1, help="at a time (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--draft", default="ngram", help="who guesses, as in raycache launch (default: %(default)s)")
+    parser.add_argument("--draft", default="ngram", help="who drafts, as in raycache launch (default: %(default)s)")
     parser.add_argument("--draft-tokens", type=int, default=6, help="default: %(default)s")
-    parser.add_argument("--fixed", action="store_true", help="always guess so many, whether it pays or not")
+    parser.add_argument("--fixed", action="store_true", help="always draft so many, whether it pays or not")
     parser.add_argument("--json", metavar="FILE", type=Path)
     options = parser.parse_args()
 

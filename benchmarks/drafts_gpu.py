@@ -6,7 +6,7 @@
 
 Weights are drawn, so nothing is predicted by them; they are drawn such that layers add little (`--noise` of what they
 would) to the embedded token, and the prediction layer passes it on: then both say nearly the same, and the less they
-add, the more often the guesses are right. What is measured holds for the share of right guesses that is printed.
+add, the more often drafts are accepted. What is measured holds for the acceptance rate that is printed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--draft-tokens", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--noise", type=float, default=0.004, help="default: %(default)s")
-    parser.add_argument("--adaptive", action="store_true", help="guess only as many as pay")
+    parser.add_argument("--adaptive", action="store_true", help="draft only as many as pay")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of both engines")
     parser.add_argument("--json", metavar="FILE", type=Path)
     options = parser.parse_args()

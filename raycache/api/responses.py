@@ -46,7 +46,7 @@ def usage_of(generation: Generation) -> dict[str, Any]:
 
 
 def _draft_usage(generation: Generation) -> dict[str, Any]:
-    """What became of guesses at the output, if any were made; under the names of the OpenAI API."""
+    """What became of draft tokens at the output, if any were made; under the names of the OpenAI API."""
     drafted = sum(choice.text.drafted_tokens for choice in generation.choices)
     accepted = sum(choice.text.accepted_tokens for choice in generation.choices)
     if not drafted:

@@ -80,7 +80,7 @@ class Component:
         fields: what one token, or one sequence, leaves in one of those layers.
         reuse: where a prefix can be continued.
         window: tokens that a query sees, itself included (LAST_WINDOW only).
-        is_draft: whether it is of the model that guesses for another; its layers follow the other's.
+        is_draft: whether it is of the model that drafts for another; its layers follow the other's.
     Raises:
         ConfigError: no layer, no field, a row without bytes, or a window where none belongs.
     """

@@ -52,7 +52,7 @@ class DevicePool:
         page_size: tokens per page.
         ctx: whose part to hold.
         has_scratch: one unit more of everything, behind the last: what padded rows of a recorded batch read and write.
-        num_spare_states: slots more behind those, of states of the draft: what guesses pass through.
+        num_spare_states: slots more behind those, of states of the draft: what draft tokens pass through.
     Attributes:
         sizes, page_size: as given.
         windows: component space of pages -> tokens that a query sees; 0 for all before it.

@@ -1,4 +1,4 @@
-"""A service whose model has another that guesses for it, on Ray: kill -9 of a rank changes no token."""
+"""A service whose model has another that drafts for it, on Ray: kill -9 of a rank changes no token."""
 
 from __future__ import annotations
 

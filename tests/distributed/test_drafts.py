@@ -59,7 +59,7 @@ def test_outputs_of_any_split_are_what_transformers_finds_likeliest(
         pytest.param(by_models.other("nemotron_h", "llama", share=0.35), {"cp": 2}, id="nemotron_h by llama, cp=2"),
     ],
 )
-def test_guesses_of_any_split_are_those_of_a_slow_twin(
+def test_drafts_of_any_split_are_those_of_a_slow_twin(
     tmp_path: Path, make: by_models.Make, split: dict[str, int]
 ) -> None:
     pair = make(tmp_path)

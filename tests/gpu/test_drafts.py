@@ -1,4 +1,4 @@
-"""Drafts of models on CUDA devices: right outputs, right guesses, recorded passes, several GPUs."""
+"""Drafts of models on CUDA devices: right outputs, right draft tokens, recorded passes, several GPUs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_outputs_in_float32_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("has_graphs", [True, False], ids=["recorded", "eager"])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gemma3"])
-def test_a_model_guesses_what_it_says_itself_in_bfloat16(tmp_path: Path, family: str, has_graphs: bool) -> None:
+def test_a_model_drafts_what_it_says_itself_in_bfloat16(tmp_path: Path, family: str, has_graphs: bool) -> None:
     model = byte_level(make_half(tmp_path / family, family))
     settings: dict[str, Any] = {"draft": str(model), "draft_tokens": 3, "adaptive_drafts": False}
     settings |= {"max_running": 8, "max_model_len": 512, "cuda_graphs": has_graphs}
@@ -74,7 +74,7 @@ def test_a_model_guesses_what_it_says_itself_in_bfloat16(tmp_path: Path, family:
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "bailing_hybrid"])
-def test_recurrent_models_keep_a_state_behind_each_guess(tmp_path: Path, family: str) -> None:
+def test_recurrent_models_keep_a_state_behind_each_draft_token(tmp_path: Path, family: str) -> None:
     model = byte_level(make_family(tmp_path / "model", family))
     asked = prompts(515)
     with LLM(str(model), device="cpu", page_size=16, num_pages=64) as llm:

@@ -20,7 +20,7 @@
     blind.py       the same behind or without the check of a load
     table.py       cells and how they are printed
     matrix.py      runs them; command.py is the command
-    draft_cells.py guesses and outputs of pairs of a target and a draft; drafting.py is the command
+    draft_cells.py draft tokens and outputs of pairs of a target and a draft; drafting.py is the command
 
 Models are tiny; what they compute is compared at every position, and page balances are checked after every step.
 """

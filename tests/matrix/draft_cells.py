@@ -1,7 +1,7 @@
 """Every family with every kind of draft, by cp ranks. `drafting.py` is the command.
 
 A cell passes if greedy outputs are what transformers finds likeliest, without drafts, with them, and with them from
-the prefix cache; if some guesses are right and some wrong; and if the guesses of every row are those of a slow twin at
+the prefix cache; if some drafts are right and some wrong; and if the drafts of every row are those of a slow twin at
 cp = 1, and those at cp = 1 at any other cp. Rows are the same if the same tokens were known before their drafts.
 
 There are no exceptions for near-ties that float32 decides by chance: models and prompts are always the same, and among
@@ -57,7 +57,7 @@ _TIMEOUT_S = 60.0
 class Lookup:
     """Twin of n-grams."""
 
-    def guesses(self, tokens: Sequence[int], count: int) -> list[int]:
+    def drafted(self, tokens: Sequence[int], count: int) -> list[int]:
         """See Twin."""
         return slow_lookup(list(tokens), count)
 
@@ -101,7 +101,7 @@ class Cell:
 
     Attributes:
         family, kind, cp: as they say.
-        num_made, num_right: guesses without a cached prefix.
+        num_made, num_right: draft tokens without a cached prefix.
         took_s: to start, and to answer twice.
         problems: what is wrong; none if it passes.
     """
@@ -131,7 +131,7 @@ def run_cells(family: str, kind: str, cps: Iterable[int]) -> Iterator[Cell]:
         pair = KINDS[kind](Path(folder), family)
         case = Case.of(pair)
         first = Run.of(case, cp=1)
-        twins = {known: pair.guesses(known, len(drafts)) for known, drafts in first.cold.items()}
+        twins = {known: pair.drafted(known, len(drafts)) for known, drafts in first.cold.items()}
         yield first.cell(family, kind, case.problems() + first.problems(case, twins, "the twin"))
         for cp in sorted({*cps} - {1}):
             run = Run.of(case, cp=cp)
@@ -227,7 +227,7 @@ class Run:
             "cold outputs differ": cold != case.texts,
             "outputs with cached prefixes differ": warm != case.texts,
             "no prefix was cached": not self.num_cached,
-            "no guess is right, or all are": cold == case.texts and not 0 < right < made,
+            "no draft token is right, or all are": cold == case.texts and not 0 < right < made,
         }
         return [problem for problem, is_true in found.items() if is_true] + [
             f"{which} rows are not those of {of}: {_difference(rows, wanted)}"
@@ -244,7 +244,7 @@ class Run:
         return Cell(family, kind, self.cp, made, right, self.took_s, tuple(problems))
 
     def _counts(self) -> tuple[int, int]:
-        """Guesses of the first time, and those that were right."""
+        """Draft tokens of the first time, and those that were right."""
         if not self.texts:
             return 0, 0
         made, right = counts(self.cold, self.texts[0])

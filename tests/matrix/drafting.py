@@ -59,7 +59,7 @@ def _table(cells: Sequence[Cell]) -> str:
     cps = sorted({cell.cp for cell in cells})
     by_place = {(cell.family, cell.kind, cell.cp): cell for cell in cells}
     lines = [
-        "Guesses that were right, of those that were made, in the first run of each cell.",
+        "Draft tokens that were right, of those that were made, in the first run of each cell.",
         "",
         f"| family | draft | {' | '.join(f'cp={cp}' for cp in cps)} |",
         f"|---|---|{'---|' * len(cps)}",

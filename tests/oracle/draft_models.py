@@ -1,7 +1,7 @@
-"""Tiny models that guess for others, and slow twins of what they guess.
+"""Tiny models that draft for others, and slow twins of what they draft.
 
 Nothing is trained. The head of a target knows a successor of every token, and what its layers add is for or against
-it. Whoever has its embedding and head guesses that often, and wrongly where the context matters.
+it. Whoever has its embedding and head drafts that often, and wrongly where the context matters.
 
     small model       the target's weights and noise, fewer layers; or of another family, with its embedding and head
     prediction layer  behind the target's last: x = eh_proj [enorm(e), hnorm(h)], eh_proj about [1 | 0]
@@ -9,7 +9,7 @@ it. Whoever has its embedding and head guesses that often, and wrongly where the
     EAGLE-3           u = fc [three residual streams]; queries, keys and values of [norm(e), norm(u)]. A token finds
                       itself by its embedding and takes that over; the head knows some tokens of the vocabulary
 
-Row i of the last three takes h after token i, and e of token i + 1. A twin computes all rows again for each guess, in
+Row i of the last three takes h after token i, and e of token i + 1. A twin computes all rows again for each draft, in
 float64, with true h up to the last known token; behind that, what it found itself.
 """
 
@@ -39,7 +39,7 @@ _OUTPUTS = ("o_proj", "out_proj", "down_proj", "attention.dense", "output_linear
 """What a layer adds to the residual stream comes through these, whatever a family calls them."""
 
 _SHARPER, _LOUDER = 3.0, 2.0
-"""Gains of queries and of what attention adds in a layer that guesses, so that each of its rows counts."""
+"""Gains of queries and of what attention adds in a layer that drafts, so that each of its rows counts."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ _LAYOUTS = {
 
 
 class Twin(Protocol):
-    """Guesses slowly."""
+    """Drafts slowly."""
 
-    def guesses(self, tokens: Sequence[int], count: int) -> list[int]:
+    def drafted(self, tokens: Sequence[int], count: int) -> list[int]:
         """What follows `tokens`, of which all but the last went through the target."""
         ...
 
@@ -407,7 +407,7 @@ class SmallerModel:
         self._model = _load(model_dir)
 
     @torch.no_grad()
-    def guesses(self, tokens: Sequence[int], count: int) -> list[int]:
+    def drafted(self, tokens: Sequence[int], count: int) -> list[int]:
         """See Twin."""
         text = list(tokens)
         with InFloat64():
@@ -424,19 +424,19 @@ class Head(nn.Module):
     """
 
     body: Any
-    """A model without embedding and head, of the layers that guess."""
+    """A model without embedding and head, of the layers that draft."""
 
     def __init__(self, target: PreTrainedModel) -> None:
         super().__init__()
         self.target: Any = target
 
     @torch.no_grad()
-    def guesses(self, tokens: Sequence[int], count: int, *, others: Mapping[int, int] | None = None) -> list[int]:
+    def drafted(self, tokens: Sequence[int], count: int, *, others: Mapping[int, int] | None = None) -> list[int]:
         """See Twin.
 
         Args:
             tokens: known.
-            count: of guesses.
+            count: of draft tokens.
             others: row -> what it takes for the next token, where that is the one of another sequence.
         """
         nexts = [(others or {}).get(row, token) for row, token in enumerate(tokens[1:])]

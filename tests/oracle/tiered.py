@@ -37,7 +37,7 @@ class Setup:
         device_points, host_points: restore points that there is room for, beside what running requests need.
         stages: of the pipeline.
         plans_ahead: whether a step is planned while the one before runs; with one stage.
-        most_drafts: guesses per row.
+        most_drafts: draft tokens per row.
         has_storage: whether there is a storage tier.
         most_objects: that it takes.
         trouble, storage_trouble: what goes wrong.
@@ -94,7 +94,7 @@ class Tiered:
     Attributes:
         engine, host, cache, storage_tier: as they are now.
         memory, storage: what survives them.
-        drafter: of the guesses, if there are any.
+        drafter: of the draft tokens, if there are any.
         num_bad_loads: slots that did not hold what the decider thought, in gangs before this one.
     """
 

@@ -88,7 +88,7 @@ class TwinExecutor:
         self._tables: dict[int, dict[str, list[int]]] = {}
         self._states: dict[int, list[int]] = {}
         self._garbage: set[tuple[str, int]] = set()
-        self._guesses: set[tuple[str, int, int]] = set()  # (space, page, offset) that may be written again
+        self._drafts: set[tuple[str, int, int]] = set()  # (space, page, offset) that may be written again
         self._reach: dict[int, int] = {}  # tokens that a slot has had room for
         self._state_space = next(iter(sizes.states), "")
         self.mover = mover or TwinMover(TwinHost())
@@ -185,7 +185,7 @@ class TwinExecutor:
             assert page >= 0 or self._windows[space], "every page of the sequence is kept"
             memory[page] = {}
             self._garbage.discard((space, page))
-            self._guesses = {guess for guess in self._guesses if guess[:2] != (space, page)}
+            self._drafts = {place for place in self._drafts if place[:2] != (space, page)}
             table.append(page)
 
     def _write(self, row: Row, space: str) -> None:
@@ -196,11 +196,11 @@ class TwinExecutor:
             if number < 0:
                 continue
             page, place = memory[number], (space, number, position % self._page_size)
-            assert place[2] not in page or place in self._guesses, "a token is computed into a place that is taken"
+            assert place[2] not in page or place in self._drafts, "a token is computed into a place that is taken"
             page[place[2]] = (position, token)
-            self._guesses.discard(place)
+            self._drafts.discard(place)
             if position > row.start + row.first_sampled:
-                self._guesses.add(place)
+                self._drafts.add(place)
         self._reach[row.slot] = max(self._reach[row.slot], row.start + row.num_tokens)
         assert len(table) == -(-self._reach[row.slot] // self._page_size), "pages are handed out when needed"
         if not self._windows[space]:

@@ -1,4 +1,4 @@
-"""Models that guess for others: their guesses are those of slow twins, and outputs stay what they are without."""
+"""Models that draft for others: what they draft is what slow twins draft, and outputs stay what they are without."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_
 
 @dataclass
 class Pair:
-    """A target, who guesses for it, and what it should guess.
+    """A target, who drafts for it, and what it should draft.
 
     Attributes:
         target: directory.
         draft: setting.
         twin: slow.
         has_points: whether one of both has windows or recurrent layers: then rows with drafts end with a page.
-        known: guesses of the twin that were asked for before.
+        known: draft tokens of the twin that were asked for before.
         plain: directory of the target as transformers knows it, if that is another one.
     """
 
@@ -63,9 +63,9 @@ class Pair:
     def open(self, **settings: object) -> LLM:
         return open_llm(self.target, draft=self.draft, **settings)
 
-    def guesses(self, tokens: Sequence[int], count: int) -> list[int]:
+    def drafted(self, tokens: Sequence[int], count: int) -> list[int]:
         if (key := tuple(tokens)) not in self.known:
-            self.known[key] = self.twin.guesses(tokens, NUM_DRAFTS)
+            self.known[key] = self.twin.drafted(tokens, NUM_DRAFTS)
         return self.known[key][:count]
 
 
@@ -195,7 +195,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     return Made()
 
 
-# --- what was guessed -------------------------------------------------------------------------------------------------
+# --- what was drafted -------------------------------------------------------------------------------------------------
 
 Rows = dict[tuple[int, ...], list[int]]
 """Drafts by the tokens that were known before them."""
@@ -232,13 +232,13 @@ def num_right(known: Sequence[int], drafts: Sequence[int], texts: list[list[int]
     return next((i for i, draft in enumerate(drafts) if draft != text[len(known) + i]), len(drafts))
 
 
-def check_guesses(pair: Pair, rows: Rows) -> None:
-    assert rows == {known: pair.guesses(known, len(drafts)) for known, drafts in rows.items()}
+def check_drafts(pair: Pair, rows: Rows) -> None:
+    assert rows == {known: pair.drafted(known, len(drafts)) for known, drafts in rows.items()}
 
 
 def check_rows(pair: Pair, rows: Rows, texts: list[list[int]]) -> None:
-    """Assert that the twin guesses the same, and that there were as many rows and drafts as there should be."""
-    check_guesses(pair, rows)
+    """Assert that the twin drafts the same, and that there were as many rows and drafts as there should be."""
+    check_drafts(pair, rows)
     for text in texts:
         place, end = len(text) - NUM_TOKENS + 1, len(text) - 2 * NUM_DRAFTS - 2  # fewer are wanted at the end
         while place <= end:
@@ -257,11 +257,11 @@ def counts(rows: Rows, texts: list[list[int]]) -> tuple[Counter[int], Counter[in
     return made, right
 
 
-# --- guesses ----------------------------------------------------------------------------------------------------------
+# --- draft tokens ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", mostly_long(PAIRS, but=PAIRS.keys() - LIKE_OTHERS))
-def test_guesses_are_those_of_a_slow_twin(pairs: dict[str, Pair], name: str) -> None:
+def test_drafts_are_those_of_a_slow_twin(pairs: dict[str, Pair], name: str) -> None:
     pair = pairs[name]
     with pair.open() as llm:
         rows = watch(llm)
@@ -293,14 +293,14 @@ def test_a_conversation_in_chunks_goes_on_from_what_was_written_with_drafts(pair
 
 
 @pytest.mark.parametrize("name", mostly_long(SOME, but=TWO))
-def test_requests_that_lose_their_pages_go_on_with_the_same_guesses(pairs: dict[str, Pair], name: str) -> None:
+def test_requests_that_lose_their_pages_go_on_with_the_same_drafts(pairs: dict[str, Pair], name: str) -> None:
     with open_llm(pairs[name].target) as plain:
         texts = complete(plain, PROMPTS)
     with pairs[name].open(num_pages=10) as llm:
         rows = watch(llm)
         assert complete(llm, PROMPTS) == texts
         assert llm.stats().preemptions > 0
-        check_guesses(pairs[name], rows)
+        check_drafts(pairs[name], rows)
 
 
 @pytest.mark.parametrize("name", mostly_long(SOME, but=TWO))
@@ -313,14 +313,14 @@ def test_what_the_draft_keeps_comes_back_from_the_host(pairs: dict[str, Pair], n
         llm.cache(CacheCommand(CacheAction.CLEAR, tiers=("device",)))
         assert complete(llm, PROMPTS) == texts
         assert llm.stats().cached_by_tier["host"] > 0 and rows == cold
-        check_guesses(pairs[name], rows)
+        check_drafts(pairs[name], rows)
 
 
 @pytest.mark.parametrize(
     "name", mostly_long(["mtp of deepseek_v32", "eagle of qwen3_next", "eagle3 of llama"], but=["eagle3 of llama"])
 )
 def test_a_branch_between_two_pages_keeps_one_row_of_the_other_prompt(pairs: dict[str, Pair], name: str) -> None:
-    """The last row of a shared page has joined the next token of who computed it. Guesses are a little worse for it."""
+    """The last row of a shared page has joined the next token of who computed it. Drafts are a little worse for it."""
     prompt, place = PROMPTS[1][: 3 * PAGE_SIZE], 2 * PAGE_SIZE
     branches = [[*prompt[:place], *PROMPTS[0][start : start + 6]] for start in (0, 6, 12)]
     twin = pairs[name].twin
@@ -331,7 +331,7 @@ def test_a_branch_between_two_pages_keeps_one_row_of_the_other_prompt(pairs: dic
         complete(llm, branches)
         assert llm.stats().cached_tokens == len(branches) * place
     others = {place - 1: prompt[place]}
-    assert rows == {known: twin.guesses(known, len(drafts), others=others) for known, drafts in rows.items()}
+    assert rows == {known: twin.drafted(known, len(drafts), others=others) for known, drafts in rows.items()}
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_samples_are_the_same_for_a_seed(pairs: dict[str, Pair], name: str) -> N
 
 
 def test_sampled_tokens_are_distributed_as_the_target_says(pairs: dict[str, Pair]) -> None:
-    """Four tokens in a row, each one of two: the second and third are guessed. Twenty times with other seeds."""
+    """Four tokens in a row, each one of two: the second and third are drafted. 20 times with other seeds."""
     pair, prompt, width, num_draws, num_rounds = pairs["small"], PROMPTS[1][24:29], 2, 200, 20
     chances: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(4):
@@ -374,7 +374,7 @@ def test_sampled_tokens_are_distributed_as_the_target_says(pairs: dict[str, Pair
 @pytest.mark.parametrize(
     "family", mostly_long(["llama", "gemma3", "nemotron_h", "qwen3_next", "deepseek_v32"], but=["nemotron_h"])
 )
-def test_a_model_that_guesses_for_itself_is_always_right(tmp_path: Path, family: str) -> None:
+def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path, family: str) -> None:
     model = byte_level(make_family(tmp_path, family))
     with open_llm(model, draft=str(model)) as llm:
         for sampling in (GREEDY, GREEDY, SAMPLED):
@@ -421,7 +421,7 @@ def test_a_draft_that_nobody_asks_for_long_catches_up(pairs: dict[str, Pair]) ->
         for _ in range(2):  # the second time from the pages that the first has left
             texts = complete(llm, PROMPTS)
             longest = max([longest, *(len(missed) // 4 for _, missed in drafter._missed.values())])
-            check_guesses(pair, rows)
+            check_drafts(pair, rows)
         assert 5 < len(rows) < 60 and longest > 2 and llm.stats().cached_tokens > 0
         for prompt, text, logits in zip(PROMPTS, texts, golden(pair.plain or pair.target, texts).logits, strict=True):
             assert text[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""Guesses of draft models do not depend on where a prefix comes from: what a draft keeps goes through all tiers."""
+"""What draft models draft does not depend on where a prefix comes from: what a draft keeps goes through all tiers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ NAMES = ["llama by nemotron_h", "qwen3_next by gemma3", "mtp of deepseek_v32", "
 
 
 @pytest.mark.parametrize("name", mostly_long(NAMES, but=["llama by nemotron_h", "mtp of deepseek_v32"]))
-def test_guesses_are_the_same_wherever_the_prefix_comes_from(tmp_path: Path, name: str) -> None:
+def test_drafts_are_the_same_wherever_the_prefix_comes_from(tmp_path: Path, name: str) -> None:
     """Prompts go on from answers: the pages of those were written in rows with drafts."""
     pair = PAIRS[name](tmp_path / "pair")
     waits = {"prefetch": "wait_complete", "prefetch_timeout_s": 20.0, "prefetch_share": 1.0}

@@ -1,4 +1,4 @@
-"""Which model may guess for another: what `draft` says, and what is refused."""
+"""Which model may draft for another: what `draft` says, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafted tokens: guesses, how many pay, and that outputs stay what they are without."""
+"""Draft tokens: which, how many pay, and that outputs stay what they are without."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def unpacked(tokens: bytes) -> list[int]:
     return np.frombuffer(tokens, np.int32).tolist()
 
 
-# --- guesses ----------------------------------------------------------------------------------------------------------
+# --- draft tokens ----------------------------------------------------------------------------------------------------
 
 
 def slow_lookup(tokens: list[int], most: int) -> list[int]:
@@ -65,7 +65,7 @@ def count(drafts: Drafts, rate: AcceptanceRate, *, num_rows: int = 1, most: int 
 
 
 def wanted_in(drafts: Drafts, rate: AcceptanceRate, steps: int, *, num_rows: int = 1) -> list[int]:
-    """Guesses wanted in so many steps."""
+    """Draft tokens wanted in so many steps."""
     found = []
     for _ in range(steps):
         drafts.begin_step(num_rows)
@@ -75,7 +75,7 @@ def wanted_in(drafts: Drafts, rate: AcceptanceRate, steps: int, *, num_rows: int
 
 
 def with_costs(*, fixed: float, per_token: float, jump: float = 0.0, per_pass: float = 0.0) -> Drafts:
-    """Costs of steps, `jump` of which comes with the first guess."""
+    """Costs of steps, `jump` of which comes with the first draft token."""
     drafts = Drafts(PromptLookup(), most=8, are_from_ranks=per_pass > 0)
     for num_rows, num_drafts in itertools.product((1, 2, 9), (0, 0, 0, 1, 2, 5, 8)):
         num_passes = num_drafts if per_pass else 0
@@ -86,11 +86,11 @@ def with_costs(*, fixed: float, per_token: float, jump: float = 0.0, per_pass: f
     return drafts
 
 
-def test_nothing_is_guessed_without_a_drafter() -> None:
+def test_nothing_is_drafted_without_a_drafter() -> None:
     assert count(Drafts(), AcceptanceRate()) == 0
 
 
-def test_costs_of_steps_without_guesses_and_with_them_are_told_apart() -> None:
+def test_costs_of_steps_without_drafts_and_with_them_are_told_apart() -> None:
     costs = with_costs(fixed=3.0, per_token=1.0, jump=2.0, per_pass=0.5).costs
     assert costs.seconds(1, 0) == pytest.approx(4) and costs.seconds(5, 0) == pytest.approx(8)
     assert costs.seconds(1, 3, num_passes=3) == pytest.approx(3 + 4 + 2 + 1.5)
@@ -132,18 +132,18 @@ def test_costs_become_known_with_any_number_of_requests_and_stages(num_requests:
         (0.5, {"fixed": 1.0, "per_token": 1 / 9}, 1, 2),  # 1.75 / (12 / 9) is the best
         (0.4, {"fixed": 1.0, "per_token": 1.0}, 1, 0),
         (0.9, {"fixed": 1.0, "per_token": 1.0}, 64, 0),  # a batch that is bound by its tokens
-        (0.9, {"fixed": 1.0, "per_token": 0.05, "jump": 1.0}, 1, 8),  # the first guess costs, the others are cheap
+        (0.9, {"fixed": 1.0, "per_token": 0.05, "jump": 1.0}, 1, 8),  # the first one costs
         (0.5, {"fixed": 1.0, "per_token": 0.05, "jump": 1.0}, 1, 0),
         (0.9, {"fixed": 1.0, "per_token": 0.05, "per_pass": 0.3}, 1, 5),
         (0.9, {"fixed": 1.0, "per_token": 0.05, "per_pass": 1.0}, 1, 0),
     ],
 )
-def test_as_many_are_guessed_as_pay(share: float, costs: dict[str, float], num_rows: int, wanted: int) -> None:
+def test_as_many_are_drafted_as_pay(share: float, costs: dict[str, float], num_rows: int, wanted: int) -> None:
     drafts = with_costs(**costs)
     assert wanted_in(drafts, AcceptanceRate(share), 8, num_rows=num_rows)[-1] == wanted
 
 
-def test_now_and_then_another_number_is_guessed_so_that_costs_stay_known() -> None:
+def test_now_and_then_another_number_is_drafted_so_that_costs_stay_known() -> None:
     found = wanted_in(with_costs(fixed=1.0, per_token=0.0), AcceptanceRate(0.9), 64 * 9)
     assert set(found) == set(range(9)) and found.count(8) == 64 * 9 - 4 * 8
 
@@ -195,7 +195,7 @@ def complete(llm: LLM, sampling: SamplingParams) -> list[list[int]]:
 
 
 def drafting(model: Path, texts: list[list[int]], **settings: object) -> tuple[LLM, Drafts]:
-    """With guesses that are mostly what `texts` say."""
+    """With draft tokens that are mostly what `texts` say."""
     llm = LLM(str(model), page_size=16, num_pages=64, draft="ngram", draft_tokens=5, adaptive_drafts=False, **settings)
     drafts = llm.engine._scheduler.drafts
     drafts.drafter = KnownTexts(texts, vocab=200)
@@ -292,15 +292,15 @@ def likeliest(model: Path, texts: list[list[int]], count: int) -> list[list[tupl
 
 @pytest.mark.long
 def test_sampled_tokens_are_distributed_as_the_model_says(models: dict[str, Path]) -> None:
-    """Three tokens in a row, each among the three likeliest: the second is guessed. Twenty times with other seeds."""
+    """Three tokens in a row, each among the three likeliest: the second is drafted. Twenty times with other seeds."""
     model, prompt, width, num_draws, num_rounds = models["qwen3"], PROMPTS[2], 3, 300, 20
     paths: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         nexts = likeliest(model, [[*prompt, *path] for path in paths], width)
         pairs = zip(paths.items(), nexts, strict=True)
         paths = {(*path, token): chance * share for (path, chance), found in pairs for token, share in found}
-    guesses = {path[:2] for path in list(paths)[:: 2 * width]}
-    llm, drafts = drafting(model, [[*prompt, *guess] for guess in guesses])
+    drafted = {path[:2] for path in list(paths)[:: 2 * width]}
+    llm, drafts = drafting(model, [[*prompt, *path] for path in drafted])
     p_values = []
     for number in range(num_rounds):
         samplings = [
