@@ -60,8 +60,6 @@ def build_app(
     Args:
         engine: what runs the requests; it must be ready.
         config: group "server".
-        info: of the engine.
-        tokenizer: of the model.
         routes: more of them; outside /v1 they need an operator's key.
         observed: how it is watched; by default it keeps metrics and nothing else.
     Raises:
@@ -290,4 +288,4 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    return problem_response(Problem(500, "the server failed; its log has the reason"))
+    return problem_response(Problem(500, "internal error; the server's log has the reason"))

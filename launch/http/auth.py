@@ -238,7 +238,6 @@ def parse_tenants(text: str, *, name: str) -> dict[bytes, Tenant]:
     """The tenants in the text of a file, by the SHA-256 of their keys.
 
     Args:
-        text: of the file.
         name: of the file, for errors.
     Raises:
         ConfigError: names the line.
@@ -251,22 +250,22 @@ def parse_tenants(text: str, *, name: str) -> dict[bytes, Tenant]:
         try:
             digest, rights, max_requests = _parse_line(words)
             if digest in found:
-                raise ConfigError("this key is in the file already, with the name " + found[digest].name)
+                raise ConfigError("this key is already in the file, under the name " + found[digest].name)
         except ConfigError as cause:
             raise ConfigError(f"{name}, line {number}: {cause}; `raycache key NAME` makes a line") from cause
         tenant, own = words[0], hmac.digest(digest, b"raycache tenant " + words[0].encode(), "sha256")
         found[digest] = Tenant(tenant, rights, max_requests, secret_of.setdefault(tenant, own))
     if not found:
-        raise ConfigError(f"{name} names no tenant, nobody could come in; `raycache key NAME` makes a line for it")
+        raise ConfigError(f"{name} names no tenant, so nobody could connect; `raycache key NAME` makes a line for it")
     return found
 
 
 def _parse_line(words: list[str]) -> tuple[bytes, frozenset[str], int]:
     name, digest = (*words, "", "")[:2]
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name; use letters, digits, '.', '_' and '-', at most 64")
+        raise ConfigError(f"{name!r} is not a valid name; use letters, digits, '.', '_' and '-', at most 64")
     if not _DIGEST.fullmatch(digest):
-        raise ConfigError(f"after the name {name} stands the SHA-256 of its key, 64 hex digits")
+        raise ConfigError(f"the name {name} must be followed by the SHA-256 of its key, 64 hex digits")
     rights, max_requests = set(), 0
     for word in words[2:]:
         if limit := _MAX_RUNNING.fullmatch(word):
@@ -274,7 +273,7 @@ def _parse_line(words: list[str]) -> tuple[bytes, frozenset[str], int]:
         elif word in (ADMIN, METRICS):
             rights.add(word)
         else:
-            raise ConfigError(f"{word!r} is no right; there are {ADMIN}, {METRICS} and requests=N")
+            raise ConfigError(f"{word!r} is not a right; use {ADMIN}, {METRICS} or requests=N")
     return bytes.fromhex(digest), frozenset(rights), max_requests
 
 
@@ -287,9 +286,9 @@ def _check_permissions(path: Path) -> None:
     """Whoever can write to the file can let himself in; those who can read it learn names, and guess poor keys."""
     found = path.stat()
     if found.st_uid not in (0, os.getuid()) or stat.S_IMODE(found.st_mode) & 0o022:
-        raise ConfigError(f"others than you may write to {path}; make it yours, and `chmod 600` it")
+        raise ConfigError(f"other users can write to {path}; own it yourself, and `chmod 600` it")
     if stat.S_IMODE(found.st_mode) & 0o004:
-        _log.warning("everybody on this machine can read %s; `chmod 600` it", path)
+        _log.warning("all users of this machine can read %s; `chmod 600` it", path)
 
 
 _WRONG_KEY = Problem(
@@ -305,7 +304,7 @@ def _no_right(tenant: Tenant, needed: str) -> Problem:
 
 
 def _too_many(tenant: Tenant) -> Problem:
-    text = f"{tenant.max_requests} requests of {tenant.name!r} run already, and no more may; wait until one ends"
+    text = f"{tenant.name!r} has reached its limit of {tenant.max_requests} concurrent requests; wait until one ends"
     return Problem(429, text, code="tenant_limit", headers={"Retry-After": "1"})
 
 

@@ -49,10 +49,7 @@ class CacheApi:
     """The endpoints.
 
     Args:
-        engine: that has the cache.
-        config: of the service.
         model: name that clients use.
-        prepare: for the prompts that are inspected.
     """
 
     def __init__(self, engine: AsyncEngine, *, config: Config, model: str, prepare: Prepare) -> None:
@@ -97,7 +94,7 @@ class CacheApi:
 def _action(name: str) -> CacheAction:
     known = [action for action in CacheAction if action is not CacheAction.STATUS]
     if name not in known:
-        raise ProblemError(Problem(404, f"no command to the cache is called {name!r}; known: {', '.join(known)}"))
+        raise ProblemError(Problem(404, f"unknown cache command {name!r}; use one of {', '.join(known)}"))
     return CacheAction(name)
 
 

@@ -20,12 +20,7 @@ from raycache.errors import ConfigError, RequestError
 
 
 class ReplicasApi:
-    """The endpoints.
-
-    Args:
-        replicas: of the service.
-        config: of the service.
-    """
+    """The endpoints."""
 
     def __init__(self, replicas: ReplicaSet, *, config: Config) -> None:
         self._replicas = replicas
@@ -55,5 +50,5 @@ class ReplicasApi:
 def _action(name: str) -> ReplicaAction:
     known = [action for action in ReplicaAction if action is not ReplicaAction.STATUS]
     if name not in known:
-        raise ProblemError(Problem(404, f"no command to replicas is called {name!r}; known: {', '.join(known)}"))
+        raise ProblemError(Problem(404, f"unknown replicas command {name!r}; use one of {', '.join(known)}"))
     return ReplicaAction(name)

@@ -15,8 +15,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from launch.http.auth import keys_of
-from launch.http.limits import Connection, Door, Limits
-from launch.http.tls import Identity, identity_of
+from launch.http.listener import Limits, Listener
+from launch.http.tls import Certificate, certificate_of
 from raycache.config import Config
 from raycache.errors import ConfigError
 
@@ -34,7 +34,7 @@ def bind(config: Config) -> socket.socket:
         ConfigError: the port is in use, the address is not of this machine, or the certificate or the file of tenants
             cannot be used.
     """
-    identity_of(config)
+    certificate_of(config)
     keys_of(config)
     port = 0 if config.port == "auto" else config.port
     where = f"{config.host}:{port}"
@@ -72,12 +72,12 @@ def _warn_if_open(config: Config, sock: socket.socket) -> None:
         return
     if not (config.api_key or config.api_keys):
         _log.warning(
-            "%s is reached from other machines, and anybody may use it: set RAYCACHE_API_KEY or --api-keys", config.host
+            "%s is reachable from other machines without an API key: set RAYCACHE_API_KEY or --api-keys", config.host
         )
     elif not config.tls_cert:
         _log.warning(
-            "%s is reached from other machines, and API keys travel as they are: set --tls-cert and --tls-key, or let "
-            "only a proxy that speaks https reach it",
+            "%s is reachable from other machines, and API keys travel unencrypted: set --tls-cert and --tls-key, or "
+            "let only a proxy that speaks https reach it",
             config.host,
         )
 
@@ -103,7 +103,7 @@ async def serve(
     Raises:
         ConfigError: another process has taken the port meanwhile, or the certificate cannot be used.
     """
-    identity = identity_of(config)
+    certificate = certificate_of(config)
     settings = uvicorn.Config(
         app,
         lifespan="off",
@@ -117,8 +117,10 @@ async def serve(
         backlog=_BACKLOG,
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )
-    endpoint = endpoint_of(sock, scheme="https" if identity else "http")
-    server = _Server(settings, limits=Limits.of(config), identity=identity, on_started=lambda: on_started(endpoint))
+    endpoint = endpoint_of(sock, scheme="https" if certificate else "http")
+    server = _Server(
+        settings, limits=Limits.of(config), certificate=certificate, on_started=lambda: on_started(endpoint)
+    )
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     running = asyncio.create_task(server.serve(sockets=[sock]))
     stopping = asyncio.create_task(stop.wait())
@@ -136,40 +138,41 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """Lets clients in through a door, tells when it serves, and leaves signals alone."""
+    """A uvicorn server with a `Listener` of our own, that tells when it serves and leaves signals alone."""
 
     def __init__(
-        self, config: uvicorn.Config, *, limits: Limits, identity: Identity | None, on_started: Callable[[], None]
+        self, config: uvicorn.Config, *, limits: Limits, certificate: Certificate | None, on_started: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self._limits, self._identity, self._on_started = limits, identity, on_started
+        self._limits, self._certificate, self._on_started = limits, certificate, on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then tell."""
         assert sockets is not None
-        doors = [self._door(sock) for sock in sockets]
-        self.servers = cast("list[asyncio.base_events.Server]", doors)  # of which uvicorn calls close and wait_closed
-        for door in doors:
-            door.open(backlog=self.config.backlog)
+        listeners = [
+            Listener(
+                sock,
+                limits=self._limits,
+                tls=self._certificate.context if self._certificate else None,
+                config=self.config,
+                state=self.server_state,
+            )
+            for sock in sockets
+        ]
+        # Of which uvicorn calls close and wait_closed.
+        self.servers = cast("list[asyncio.base_events.Server]", listeners)
+        for listener in listeners:
+            listener.open(backlog=self.config.backlog)
         self.started = True
         self._on_started()
 
     async def on_tick(self, counter: int) -> bool:
         """What is done every tenth of a second."""
-        if self._identity is not None and counter % _REFRESH_TICKS == 0:
-            self._identity.refresh()
+        if self._certificate is not None and counter % _REFRESH_TICKS == 0:
+            self._certificate.refresh()
         return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Do nothing: the caller decides what a signal means."""
         yield
-
-    def _door(self, sock: socket.socket) -> Door:
-        return Door(
-            sock,
-            limits=self._limits,
-            tls=self._identity.context if self._identity else None,
-            connection=lambda door: Connection(door, config=self.config, state=self.server_state, app_state={}),
-            state=self.server_state,
-        )

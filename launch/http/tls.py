@@ -1,8 +1,8 @@
-"""The server's identity for https: its certificate chain and private key.
+"""The server's certificate for https, with its private key.
 
-All that can be wrong is found before anything listens: the two files are read and matched, and then the server
-shakes hands with itself, with its own certificate as the only one that is trusted. That says also whether it is valid
-today and meant for servers. Files that change, as a renewed certificate does, are read again.
+Both files are checked before anything listens: they are read and matched, and then the server does a TLS handshake with
+itself in memory, with its own certificate as the only trusted one. That shows whether the certificate is valid today
+and meant for servers. Files that change, as those of a renewed certificate do, are read again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NO_MATCH = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
 _log = logging.getLogger(__name__)
 
 
-class Identity:
+class Certificate:
     """A certificate chain and its key, as files.
 
     Args:
-        certificate: PEM file, the server's own certificate first.
+        chain: PEM file, the server's own certificate first.
         key: PEM file, without a password.
     Raises:
         ConfigError: they cannot be used; says why.
@@ -37,12 +37,12 @@ class Identity:
         context: for connections that begin.
     """
 
-    def __init__(self, certificate: Path, key: Path) -> None:
-        self._certificate, self._key = certificate, key
+    def __init__(self, chain: Path, key: Path) -> None:
+        self._chain, self._key = chain, key
         self._versions = self._stat()
         _check_permissions(key)
-        self.context = _context(certificate, key)
-        _check_validity(certificate, self.context)
+        self.context = _context(chain, key)
+        _check_validity(chain, self.context)
 
     def refresh(self) -> None:
         """Take files that have changed, if they are good; connections that are open stay as they are."""
@@ -50,15 +50,15 @@ class Identity:
             if (versions := self._stat()) == self._versions:
                 return
             self._versions = versions
-            Identity(self._certificate, self._key)
-            self.context.load_cert_chain(self._certificate, self._key, _no_password)
-            _log.warning("read the certificate in %s again", self._certificate)
+            Certificate(self._chain, self._key)
+            self.context.load_cert_chain(self._chain, self._key, _no_password)
+            _log.warning("read the certificate in %s again", self._chain)
         except (ConfigError, OSError) as cause:
             _log.error("%s; the certificate read before stays", cause)
 
     def _stat(self) -> tuple[tuple[int, int], ...]:
         found = []
-        for name, path in (("tls_cert", self._certificate), ("tls_key", self._key)):
+        for name, path in (("tls_cert", self._chain), ("tls_key", self._key)):
             try:
                 seen = path.stat()
             except OSError as cause:
@@ -67,13 +67,13 @@ class Identity:
         return tuple(found)
 
 
-def identity_of(config: Config) -> Identity | None:
-    """The server's identity; None for plain HTTP.
+def certificate_of(config: Config) -> Certificate | None:
+    """The server's certificate; None for plain HTTP.
 
     Raises:
         ConfigError: the files cannot be used.
     """
-    return Identity(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
+    return Certificate(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
 
 
 def trust(certificates: str) -> ssl.SSLContext:
@@ -120,9 +120,9 @@ def _context(certificate: Path, key: Path) -> ssl.SSLContext:
         except (OSError, UnicodeDecodeError) as cause:
             raise ConfigError(f"{name}={str(path)!r} cannot be read: {_words(cause)}") from cause
         if not any(f"{mark}-----" in text for mark in marks):
-            raise ConfigError(f"{name}={str(path)!r} holds no {marks[0].lower()} in PEM form (-----BEGIN ...)")
+            raise ConfigError(f"{name}={str(path)!r} contains no {marks[0].lower()} in PEM format (-----BEGIN ...)")
         if "ENCRYPTED" in text:
-            raise ConfigError(f"{name}={str(path)!r} has a password; take it off with `openssl pkey`")
+            raise ConfigError(f"{name}={str(path)!r} has a password; remove it with `openssl pkey`")
     try:
         context.load_cert_chain(certificate, key, _no_password)
     except ssl.SSLError as cause:
@@ -172,7 +172,7 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, obje
 
 def _check_permissions(key: Path) -> None:
     if stat.S_IMODE(key.stat().st_mode) & 0o004:
-        _log.warning("everybody on this machine can read the private key in %s; `chmod 600` it", key)
+        _log.warning("all users of this machine can read the private key in %s; `chmod 600` it", key)
     if not os.access(key, os.R_OK):
         raise ConfigError(f"tls_key={str(key)!r} cannot be read by this user")
 

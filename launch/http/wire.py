@@ -34,14 +34,15 @@ class Bodies:
 
     Args:
         config: max_body and header_timeout_s.
-        room: bytes of all; 0 for a sixteenth of this machine's memory, or 64 of the largest.
+        capacity: bytes of all; 0 for a sixteenth of this machine's memory, or 64 bodies of the largest size if that is
+            more.
     """
 
-    def __init__(self, config: Config, *, room: int = 0) -> None:
+    def __init__(self, config: Config, *, capacity: int = 0) -> None:
         self._limit = parse_bytes("max_body", config.max_body)
         self._timeout_s = config.header_timeout_s
         share = int(psutil.virtual_memory().total * _SHARE_OF_MEMORY)
-        self._room = room or max(_LEAST_BODIES * self._limit, share)
+        self._capacity = capacity or max(_LEAST_BODIES * self._limit, share)
         self._used = 0
 
     @asynccontextmanager
@@ -49,14 +50,14 @@ class Bodies:
         """A request's body, which counts until the block is left.
 
         Raises:
-            ProblemError: see read_body; or the bodies of others leave no room.
+            ProblemError: see read_body; or the bodies of others leave no memory.
         """
         held = 0
 
         def count(num_bytes: int) -> None:
             nonlocal held
-            if self._used + num_bytes > self._room:
-                text = "the bodies of requests that are served already leave no memory for this one; try again"
+            if self._used + num_bytes > self._capacity:
+                text = "the bodies of other requests leave no memory for this one; try again"
                 raise ProblemError(Problem(503, text, code="busy", headers={"Retry-After": "1"}))
             held += num_bytes
             self._used += num_bytes
@@ -103,7 +104,7 @@ async def read_body(
                 parts.append(part)
                 deadline.reschedule(begin_s + timeout_s + size / LEAST_BYTES_PER_S)
     except TimeoutError as error:
-        text = f"of the body {size} bytes came within {timeout_s:g} s; send it faster"
+        text = f"only {size} bytes of the body arrived within {timeout_s:g} s; send it faster"
         raise ProblemError(Problem(408, text, code="body_too_slow")) from error
     return b"".join(parts)
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-import launch.http.limits as limits
+from launch.http import connection as bounds
 from launch.http.wire import Bodies
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
@@ -230,7 +230,7 @@ def test_what_nobody_reads_ends_the_connection(engine: ScriptedEngine, tokenizer
             dripping = asyncio.create_task(drip(writer, b"5\r\nhello\r\n"))
             began_s = time.monotonic()
             assert await is_ended(reader, within_s=30)
-            assert time.monotonic() - began_s < limits.LINGER_S + 30
+            assert time.monotonic() - began_s < bounds.LINGER_S + 30
             dripping.cancel()
 
     run(scenario())
@@ -260,7 +260,7 @@ def test_all_bodies_together_are_bounded() -> None:
             yield b"x" * 100
 
     async def scenario() -> None:
-        bodies = Bodies(Config(max_body="1KB"), room=1000)
+        bodies = Bodies(Config(max_body="1KB"), capacity=1000)
         sent: Any = Sent()
         async with bodies.read(sent) as first:
             assert len(first) == 700
@@ -277,7 +277,7 @@ def test_all_bodies_together_are_bounded() -> None:
 def test_a_client_that_takes_nothing_is_let_go(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(limits, "STALL_S", 0.5)
+    monkeypatch.setattr(bounds, "STALL_S", 0.5)
     engine = ScriptedEngine(tokenizer)
 
     async def scenario() -> None:

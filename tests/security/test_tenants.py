@@ -200,12 +200,12 @@ def test_a_tenant_has_no_more_requests_at_a_time_than_it_may(tokenizer: Tokenize
     ("text", "words"),
     [
         ("", "names no tenant"),
-        ("alice\n", "line 1: after the name alice stands the SHA-256"),
-        ("# x\nalice 1234\n", "line 2: after the name alice stands the SHA-256"),
-        (line("al/ice", "x"), "'al/ice' is no name"),
-        (line("alice", "x", "root"), "'root' is no right; there are admin, metrics and requests=N"),
-        (line("alice", "x", "requests=0"), "'requests=0' is no right"),
-        (line("alice", "x") + line("bob", "x"), "line 2: this key is in the file already, with the name alice"),
+        ("alice\n", "line 1: the name alice must be followed by the SHA-256"),
+        ("# x\nalice 1234\n", "line 2: the name alice must be followed by the SHA-256"),
+        (line("al/ice", "x"), "'al/ice' is not a valid name"),
+        (line("alice", "x", "root"), "'root' is not a right; use admin, metrics or requests=N"),
+        (line("alice", "x", "requests=0"), "'requests=0' is not a right"),
+        (line("alice", "x") + line("bob", "x"), "line 2: this key is already in the file, under the name alice"),
     ],
 )
 def test_a_wrong_file_is_refused_before_anything_listens(tenants: Path, text: str, words: str) -> None:
@@ -216,7 +216,7 @@ def test_a_wrong_file_is_refused_before_anything_listens(tenants: Path, text: st
 
 def test_a_file_that_others_may_change_is_refused(tenants: Path, caplog: pytest.LogCaptureFixture) -> None:
     tenants.chmod(0o660)
-    with pytest.raises(ConfigError, match="others than you may write"):
+    with pytest.raises(ConfigError, match="other users can write"):
         bind(Config(port="auto", api_keys=str(tenants)))
     tenants.chmod(0o604)
     bind(Config(port="auto", api_keys=str(tenants))).close()
@@ -268,7 +268,7 @@ def test_a_server_that_others_reach_without_a_key_is_warned_of(caplog: pytest.Lo
         bind(Config(port="auto")).close()
         assert not caplog.records
         bind(Config(port="auto", host="0.0.0.0")).close()
-        assert "anybody may use it" in caplog.text
+        assert "without an API key" in caplog.text
         caplog.clear()
         bind(Config(port="auto", host="0.0.0.0", api_key="x")).close()
-        assert "travel as they are" in caplog.text
+        assert "travel unencrypted" in caplog.text

@@ -164,9 +164,9 @@ def test_what_cannot_be_used_is_refused_before_anything_listens(authority: Autho
         (expired, expired_key): "has expired; renew it",
         (future, future_key): "not valid yet",
         (people, people_key): "not meant for servers",
-        (certificate, locked): "has a password; take it off",
-        (nothing, key): "no certificate in PEM form",
-        (certificate, certificate): "no private key in PEM form",
+        (certificate, locked): "has a password; remove it",
+        (nothing, key): "no certificate in PEM format",
+        (certificate, certificate): "no private key in PEM format",
         (certificate, tmp_path): "cannot be read",
     }.items():
         with pytest.raises(ConfigError, match=words):
