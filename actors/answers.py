@@ -19,7 +19,6 @@ async def answer(ref: Any, *, of: str, timeout_s: float | None) -> Any:
     """Wait for an answer in an event loop.
 
     Args:
-        ref: of the call.
         of: whom, for messages, such as "the engine actor".
         timeout_s: after which it counts as lost; None for never.
     Raises:

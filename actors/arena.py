@@ -11,9 +11,11 @@ begin anew, because a page has rows on every node.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,85 +28,47 @@ from raycache.cache.storage_commands import StorageAnswer, StorageCommand
 from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.host import directory as host_directory
+from raycache.host.commands import carry_out
 from raycache.host.service import HostService, Opened
 from raycache.host.spec import HostSpec
 from raycache.observe import logs
+from raycache.types import CacheAction, CacheCommand
 
 OWNER = "the arena's owner"
 """What messages call it."""
 _COMMAND_TIMEOUT_S = 600.0
 """For an operator's command; emptying a large storage takes a while."""
+_SCRUB_TIMEOUT_S = 3600.0
 _STATUS_TIMEOUT_S = 1.0
 """For figures of the storage, without which an answer on health does as well."""
 
 
-class ArenaActor:
-    """A `HostService`; its methods are those of it.
-
-    Args:
-        directory: for its files.
-        config: of the service.
-        replica: whose tier it is.
-    """
+class ArenaActor(HostService):
+    """A `HostService`. Who calls what must not wait behind other calls names a concurrency group, see `_start`."""
 
     def __init__(self, directory: Path, config: Config, replica: str) -> None:
         logs.set_up(config.log_format, replica=replica)
         self._name = f"host tier of {config.model_name}, replica {replica}"
-        self._service = HostService(directory)
         self._scrubbing = threading.Lock()
+        super().__init__(directory)
 
     def __repr__(self) -> str:
         """What the Ray dashboard and logs call it."""
         return self._name
 
-    def spec(self) -> HostSpec | None:
-        return self._service.spec()
-
-    def budget(self, host_memory: str) -> int:
-        return self._service.budget(host_memory)
-
-    def drop(self) -> None:
-        self._service.drop()
-
-    def open(self, spec: HostSpec, epoch: int) -> Opened:
-        return self._service.open(spec, epoch=epoch)
-
-    def attach(self, url: str) -> str:
-        return self._service.attach(url)
-
-    def detach(self) -> str:
-        return self._service.detach()
-
-    def resize(self, max_bytes: int) -> None:
-        self._service.resize(max_bytes)
-
-    def close(self) -> None:
-        self._service.close()
-
-    @ray.method(concurrency_group="work")
     def work(self, command: StorageCommand) -> StorageAnswer:
-        return self._service.work(command.received())
+        return super().work(command.received())
 
-    @ray.method(concurrency_group="gone")
-    def are_ranks_gone(self, timeout_s: float) -> bool:
-        return self._service.are_ranks_gone(timeout_s)
+    def carry_out(self, command: CacheCommand) -> dict[str, Any]:
+        return carry_out(command, self)
 
-    @ray.method(concurrency_group="long")
-    def scrub(self, timeout_s: float) -> dict[str, Any]:
+    def scrub(self, *, timeout_s: float = math.inf) -> dict[str, Any]:
         if not self._scrubbing.acquire(blocking=False):
             raise ConfigError("the storage is being scrubbed already; try again when that is done")
         try:
-            return self._service.scrub(timeout_s=timeout_s)
+            return super().scrub(timeout_s=timeout_s)
         finally:
             self._scrubbing.release()
-
-    @ray.method(concurrency_group="long")
-    def clear(self) -> None:
-        self._service.clear()
-
-    @ray.method(concurrency_group="ask")
-    def status(self) -> dict[str, Any]:
-        return self._service.status()
 
 
 @dataclass(frozen=True)
@@ -112,9 +76,7 @@ class Arenas:
     """The owners of all nodes of a gang. Plain data: it travels to the engine actor.
 
     Attributes:
-        config: of the service.
         actors: node id -> owner there, in the order of the nodes' lowest ranks.
-        replica: whose tier it is.
     """
 
     config: Config
@@ -123,14 +85,12 @@ class Arenas:
 
     @classmethod
     def start(cls, config: Config, nodes: Iterable[str], *, replica: str = "0") -> Arenas:
-        """Create an owner on each node.
+        """Create an owner on each node; none where the service has no host tier.
 
         Args:
-            config: of the service; it has a host tier.
             nodes: ids, perhaps with repetitions, such as one per rank.
-            replica: whose tier it is.
         """
-        return cls(config, {node: _start(config, node, replica=replica) for node in dict.fromkeys(nodes)}, replica)
+        return cls(config, {}, replica).moved(nodes, timeout_s=0.0)
 
     def moved(self, nodes: Iterable[str], *, timeout_s: float) -> Arenas:
         """Those of a gang that is on other nodes now: kept where it still is; the others are ended.
@@ -139,7 +99,7 @@ class Arenas:
             nodes: as for `start`.
             timeout_s: for an owner to end; one on a lost node is not waited for.
         """
-        wanted = dict.fromkeys(nodes)
+        wanted = dict.fromkeys(nodes) if self.config.has_host_tier else {}
         _end([actor for node, actor in self.actors.items() if node not in wanted], timeout_s=timeout_s)
         actors = {node: self.actors.get(node) or _start(self.config, node, replica=self.replica) for node in wanted}
         return Arenas(self.config, actors, self.replica)
@@ -149,60 +109,29 @@ class Arenas:
         timeouts = {"start_timeout_s": self.config.start_timeout_s, "timeout_s": self.config.rank_timeout_s}
         return [RemoteOwner(actor, **timeouts) for actor in self.actors.values()]
 
-    async def attach(self, url: str) -> dict[str, Any]:
-        """Use a storage on all nodes, or, if one of them refuses it, go on as before.
+    async def carry_out(self, command: CacheCommand) -> dict[str, Any]:
+        """Do the storage's part of an operator's command on all nodes.
 
         Raises:
-            ConfigError: it cannot work, says where.
+            ConfigError: it cannot be done; a storage that one node refuses is attached to none.
         """
-        before = await self._ask(lambda actor: actor.spec.remote())
-        found = await self._answers(lambda actor: actor.attach.remote(url))
-        refused = [each for each in found if isinstance(each, BaseException)]
-        if not refused:
-            return {"storage": _joined_names(found)}
-        for actor, spec, each in zip(self.actors.values(), before, found, strict=True):
-            if not isinstance(each, BaseException):
-                back = actor.attach.remote(spec.storage) if spec.storage else actor.detach.remote()
-                await answer(back, of=OWNER, timeout_s=_COMMAND_TIMEOUT_S)
-        raise _refusal(refused[0])
-
-    async def detach(self) -> dict[str, Any]:
-        """Use no storage any more.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        return {"detached": _joined_names(await self._ask(lambda actor: actor.detach.remote()))}
-
-    async def resize(self, max_bytes: int) -> dict[str, Any]:
-        """Change the bound of the storage, which is that of each node where each has its own.
-
-        Raises:
-            ConfigError: it is too small or not ours to set, or there is no storage.
-        """
-        await self._ask(lambda actor: actor.resize.remote(max_bytes))
-        return {"bytes_limit": max_bytes}
-
-    async def clear(self) -> None:
-        """Forget all that the storage holds."""
-        await self._ask(lambda actor: actor.clear.remote())
-
-    async def scrub(self, *, timeout_s: float) -> dict[str, Any]:
-        """Read everything that the storages hold and drop what is damaged, for so long at most.
-
-        Raises:
-            ConfigError: the storage is away or being scrubbed already, or there is none.
-        """
-        found: list[dict[str, Any]] = await self._ask(
-            lambda actor: actor.scrub.remote(timeout_s), timeout_s=timeout_s + _COMMAND_TIMEOUT_S
-        )
-        total = {name: sum(each[name] for each in found) for name in ("checked", "num_bytes", "bad")}
-        slowest = max(each["seconds"] for each in found)
-        return {**total, "seconds": slowest, "is_whole": all(each["is_whole"] for each in found)}
+        if not self.actors and command.kind is not CacheAction.CLEAR:
+            raise ConfigError(
+                f"{command.kind} needs a host tier, through which all that is stored goes; start the server with "
+                "--host-memory"
+            )
+        if command.kind is CacheAction.SCRUB:
+            command = replace(command, timeout_s=command.timeout_s or _SCRUB_TIMEOUT_S)
+        if command.kind is CacheAction.ATTACH:
+            return await self._attach(command)
+        done = await self._ask(partial(_told, command), timeout_s=_COMMAND_TIMEOUT_S + command.timeout_s)
+        return _joined(done)
 
     async def status(self) -> dict[str, Any]:
         """Figures of the storage, the sum of all nodes; empty without one, or while an owner is away."""
-        found = await self._answers(lambda actor: actor.status.remote(), timeout_s=_STATUS_TIMEOUT_S)
+        found = await self._answers(
+            lambda actor: actor.status.options(concurrency_group="ask").remote(), timeout_s=_STATUS_TIMEOUT_S
+        )
         return _sum([each for each in found if isinstance(each, dict)], count=len(found))
 
     def status_now(self, *, timeout_s: float) -> dict[str, Any]:
@@ -211,12 +140,25 @@ class Arenas:
         Raises:
             ActorLostError: an owner is away.
         """
-        refs = [actor.status.remote() for actor in self.actors.values()]
+        refs = list(map(_status, self.actors.values()))
         return _sum([answer_now(ref, of=OWNER, timeout_s=timeout_s) for ref in refs], count=len(refs))
 
     def close(self, *, timeout_s: float) -> None:
         """End the owners; nothing of the host tier is left, or soon will be."""
         _end(list(self.actors.values()), timeout_s=timeout_s)
+
+    async def _attach(self, command: CacheCommand) -> dict[str, Any]:
+        """Use a storage on all nodes, or, if one of them refuses it, go on as before."""
+        before = await self._ask(lambda actor: actor.spec.remote())
+        found = await self._answers(partial(_told, command))
+        refused = [each for each in found if isinstance(each, BaseException)]
+        if not refused:
+            return _joined(found)
+        for actor, spec, each in zip(self.actors.values(), before, found, strict=True):
+            if not isinstance(each, BaseException):
+                back = actor.attach.remote(spec.storage) if spec.storage else actor.detach.remote()
+                await answer(back, of=OWNER, timeout_s=_COMMAND_TIMEOUT_S)
+        raise _refusal(refused[0])
 
     async def _ask(self, call: Callable[[Any], Any], *, timeout_s: float = _COMMAND_TIMEOUT_S) -> list[Any]:
         """Answers of all.
@@ -247,6 +189,15 @@ def _start(config: Config, node: str, *, replica: str) -> Any:
     return kind.remote(host_directory.SHARED_MEMORY / host_directory.new_name(), config, replica)
 
 
+def _status(actor: Any) -> Any:
+    return actor.status.options(concurrency_group="ask").remote()
+
+
+def _told(command: CacheCommand, actor: Any) -> Any:
+    is_long = command.kind in (CacheAction.SCRUB, CacheAction.CLEAR)
+    return actor.carry_out.options(concurrency_group="long" if is_long else None).remote(command)
+
+
 def _end(actors: Sequence[Any], *, timeout_s: float) -> None:
     """End owners. What one leaves behind that does not end in time is removed by its directory's watcher."""
     closing = [actor.close.remote() for actor in actors]
@@ -264,13 +215,32 @@ def _refusal(error: BaseException) -> BaseException:
     return error
 
 
+def _joined(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all nodes have done with a command, as one."""
+    whole: dict[str, Any] = {}
+    for name, first in done[0].items() if done else ():
+        values = [each[name] for each in done]
+        match name:
+            case "storage" | "detached":
+                whole[name] = _joined_names(values)
+            case "seconds":
+                whole[name] = max(values)
+            case "is_whole":
+                whole[name] = all(values)
+            case "bytes_limit":
+                whole[name] = first  # of each node
+            case _:
+                whole[name] = sum(values)
+    return whole
+
+
 def _joined_names(names: Sequence[Any]) -> str:
     """Of the storages of all nodes; one name where they are alike."""
     return ", ".join(dict.fromkeys(names))
 
 
 def _sum(found: Sequence[dict[str, Any]], *, count: int) -> dict[str, Any]:
-    if len(found) < count or not all(found):
+    if not found or len(found) < count or not all(found):
         return {}
     figures = {name: sum(each[name] for each in found) for name in found[0] if name not in ("name", "is_up")}
     return {"name": _joined_names([each["name"] for each in found]), "is_up": all(e["is_up"] for e in found), **figures}
@@ -297,22 +267,21 @@ class RemoteOwner:
         return int(self._ask(self._actor.budget.remote(host_memory)))
 
     def are_ranks_gone(self, timeout_s: float) -> bool:
-        ref = self._actor.are_ranks_gone.remote(timeout_s)
+        ref = self._actor.are_ranks_gone.options(concurrency_group="gone").remote(timeout_s)
         return bool(answer_now(ref, of=OWNER, timeout_s=timeout_s + self._timeout_s))
 
     def drop(self) -> None:
         self._ask(self._actor.drop.remote())
 
     def open(self, spec: HostSpec, *, epoch: int) -> Opened:
-        found: Opened = self._ask(self._actor.open.remote(spec, epoch))
+        found: Opened = self._ask(self._actor.open.remote(spec, epoch=epoch))
         return found
 
     def work(self, command: StorageCommand) -> StorageAnswer:
         """Raises OSError while the owner or its storage is away."""
         try:
-            found: StorageAnswer = answer_now(
-                self._actor.work.remote(command.sent()), of=OWNER, timeout_s=self._timeout_s
-            )
+            ref = self._actor.work.options(concurrency_group="work").remote(command.sent())
+            found: StorageAnswer = answer_now(ref, of=OWNER, timeout_s=self._timeout_s)
         except (ActorLostError, RayTaskError) as cause:
             raise OSError(str(cause)) from cause
         return found

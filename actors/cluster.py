@@ -49,7 +49,6 @@ def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({
     """Start a local cluster (address "local") or connect to one.
 
     Args:
-        config: of the service.
         variables: of the environment, that its processes on a cluster that was there get; they win over what is set
             there. In a local one all processes have those of this process.
     Raises:

@@ -17,12 +17,12 @@ import ray
 from ray._private.state import state
 from ray.exceptions import RayError
 
-from actors.placement import Places, cluster_nodes
+from actors.placement import Placement, cluster_nodes
 from raycache.parallel.placement import plan
 
 
 @dataclass(frozen=True)
-class Leaving:
+class DepartingNodes:
     """Nodes of a gang that it cannot stay on.
 
     Attributes:
@@ -40,7 +40,7 @@ class Leaving:
         return bool(self.lost or self.draining)
 
 
-def leaving(nodes: Iterable[str]) -> Leaving:
+def departing_nodes(nodes: Iterable[str]) -> DepartingNodes:
     """Which of some nodes leave; blocks while the GCS is away.
 
     Raises:
@@ -54,10 +54,10 @@ def leaving(nodes: Iterable[str]) -> Leaving:
         raise OSError(f"the cluster's head does not say which nodes it has: {cause}") from cause
     ends = [at / 1000 for at in deadlines_ms.values() if at]
     left_s = min(ends) - time.time() if ends else math.inf
-    return Leaving(frozenset(wanted - alive), frozenset(deadlines_ms), left_s)
+    return DepartingNodes(frozenset(wanted - alive), frozenset(deadlines_ms), left_s)
 
 
-def can_move(places: Places) -> bool:
+def can_move(placement: Placement) -> bool:
     """Whether the ranks would have room elsewhere now, if they gave up what they have.
 
     Raises:
@@ -69,7 +69,7 @@ def can_move(places: Places) -> bool:
         raise OSError(f"the cluster's head does not say what is free: {cause}") from cause
     freed = []
     for node in nodes:
-        held = places.need.bundle(places.nodes.count(node.node_id)) if node.node_id in places.nodes else {}
+        held = placement.need.bundle(placement.nodes.count(node.node_id)) if node.node_id in placement.nodes else {}
         cpus, gpus = node.free_cpus + held.get("CPU", 0.0), node.free_gpus + held.get("GPU", 0.0)
         freed.append(replace(node, free_cpus=cpus, free_gpus=gpus))
-    return plan(places.need, freed) is not None
+    return plan(placement.need, freed) is not None

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
 
 from actors.answers import ActorLostError, ours
-from actors.placement import Places
+from actors.placement import Placement
 from actors.rank import RankActor
 from raycache.config import Config
 from raycache.deployment.deployment import Deployment
@@ -37,7 +37,6 @@ class Gang:
     Args:
         deployment: to serve.
         config: the same settings with the model's name on the Hub, of which every node has its own copy.
-        places: for the ranks.
         epoch: number of this gang; handles of others are refused.
         replica: whose ranks they are.
         arenas: node id -> file of the host tier there, which only one gang at a time moves rows in; empty without one.
@@ -57,13 +56,13 @@ class Gang:
         deployment: Deployment,
         config: Config,
         *,
-        places: Places,
+        placement: Placement,
         epoch: int,
         replica: str,
         arenas: Mapping[str, Path],
         on_progress: Progress,
     ) -> None:
-        self._ranks = _Ranks(config, places=places, epoch=epoch, replica=replica, on_progress=on_progress)
+        self._ranks = _Ranks(config, placement=placement, epoch=epoch, replica=replica, on_progress=on_progress)
         executor = None
         try:
             wheres = self._ranks.ask("where", phase="starting ranks")
@@ -114,17 +113,18 @@ class _Ranks:
 
     Args:
         config: of the service.
-        places: for the ranks.
         epoch: of the gang.
         replica: whose ranks they are.
         on_progress: told phase and share; what it raises ends the start.
     """
 
-    def __init__(self, config: Config, *, places: Places, epoch: int, replica: str, on_progress: Progress) -> None:
+    def __init__(
+        self, config: Config, *, placement: Placement, epoch: int, replica: str, on_progress: Progress
+    ) -> None:
         self._config, self._on_progress = config, on_progress
         self._running: list[Any] = []
         self._actors: list[Any] = [
-            ray.remote(RankActor).options(**places.options(rank)).remote(config, rank, epoch=epoch, replica=replica)
+            ray.remote(RankActor).options(**placement.options(rank)).remote(config, rank, epoch=epoch, replica=replica)
             for rank in range(config.world_size)
         ]
 

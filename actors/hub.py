@@ -64,11 +64,7 @@ class _Client:
 
 
 class HubActor:
-    """All replicas of a service.
-
-    Args:
-        config: of the service.
-    """
+    """All replicas of a service."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -112,19 +108,15 @@ class HubActor:
             self._watching.result()
 
     async def info(self) -> EngineInfo:
-        """See `AsyncEngine.info`."""
         return await self._ready().info()
 
     async def stats(self) -> EngineStats:
-        """See `AsyncEngine.stats`."""
         return await self._ready().stats()
 
     async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
-        """See `AsyncEngine.admin`."""
         return await self._ready().admin(command)
 
     async def carry_out(self, command: ReplicaCommand) -> Mapping[str, Any]:
-        """See `Replicas.carry_out`."""
         return await self._ready().carry_out(command)
 
     async def submit(self, client: str, request: GenerateRequest) -> None:
@@ -220,7 +212,6 @@ class HubClient:
         return done
 
     async def carry_out(self, command: ReplicaCommand) -> Mapping[str, Any]:
-        """See `ReplicaSet.carry_out`."""
         ref = self._hub.carry_out.remote(command)
         done: Mapping[str, Any] = await answer(ref, of=_HUB, timeout_s=_CHANGE_TIMEOUT_S)
         return done

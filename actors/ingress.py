@@ -39,11 +39,7 @@ BuildApp = Callable[[HubClient, Config, EngineInfo], ASGIApp]
 
 
 class Engines:
-    """Has the hub, which ends with it.
-
-    Args:
-        config: of the service.
-    """
+    """Has the hub, which ends with it."""
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
         self._hub = start_hub(config)
@@ -74,7 +70,6 @@ class Ingress:
 
     Args:
         engines: the other deployment.
-        config: of the service.
         build: makes the application.
     """
 
@@ -97,12 +92,7 @@ class Ingress:
 
 
 def application(config: Config, *, build: BuildApp) -> serve.Application:
-    """The Serve application.
-
-    Args:
-        config: of the service.
-        build: see `BuildApp`.
-    """
+    """The Serve application."""
     light = {"num_cpus": 0}
     engines = serve.deployment(
         name="Engines",
@@ -128,10 +118,6 @@ def application(config: Config, *, build: BuildApp) -> serve.Application:
 class ServedIngress:
     """The application on the cluster that this process is connected to, which has no Serve yet.
 
-    Args:
-        config: of the service.
-        build: see `BuildApp`.
-        port: for Serve's proxy.
     Raises:
         ConfigError: it cannot be served; nothing is left of it.
 

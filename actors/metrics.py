@@ -54,8 +54,6 @@ async def publishing(
     """Publish as long as the block lasts.
 
     Args:
-        engine: whose figures.
-        metrics: of its front end.
         has_front: whether what the front end sees is published, too; not if it is in other processes.
         every_s: seconds between two times.
     """

@@ -1,4 +1,4 @@
-"""Places for the ranks of a gang: reserved together, on the nodes of a plan, and again after a node is lost."""
+"""Resources for the ranks of a gang, reserved together on the nodes of a plan, and again after a node is lost."""
 
 from __future__ import annotations
 
@@ -45,16 +45,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Places:
-    """Reserved places, one per rank. Plain data: it travels to the engine actor. Ends with the process that made it.
+class Placement:
+    """Reserved resources of every rank. Plain data: it travels to the engine actor. Ends with the process that made it.
 
     Attributes:
-        config, device: that it was made for.
-        group: Ray's placement group; its bundles are pinned to nodes, so Ray itself never places one anew.
+        group: Ray's placement group; its bundles are pinned to nodes, so Ray itself never moves one.
         bundles: bundle per world rank.
         nodes: node id per world rank.
-        addresses: of these nodes, by id, as Ray reaches them.
-        need: of a rank.
+        addresses: node id -> address, as Ray reaches it.
+        need: resources of a rank.
         warnings: lines for the operator.
     """
 
@@ -78,17 +77,16 @@ class Places:
         }
 
     def remove(self) -> None:
-        """Give the places back; actors in them end."""
+        """Release the resources; actors that use them end."""
         remove_placement_group(self.group)
 
-    def again(self, *, excluding: AbstractSet[str], on_wait: Callable[[str], None]) -> Places:
-        """Give these back, which ends the ranks in them, and reserve others.
+    def again(self, *, excluding: AbstractSet[str], on_wait: Callable[[str], None]) -> Placement:
+        """Release the resources, which ends the ranks that use them, and reserve others.
 
         Args:
             excluding: ids of nodes to leave out; dead and draining ones are left out anyway.
-            on_wait: see `reserve`.
         Raises:
-            ConfigError: there are no others within start_timeout_s.
+            ConfigError: none are free within start_timeout_s.
         """
         deadline = time.monotonic() + self.config.start_timeout_s
         ask = partial(_ask_head, deadline=deadline, on_wait=on_wait)
@@ -100,8 +98,8 @@ class Places:
         return _reserve(self.config, device=self.device, on_wait=on_wait, excluding=excluding, is_again=True)
 
 
-def reserve(config: Config, *, device: str, on_wait: Callable[[str], None]) -> Places:
-    """Reserve places for one gang, and wait for them.
+def reserve(config: Config, *, device: str, on_wait: Callable[[str], None]) -> Placement:
+    """Reserve resources for one gang, and wait for them.
 
     Args:
         config: whose split to place, and how.
@@ -146,23 +144,23 @@ def _reserve(
     on_wait: Callable[[str], None],
     excluding: AbstractSet[str],
     is_again: bool,
-) -> Places:
+) -> Placement:
     deadline = time.monotonic() + config.start_timeout_s
     ask = partial(_ask_head, deadline=deadline, on_wait=on_wait)
-    wish = ask(lambda: _Wish(config, device=device, excluding=excluding, is_again=is_again))
+    search = ask(lambda: _Search(config, device=device, excluding=excluding, is_again=is_again))
     demand: PlacementGroup | None = None
     try:
         while True:
-            nodes = ask(wish.nodes)
+            nodes = ask(search.nodes)
             need = need_of(config.split, replicas=config.replicas, device=device, nodes=nodes)
-            places = ask(partial(wish.take, need, nodes))
-            if places is not None:
-                return places
-            lacks = wish.missing(need, nodes)
+            placement = ask(partial(search.take, need, nodes))
+            if placement is not None:
+                return placement
+            lacks = search.missing(need, nodes)
             if time.monotonic() > deadline:
                 raise ConfigError(f"no place for the ranks within {config.start_timeout_s:.0f} s: {lacks}")
             on_wait(lacks)
-            if demand is None and not wish.is_fixed:
+            if demand is None and not search.is_fixed:
                 demand = ask(partial(_demand, need, excluding))
             if demand is None:
                 time.sleep(_TRY_S)
@@ -179,9 +177,7 @@ def _ask_head(call: Callable[[], T], *, deadline: float, on_wait: Callable[[str]
     """What the cluster's head answers; while it is away it is asked again.
 
     Args:
-        call: that asks it.
         deadline: by the monotonic clock, when that is given up.
-        on_wait: see `reserve`.
     Raises:
         ConfigError: it is still away.
     """
@@ -200,18 +196,18 @@ def _remove(group: PlacementGroup) -> None:
     try:
         remove_placement_group(group)
     except (RayError, RuntimeError) as cause:
-        _log.warning("places are held until this process ends: the cluster's head is away: %s", cause)
+        _log.warning("resources are held until this process ends: the cluster's head is away: %s", cause)
 
 
-class _Wish:
+class _Search:
     """What to look for among the nodes of the moment.
 
     Args:
         config: whose split to place, and how.
         device: "cpu" or "cuda".
         excluding: ids of nodes to leave out.
-        is_again: the ranks had places before. A map that names a node which has gone since must not keep the service
-            down: places are found as without it then.
+        is_again: the ranks were placed before. A map that names a node which has gone since must not keep the service
+            down: ranks are placed as without it then.
     Raises:
         ConfigError: the cluster can never hold the ranks, or the map does not suit it.
     """
@@ -245,8 +241,8 @@ class _Wish:
         ranks = chosen(self._config.placement, need=need, nodes=nodes) if self.is_fixed else ()
         return missing(need, nodes, ranks=ranks)
 
-    def take(self, need: Need, nodes: Sequence[Node]) -> Places | None:
-        """Reserve places if there is room for all now."""
+    def take(self, need: Need, nodes: Sequence[Node]) -> Placement | None:
+        """Reserve resources if there are enough for all ranks now."""
         if self.is_fixed:
             ranks: tuple[Node, ...] | None = chosen(self._config.placement, need=need, nodes=nodes)
             if ranks is not None and not has_room(need, ranks):
@@ -271,7 +267,7 @@ class _Wish:
                 _remove(group)
         if not is_pinned:
             return None
-        return Places(
+        return Placement(
             config=self._config,
             device=self._device,
             group=group,
@@ -299,10 +295,10 @@ def _demand(need: Need, excluding: Iterable[str]) -> PlacementGroup:
     return group
 
 
-def _await_freed(places: Places, *, before: Mapping[str, Node]) -> None:
+def _await_freed(placement: Placement, *, before: Mapping[str, Node]) -> None:
     """Wait until what was removed counts as free, or another plan would be made without it."""
     deadline = time.monotonic() + _FREED_S
-    held = {node: places.need.bundle(places.nodes.count(node)) for node in places.addresses}
+    held = {node: placement.need.bundle(placement.nodes.count(node)) for node in placement.addresses}
     while time.monotonic() < deadline:
         now = {node.node_id: node for node in cluster_nodes()}
         is_free = [

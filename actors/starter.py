@@ -1,4 +1,4 @@
-"""Starting and ending the engines of replicas, each on places of its own; blocks, for threads."""
+"""Starting and ending the engines of replicas, each with resources of its own; blocks, for threads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ Started = tuple[RayEngine, EngineInfo]
 
 
 class Starter:
-    """Starts engines, each on places of its own, and ends them; blocks, for threads.
+    """Starts engines, each with resources of its own, and ends them; blocks, for threads.
 
     Args:
-        config: of the service.
         device: "cpu" or "cuda".
     """
 
@@ -39,7 +38,6 @@ class Starter:
         """Start an engine and wait until it serves.
 
         Args:
-            name: of the replica.
             on_progress: told phase and share.
         Raises:
             RayCacheError: why it does not; nothing is left of it.
@@ -51,15 +49,17 @@ class Starter:
             on_progress(phase, share)
 
         config = replace(self._config, storage=self._config.storage.replace(REPLICA, name))
-        places = reserve(config, device=self._device, on_wait=lambda missing: tell(f"waiting for Ray: {missing}", 0.0))
-        for line in places.warnings:
+        placement = reserve(
+            config, device=self._device, on_wait=lambda missing: tell(f"waiting for Ray: {missing}", 0.0)
+        )
+        for line in placement.warnings:
             _log.warning("%s", line)
         try:
-            fetch_on(places.nodes, config, on_progress=tell)
+            fetch_on(placement.nodes, config, on_progress=tell)
         except BaseException:
-            places.remove()
+            placement.remove()
             raise
-        engine = RayEngine(config, device=self._device, places=places, replica=name)
+        engine = RayEngine(config, device=self._device, placement=placement, replica=name)
         self._engines.add(engine)
         try:
             return engine, engine.wait_ready(timeout_s=config.start_timeout_s, on_progress=tell)
@@ -130,7 +130,7 @@ def check_replicas(config: Config, count: int) -> None:
         check_storage(config.storage)
         if config.placement != "auto":
             raise ConfigError(
-                f"placement={config.placement} names the places of one replica, and there are to be {count}; use "
+                f"placement={config.placement} names the nodes of one replica, and there are to be {count}; use "
                 "placement=auto"
             )
 

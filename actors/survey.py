@@ -47,7 +47,6 @@ def survey(config: Config, nodes: Sequence[Node], *, timeout_s: float) -> Mappin
 
     Args:
         config: whose interface and models to look for; those of the Hub pinned.
-        nodes: to ask.
         timeout_s: for all of them; Ray starts a process on each.
     Returns:
         By node id; text for a node that cannot say, with the reason.

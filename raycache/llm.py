@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from raycache.errors import ConfigError, EngineStoppedError, RankLostError, Requ
 from raycache.gang.build import build_engine
 from raycache.gang.executors import LocalExecutor
 from raycache.gang.processes import ProcessGang
+from raycache.host.commands import STORAGE_FIRST, carry_out, is_for_storage, with_storage
 from raycache.host.directory import SHARED_MEMORY, new_name
 from raycache.host.link import HostLink
 from raycache.host.nodes import open_all
@@ -35,7 +35,6 @@ from raycache.rank.build import load
 from raycache.rank.member import alone
 from raycache.rank.rank import Rank
 from raycache.types import (
-    TIERS,
     CacheAction,
     CacheCommand,
     EngineInfo,
@@ -172,17 +171,15 @@ class LLM:
         if self._is_closed:
             raise EngineStoppedError("this LLM is closed; make another")
         self._settle()
-        is_storage_first = command.kind in (CacheAction.ATTACH, CacheAction.RESIZE, CacheAction.SCRUB)
-        done = self._command_storage(command) if is_storage_first else {}
+        done = self._command_storage(command) if command.kind in STORAGE_FIRST else {}
         answer = self._engine.admin(command)
         while not answer.done():
             self._engine.step()
         done |= answer.result()
-        if not is_storage_first:
+        if command.kind not in STORAGE_FIRST:
             done |= self._command_storage(command)
-        if command.kind is CacheAction.STATUS and self._host is not None and (storage := self._host.status()):
-            figures = {name: float(value) for name, value in storage.items() if name != "name"}
-            done["tiers"] = {**done["tiers"], "storage": {**done["tiers"].get("storage", {}), **figures}}
+        if command.kind is CacheAction.STATUS and self._host is not None:
+            done["tiers"] = with_storage(done["tiers"], self._host.status())
         return done
 
     def generate(
@@ -281,28 +278,13 @@ class LLM:
             self._engine.step()
 
     def _command_storage(self, command: CacheCommand) -> dict[str, Any]:
-        """The part of a command that concerns the owner of the host tier."""
-        host = self._host
-        match command.kind:
-            case CacheAction.STATUS | CacheAction.INSPECT | CacheAction.FLUSH:
-                return {}
-            case CacheAction.CLEAR:
-                if host is not None and "storage" in (command.tiers or TIERS):
-                    host.clear()
-                return {}
-        if host is None:
-            raise ConfigError(
-                f"{command.kind} needs a host tier, through which all that is stored goes; use host_memory"
-            )
-        match command.kind:
-            case CacheAction.ATTACH:
-                return {"storage": host.attach(command.url)}
-            case CacheAction.DETACH:
-                return {"detached": host.detach()}
-            case CacheAction.RESIZE:
-                host.resize(command.size)
-                return {"bytes_limit": command.size}
-        return host.scrub(timeout_s=command.timeout_s or math.inf)
+        if not is_for_storage(command):
+            return {}
+        if self._host is not None:
+            return carry_out(command, self._host)
+        if command.kind is CacheAction.CLEAR:
+            return {}
+        raise ConfigError(f"{command.kind} needs a host tier, through which all that is stored goes; use host_memory")
 
     def __enter__(self) -> LLM:
         return self

@@ -1,6 +1,6 @@
 """`raycache launch`: from settings to a server that answers, and back to nothing.
 
-bind port -> check model -> Ray -> replicas (places, engine actor, ranks) -> HTTP server -> table -> ... -> stop in
+bind port -> check model -> Ray -> replicas (placement, engine actor, ranks) -> HTTP server -> table -> ... -> stop in
 reverse. With ingress=serve, replicas and HTTP server are Ray Serve's (ray_serve.py).
 """
 

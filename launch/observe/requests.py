@@ -26,7 +26,6 @@ class Observed:
     """How a server is watched.
 
     Attributes:
-        metrics: of it.
         tracer: of its requests, or None.
         has_access_log: whether each request gets a line in the log.
     """

@@ -26,9 +26,6 @@ from raycache.types import CacheAction, CacheCommand
 def parse_command(action: CacheAction, body: Mapping[str, Any]) -> CacheCommand:
     """Read a command; INSPECT and STATUS have functions of their own.
 
-    Args:
-        action: what to do.
-        body: as parse_json gives it.
     Raises:
         RequestError: names the field.
     """
@@ -52,7 +49,6 @@ def parse_inspected(body: Mapping[str, Any], *, model: str) -> CompletionBody | 
     """Read the request in question; it is a chat if it has messages.
 
     Args:
-        body: as parse_json gives it.
         model: that is served, for a body without one.
     Raises:
         RequestError: names the field.
@@ -69,7 +65,7 @@ def inspect_command(generation: Generation) -> CacheCommand:
     """
     firsts = [choice.request for choice in generation.choices if choice.is_first]
     if len(firsts) > 1:
-        raise RequestError(f"one prompt at a time can be inspected, got {len(firsts)}", field="prompt")
+        raise RequestError(f"only one prompt at a time can be inspected, got {len(firsts)}", field="prompt")
     return CacheCommand(CacheAction.INSPECT, prompt=tuple(firsts[0].prompt), cache_salt=firsts[0].cache_salt)
 
 
@@ -99,7 +95,7 @@ class _AttachBody(StrictBody):
 
     def check(self) -> None:
         if self.size is not None and "size=" in self.url.partition("?")[2]:
-            raise RequestError("size is in the url already; send one of them", field="size")
+            raise RequestError("the url already sets size; send only one of them", field="size")
 
 
 class _ClearBody(StrictBody):

@@ -48,8 +48,6 @@ class ChatTemplate:
             has none: every request is then refused.
         special_tokens: name -> text, such as "bos_token" -> "<s>"; variables of the template.
         origin: file of the sources, for people, or empty.
-    Attributes:
-        origin: as given.
     Raises:
         ConfigError: a source is not a Jinja template.
     """
@@ -228,7 +226,7 @@ def _render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
             size += len(piece)
             if size > MAX_RENDERED_CHARS:
                 raise RequestError(
-                    f"the chat template gives more than {MAX_RENDERED_CHARS} characters", field="messages"
+                    f"the chat template renders more than {MAX_RENDERED_CHARS} characters", field="messages"
                 )
             if time.monotonic() > deadline:
                 raise RequestError(f"the chat template takes more than {MAX_RENDER_S:.0f} s", field="messages")

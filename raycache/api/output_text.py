@@ -59,7 +59,6 @@ class OutputText:
     """Text, token count and end of one request.
 
     Args:
-        tokenizer: of the model.
         prompt: token ids.
         sampling: its stop strings are used.
         echo: the text begins with the prompt.

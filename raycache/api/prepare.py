@@ -43,7 +43,6 @@ class Generation:
         generation_id: such as "cmpl-...".
         model: name for the answer.
         choices: at least one.
-        body: what was asked.
         is_score_only: max_tokens=0: the prompt's log-probabilities are wanted and no output.
         created: seconds since the epoch.
     """
@@ -63,7 +62,6 @@ def prepare_completion(
 
     Args:
         body: checked by parse_body.
-        tokenizer: of the model.
         info: limits of the engine.
         timeout_s: longest time that a request may take; None is no limit.
     Raises:
@@ -74,7 +72,7 @@ def prepare_completion(
     is_score_only = body.max_tokens == 0
     wanted = 1 if is_score_only else body.max_tokens
     sampling = _Sampling(
-        # The API's default of 16 tokens is not a wish: it gives way to the context length.
+        # The API's default of 16 tokens was not asked for, so the context length may cut it.
         max_tokens=16 if wanted is None else wanted,
         is_max_explicit=body.max_tokens is not None,
         logprobs=body.logprobs,
@@ -94,8 +92,6 @@ def prepare_chat(
 
     Args:
         body: checked by parse_body.
-        tokenizer: of the model.
-        template: of the model.
         info: limits of the engine.
         timeout_s: longest time that a request may take; None is no limit.
     Raises:
@@ -176,7 +172,7 @@ def _choices(
 def _check_count(num_prompts: int, body: GenerationBody, *, info: EngineInfo) -> None:
     if num_prompts * body.n > info.max_queue:
         raise RequestError(
-            f"{num_prompts} prompts with n={body.n} are more choices than may wait (max_queue={info.max_queue})",
+            f"{num_prompts} prompts with n={body.n} are more choices than the queue takes (max_queue={info.max_queue})",
             field="prompt" if num_prompts > 1 else "n",
         )
 
@@ -187,7 +183,9 @@ def _check_prompt(prompt: Sequence[int], sampling: _Sampling, *, info: EngineInf
     low, high = min(prompt), max(prompt)
     if low < 0 or high >= info.vocab_size:
         wrong = low if low < 0 else high
-        raise RequestError(f"{field_name} holds token id {wrong}; ids lie in [0, {info.vocab_size})", field=field_name)
+        raise RequestError(
+            f"{field_name} contains token id {wrong}; valid ids are in [0, {info.vocab_size})", field=field_name
+        )
     limit, asked = info.max_model_len, sampling.max_tokens
     if len(prompt) >= limit:
         raise PromptTooLongError(
@@ -232,5 +230,5 @@ def _bias_id(text: str, info: EngineInfo) -> int:
 
 def _known_id(name: str, token_id: int, info: EngineInfo) -> int:
     if not 0 <= token_id < info.vocab_size:
-        raise RequestError(f"{name} holds token id {token_id}; ids lie in [0, {info.vocab_size})", field=name)
+        raise RequestError(f"{name} contains token id {token_id}; valid ids are in [0, {info.vocab_size})", field=name)
     return token_id

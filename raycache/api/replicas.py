@@ -58,9 +58,6 @@ class ReplicaSet(Protocol):
 def parse_replica_command(action: ReplicaAction, body: Mapping[str, Any]) -> ReplicaCommand:
     """Read a command; STATUS has no body.
 
-    Args:
-        action: what to do.
-        body: as parse_json gives it.
     Raises:
         RequestError: names the field.
     """

@@ -68,7 +68,7 @@ def _check_stops(value: object) -> list[str]:
         raise PydanticCustomError("stop", "must be a string or a list of strings")
     if len(stops) > MAX_STOPS:
         raise PydanticCustomError(
-            "stop", "must hold at most {limit} strings, got {count}", {"limit": MAX_STOPS, "count": len(stops)}
+            "stop", "must contain at most {limit} strings, got {count}", {"limit": MAX_STOPS, "count": len(stops)}
         )
     if any(len(stop) > MAX_STOP_CHARS for stop in stops):
         raise PydanticCustomError("stop", "must have at most {limit} characters each", {"limit": MAX_STOP_CHARS})
@@ -170,11 +170,10 @@ class GenerationBody(StrictBody):
     return_cache_info: bool = False
 
     def check(self) -> None:
-        """See StrictBody.check."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true", field="stream_options")
         if self.cache_ttl_s and not self.cache_priority:
-            raise RequestError("cache_ttl_s bounds cache_priority, send both", field="cache_ttl_s")
+            raise RequestError("cache_ttl_s limits how long cache_priority holds; send both", field="cache_ttl_s")
 
     @property
     def include_usage(self) -> bool:
@@ -193,7 +192,6 @@ class CompletionBody(GenerationBody):
     suffix: str = ""
 
     def check(self) -> None:
-        """See GenerationBody.check."""
         super().check()
         if self.best_of is not None and self.best_of != self.n:
             raise RequestError(f"best_of is not supported; leave it out or set it to n={self.n}", field="best_of")
@@ -222,11 +220,10 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] = {}
 
     def check(self) -> None:
-        """See GenerationBody.check."""
         super().check()
         if self.response_format is not None and self.response_format.type != "text":
             raise RequestError(
-                f"response_format {self.response_format.type!r} is not supported; only 'text' is",
+                f"response_format {self.response_format.type!r} is not supported; use 'text'",
                 field="response_format",
             )
         if self.tool_choice not in ("none", "auto"):
@@ -250,11 +247,11 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
     except UnicodeEncodeError as error:
-        raise RequestError("the body holds half of a surrogate pair (\\ud800 to \\udfff), which is not text") from error
+        raise RequestError("the body contains an unpaired surrogate (\\ud800 to \\udfff), which is not text") from error
     except json.JSONDecodeError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     except ValueError as error:  # NaN, Infinity, or an integer of thousands of digits
-        raise RequestError("the body holds a number that is not finite or far too long") from error
+        raise RequestError("the body contains a number that is not finite or has too many digits") from error
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
     if not isinstance(value, dict):
@@ -270,7 +267,6 @@ def parse_body(kind: type[Body], body: Mapping[str, Any]) -> Body:
 
     Args:
         kind: such as CompletionBody.
-        body: as parse_json gives it.
     Raises:
         RequestError: names the field and what it must be.
     """

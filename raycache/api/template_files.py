@@ -51,7 +51,6 @@ def read_templates(
     """Find the templates of a model.
 
     Args:
-        folder: of the model.
         settings: of its tokenizer_config.json.
         token_id: id of a token of its tokenizer, or None.
     Raises:

@@ -49,7 +49,6 @@ class Tokenizer:
 
         Args:
             config: of the service. With random weights the tokenizer may be missing.
-            vocab_size: of the model.
         Raises:
             CheckpointError: it is missing, cannot be read, or is that of another model.
         """

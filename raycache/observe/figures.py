@@ -84,7 +84,7 @@ def _one(read: Callable[[EngineStats], float]) -> Callable[[EngineStats], Values
 def _by(
     read: Callable[[EngineStats], Mapping[Any, int]], *, known: Sequence[str] = ()
 ) -> Callable[[EngineStats], Values]:
-    """Counts by name. The known ones begin with 0: Prometheus sees no increase in a series that begins with 1."""
+    """Counts by name. Known names start at 0: Prometheus sees no increase in a series whose first value is 1."""
     return lambda stats: [((str(key),), count) for key, count in {**dict.fromkeys(known, 0), **read(stats)}.items()]
 
 
@@ -260,7 +260,7 @@ _MOVES = (
         ("lane",),
     ),
 )
-# What a tier counts -> metric, its text, its kind.
+# Counter or gauge of a tier -> metric, help text, kind.
 _FIGURES = {
     "tokens": ("tier_tokens", "Capacity in tokens.", Kind.GAUGE),
     "pages_total": ("tier_pages", "Capacity in pages.", Kind.GAUGE),

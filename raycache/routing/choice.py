@@ -24,7 +24,7 @@ import numpy as np
 from raycache.cache.keys import Identity, PageChain
 from raycache.types import GenerateRequest, Miss, RequestOutput
 
-_OUTPUT_GUESS = 128.0
+_FIRST_OUTPUT_LEN = 128.0
 """Tokens that an output is taken to have before one has ended."""
 _OUTPUT_MEMORY = 32
 """Outputs over which the mean is taken, the latest ones counting most."""
@@ -85,8 +85,6 @@ class _Replica:
     """What is known of a replica.
 
     Attributes:
-        name: of it.
-        index: of what it has.
         coming: pages that it is computing -> requests that it does so for.
         work: tokens that it has to compute.
         num_open: requests that it has.
@@ -151,7 +149,6 @@ class Router:
 
     Args:
         policy: one of the setting `routing`: "prefix"; "load": the least work; "round_robin": each in turn.
-        page_size: of the engines.
     """
 
     def __init__(self, policy: str, *, page_size: int) -> None:
@@ -159,7 +156,7 @@ class Router:
         self._page_size = page_size
         self._replicas: dict[str, _Replica] = {}
         self._num_choices = 0
-        self._mean_output = _OUTPUT_GUESS
+        self._mean_output = _FIRST_OUTPUT_LEN
 
     def add(self, name: str, *, num_pages: int) -> None:
         """Take a replica in.
@@ -260,8 +257,8 @@ class Router:
 
     def _output_left(self, request: GenerateRequest) -> int:
         most = request.sampling.max_tokens
-        wished = round(self._mean_output)
-        return max(1, (wished if most is None else min(most, wished)) - len(request.output))
+        expected = round(self._mean_output)
+        return max(1, (expected if most is None else min(most, expected)) - len(request.output))
 
     def _learn(self, route: Route, output: RequestOutput) -> None:
         """The first token: the whole prompt has been computed."""

@@ -37,8 +37,8 @@ class Service:
 async def serving(model: Path, **settings: Any) -> AsyncIterator[Service]:
     """Start a service, and end it with nothing left."""
     config = Config(model=str(model), device="cpu", port="auto", rank_timeout_s=60, **settings)
-    places = reserve(config, device="cpu", on_wait=lambda missing: None)
-    engine = RayEngine(config, device="cpu", places=places)
+    placement = reserve(config, device="cpu", on_wait=lambda missing: None)
+    engine = RayEngine(config, device="cpu", placement=placement)
     try:
         info = engine.wait_ready(timeout_s=120, on_progress=lambda phase, share: None)
         observed = Observed(Metrics(info.model))

@@ -76,7 +76,7 @@ async def clear(service: Service, *tiers: str) -> None:
 
 
 def nodes_of(service: Service) -> list[str]:
-    return list(service.engine._places.nodes)
+    return list(service.engine._supervisor.engine.placement.nodes)
 
 
 async def until_moved(service: Service, node: str) -> None:

@@ -1,4 +1,4 @@
-"""Places on several Ray nodes: where Ray puts what was planned, waiting, and what is left after."""
+"""Placement on several Ray nodes: where Ray puts what was planned, waiting, and what is left after."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
-from actors.placement import Places, cluster_nodes, reserve
+from actors.placement import Placement, cluster_nodes, reserve
 from launch.doctor.check import CheckResult, Outcome
 from launch.doctor.cluster import examine_nodes
 from raycache.config import Config
@@ -78,14 +78,14 @@ def nothing(missing: str) -> None:
     pass
 
 
-def placed(config: Config, on_wait: Callable[[str], None] = nothing) -> Places:
+def placed(config: Config, on_wait: Callable[[str], None] = nothing) -> Placement:
     return reserve(config, device="cpu", on_wait=on_wait)
 
 
-def pinned(places: Places) -> tuple[str, ...]:
+def pinned(placement: Placement) -> tuple[str, ...]:
     """Where the bundles of the ranks are, as Ray says."""
-    of = placement_group_table(places.group)["bundles_to_node_id"]
-    return tuple(of[bundle] for bundle in places.bundles)
+    of = placement_group_table(placement.group)["bundles_to_node_id"]
+    return tuple(of[bundle] for bundle in placement.bundles)
 
 
 def node_of_this_process() -> str:
@@ -96,16 +96,16 @@ def where_planned(nodes: Nodes) -> None:
     there = cluster_nodes()
     assert [(node.cpus, node.free_cpus, node.gpus, node.is_draining) for node in there] == [(2, 2, 0, False)] * 3
     # Four ranks are two per node at one per core; a map is taken as it stands.
-    places = placed(CONFIG)
-    assert len(set(places.nodes)) == 2 and len(set(places.nodes[:2])) == len(set(places.nodes[2:])) == 1
-    assert pinned(places) == places.nodes and not places.warnings
+    placement = placed(CONFIG)
+    assert len(set(placement.nodes)) == 2 and len(set(placement.nodes[:2])) == len(set(placement.nodes[2:])) == 1
+    assert pinned(placement) == placement.nodes and not placement.warnings
     first, second, third = (node.node_id for node in there)
     chosen = placed(replace(CONFIG, placement=f"0@{third};1,2@{first};3@{second}"))
     assert pinned(chosen) == chosen.nodes == (third, first, first, second)
     tasks = [ray.remote(node_of_this_process).options(**chosen.options(rank)).remote() for rank in (0, 3)]
     assert ray.get(tasks, timeout=120) == [third, second]
     assert len(chosen.warnings) == 2 and "tp group of ranks 0-1 is on 2 nodes" in chosen.warnings[0]
-    places.remove()
+    placement.remove()
     chosen.remove()
 
 
@@ -114,9 +114,9 @@ def test_ranks_are_where_the_plan_or_a_map_says(apart: Apart) -> None:
 
 
 def again_without(nodes: Nodes) -> None:
-    places = placed(CONFIG)
-    leaving = places.nodes[0]
-    other = places.again(excluding={leaving}, on_wait=nothing)
+    placement = placed(CONFIG)
+    leaving = placement.nodes[0]
+    other = placement.again(excluding={leaving}, on_wait=nothing)
     assert leaving not in other.nodes and len(set(other.nodes)) == 2
     assert pinned(other) == other.nodes
     same = other.again(excluding=set(), on_wait=nothing)
@@ -166,10 +166,10 @@ def joins(nodes: Nodes) -> None:
             came.append(nodes.cluster.add_node(num_cpus=4))
 
     assert "room for 0" in missing_of(config)
-    places = placed(config, add)
-    assert len(came) == 1 and set(places.nodes) == {came[0].node_id}
-    assert set(pinned(places)) == {came[0].node_id}
-    places.remove()
+    placement = placed(config, add)
+    assert len(came) == 1 and set(placement.nodes) == {came[0].node_id}
+    assert set(pinned(placement)) == {came[0].node_id}
+    placement.remove()
     nodes.cluster.remove_node(came[0])
 
 
@@ -228,14 +228,14 @@ def lost(nodes: Nodes) -> None:
     gone = nodes.others[1]
     ids = [node.node_id for node in cluster_nodes() if node.node_id != gone.node_id]
     text = f"0-1@{gone.node_id};2-3@{ids[0]}"
-    places = placed(replace(CONFIG, placement=text))
+    placement = placed(replace(CONFIG, placement=text))
     with pytest.raises(ConfigError, match="there is no node 'nowhere' in the cluster; there are"):
         placed(replace(CONFIG, placement="0-3@nowhere"))
     nodes.cluster.remove_node(gone)
     deadline = time.monotonic() + 30
     while gone.node_id in {node.node_id for node in cluster_nodes()} and time.monotonic() < deadline:
         time.sleep(0.1)
-    other = places.again(excluding={gone.node_id}, on_wait=nothing)
+    other = placement.again(excluding={gone.node_id}, on_wait=nothing)
     assert set(other.nodes) == set(ids) and pinned(other) == other.nodes
     (line,) = other.warnings
     assert f"there is no node '{gone.node_id}'" in line and line.endswith("ranks are placed automatically")

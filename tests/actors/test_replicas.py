@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 
-from actors import front
+from actors import supervisor
 from actors.cluster import Cluster
 from actors.replicas import Replicas
 from actors.starter import Starter
@@ -145,7 +145,7 @@ def test_prefixes_stay_with_their_replica_and_move_with_a_drained_one(
 def test_a_replica_that_is_lost_for_good_costs_no_token_and_is_started_again(
     cluster: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "_MAX_LOSSES", 0)  # the first lost engine is one too many
+    monkeypatch.setattr(supervisor, "_MAX_LOSSES", 0)  # the first lost engine is one too many
 
     async def run() -> None:
         async with serving(model) as service:

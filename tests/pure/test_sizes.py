@@ -15,21 +15,15 @@ ROOT = Path(__file__).parents[2]
 LIMITS = {"file_lines": 450, "function_lines": 60, "methods": 20}
 
 # What was larger when the limits came. A name that is no longer above its limit goes; none is added.
-EXEMPT = {
-    "file_lines": {
-        "actors/front.py",
-    },
+EXEMPT: dict[str, set[str]] = {
+    "file_lines": set(),
     "function_lines": {
         "raycache/attention/recurrent_plain.py::_scan_plain",
         "raycache/attention/recurrent_triton.py::_convolve",
         "raycache/attention/recurrent_triton.py::_step",
         "raycache/layers/kernels.py::_turn",
     },
-    "methods": {
-        "actors/engine.py::EngineActor",
-        "actors/front.py::RayEngine",
-        "actors/replicas.py::Replicas",
-    },
+    "methods": set(),
 }
 
 

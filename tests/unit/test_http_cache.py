@@ -220,7 +220,7 @@ def test_an_inspected_prompt_is_that_of_the_same_request(
     [
         ("attach", {}, 400, "url is required"),
         ("attach", {"url": ""}, 400, "url must"),
-        ("attach", {"url": "file:///d?size=1GiB", "size": "2GiB"}, 400, "send one of them"),
+        ("attach", {"url": "file:///d?size=1GiB", "size": "2GiB"}, 400, "send only one of them"),
         ("attach", {"url": "file:///d", "size": "big"}, 400, "50GiB"),
         ("resize", {"size": 0}, 400, "50GiB"),
         ("resize", {"size": "9" * 400 + "GiB"}, 400, "50GiB"),
@@ -236,8 +236,8 @@ def test_an_inspected_prompt_is_that_of_the_same_request(
         ("inspect", {"prompt": "x", **_CHAT}, 400, "prompt is not supported"),
         ("inspect", {"prompt": [400]}, 400, "[0, 400)"),
         ("inspect", {"prompt": "x", "model": "other"}, 404, "'other' is not served"),
-        ("melt", {}, 404, "known: attach, detach, clear, resize, scrub, inspect, flush"),
-        ("status", {}, 404, "known: "),
+        ("melt", {}, 404, "use one of attach, detach, clear, resize, scrub, inspect, flush"),
+        ("status", {}, 404, "use one of "),
     ],
 )
 def test_a_command_that_cannot_be_read_is_refused(

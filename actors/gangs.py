@@ -1,0 +1,144 @@
+"""The gangs of one engine, one epoch after another, and the host tier that they use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from actors.answers import ActorLostError
+from actors.arena import Arenas
+from actors.gang import Gang
+from actors.placement import Placement
+from raycache.config import Config
+from raycache.deployment.deployment import Deployment
+from raycache.errors import RankLostError
+from raycache.host.link import HostLink
+from raycache.host.nodes import are_all_gone, open_all, work_on_all
+
+_log = logging.getLogger(__name__)
+_MAX_REBUILDS = 4
+"""Gangs that may be lost one after another without a step in between, before the engine gives up."""
+_KILL_TIMEOUT_S = 60.0
+"""For a rank that was killed to be dead; Ray takes some seconds for one that does not answer it."""
+_JOIN_S = 5.0
+"""For ranks to end after their last plan."""
+
+
+OnProgress = Callable[[str, float], None]
+"""Told the phase of a start and its share done; what it raises ends the start."""
+
+
+class Gangs:
+    """Starts gangs, never two at a time, each of an epoch above those before.
+
+    Args:
+        config: of the service, with the model's name on the Hub, of which every node has its own copy.
+        arenas: owners of the host tier.
+        epoch: of the last gang before the first of these.
+        log_fields: of every line that this process logs.
+
+    Attributes:
+        epoch: of the latest gang.
+        rebuilds: gangs that took the place of a lost one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        placement: Placement,
+        arenas: Arenas,
+        epoch: int,
+        replica: str,
+        log_fields: dict[str, object],
+    ) -> None:
+        self._config, self._placement, self._replica, self._log_fields = config, placement, replica, log_fields
+        self._owners = arenas.owners()
+        self._files: dict[str, Path] = {}
+        self._gang: Gang | None = None
+        self._losses = 0
+        self.epoch = epoch
+        self.rebuilds = 0
+
+    def open_host(self, deployment: Deployment, *, on_progress: OnProgress) -> HostLink | None:
+        """Have the arena made, or find that of an engine before, whose size it keeps; None without a host tier."""
+        if not self._owners:
+            return None
+        on_progress("making the host tier", 0.0)
+        node_ids = list(dict.fromkeys(self._placement.nodes))
+        nodes = tuple(map(node_ids.index, self._placement.nodes))
+        opened = open_all(self._owners, deployment, epoch=self.epoch, nodes=nodes)
+        self._files = {node: each.path for node, each in zip(node_ids, opened, strict=True)}
+        return HostLink(
+            path=opened[0].path,
+            sizes=opened[0].spec.sizes,
+            work=work_on_all([owner.work for owner in self._owners]),
+            has_storage=all(each.spec.storage for each in opened),
+            epoch=self.epoch,
+            nodes=nodes if len(node_ids) > 1 else (),
+        )
+
+    def start(self, deployment: Deployment, *, on_progress: OnProgress) -> Gang:
+        """Start the gang of the next epoch.
+
+        Raises:
+            RayCacheError: what kept a rank from starting.
+        """
+        self.epoch += 1
+        self._log_fields["epoch"] = self.epoch
+        # Ranks of a lost gang end by themselves, but they may still be writing into an arena.
+        if self._files and not are_all_gone(self._owners, timeout_s=_KILL_TIMEOUT_S):
+            raise ActorLostError(f"ranks of the gang before still use the host tier after {_KILL_TIMEOUT_S:.0f} s")
+        fixed = deployment.config
+        config = replace(self._config, pp_layers=fixed.pp_layers, num_pages=fixed.num_pages, weights=fixed.weights)
+        self._gang = Gang(
+            deployment,
+            config,
+            placement=self._placement,
+            epoch=self.epoch,
+            replica=self._replica,
+            arenas=self._files,
+            on_progress=on_progress,
+        )
+        _log.info("epoch %d runs on %d ranks", self.epoch, config.world_size)
+        return self._gang
+
+    def replace(self, error: RankLostError, *, on_progress: OnProgress, on_loss: Callable[[str], None]) -> Gang:
+        """End a lost gang, and start others until one starts whole: a rank can be lost while it starts, too.
+
+        Args:
+            on_loss: told what was lost, and what comes next.
+        Raises:
+            RankLostError: too many were lost.
+        """
+        lost = self._gang
+        assert lost is not None, "steps come after the start"
+        lost.kill()
+        # Neither the pool nor the form of the weights may change under requests that were accepted for them.
+        weights = "stored" if lost.deployment.config.weights == "auto" else lost.deployment.config.weights
+        config = replace(lost.deployment.config, num_pages=lost.num_pages, weights=weights)
+        deployment = replace(lost.deployment, config=config)
+        while self._losses < _MAX_REBUILDS:
+            self._losses += 1
+            self.rebuilds += 1
+            on_loss(f"{error}; rebuilding the gang as epoch {self.epoch + 1}")
+            try:
+                return self.start(deployment, on_progress=on_progress)
+            except RankLostError as cause:
+                error = cause
+        raise error
+
+    def note_step(self) -> None:
+        """The latest gang has done a step."""
+        self._losses = 0
+
+    def end(self, *, has_last_plan: bool) -> None:
+        """End the latest gang: wait for its ranks if they were sent their last plan, else kill them."""
+        if self._gang is None:
+            return
+        if has_last_plan:
+            self._gang.join(_JOIN_S)
+        else:
+            self._gang.kill()

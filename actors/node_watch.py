@@ -1,0 +1,103 @@
+"""Looks at the nodes of an engine's ranks, and ends an engine that cannot stay where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+
+from actors.drain import DepartingNodes, can_move, departing_nodes
+from actors.handle import EngineHandle
+from actors.supervisor import Supervisor
+from raycache.errors import RayCacheError
+from raycache.types import CacheAction, CacheCommand
+
+_log = logging.getLogger(__name__)
+_MOVE_S = 5.0
+"""Before a draining node's end, when its ranks leave it whether or not there are resources elsewhere."""
+_PAST_S = 10.0
+"""Taken for a draining node whose end is past when it is first heard of: the clock of who has set it may be wrong."""
+_LOOK_S = 1.0
+"""Between two looks at the nodes, and for resources elsewhere."""
+
+
+class NodeWatch:
+    """Ends an engine when a node of its ranks is lost or drains; whoever polls the engine then has it replaced.
+
+    Args:
+        drain_timeout_s: that saving the cache may take before a node that drains is left.
+    """
+
+    def __init__(self, supervisor: Supervisor, *, drain_timeout_s: float) -> None:
+        self._supervisor = supervisor
+        self._drain_timeout_s = drain_timeout_s
+
+    async def run(self) -> None:
+        """Watch one engine after another, until cancelled."""
+        ended = None
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            engine = self._supervisor.engine
+            try:
+                if engine is not ended and await self._has_ended(engine):
+                    ended = engine
+            except OSError:
+                continue  # the head is away; it may come back
+            except Exception:  # the last resort: without this watch, requests would hang on a lost node
+                _log.exception("the nodes could not be looked at; trying again")
+
+    async def _has_ended(self, engine: EngineHandle) -> bool:
+        """End an engine if it has to leave a node; whether it had to.
+
+        Raises:
+            OSError: nobody can say what the nodes do.
+        """
+        placement = engine.placement
+        departing = await asyncio.to_thread(departing_nodes, placement.nodes)
+        if departing.draining and not departing.lost and self._supervisor.is_serving(engine):
+            departing = await self._save_and_wait(engine, departing)
+        if departing.lost and engine is self._supervisor.engine:
+            _log.warning("node %s is lost", ", ".join(placement.addresses.get(node, node) for node in departing.lost))
+            engine.kill()
+            return True
+        if not departing or not self._supervisor.is_serving(engine):
+            return False  # the next one is placed elsewhere anyway
+        await asyncio.to_thread(engine.stop)
+        return True
+
+    async def _save_and_wait(self, engine: EngineHandle, departing: DepartingNodes) -> DepartingNodes:
+        """Save the cache, and wait for resources elsewhere as long as the node lets us; requests go on meanwhile.
+
+        Returns:
+            Which nodes leave in the end: one may be lost before.
+        """
+        placement, left_s = engine.placement, departing.left_s
+        who = ", ".join(placement.addresses.get(node, node) for node in departing.draining)
+        _log.warning("node %s drains%s", who, f" in {left_s:.0f} s" if math.isfinite(left_s) else "")
+        if left_s <= 0:
+            left_s = _PAST_S
+            _log.warning("that is past: taking %.0f s; the clocks of these machines may differ", left_s)
+        end_s = time.monotonic() + left_s - _MOVE_S
+        saving = asyncio.create_task(self._save(engine, who, timeout_s=max(0.0, left_s - _MOVE_S)))
+        try:
+            while self._supervisor.is_serving(engine) and not departing.lost and time.monotonic() < end_s:
+                await asyncio.sleep(_LOOK_S)
+                with contextlib.suppress(OSError):
+                    departing = await asyncio.to_thread(departing_nodes, placement.nodes) or departing
+                    if saving.done() and await asyncio.to_thread(can_move, placement):
+                        break
+            if self._supervisor.is_serving(engine) and not departing.lost:
+                await asyncio.wait([saving], timeout=_LOOK_S)  # its time is over as well
+        finally:
+            saving.cancel()
+        return departing
+
+    async def _save(self, engine: EngineHandle, who: str, *, timeout_s: float) -> None:
+        try:
+            flush = CacheCommand(CacheAction.FLUSH, timeout_s=min(self._drain_timeout_s, timeout_s))
+            done = await engine.admin(flush)
+            _log.warning("before node %s goes: %s", who, ", ".join(f"{name} {value}" for name, value in done.items()))
+        except RayCacheError as cause:
+            _log.warning("node %s goes without its cache being saved: %s", who, cause)
