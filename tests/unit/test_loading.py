@@ -15,6 +15,7 @@ from raycache.checkpoint.file_reads import OpenFile, Part
 from raycache.checkpoint.read_ahead import Read, ReadAhead
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.config import Config
+from raycache.deployment.deployment import Deployment
 from raycache.deployment.stages import with_stages
 from raycache.errors import CheckpointError
 from raycache.models.base import Model, load_model, read_config
@@ -78,10 +79,13 @@ class Watched:
         monkeypatch.setattr(Read, "now", alone)
         monkeypatch.setattr(OpenFile, "read", counted)
 
-    def load(self, config: Config, ctx: ParallelContext, dtype: torch.dtype = torch.float32) -> Model:
+    def load(self, config: Config, ctx: ParallelContext) -> Model:
         model = read_models(Path(config.model), config.draft if config.has_draft_model else "none")
         loaded, draft = load_weights(
-            config, model, ctx, dtype, num_threads=3, on_progress=lambda done, total: self.told.append((done, total))
+            Deployment(config, model, "cpu"),
+            ctx,
+            num_threads=3,
+            on_progress=lambda done, total: self.told.append((done, total)),
         )
         assert (draft is None) == (model.draft is None or not ctx.is_last_stage)
         return loaded
