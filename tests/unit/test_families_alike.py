@@ -146,7 +146,7 @@ def test_windows_that_are_on_have_a_size_unless_it_is_null(tiny: Callable[[str],
         config = {key: value for key, value in on.items() if key != "sliding_window"} | change
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         read = read_config(tmp_path / name)
-        assert isinstance(read, DenseConfig) and read.window == window
+        assert isinstance(read, DenseConfig) and read.attention.window == window
 
 
 @pytest.mark.parametrize(
