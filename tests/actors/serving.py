@@ -40,7 +40,7 @@ async def serving(model: Path, **settings: Any) -> AsyncIterator[Service]:
     placement = reserve(config, device="cpu", on_wait=lambda missing: None)
     engine = RayEngine(config, device="cpu", placement=placement)
     try:
-        info = engine.wait_ready(timeout_s=120, on_progress=lambda phase, share: None)
+        info = engine.wait_ready(timeout_s=300, on_progress=lambda phase, share: None)
         observed = Observed(Metrics(info.model))
         app = build_app(engine, config=config, info=info, tokenizer=Tokenizer(model), observed=observed)
         stop, started = asyncio.Event(), asyncio.get_running_loop().create_future()

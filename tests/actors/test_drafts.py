@@ -62,4 +62,4 @@ def test_streams_with_drafts_go_on_with_the_same_tokens_when_a_rank_is_killed(cl
             assert 0 < before[accepted] < after[accepted] < after[drafted] and before[accepted] < before[drafted]
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 250))
+    asyncio.run(asyncio.wait_for(run(), 500))

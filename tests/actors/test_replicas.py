@@ -32,7 +32,7 @@ from raycache.types import CacheAction, CacheCommand
 from tests.unit.storage_media import redis_server
 
 _PAGE = 16
-_DEADLINE_S = 280
+_DEADLINE_S = 500
 
 
 @dataclass

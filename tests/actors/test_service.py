@@ -66,7 +66,7 @@ def test_streams_equal_transformers_cold_and_cached(cluster: Cluster, model: Pat
             assert [cached for _, cached in together] == [4 * _PAGE, 3 * _PAGE, 3 * _PAGE]
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 250))
+    asyncio.run(asyncio.wait_for(run(), 500))
 
 
 def test_64_streams_with_random_cancellations_leave_no_page_in_use(cluster: Cluster, model: Path) -> None:
@@ -94,7 +94,7 @@ def test_64_streams_with_random_cancellations_leave_no_page_in_use(cluster: Clus
             assert stats.finished["cancelled"] > 0 and stats.finished["length"] > 0
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 250))
+    asyncio.run(asyncio.wait_for(run(), 500))
 
 
 def test_a_killed_rank_is_replaced_and_its_requests_go_on_with_the_same_tokens(cluster: Cluster, model: Path) -> None:
@@ -110,4 +110,4 @@ def test_a_killed_rank_is_replaced_and_its_requests_go_on_with_the_same_tokens(c
             assert tokens == greedy(model, case, 400)
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 250))
+    asyncio.run(asyncio.wait_for(run(), 500))

@@ -106,4 +106,4 @@ def test_ranks_on_two_nodes_serve_from_every_tier_and_outlive_a_lost_rank(
             assert await ask(service, "after") == (expected, {"host": _WHOLE})
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 300))
+    asyncio.run(asyncio.wait_for(run(), 500))

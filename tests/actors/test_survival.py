@@ -111,7 +111,7 @@ def test_streams_go_on_without_gap_or_repetition_when_the_engine_is_killed(clust
                 assert after.logprobs == pytest.approx(before.logprobs, abs=1e-3)
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 250))
+    asyncio.run(asyncio.wait_for(run(), 500))
 
 
 @pytest.mark.long
@@ -136,7 +136,7 @@ def test_a_new_engine_takes_what_came_meanwhile_and_goes_on_with_the_same_random
             again = await listen(service, prompt, 120, Heard(), temperature=1.0, seed=seed)
             assert (await unseeded).tokens == again.tokens and len(again.tokens) == 120
 
-    asyncio.run(asyncio.wait_for(run(), 250))
+    asyncio.run(asyncio.wait_for(run(), 500))
 
 
 @pytest.mark.long
@@ -155,7 +155,7 @@ def test_an_engine_that_never_gets_anywhere_is_given_up(cluster: Cluster, model:
             with pytest.raises(openai.APIError, match="the engine actor died"):
                 await running
 
-    asyncio.run(asyncio.wait_for(run(), 250))
+    asyncio.run(asyncio.wait_for(run(), 500))
 
 
 @pytest.mark.parametrize("victims", [["RankActor"], ["EngineActor", "ArenaActor"]])
@@ -181,7 +181,7 @@ def test_hits_in_the_host_tier_outlive_all_that_use_it(cluster: Cluster, model: 
             assert stats.cached_by_tier["host"] >= 2 * 4 * _PAGE
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 250))
+    asyncio.run(asyncio.wait_for(run(), 500))
 
 
 async def figure_of(service: Service, name: str, *, at_least: float) -> float:
@@ -227,7 +227,7 @@ def test_another_owner_of_the_arena_goes_on_with_arena_and_storage(
                 assert after.tokens == expected.tokens and after.cached == 4 * _PAGE
             assert (await service.engine.stats()).cached_by_tier["storage"] == 3 * 4 * _PAGE
 
-    asyncio.run(asyncio.wait_for(run(), 250))
+    asyncio.run(asyncio.wait_for(run(), 500))
 
 
 def test_operators_commands_reach_decider_and_storage_and_outlive_the_engine(
@@ -260,7 +260,7 @@ def test_operators_commands_reach_decider_and_storage_and_outlive_the_engine(
             assert seen["tiers"] == {"device": 0, "host": 0}
             await service.engine.check()
 
-    asyncio.run(asyncio.wait_for(run(), 250))
+    asyncio.run(asyncio.wait_for(run(), 500))
 
 
 @pytest.mark.long
@@ -272,4 +272,4 @@ def test_a_service_without_a_host_tier_says_what_storage_needs(cluster: Cluster,
                     await service.engine.admin(CacheCommand(kind, url="file:///tmp/x?size=1GiB", size=1))
             assert (await service.engine.admin(CacheCommand(CacheAction.CLEAR)))["cleared_pages"] == {"device": 0}
 
-    asyncio.run(asyncio.wait_for(run(), 250))
+    asyncio.run(asyncio.wait_for(run(), 500))
