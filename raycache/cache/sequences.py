@@ -71,11 +71,6 @@ class SequenceCache:
         return self.device.has_points
 
     @property
-    def num_pages(self) -> int:
-        """Pages of the sequence, in all."""
-        return self.device.pages.num_pages
-
-    @property
     def num_obtainable(self) -> int:
         """Pages of the sequence that are free or can be made so."""
         return self.device.num_obtainable

@@ -52,6 +52,6 @@ def _disturb(trial: Trial, random: np.random.Generator, *, point_space: str) -> 
             trial.cache.device.tree.evict_point(point_space)
         case 2:
             wanted = trial.cache.counts()["pages_free"] + int(random.integers(1, 9))
-            trial.cache._make_free(FULL, min(wanted, trial.cache.num_pages))
+            trial.cache.device.make_free(FULL, min(wanted, trial.cache.device.pages.num_pages))
         case _:
             pass

@@ -127,7 +127,7 @@ def write_policies(at: Setting) -> Iterator[Trial]:
         trial.ask("base")
         trial.settle()
         trial.expect(trial.cache.tiers()["host"]["saved_pages"] == 0, "pages were saved that stay on the device")
-        trial.cache._make_free(FULL, trial.cache.num_pages)
+        trial.cache.device.make_free(FULL, trial.cache.device.pages.num_pages)
         trial.forget_device()
         trial.hit("base", tiers={"host": ALL})
         trial.settle()
