@@ -84,7 +84,7 @@ class SampleRow:
     """What one row of logits is sampled with.
 
     Attributes:
-        sampling: the request's wishes.
+        sampling: of the request.
         seed: theirs, or the one drawn for the request.
         position: index of the token in the request's output, counted from its first one also after a preemption.
         token_counts: needed when sampling.has_penalties, else None.

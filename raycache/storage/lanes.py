@@ -46,7 +46,7 @@ class StorageLanes:
 
     @property
     def num_open(self) -> int:
-        """Orders whose answers were not taken yet."""
+        """Commands whose answers were not taken yet."""
         return self._num_open
 
     def post(self, command: StorageCommand) -> None:
@@ -169,7 +169,7 @@ class StorageLanes:
 
 
 class _Turns:
-    """Orders that wait, by owner; the owner whose turn it is comes first."""
+    """Commands that wait, by owner; the owner whose turn it is comes first."""
 
     def __init__(self) -> None:
         self._by_owner: OrderedDict[str, deque[StorageCommand]] = OrderedDict()
