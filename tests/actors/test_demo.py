@@ -61,6 +61,7 @@ def test_the_second_question_is_answered_from_the_cache_and_nothing_is_left(dire
     assert len(children) > 3 and not psutil.wait_procs(children, timeout=60)[1]
 
 
+@pytest.mark.long
 def test_a_hybrid_answers_what_its_demo_says_from_a_restore_point() -> None:
     process = start(Path("demos/hybrids/mamba2_gqa"))
     try:

@@ -23,6 +23,7 @@ def gpu_tests() -> ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_passed_failed_and_skipped_tests_are_counted_and_crashes_are_told(
     gpu_tests: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_leader_that_is_killed_leaves_its_lines_as_they_were(boards: tuple[Ack
         assert ours.lines[3, Lane.STEP] == 5
 
 
+@pytest.mark.long
 def test_a_leader_that_is_frozen_is_given_up_at_the_deadline_and_not_before(boards: tuple[AckBoard, AckBoard]) -> None:
     timeout_s = 4.0
     with relay(boards, timeout_s=timeout_s) as ends:
