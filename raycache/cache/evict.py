@@ -81,6 +81,13 @@ class Leaving:
     num_kept: int
     point: RestorePoint | None
 
+    def pages_from(self, first: int) -> PageIds:
+        """The pages of the path without the first `first` ones."""
+        return self.pages[first:]
+
+    def release(self, is_saved: bool) -> None:
+        """Nothing is held: what is saved of it is copied before its pages are written again."""
+
 
 class EvictionOrder(Generic[T]):
     """Candidates, each at most once, in the order of a value that use raises and only time may lower.

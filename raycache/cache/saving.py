@@ -72,25 +72,6 @@ class SavedPrefix:
         self._then()
 
 
-class LeavingPrefix:
-    """A prefix whose end the device is about to evict: held by nobody, but saved before its pages are written again.
-
-    Args:
-        pages: of all of it.
-        point: at its end.
-    """
-
-    def __init__(self, pages: PageIds, point: RestorePoint | None) -> None:
-        self._pages, self.point = pages, point
-
-    def pages_from(self, first: int) -> PageIds:
-        """As of `Source`."""
-        return self._pages[first:]
-
-    def release(self, is_saved: bool) -> None:
-        """Nothing is held."""
-
-
 class Cursor:
     """A sequence's place in the host tier.
 

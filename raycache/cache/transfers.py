@@ -21,7 +21,7 @@ from raycache.cache.host_tier import Entered, HostTier, WritePolicy
 from raycache.cache.keys import chain_digests, tags_of
 from raycache.cache.moved import Moved
 from raycache.cache.node import RestorePoint
-from raycache.cache.saving import Cursor, LeavingPrefix, Save, SavedPrefix, Source
+from raycache.cache.saving import Cursor, Save, SavedPrefix, Source
 from raycache.cache.tier import Tier
 from raycache.cache.tree import NOTHING, PrefixHandle, RadixTree
 from raycache.memory.component import FULL
@@ -252,8 +252,7 @@ class Transfers:
         if self.device.has_points and leaving.point is None:
             return  # pages without their restore point are of no use
         cursor = self.open(leaving.tokens, root=leaving.root, now=0)
-        source = LeavingPrefix(leaving.pages, leaving.point)
-        self._is_urgent |= self.plan_save(cursor, source, leaving.tokens, stop=len(leaving.pages), now=0)
+        self._is_urgent |= self.plan_save(cursor, leaving, leaving.tokens, stop=len(leaving.pages), now=0)
         cursor.close()
         self._is_saved[leaving.pages] |= cursor.num_planned == len(leaving.pages)
 
