@@ -46,6 +46,7 @@ from torch import Tensor
 from benchmarks.figures import write_json
 from benchmarks.model_shape import SHAPES
 from raycache.config import Config
+from raycache.deployment.deployment import Deployment
 from raycache.models.base import load_model, read_config
 from raycache.models.layer_sizes import AskedShapes, layer_sizes
 from raycache.parallel.collectives import Group
@@ -230,10 +231,8 @@ def _ours(tp: int) -> Callable[[Case], Work]:
 
         def work() -> tuple[object, int]:
             loaded = load_weights(
-                config,
-                read_config(case.model_dir),
+                Deployment(config, read_config(case.model_dir), device.type),
                 ctx,
-                torch.bfloat16,
                 num_threads=read_threads(ranks_on_node=1),
                 on_progress=lambda done, total: told.append((done, total)),
             )

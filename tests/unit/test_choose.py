@@ -12,6 +12,7 @@ import torch
 
 from raycache.attention.torch_ref import TorchBackend
 from raycache.config import Config
+from raycache.deployment.deployment import Deployment
 from raycache.errors import ConfigError
 from raycache.models.base import ModelConfig, read_config
 from raycache.rank.backend import choose_backend, device_obstacle, package_obstacle, version_number
@@ -40,13 +41,14 @@ def test_ranks_on_the_cpu_compute_with_torch_and_say_nothing(
     model: ModelConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     for wish in ("auto", "torch"):
-        assert isinstance(choose_backend(Config(attention=wish), model, CPU, torch.float32), TorchBackend)
+        assert isinstance(choose_backend(Deployment(Config(attention=wish), model, "cpu"), CPU), TorchBackend)
     assert not caplog.records
 
 
 def test_flashinfer_on_the_cpu_is_refused(model: ModelConfig) -> None:
+    deployment = Deployment(Config(attention="flashinfer", dtype="bfloat16"), model, "cpu")
     with pytest.raises(ConfigError, match=r"^attention=flashinfer .*CUDA, ranks are on cpu; or use attention=torch$"):
-        choose_backend(Config(attention="flashinfer"), model, CPU, torch.bfloat16)
+        choose_backend(deployment, CPU)
 
 
 def test_flashinfer_does_no_float32() -> None:
