@@ -124,13 +124,9 @@ class TimedScheduler(Scheduler):
         super().__init__(**settings)
         self._spent = spent
 
-    def take_ended(self, now_s: float) -> list[RequestOutput]:
+    def schedule(self, now_s: float) -> tuple[list[RequestOutput], Batch | None]:
         with self._spent.on("schedule"):
-            return super().take_ended(now_s)
-
-    def schedule(self) -> Batch | None:
-        with self._spent.on("schedule"):
-            return super().schedule()
+            return super().schedule(now_s)
 
     def complete(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
         with self._spent.on("complete"):

@@ -231,7 +231,7 @@ class RequestOutput:
         miss: why no more of the prompt was reused.
         queued_s: from its arrival at the engine until it first began to run.
         num_starts: times that it has begun to run; more than one after it was preempted or its ranks were lost.
-        drafted_tokens, accepted_tokens: guesses at its output that were checked, and those of them that were right.
+        drafted_tokens, accepted_tokens: draft tokens that were verified, and those of them that were accepted.
         error: what failed, with FinishReason.ERROR.
     """
 

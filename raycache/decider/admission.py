@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from raycache.cache.holding import Holding
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.ahead import PlanAhead
@@ -21,51 +23,35 @@ _Page = tuple[object, bytes]
 """Identity of a whole page: (where its prefix ends in the tree, its tokens)."""
 
 
+@dataclass(frozen=True, slots=True)
 class Admission:
-    """Starts waiting requests.
+    """Starts waiting requests."""
 
-    Args:
-        cache: where sequences live.
-        queues: of all requests.
-        clock: of the scheduler.
-        ahead: whether requests in flight may get a further row.
-        rows: plans first rows.
-        points: chooses restore points.
-    """
-
-    def __init__(
-        self,
-        cache: SequenceCache,
-        *,
-        queues: RequestQueues,
-        clock: Clock,
-        ahead: PlanAhead,
-        rows: RowPlanner,
-        points: RestorePointPlanner,
-    ) -> None:
-        self._cache, self._storage = cache, cache.storage
-        self._queues, self._clock, self._ahead, self._rows, self._points = queues, clock, ahead, rows, points
+    cache: SequenceCache
+    queues: RequestQueues
+    clock: Clock
+    ahead: PlanAhead
+    rows: RowPlanner
+    points: RestorePointPlanner
 
     def queue(self, request: Request) -> None:
         """Let a new request wait, and look for its prefix in storage."""
-        if self._storage.is_present and not request.is_scored and not self._has_on_device(request):
-            request.prefetch = self._storage.start(
-                request.spec.request_id,
-                request.tokens,
-                root=request.spec.use.root,
-                now=self._clock.step,
-                now_s=self._clock.now_s,
+        if self.cache.storage.is_present and not request.is_scored and not self._has_on_device(request):
+            spec, clock = request.spec, self.clock
+            request.prefetch = self.cache.storage.start(
+                spec.request_id, request.tokens, root=spec.use.root, now=clock.step, now_s=clock.now_s
             )
-        self._queues.push(request)
-        self._points.ask(request, self._queues.running)
+        self.queues.add(request)
+        self.points.ask(request, self.queues.running)
 
     def make_way(self, batch: Batch) -> bool:
-        """Preempt requests of lower priority for the first that waits. Comes before they are planned in this step.
+        """Preempt requests of lower priority for the first that waits.
 
         Returns:
             Whether to go on with this step; not if those that would make way have to be back first.
         """
-        queues = self._queues
+        assert not batch.rows, "who makes way has no row in this step"
+        queues = self.queues
         request = queues.waiting.first()
         if request is None or not queues.running or self._awaits_prefetch(request):
             return True
@@ -73,7 +59,7 @@ class Admission:
         while any(run.request.spec.order[0] > priority and run.wants_row for run in queues.running):
             victim = queues.victim(batch, behind=request)
             can_preempt = victim is not None and victim.request.spec.order[0] > priority
-            if not (can_preempt or self._ahead.is_on):
+            if not (can_preempt or self.ahead.is_on):
                 return True
             holding = self._lock(request)
             is_ready = queues.has_slot and self._fits(request, holding)
@@ -87,11 +73,11 @@ class Admission:
 
     def admit(self, batch: Batch) -> None:
         """Start waiting requests in their order, while the plan has rows and tokens left."""
-        waiting = self._queues.waiting
+        waiting = self.queues.waiting
         set_aside: list[Request] = []
         fetching: list[Request] = []
         computing = self._pages_being_computed()
-        while not batch.is_full and self._queues.has_slot and len(set_aside) < _MAX_SET_ASIDE:
+        while not batch.is_full and self.queues.has_slot and len(set_aside) < _MAX_SET_ASIDE:
             request = waiting.first()
             if request is None:
                 break
@@ -99,8 +85,8 @@ class Admission:
                 fetching.append(waiting.set_aside())
                 continue
             holding = self._lock(request)
-            if self._next_page(request, holding) in computing or self._points.is_worth_waiting(
-                request, holding.handle.length, self._queues.running
+            if self._next_page(request, holding) in computing or self.points.is_worth_waiting(
+                request, holding.handle.length, self.queues.running
             ):
                 # Another request computes what this one needs: a little later it can be reused, not computed twice.
                 self._unlock(request, holding)
@@ -118,73 +104,67 @@ class Admission:
 
     def _has_on_device(self, request: Request) -> bool:
         """Whether nothing of its prompt would be fetched."""
-        wanted = (request.num_tokens - 1) // self._cache.page_size * self._cache.page_size
-        return self._cache.device_len(request.tokens, use=request.spec.use, now=self._clock.step) >= wanted
+        wanted = (request.num_tokens - 1) // self.cache.page_size * self.cache.page_size
+        return self.cache.device_len(request.tokens, use=request.spec.use, now=self.clock.step) >= wanted
 
     def _awaits_prefetch(self, request: Request) -> bool:
         prefetch = request.prefetch
-        return prefetch is not None and self._storage.is_awaited(prefetch, now_s=self._clock.now_s)
+        return prefetch is not None and self.cache.storage.is_awaited(prefetch, now_s=self.clock.now_s)
 
     def _lock(self, request: Request) -> Holding:
         is_matched, use = not request.is_scored, request.spec.use
-        return self._cache.begin(request.tokens, is_matched=is_matched, now=self._clock.step, use=use)
+        return self.cache.begin(request.tokens, is_matched=is_matched, now=self.clock.step, use=use)
 
     def _unlock(self, request: Request, holding: Holding) -> None:
-        holding.end(request.tokens, now=self._clock.step)
+        holding.end(request.tokens, now=self.clock.step)
 
     def _fits(self, request: Request, holding: Holding) -> bool:
         """Whether all its tokens find pages next to what the running requests will want in their next steps."""
-        num_running = len(self._queues.running)
-        if not num_running and not self._cache.has_moves:
+        num_running = len(self.queues.running)
+        if not num_running and not self.cache.has_moves:
             return True  # alone, it fits the pool: checked when it arrived
-        needed = -(-(request.num_tokens + 1) // self._cache.page_size) - len(holding.pages)
-        return self._cache.num_obtainable >= needed + num_running
+        needed = -(-(request.num_tokens + 1) // self.cache.page_size) - len(holding.pages)
+        return self.cache.num_obtainable >= needed + num_running
 
     def _start(self, request: Request, holding: Holding, batch: Batch) -> bool:
         """Run a request that fits; False if it has to wait on, for what saves on their way still hold."""
-        cache, queues, now = self._cache, self._queues, self._clock.step
-        if request.prefetch is not None and cache.has_points:
-            self._storage.abandon(request.prefetch)  # others take what comes while they run
+        cache, queues, now = self.cache, self.queues, self.clock.step
+        if cache.has_points:
+            queues.abandon_prefetch(request)  # others take what comes while they run
         is_worth = cache.costs.is_load_worth(holding.num_loadable)
         start = holding.start(request.tokens, may_load=request.may_load and is_worth, now=now)
         if request.num_admissions == 0:
-            request.queued_s = max(0.0, self._clock.now_s - request.spec.arrival_s)
+            request.queued_s = max(0.0, self.clock.now_s - request.spec.arrival_s)
             request.report = CacheReport.of(
-                holding,
-                num_tokens=request.num_tokens,
-                cached_len=start,
-                prefetch=request.prefetch,
-                may_load=request.may_load,
-                is_load_worth=is_worth,
-                page_size=cache.page_size,
+                request, holding, cached_len=start, is_load_worth=is_worth, page_size=cache.page_size
             )
-        restore_at = self._points.plan(holding, start, request.num_tokens)
+        restore_at = self.points.plan(holding, start, request.num_tokens)
         run = queues.start(request, holding, num_computed=start, restore_at=restore_at)
         for other in queues.waiting.peek(_MAX_SET_ASIDE):
-            self._points.ask(other, [run])
+            self.points.ask(other, [run])
         pages = holding.tables()
-        row = self._rows.next_row(run, batch)
+        row = self.rows.next_row(run, batch)
         if row is None:
             if request.run is run:
                 queues.requeue(run)
             return False
         request.num_admissions += 1
         holding.use(request.tokens, now=now)
-        self._rows.plan_load(run, batch)
+        self.rows.plan_load(run, batch)
         batch.admits.append(_admit(run, pages))
         batch.add(run, row)
         return True
 
     def _pages_being_computed(self) -> set[_Page]:
-        runs = (run for run in self._queues.running if run.remaining > 1)
+        runs = (run for run in self.queues.running if run.remaining > 1)
         pages = (self._next_page(run.request, run.holding) for run in runs)
         return {page for page in pages if page is not None}
 
     def _next_page(self, request: Request, holding: Holding) -> _Page | None:
         """The first whole page behind a locked prefix."""
         handle = holding.handle
-        start, stop = handle.length, handle.length + self._cache.page_size
-        if not self._cache.is_kept or self._cache.has_points or stop > request.num_tokens - 1:
+        start, stop = handle.length, handle.length + self.cache.page_size
+        if not self.cache.is_kept or self.cache.has_points or stop > request.num_tokens - 1:
             return None
         return handle.key, request.packed(start, stop)
 

@@ -41,8 +41,6 @@ class PlanAhead:
     """Decides for which requests a step may be planned ahead.
 
     Args:
-        cache: where sequences live.
-        drafts: of all requests.
         num_stages: of the pipeline.
     Attributes:
         is_on: whether requests in flight may be given a further row at all.

@@ -14,7 +14,6 @@ class Batch:
 
     Attributes:
         budget: tokens that may still be added.
-        max_rows: most rows.
         scored_budget: scored tokens that may still be added; drafts count, each has logits.
         draft_budget, next_draft_budget: draft tokens that may still be added, and asked for: those of the next step.
         runs: of the rows, in order.

@@ -23,13 +23,7 @@ from raycache.wire.plan import Row, RowResult
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What goes into a row beside its own tokens.
-
-    Attributes:
-        drafts: packed.
-        num_next_drafts: that the ranks should make after those.
-        capacity: for the row's own tokens and all of it.
-    """
+    """What goes into a row beside its own tokens, and capacity for all of it."""
 
     drafts: PackedTokens
     num_next_drafts: int
@@ -40,8 +34,6 @@ class DraftedRows:
     """Puts draft tokens into rows and takes their results apart.
 
     Args:
-        drafts: how many.
-        cache: where sequences live.
         eos_token_ids: tokens that end an output.
     """
 

@@ -67,8 +67,6 @@ class Engine:
 
     Args:
         executor: of a gang that has joined and loaded.
-        info: facts about the model and the pool.
-        scheduler: with the same pool and page size.
         identity: what cached state depends on beside the tokens.
         timeout_s: after which a rank that does not acknowledge its loads counts as lost.
     """
@@ -99,12 +97,12 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         """Whether anything waits or runs."""
-        return self._scheduler.has_requests
+        return len(self._scheduler.queues) > 0
 
     @property
     def has_work(self) -> bool:
         """Whether a step would have something to do: requests, plans in flight, or pages on their way between tiers."""
-        return self._scheduler.has_requests or bool(self._in_flight) or self._scheduler.has_moves
+        return self.has_requests or bool(self._in_flight) or self._scheduler.cache.has_moves
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request.
@@ -115,7 +113,7 @@ class Engine:
             QueueFullError: too many wait.
         """
         self._validate(request)
-        if self._scheduler.num_waiting >= self.info.max_queue:
+        if len(self._scheduler.queues.waiting) >= self.info.max_queue:
             self._refused += 1
             raise QueueFullError(self.info.max_queue, self._retry_after_s())
         self._arrivals += 1
@@ -138,7 +136,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """End a request; its pages are free in the next step."""
-        self._scheduler.end(request_id, FinishReason.CANCELLED)
+        self._scheduler.queues.end(request_id, FinishReason.CANCELLED)
 
     def step(self) -> list[RequestOutput]:
         """Plan and collect one step, keeping every pipeline stage busy: what can be planned is under way before the
@@ -151,8 +149,8 @@ class Engine:
         """
         self._scheduler.acknowledge(self._executor.acks(), now_s=time.monotonic())
         while len(self._in_flight) < self._executor.depth:
-            self._outputs += self._scheduler.take_ended(time.monotonic())
-            batch = self._scheduler.schedule()
+            ended, batch = self._scheduler.schedule(time.monotonic())
+            self._outputs += ended
             if batch is None:
                 break
             batch.start_s = time.monotonic()
@@ -170,7 +168,7 @@ class Engine:
             # Ranks without a plan end themselves, and nobody would notice, however long moves and commands take.
             if time.monotonic() - self._told_s > self._timeout_s / _BEATS_PER_TIMEOUT:
                 self.heartbeat()
-            if self._scheduler.has_moves:
+            if self._scheduler.cache.has_moves:
                 self._scheduler.wait_for_moves(_IDLE_S)
         outputs, self._outputs = self._outputs, []
         self._finish_times.extend(time.monotonic() for output in outputs if output.finish_reason is not None)
@@ -195,7 +193,7 @@ class Engine:
 
     def _note_pace(self, batch: Batch, acks: Acks) -> None:
         """Learn what computing and loading take."""
-        costs, now_s = self._scheduler.costs, time.monotonic()
+        costs, now_s = self._scheduler.cache.costs, time.monotonic()
         if batch.loads:
             costs.load.note(acks.load_s - self._load_s, batch.num_loaded)
             self._load_s = acks.load_s
@@ -205,7 +203,7 @@ class Engine:
             if batch.is_decode:
                 num_passes = max(row.num_next_drafts for row in batch.rows)
                 self._scheduler.drafts.costs.note(took_s, num_tokens, num_rows=len(batch.rows), num_passes=num_passes)
-            elif self._scheduler.plans_ahead:
+            elif self._scheduler.ahead.is_on:
                 costs.compute.note(took_s, num_tokens)
         self._collect_s = now_s
 
@@ -219,7 +217,7 @@ class Engine:
 
     def evict(self, space: str) -> bool:
         """Evict the least recently used page ("full") or restore point (a window or state space); False if none."""
-        return self._scheduler.evict(space)
+        return self._scheduler.cache.evict(space)
 
     def admin(self, command: CacheCommand) -> CommandResult:
         """Carry out an operator's command; the result comes with the next steps.
@@ -240,7 +238,7 @@ class Engine:
     def close(self) -> None:
         """End the ranks in good order. Pages that are on their way to other tiers get a moment to arrive there."""
         deadline = time.monotonic() + _DRAIN_S
-        while self.has_work and not self._scheduler.has_requests and time.monotonic() < deadline:
+        while self.has_work and not self.has_requests and time.monotonic() < deadline:
             self.step()
         while self._in_flight:
             self._executor.collect(self._in_flight.popleft().plan)
@@ -250,7 +248,7 @@ class Engine:
 
     def _validate(self, request: GenerateRequest) -> None:
         vocab, longest = self.info.vocab_size, self.info.max_model_len
-        if request.request_id in self._scheduler:
+        if request.request_id in self._scheduler.queues:
             raise RequestError(f"request_id {request.request_id!r} is in use already", field="request_id")
         if len(request.prompt) == 0:
             raise RequestError("prompt is empty; it needs at least one token", field="prompt")

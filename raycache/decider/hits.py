@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from raycache.cache.holding import Holding
 from raycache.cache.prefetches import Prefetch
 from raycache.cache.storage_commands import Fetch
 from raycache.cache.tree import PrefixHandle
 from raycache.types import TIERS, Miss
+
+if TYPE_CHECKING:
+    from raycache.decider.request import Request
 
 _LEAST_REQUESTS = 50
 """Before so many requests have come, a tier that was not hit says nothing."""
@@ -46,25 +50,24 @@ class CacheReport:
     @classmethod
     def of(
         cls,
+        request: Request,
         holding: Holding,
         *,
-        num_tokens: int,
         cached_len: int,
-        prefetch: Prefetch | None,
-        may_load: bool,
         is_load_worth: bool,
         page_size: int,
     ) -> CacheReport:
         """What a request that starts takes from which tier, and why it is not more."""
+        prefetch = request.prefetch
         on_device = cached_len if holding.load is None else holding.load.num_device
         fetched = 0
         if prefetch is not None:
             fetched = max(0, min(cached_len, prefetch.end) - max(on_device, prefetch.begin))
         counts = dict(zip(TIERS, (on_device, cached_len - on_device - fetched, fetched), strict=True))
-        wanted = (num_tokens - 1) // page_size * page_size
+        wanted = (request.num_tokens - 1) // page_size * page_size
         host = holding.cursor.found
         cut_by = ""
-        if not may_load and cached_len < wanted:
+        if not request.may_load and cached_len < wanted:
             miss = Miss.CHECKSUM
         elif host.length > cached_len:
             miss = Miss.NO_ROOM if is_load_worth else Miss.SLOWER
@@ -112,24 +115,29 @@ class Hits:
 def explain(
     wanted: int, cached: int, device: PrefixHandle, host: PrefixHandle, prefetch: Prefetch | None
 ) -> tuple[Miss, str]:
-    """Why no more than `cached` of the `wanted` tokens of a prompt is reused, and the component that is to blame.
+    """Why no more than `cached` tokens of a prompt are reused, and the component that is to blame.
 
     Args:
-        wanted: the whole pages of a prompt, in tokens.
-        cached: tokens of them that are.
-        device, host: the prompt's prefix in each tier, as it was matched.
-        prefetch: of the prompt, if storage was asked.
+        wanted: tokens in whole pages of the prompt.
+        cached: those of them that are reused.
+        device, host: what the prompt matched in each tier.
+        prefetch: None if storage was not asked.
     """
     if cached >= wanted:
         return (Miss.NONE if wanted else Miss.SHORTER_THAN_PAGE), ""
-    if prefetch is not None and prefetch.worst in _BAD:
-        return _BAD[prefetch.worst], ""
-    if prefetch is not None and prefetch.end > cached:
-        return Miss.EVICTED_HOST, ""  # between its coming and its use
-    if prefetch is not None and (prefetch.num_stored > cached or not prefetch.is_known):
-        return prefetch.why_short, ""
+    if prefetch is not None and (miss := _missed_in_storage(prefetch, cached)) is not None:
+        return miss, ""
     if max(device.known_length, host.known_length) > cached:
         return Miss.STATE_MISSING, device.cut_by or host.cut_by
     if host.known_length >= device.known_length and host.was_evicted:
         return (Miss.EVICTED_HOST if prefetch is None else Miss.EVICTED_STORAGE), ""
     return (Miss.EVICTED_DEVICE if device.was_evicted else Miss.NEVER_SEEN), ""
+
+
+def _missed_in_storage(prefetch: Prefetch, cached: int) -> Miss | None:
+    """Why storage, which had more or was not sure, did not give it."""
+    if prefetch.worst in _BAD:
+        return _BAD[prefetch.worst]
+    if prefetch.end > cached:
+        return Miss.EVICTED_HOST  # between its coming and its use
+    return prefetch.why_short if prefetch.num_stored > cached or not prefetch.is_known else None

@@ -31,13 +31,10 @@ class RequestSpec:
     """What was asked.
 
     Attributes:
-        request_id: name given by the client.
-        sampling: how to continue.
-        seed: of its random numbers.
+        request_id: given by the client.
         order: (priority, arrival number); smaller runs first.
         arrival_s: on the engine's clock.
         deadline_s: on the same clock; None for none.
-        prompt_len: tokens.
         max_len: most tokens of prompt and output.
         use: tenant and eviction priority of its prefixes in the cache.
     """
@@ -70,8 +67,6 @@ class RequestSpec:
             seed: used if its sampling names none.
             arrival: number of the request.
             now_s: the engine's clock.
-            max_model_len: most tokens of prompt and output together.
-            use: of the cache.
         Raises:
             RequestError: it has all the tokens already that it may get.
         """
@@ -101,9 +96,7 @@ class Request:
     """One sequence.
 
     Attributes:
-        spec: what was asked.
         tokens: packed prompt and output.
-        drafts: of its next tokens.
         phase: changed by `RequestQueues` only.
         run: its stay on the ranks, while it has one; also after its end, until its last row is back.
         num_admissions: times that it began to run.

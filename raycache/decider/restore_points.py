@@ -23,7 +23,6 @@ class RestorePointPlanner:
     """Chooses restore points.
 
     Args:
-        cache: where sequences live.
         interval: tokens between restore points inside a prompt, rounded up to whole pages; 0 for none inside. No
             chunk is longer.
     """
@@ -39,7 +38,7 @@ class RestorePointPlanner:
         Args:
             holding: of the request.
             start: tokens of it that are cached.
-            num_tokens: of the request.
+            num_tokens: all of it.
         """
         if not self._is_needed:
             return []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from raycache.cache.transfers import PlannedLoad
 from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.hits import Hits
-from raycache.decider.open_requests import OpenRequests
 from raycache.decider.queues import Clock, RequestQueues
 from raycache.decider.request import Phase
 from raycache.decider.restore_points import RestorePointPlanner
@@ -18,33 +18,16 @@ from raycache.types import FinishReason, RequestOutput, TokenLogprob
 from raycache.wire.plan import Row, RowResult
 
 
+@dataclass(slots=True)
 class Results:
-    """Takes in the results of plans.
+    """Takes in the results of plans; `counts` are tokens by name of EngineStats."""
 
-    Args:
-        queues: where requests wait or run.
-        clock: of the scheduler.
-        requests: all that have not ended.
-        drafted: takes rows with draft tokens apart.
-        points: chooses restore points.
-    Attributes:
-        counts: tokens, by name of EngineStats.
-        hits: of all requests.
-    """
-
-    def __init__(
-        self,
-        *,
-        queues: RequestQueues,
-        clock: Clock,
-        requests: OpenRequests,
-        drafted: DraftedRows,
-        points: RestorePointPlanner,
-    ) -> None:
-        self.counts: Counter[str] = Counter()
-        self.hits = Hits()
-        self._queues, self._clock, self._requests = queues, clock, requests
-        self._drafted, self._points = drafted, points
+    queues: RequestQueues
+    clock: Clock
+    drafted: DraftedRows
+    points: RestorePointPlanner
+    counts: Counter[str] = field(default_factory=Counter)
+    hits: Hits = field(default_factory=Hits)
 
     def take(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
         """Take in what came of a plan; one increment per request that got a token."""
@@ -54,7 +37,7 @@ class Results:
             run.num_in_flight -= 1
             run.request.num_losses = 0
             if run.request.phase is Phase.FINISHED:
-                self._queues.release(run)
+                self.queues.release(run)
             elif run.holding.load is None or self._take_load(run, is_whole=is_whole, bad_load=acks.bad_load):
                 output = self._take_row(run, row, result)
                 if output is not None:
@@ -67,13 +50,13 @@ class Results:
         request, load = run.request, run.holding.load
         assert isinstance(load, PlannedLoad), "a row that is back was planned with its load"
         if is_whole:
-            run.holding.finish_load(load, request.tokens, now=self._clock.step)
+            run.holding.finish_load(load, request.tokens, now=self.clock.step)
             return True
         is_bad = load.number == bad_load
         run.holding.fail_load(load, request.tokens, is_bad=is_bad)
         request.may_load &= not is_bad
         request.num_admissions -= 1
-        self._queues.requeue(run)
+        self.queues.requeue(run)
         return False
 
     def _take_row(self, run: Run, row: Row, result: RowResult) -> RequestOutput | None:
@@ -81,7 +64,7 @@ class Results:
         # One that is told to end is not planned ahead any more, so what a row is fed with is never thrown away.
         end = row.start + row.num_tokens - row.num_drafts
         assert end <= request.num_tokens, "a row of tokens that nobody knows"
-        tokens, reason = self._drafted.take(run, row, result)
+        tokens, reason = self.drafted.take(run, row, result)
         run.num_computed = end + max(len(tokens) - 1, 0)
         if result.scores:
             most = request.spec.sampling.prompt_logprobs or 0
@@ -98,8 +81,8 @@ class Results:
             request.tokens,
             run.num_computed,
             is_kept=not is_again,
-            is_point=self._points.is_point(run),
-            now=self._clock.step,
+            is_point=self.points.is_point(run),
+            now=self.clock.step,
         )
 
     def _add_tokens(
@@ -109,7 +92,7 @@ class Results:
         request = run.request
         spec = request.spec
         if request.num_output == 0:
-            self._requests.abandon_prefetch(request)
+            self.queues.abandon_prefetch(request)
             self.counts["prompt_tokens"] += spec.prompt_len
             self.counts["cached_tokens"] += request.report.cached_len
             self.hits.count(request.report)
@@ -121,7 +104,7 @@ class Results:
         entries = [] if wanted is None else [_trim(entry, wanted) for entry in logprobs[: len(tokens)]]
         output = request.output(*tokens, logprobs=entries, reason=reason)
         if reason is not None:
-            self._requests.finish(request, reason)
+            self.queues.finish(request, reason)
         return output
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from raycache.cache.held_units import Capacity
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.ahead import PlanAhead
@@ -13,34 +15,20 @@ from raycache.decider.run import Run
 from raycache.wire.plan import Row
 
 
+@dataclass(frozen=True, slots=True)
 class RowPlanner:
-    """Adds rows to a plan, and takes pages for them from requests that are behind in order.
+    """Adds rows to a plan, and takes pages for them from requests that are behind in order."""
 
-    Args:
-        cache: where sequences live.
-        queues: of all requests.
-        clock: of the scheduler.
-        ahead: which requests in flight may get a further row.
-        drafted: puts draft tokens into rows.
-        points: ends chunks at restore points.
-    """
-
-    def __init__(
-        self,
-        cache: SequenceCache,
-        *,
-        queues: RequestQueues,
-        clock: Clock,
-        ahead: PlanAhead,
-        drafted: DraftedRows,
-        points: RestorePointPlanner,
-    ) -> None:
-        self._cache, self._queues, self._clock = cache, queues, clock
-        self._ahead, self._drafted, self._points = ahead, drafted, points
+    cache: SequenceCache
+    queues: RequestQueues
+    clock: Clock
+    ahead: PlanAhead
+    drafted: DraftedRows
+    points: RestorePointPlanner
 
     def continue_running(self, batch: Batch) -> None:
         """Decode rows, then chunks."""
-        ready = self._ahead.ready(self._queues.running)
+        ready = self.ahead.ready(self.queues.running)
         ready.sort(key=lambda run: run.num_next > 1)
         batch.draft_budget = max(0, batch.budget - len(ready)) // 2  # the rest is for those that wait
         batch.next_draft_budget = batch.draft_budget
@@ -56,7 +44,7 @@ class RowPlanner:
     def next_row(self, run: Run, batch: Batch) -> Row | None:
         """Its next tokens, and drafts of those after them; None without pages, for which it may lose its own."""
         count = self._chunk_len(run, batch)
-        drafted = self._drafted.draft(run, count, batch)
+        drafted = self.drafted.draft(run, count, batch)
         if drafted is not None:
             return run.next_row(count, drafted.capacity, drafted.drafts, num_next_drafts=drafted.num_next_drafts)
         capacity = self._reserve(run, count, batch)
@@ -66,7 +54,7 @@ class RowPlanner:
         """Plan the moves that a row with pages needs, if any."""
         if (load := run.holding.plan_load()) is not None:
             batch.loads.append(load.number)
-            batch.num_loaded += load.position - load.first * self._cache.page_size
+            batch.num_loaded += load.position - load.first * self.cache.page_size
 
     def _continue(self, run: Run, batch: Batch) -> bool:
         """Give a running request its next tokens; it may lose its pages, or take those of requests behind it.
@@ -95,11 +83,11 @@ class RowPlanner:
         if run.num_in_flight or not run.has_more_to_load:
             return
         assert request.prefetch is not None, "there is something to load"
-        if self._cache.costs.is_load_worth(request.prefetch.end - start):
-            run.num_computed = run.holding.load_more(request.tokens, start, now=self._clock.step)
+        if self.cache.costs.is_load_worth(request.prefetch.end - start):
+            run.num_computed = run.holding.load_more(request.tokens, start, now=self.clock.step)
 
     def _report_fetched(self, run: Run, num_tokens: int) -> None:
-        request, page_size = run.request, self._cache.page_size
+        request, page_size = run.request, self.cache.page_size
         if request.num_output == 0:
             is_all = run.num_computed >= (request.num_tokens - 1) // page_size * page_size
             request.report = request.report.with_fetched(num_tokens, is_all=is_all)
@@ -110,11 +98,11 @@ class RowPlanner:
         if wanted == 1:
             return 1
         count = min(wanted, batch.budget, max(batch.scored_budget, 1) if run.request.is_scored else wanted)
-        return count if count == 1 else self._points.end(run, reach=start + count) - start
+        return count if count == 1 else self.points.end(run, reach=start + count) - start
 
     def _reserve(self, run: Run, count: int, batch: Batch) -> Capacity | None:
         """Pages for `count` more tokens; None if the request has to wait."""
-        start, queues = run.next_start, self._queues
+        start, queues = run.next_start, self.queues
         while (capacity := run.holding.reserve(start, start + count)) is None:
             victim = queues.victim(batch, behind=run.request)
             if victim is None:

@@ -20,11 +20,8 @@ class Run:
     planned   [ .............................. | rows in flight ]  up to one token behind `tokens`: the next one
 
     Attributes:
-        request: whose.
         slot: on the ranks.
-        holding: of the cache.
-        num_computed: tokens.
-        num_planned: the same, once the rows in flight are done.
+        num_planned: as num_computed, once the rows in flight are done.
         restore_at: positions, ascending, at which a chunk ends and leaves a restore point.
         num_in_flight: plans that are out and have a row of it, up to 2.
     """
@@ -71,14 +68,7 @@ class Run:
         return prefetch is not None and prefetch.end > self.next_start and self.num_next > 1 and self.request.may_load
 
     def next_row(self, count: int, capacity: Capacity, drafts: PackedTokens = b"", *, num_next_drafts: int = 0) -> Row:
-        """Its next tokens for a plan.
-
-        Args:
-            count: of tokens, at most `num_next`.
-            capacity: for them, and for the drafts.
-            drafts: packed draft tokens after them.
-            num_next_drafts: wanted of the ranks after those.
-        """
+        """Its next `count` tokens for a plan, and packed draft tokens after them, with capacity for both."""
         request = self.request
         start, is_fed = self.next_start, self.is_fed
         stop = start + count

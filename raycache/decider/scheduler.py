@@ -1,6 +1,6 @@
 """Which tokens of which requests the ranks compute next, and on which pages.
 
-One step in order: end what is cancelled or late (open_requests.py); decode rows of running requests; next chunks of
+One step in order: end what is cancelled or late (queues.py); decode rows of running requests; next chunks of
 prompts that are under way (rows.py); new requests, while the token budget lasts (admission.py). When pages run out,
 cached ones are evicted, then the running request that is last in order gives its pages back and waits again; what it
 computed stays in the tree, so it resumes from there unless that is evicted too.
@@ -26,7 +26,6 @@ from raycache.decider.ahead import PlanAhead
 from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.drafts import Drafts
-from raycache.decider.open_requests import OpenRequests
 from raycache.decider.queues import Clock, RequestQueues
 from raycache.decider.request import Phase, Request, RequestSpec
 from raycache.decider.restore_points import RestorePointPlanner
@@ -47,14 +46,13 @@ class Scheduler:
     """Decides steps.
 
     Args:
-        cache: where sequences live.
-        max_step_tokens: token budget of a step.
-        max_running: most rows of a batch.
         micro_batches: stages of the pipeline; running requests are spread over so many plans. With one, a step that is
             asked for while another is in flight is planned ahead.
-        eos_token_ids: tokens that end an output.
         restore_interval: tokens between restore points inside a prompt; 0 for none inside.
-        drafts: how many tokens are drafted.
+    Attributes:
+        cache, drafts: as given.
+        queues: requests that wait or run.
+        ahead: when a step is planned while another is in flight.
     """
 
     def __init__(
@@ -68,56 +66,23 @@ class Scheduler:
         restore_interval: int,
         drafts: Drafts,
     ) -> None:
-        self._cache, self._storage = cache, cache.storage
-        self._max_step_tokens, self._micro_batches = max_step_tokens, micro_batches
-        self.costs = cache.costs
-        self.drafts = drafts
-        self._num_computed = 0
+        self.cache, self.drafts = cache, drafts
         self._clock = clock = Clock()
-        self._queues = queues = RequestQueues(cache, clock, max_running=max_running)
-        self._requests = OpenRequests(cache, queues)
-        self._ahead = ahead = PlanAhead(cache, drafts, num_stages=micro_batches)
+        self.queues = queues = RequestQueues(cache, clock, max_running=max_running)
+        self.ahead = PlanAhead(cache, drafts, num_stages=micro_batches)
+        self._max_step_tokens, self._micro_batches = max_step_tokens, micro_batches
+        self._num_computed = 0
         drafted = DraftedRows(drafts, cache, eos_token_ids=eos_token_ids)
         points = RestorePointPlanner(cache, interval=restore_interval)
-        self._rows = RowPlanner(cache, queues=queues, clock=clock, ahead=ahead, drafted=drafted, points=points)
-        self._admission = Admission(cache, queues=queues, clock=clock, ahead=ahead, rows=self._rows, points=points)
-        self._results = Results(queues=queues, clock=clock, requests=self._requests, drafted=drafted, points=points)
-
-    # --- requests in and out ------------------------------------------------------------------------------------------
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for their first or next admission."""
-        return len(self._queues.waiting)
-
-    @property
-    def has_requests(self) -> bool:
-        """Whether anything waits or runs."""
-        return len(self._requests) > 0
-
-    @property
-    def has_moves(self) -> bool:
-        """Whether pages are on their way between tiers."""
-        return self._cache.has_moves
-
-    @property
-    def plans_ahead(self) -> bool:
-        """Whether requests in flight may be given a further row."""
-        return self._ahead.is_on
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
+        self._rows = RowPlanner(cache, queues, clock, self.ahead, drafted, points)
+        self._admission = Admission(cache, queues, clock, self.ahead, self._rows, points)
+        self._results = Results(queues, clock, drafted, points)
 
     def add(self, spec: RequestSpec, tokens: Sequence[int], *, now_s: float) -> None:
         """Queue a request whose tokens fit the pool, and look for its prefix in storage."""
         self._clock.now_s = now_s
         request = Request(spec, bytearray(np.asarray(tokens, np.int32).tobytes()), self.drafts.new_state())
-        self._requests.add(request)
         self._admission.queue(request)
-
-    def end(self, request_id: str, reason: FinishReason) -> None:
-        """End a request before its next step; unknown ids are of requests that ended already."""
-        self._requests.end(request_id, reason)
 
     def restart(self, acks: Acks) -> None:
         """Take all requests back to the queue and forget all pages: the ranks that held them are gone.
@@ -125,26 +90,34 @@ class Scheduler:
         Page moves are numbered on from what the new ranks have acknowledged, which is nothing unless they are the old.
         One that was in flight at too many losses may be their cause and ends with an error.
         """
-        self._cache.transfers.lose()
-        for run in list(self._queues.running):
+        self.cache.transfers.lose()
+        for run in list(self.queues.running):
             request = run.request
             request.num_losses += request.is_in_flight
             run.num_in_flight = 0
             if request.phase is Phase.FINISHED:
-                self._queues.release(run)
+                self.queues.release(run)
                 continue
             if request.num_losses >= _MAX_LOSSES:
-                self._requests.end(request.spec.request_id, FinishReason.ERROR)
-            self._queues.requeue(run)
-        self._cache.clear()
-        self._cache.transfers.resume(acks)
+                self.queues.end(request.spec.request_id, FinishReason.ERROR)
+            self.queues.requeue(run)
+        self.cache.clear()
+        self.cache.transfers.resume(acks)
 
-    # --- one step -----------------------------------------------------------------------------------------------------
+    def schedule(self, now_s: float) -> tuple[list[RequestOutput], Batch | None]:
+        """Plan the next step.
 
-    def schedule(self) -> Batch | None:
-        """Plan the next step; None when nothing can run now. Call `take_ended` first."""
-        queues = self._queues
-        if self._ahead.holds_up(queues.running):
+        Args:
+            now_s: clock of the deadlines.
+        Returns:
+            The last increments of requests that are cancelled or late and not in flight, and the plan; None when
+            nothing can run now.
+        """
+        return self.queues.take_ended(now_s), self._plan()
+
+    def _plan(self) -> Batch | None:
+        queues = self.queues
+        if self.ahead.holds_up(queues.running):
             return None
         batch = Batch(budget=self._max_step_tokens, max_rows=max(1, -(-queues.num_busy // self._micro_batches)))
         queues.running.sort(key=lambda run: run.request.spec.order)
@@ -153,7 +126,7 @@ class Scheduler:
             return None
         self._rows.continue_running(batch)
         self._admission.admit(batch)
-        saves, loads, is_saved_first = self._cache.transfers.take_moves()
+        saves, loads, is_saved_first = self.cache.transfers.take_moves()
         if not batch.rows and not saves:
             return None
         self._clock.step += 1
@@ -181,51 +154,37 @@ class Scheduler:
     def acknowledge(self, acks: Acks, *, now_s: float) -> None:
         """Take in how far the ranks are with page moves, and what storage has brought."""
         self._clock.now_s = now_s
-        self._cache.acknowledge(acks, now=self._clock.step, now_s=now_s)
+        self.cache.acknowledge(acks, now=self._clock.step, now_s=now_s)
 
     def close(self) -> None:
         """Ask no storage any more."""
-        self._storage.close(_CLOSE_S)
+        self.cache.storage.close(_CLOSE_S)
 
     def wait_for_moves(self, timeout_s: float) -> None:
         """Wait a little: nothing can run before pages have moved."""
-        if self._storage.num_open:
-            self._storage.wait(timeout_s)
+        if self.cache.storage.num_open:
+            self.cache.storage.wait(timeout_s)
         else:
             time.sleep(timeout_s)
 
     def complete(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
-        """Take in the results of a plan that `schedule` made; one increment per request that got a token.
-
-        Args:
-            batch: as made by `schedule`.
-            results: of its rows.
-            acks: of the ranks, its loads included.
-        """
+        """Take in the results of a plan that `schedule` made; one increment per request that got a token."""
         return self._results.take(batch, results, acks)
-
-    def take_ended(self, now_s: float) -> list[RequestOutput]:
-        """End what is cancelled or late at `now_s` and not in flight; the last increments of those requests."""
-        return self._requests.take_ended(now_s)
-
-    def evict(self, space: str) -> bool:
-        """Evict the least recently used page ("full") or restore point (a window or state space); False if none."""
-        return self._cache.evict(space)
 
     def admin(self, command: CacheCommand, *, root: bytes) -> CommandResult:
         """Carry out an operator's command for the tenant whose prefixes begin at `root`."""
-        return carry_out(command, self._cache, stats=self.stats(), root=root, now=self._clock.step)
+        return carry_out(command, self.cache, stats=self.stats(), root=root, now=self._clock.step)
 
     def stats(self) -> EngineStats:
         """Counters and balances."""
-        hits, tiers = self._results.hits, self._cache.tiers()
+        hits, tiers = self._results.hits, self.cache.tiers()
         return EngineStats(
             steps=self._clock.step,
-            running=len(self._queues.running),
-            waiting=self.num_waiting,
-            finished=dict(self._requests.finished),
-            spaces=self._cache.shared_counts(),
-            components=self._cache.components(),
+            running=len(self.queues.running),
+            waiting=len(self.queues.waiting),
+            finished=dict(self.queues.finished),
+            spaces=self.cache.shared_counts(),
+            components=self.cache.components(),
             cached_by_tier=dict(hits.tokens),
             misses=dict(hits.misses),
             tiers=tiers,
@@ -234,11 +193,11 @@ class Scheduler:
             drafted=dict(self.drafts.drafted_at),
             accepted=dict(self.drafts.accepted_at),
             computed_tokens=self._num_computed,
-            preemptions=self._queues.num_preemptions,
-            **self._cache.counts(),
+            preemptions=self.queues.num_preemptions,
+            **self.cache.counts(),
             **self._results.counts,
         )
 
     def check(self) -> None:
         """Assert that every page is in exactly one place and every slot and lock has one owner."""
-        self._queues.check()
+        self.queues.check()

@@ -119,7 +119,7 @@ class ForcedExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Send the plan so that all of its positions are emitted."""
         assert self.scheduler is not None, "made with the engine"
-        owners = {run.slot: run for run in self.scheduler._queues.running}
+        owners = {run.slot: run for run in self.scheduler.queues.running}
         flight = Flight([owners[row.slot].request.spec.request_id for row in plan.rows])
         rows = {row.slot: row for row in plan.rows}
         for admit in plan.admits:
@@ -211,7 +211,7 @@ class Trial:
     @property
     def cache(self) -> SequenceCache:
         """Of the engine."""
-        return self.engine._scheduler._cache
+        return self.engine._scheduler.cache
 
     def add(self, name: str, *, length: int = 0, num_tokens: int = ANSWER, priority: int = 0) -> Asked:
         """Queue a dialogue's prompt, or the first `length` tokens of it."""
@@ -308,7 +308,7 @@ class Trial:
         Args:
             compute_s: seconds per token; 0 for so long that moving is always worth it.
         """
-        self.engine._scheduler.costs.compute = FixedPace(compute_s, num_measured=ENOUGH)
+        self.engine._scheduler.cache.costs.compute = FixedPace(compute_s, num_measured=ENOUGH)
 
     def expect(self, is_so: bool, problem: str) -> None:
         """Note a problem, unless it is so."""

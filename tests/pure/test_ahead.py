@@ -286,7 +286,7 @@ def test_a_request_gets_the_page_that_it_needs_from_one_behind_it_that_needs_non
     right = {"first": add(engine, "first", prompt_of(0, 14), max_tokens=9)}
     right["second"] = add(engine, "second", prompt_of(1, 9), max_tokens=8)
     outputs = engine.step()
-    cache = engine._scheduler._cache
+    cache = engine._scheduler.cache
     taken = cache.begin(np.zeros(16, np.int32).tobytes(), is_matched=False, now=1)
     assert taken.reserve(0, 16) is not None, "all other pages are somebody else's for a while"
     for _ in range(11):

@@ -405,7 +405,7 @@ def test_the_queue_of_cancelled_requests_does_not_grow_without_bound() -> None:
         add(engine, f"waits{i}", [3, 4], priority=9)
         engine.cancel(f"waits{i}")
         engine.step()
-    assert len(engine._scheduler._queues.waiting) < 100
+    assert len(engine._scheduler.queues.waiting) < 100
     engine.check()
 
 

@@ -212,14 +212,14 @@ def watch(llm: LLM) -> Rows:
     scheduler = llm.engine._scheduler
     schedule = scheduler.schedule
 
-    def watched() -> object:
-        batch = schedule()
+    def watched(now_s: float) -> object:
+        ended, batch = schedule(now_s)
         for run, row in zip(batch.runs, batch.rows, strict=True) if batch is not None else ():
             if row.num_drafts:
                 num_known = row.start + row.num_tokens - row.num_drafts
                 known = np.frombuffer(bytes(run.request.tokens), np.int32)[:num_known].tolist()
                 rows[tuple(known)] = np.frombuffer(bytes(row.tokens), np.int32)[-row.num_drafts :].tolist()
-        return batch
+        return ended, batch
 
     scheduler.schedule = watched  # type: ignore[method-assign,assignment]
     return rows

@@ -64,7 +64,7 @@ def test_inspect_says_how_far_each_tier_reaches(llm: LLM) -> None:
 
 
 def test_a_storage_is_attached_and_detached_while_requests_come(llm: LLM, tmp_path: Path) -> None:
-    llm.engine._scheduler.costs.compute = FixedPace()  # or computing is found to be faster now and then
+    llm.engine._scheduler.cache.costs.compute = FixedPace()  # or computing is found to be faster now and then
     expected, *_ = ask(llm)
     assert llm.cache(CacheCommand(CacheAction.DETACH)) == {"detached": f"file:{tmp_path}/first"}
     clear(llm, "device", "host")

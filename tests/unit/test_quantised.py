@@ -153,7 +153,7 @@ def test_what_one_form_has_stored_is_not_found_by_another(tmp_path: Path) -> Non
     def ask(wish: str) -> tuple[tuple[int, ...], dict[str, int]]:
         tiers = {"host_memory": "8MiB", "storage": f"file://{tmp_path}/tier?size=8MiB", "prefetch": "wait_complete"}
         with LLM(str(quantised), device="cpu", page_size=8, num_pages=40, weights=wish, **tiers) as llm:
-            llm.engine._scheduler.costs.compute = FixedPace()  # or computing is found to be faster now and then
+            llm.engine._scheduler.cache.costs.compute = FixedPace()  # or computing is found to be faster now and then
             (found,) = llm.generate([IDS], greedy)
             return found.token_ids, dict(found.cached_by_tier)
 
