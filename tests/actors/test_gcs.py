@@ -27,6 +27,8 @@ _PROMPT = [3 + 7 * i % 250 for i in range(90)]
 def head(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, str]]]:
     """Address of a head whose GCS keeps its state in a Redis, and the environment of its processes."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    # On a busy machine streams can take longer than the minute after which Ray's processes give a GCS up.
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
     redis_port, port = free_port(), free_port()
     redis = [redis_binary(), "--port", str(redis_port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
     server = subprocess.Popen(redis, stdout=subprocess.DEVNULL)
@@ -71,7 +73,7 @@ def test_streams_go_on_while_the_gcs_is_away_and_all_goes_on_once_it_is_back(
     address, env = head
     service = start(model, scratch, "--address", address, "--insecure-cluster", "--num-pages", "64")
     try:
-        client = openai.OpenAI(base_url=endpoint_of(service), api_key="none", max_retries=0, timeout=120)
+        client = openai.OpenAI(base_url=endpoint_of(service), api_key="none", max_retries=0, timeout=400)
 
         def ask(count: int) -> list[int]:
             more = {"return_token_ids": True, "ignore_eos": True}
@@ -93,7 +95,7 @@ def test_streams_go_on_while_the_gcs_is_away_and_all_goes_on_once_it_is_back(
         gcs.kill()
         gcs.wait(20)
         for stream in streams:
-            stream.join(120)
+            stream.join(400)
         assert answers == [expected] * 2, "streams do not pass through the GCS"
         assert ask(20) == expected[:20], "nor do new requests"
 
