@@ -16,14 +16,13 @@ from raycache.checkpoint.weights_form import WeightsForm, weights_form
 from raycache.config import Config
 from raycache.deployment.stages import with_stages
 from raycache.errors import ConfigError
-from raycache.memory.component import FULL, CacheFormat, Component, Reuse, window_pages
+from raycache.memory.component import FULL, CacheFormat, Component, Reuse, tokens_per_point, window_pages
 from raycache.memory.device import unit_bytes
 from raycache.memory.rows import EnvelopeLayout
 from raycache.models.base import ModelConfig, check_split, check_weights, components
 from raycache.models.drafts.loading import check_draft, read_models
 from raycache.parallel.sharding import Coords, Split
 
-_TOKENS_PER_POINT = 1024
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -110,10 +109,10 @@ class Deployment:
         whole = {part.name: self.unit_bytes(part, Split(), Coords(0, 0, 0)) for part in parts}
         token_bytes = sum(whole[part.name] for part in parts if part.space == FULL) / config.page_size
         point_bytes = sum(whole[part.name] * max(1, windows[part.space]) for part in parts if part.space != FULL)
-        tokens_per_point = max(_TOKENS_PER_POINT, point_bytes / max(token_bytes, 1))
         points = config.restore_points
         if points == "auto":
-            points = 1 + int(num_pages * config.page_size / tokens_per_point)
+            num_tokens = num_pages * config.page_size
+            points = 1 + int(num_tokens / tokens_per_point(token_bytes=token_bytes, point_bytes=point_bytes))
         if not config.prefix_cache:
             points = 0
         sizes = {FULL: num_pages}

@@ -14,12 +14,11 @@ from raycache.config import parse_bytes
 from raycache.deployment.deployment import Deployment
 from raycache.errors import ConfigError
 from raycache.memory.arena import Arena
-from raycache.memory.component import FULL
+from raycache.memory.component import FULL, tokens_per_point
 from raycache.memory.rows import EnvelopeLayout
 
 _AUTO_SHARE = 0.25
 """Of a node's free memory, and at most half of what its shared memory takes."""
-_TOKENS_PER_POINT = 1024
 _MOST_PAGES = 2**24
 _DIRECTORY = Path("/dev/shm")
 
@@ -40,7 +39,7 @@ def host_sizes(deployment: Deployment, *, budgets: Sequence[int], nodes: Sequenc
     whole = deployment.envelope_layout(nodes=nodes)
 
     def sizes(num_pages: int) -> dict[str, int]:
-        points = 1 + int(num_pages * config.page_size / _tokens_per_point(whole, widths, config.page_size))
+        points = 1 + int(num_pages * config.page_size / _point_tokens(whole, widths, config.page_size))
         return {FULL: num_pages} | {space: points * width for space, width in widths.items()}
 
     def num_pages(node: int, budget: int) -> int:
@@ -90,7 +89,7 @@ def node_budget(host_memory: str) -> int:
     return wanted
 
 
-def _tokens_per_point(layout: EnvelopeLayout, widths: Mapping[str, int], page_size: int) -> float:
+def _point_tokens(layout: EnvelopeLayout, widths: Mapping[str, int], page_size: int) -> float:
     token_bytes = (layout.unit_bytes(FULL) if FULL in layout.spaces else 0) / page_size
     point_bytes = sum(layout.unit_bytes(space) * width for space, width in widths.items())
-    return max(_TOKENS_PER_POINT, point_bytes / max(token_bytes, 1))
+    return tokens_per_point(token_bytes=token_bytes, point_bytes=point_bytes)

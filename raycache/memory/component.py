@@ -126,6 +126,11 @@ def first_window_page(position: int, *, window: int, page_size: int) -> int:
     return max(0, position - window + 1) // page_size
 
 
+def tokens_per_point(*, token_bytes: float, point_bytes: float) -> float:
+    """Tokens per restore point of a tier: so many that its points take no more memory than its pages, at least 1024."""
+    return max(1024, point_bytes / max(token_bytes, 1))
+
+
 def kv(name: str, layers: Sequence[int], *, heads: int, dim: int, fmt: CacheFormat, window: int = 0) -> Component:
     """Keys and values, split by KV heads; of all tokens, or of a window's."""
     fields = tuple(RowField(field, (heads, dim), fmt.dtype, head_axis=0) for field in ("k", "v"))
