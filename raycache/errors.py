@@ -1,4 +1,4 @@
-"""Every error that RayCache raises on purpose.
+"""Exceptions of RayCache.
 
 RayCacheError
   x ConfigError          a setting, a flag or a checkpoint cannot work; says what would (also a ValueError)
@@ -7,34 +7,33 @@ RayCacheError
     x PromptTooLongError the prompt or the pages it needs can never fit
   x QueueFullError       too many requests wait (HTTP 429); retry_after_s says when to come back
   x RequestTimeoutError  a request's deadline passed (HTTP 408)
-  x RequestFailedError   the engine failed while it ran a request (HTTP 500)
+  x RequestFailedError   the engine failed while running a request (HTTP 500)
   x RankLostError        a rank died or missed a deadline; the ranks have to be restarted
-  x EngineStoppedError   the engine is stopped or has failed and takes no work
+  x EngineStoppedError   the engine has stopped or failed and accepts no requests
 
-Messages say who, what was wanted, what there is and what to do.
+Messages say what is wrong, what there is and what to do.
 """
 
 from __future__ import annotations
 
 
 class RayCacheError(Exception):
-    """Root of all errors that RayCache raises on purpose."""
+    """Base class of RayCache's own errors."""
 
 
 class ConfigError(RayCacheError, ValueError):
-    """A setting cannot work; the message names it and the values that would."""
+    """A setting is invalid; the message names it and the values that would work."""
 
 
 class CheckpointError(ConfigError):
-    """A model directory cannot be served: a file is missing, damaged or of an unknown kind."""
+    """A model directory cannot be served: a file is missing, damaged or of an unknown format."""
 
 
 class RequestError(RayCacheError, ValueError):
     """One request cannot be served as asked.
 
     Args:
-        message: what is wrong, and the limit.
-        field: the request field to blame, or None.
+        field: name of the offending request field, or None.
     """
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -59,12 +58,12 @@ class QueueFullError(RayCacheError):
     """The waiting queue is full.
 
     Args:
-        limit: how many requests may wait.
-        retry_after_s: seconds after which a retry is likely to be taken.
+        limit: maximum number of waiting requests.
+        retry_after_s: seconds after which a retry is likely to succeed.
     """
 
     def __init__(self, limit: int, retry_after_s: float) -> None:
-        super().__init__(f"{limit} requests are waiting already (max_queue={limit}); retry in {retry_after_s:.0f} s")
+        super().__init__(f"{limit} requests are already waiting (max_queue={limit}); retry in {retry_after_s:.0f} s")
         self.limit = limit
         self.retry_after_s = retry_after_s
 
@@ -73,21 +72,21 @@ class QueueFullError(RayCacheError):
 
 
 class RequestTimeoutError(RayCacheError):
-    """A request's deadline passed before it ended."""
+    """A request's deadline passed before it finished."""
 
 
 class RequestFailedError(RayCacheError):
-    """The engine failed while it ran a request; the message says what failed."""
+    """The engine failed while running a request; the message says how."""
 
 
 class RankLostError(RayCacheError):
     """A rank died or missed a deadline.
 
     Args:
-        rank: world rank, or -1 when it is not known which.
+        rank: world rank, or -1 if unknown.
         coords: its coordinates as text, such as "pp=0 cp=1 tp=1".
-        step: the step that did not complete.
-        cause: what was seen.
+        step: number of the step that did not complete.
+        cause: the observed failure, as text.
     """
 
     def __init__(self, rank: int, coords: str, step: int, cause: str) -> None:
@@ -99,4 +98,4 @@ class RankLostError(RayCacheError):
 
 
 class EngineStoppedError(RayCacheError):
-    """The engine is stopped, or failed; the message says why."""
+    """The engine has stopped or failed; the message says why."""

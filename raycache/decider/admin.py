@@ -1,4 +1,4 @@
-"""An operator's commands to the tiers of a cache that serves, carried out between two steps."""
+"""Runs an operator's cache commands on a serving engine, between two steps."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ CommandResult = Future[Mapping[str, Any]]
 def carry_out(
     command: CacheCommand, cache: SequenceCache, *, stats: EngineStats, root: bytes, now: int
 ) -> CommandResult:
-    """Do what the decider has to do for a command; the storage itself belongs to the owner of the host tier.
+    """Do the decider's part of a command; the storage itself belongs to the owner of the host tier.
 
     Args:
-        command: of the operator.
-        cache: of the engine.
-        stats: of the engine, now.
-        root: seed of the command's tenant.
-        now: step number.
+        stats: the engine's current counters.
+        root: root digest of the command's tenant.
+        now: step number, the LRU clock.
     Returns:
-        What to tell the operator, see `AsyncEngine.admin`; INSPECT and FLUSH wait for the storage.
+        The result for the operator (see `AsyncEngine.admin`); that of INSPECT and FLUSH is set once storage replies.
     Raises:
-        ConfigError: there is no such tier.
+        ConfigError: the tier does not exist.
     """
     match command.kind:
         case CacheAction.INSPECT:
@@ -52,7 +50,7 @@ def carry_out(
 
 def _storage(cache: SequenceCache) -> StorageTier:
     if not isinstance(cache.storage, StorageTier):
-        raise ConfigError("a storage needs a host tier, through which all that is stored goes; use --host-memory")
+        raise ConfigError("a storage tier needs a host tier, but there is none; set --host-memory")
     return cache.storage
 
 
@@ -67,14 +65,14 @@ def _clear(command: CacheCommand, cache: SequenceCache) -> dict[str, Any]:
         cache.host.clear()
         cleared["host"] = cached - cache.host.counts()["pages_cached"]
     if "storage" in (command.tiers or TIERS):
-        cache.storage.attach(is_attached=cache.storage.is_attached)  # which its owner empties
+        cache.storage.attach(is_attached=cache.storage.is_attached)  # its owner empties the storage
     return {"cleared_pages": cleared}
 
 
 def _flush(command: CacheCommand, cache: SequenceCache) -> CommandResult:
     storage = _storage(cache)
     if not storage.is_attached:
-        raise ConfigError("there is no storage tier to flush to; attach one first")
+        raise ConfigError("there is no storage tier to flush to; attach one with `raycache cache attach`")
     flush = Flush(cache, storage, deadline_s=time.monotonic() + command.timeout_s)
     storage.attend(flush.go_on)
     return flush.answer
@@ -94,7 +92,7 @@ def _device(stats: EngineStats) -> dict[str, float]:
 
 
 def _inspect(command: CacheCommand, cache: SequenceCache, *, root: bytes, now: int) -> CommandResult:
-    """How far each tier reaches, the tiers above included, without changing what will be evicted first by much."""
+    """Match a prompt in each tier, including the tiers above it, with little effect on the eviction order."""
     tokens = np.asarray(command.prompt, np.int32).tobytes()
     holding = cache.begin(tokens, is_matched=True, now=now, use=Use(root))
     device = holding.handle

@@ -1,4 +1,4 @@
-"""Which waiting requests begin to run in a step, and who makes way for them."""
+"""Decides which waiting requests start in a step, and which running ones are preempted for them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from raycache.decider.run import Run
 from raycache.wire.plan import Admit
 
 _MAX_SET_ASIDE = 32
-"""Waiting requests that one step looks past because another request is computing their next page."""
+"""Waiting requests that one step may skip because a running request is computing their next page."""
 
 _Page = tuple[object, bytes]
-"""Identity of a whole page: (where its prefix ends in the tree, its tokens)."""
+"""Identity of a page: (tree node of its prefix, its tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Admission:
     points: RestorePointPlanner
 
     def queue(self, request: Request) -> None:
-        """Let a new request wait, and look for its prefix in storage."""
+        """Queue a new request, and look up its prefix in storage."""
         if self.cache.storage.is_present and not request.is_scored and not self._has_on_device(request):
             spec, clock = request.spec, self.clock
             request.prefetch = self.cache.storage.start(
@@ -45,12 +45,12 @@ class Admission:
         self.points.ask(request, self.queues.running)
 
     def make_way(self, batch: Batch) -> bool:
-        """Preempt requests of lower priority for the first that waits.
+        """Preempt requests of lower priority for the first waiting one.
 
         Returns:
-            Whether to go on with this step; not if those that would make way have to be back first.
+            Whether to continue with this step; False if the requests to preempt are still in flight.
         """
-        assert not batch.rows, "who makes way has no row in this step"
+        assert not batch.rows, "a request to preempt already has a row in this step"
         queues = self.queues
         request = queues.waiting.first()
         if request is None or not queues.running or self._awaits_prefetch(request):
@@ -88,7 +88,7 @@ class Admission:
             if self._next_page(request, holding) in computing or self.points.is_worth_waiting(
                 request, holding.handle.length, self.queues.running
             ):
-                # Another request computes what this one needs: a little later it can be reused, not computed twice.
+                # A running request is computing what this one needs: wait and reuse it.
                 self._unlock(request, holding)
                 set_aside.append(waiting.set_aside())
                 continue
@@ -103,7 +103,7 @@ class Admission:
         waiting.put_back(set_aside + fetching)
 
     def _has_on_device(self, request: Request) -> bool:
-        """Whether nothing of its prompt would be fetched."""
+        """Whether no part of its prompt would be fetched from a lower tier."""
         wanted = (request.num_tokens - 1) // self.cache.page_size * self.cache.page_size
         return self.cache.device_len(request.tokens, use=request.spec.use, now=self.clock.step) >= wanted
 
@@ -119,7 +119,7 @@ class Admission:
         holding.end(request.tokens, now=self.clock.step)
 
     def _fits(self, request: Request, holding: Holding) -> bool:
-        """Whether all its tokens find pages next to what the running requests will want in their next steps."""
+        """Whether there are pages for all its tokens and for the next steps of running requests."""
         num_running = len(self.queues.running)
         if not num_running and not self.cache.has_moves:
             return True  # alone, it fits the pool: checked when it arrived
@@ -127,10 +127,10 @@ class Admission:
         return self.cache.num_obtainable >= needed + num_running
 
     def _start(self, request: Request, holding: Holding, batch: Batch) -> bool:
-        """Run a request that fits; False if it has to wait on, for what saves on their way still hold."""
+        """Start a request that fits; False if pages it needs are still held by saves in flight."""
         cache, queues, now = self.cache, self.queues, self.clock.step
         if cache.has_points:
-            queues.abandon_prefetch(request)  # others take what comes while they run
+            queues.abandon_prefetch(request)  # the others load fetched pages while they run
         is_worth = cache.costs.is_load_worth(holding.num_loadable)
         start = holding.start(request.tokens, may_load=request.may_load and is_worth, now=now)
         if request.num_admissions == 0:
@@ -161,7 +161,7 @@ class Admission:
         return {page for page in pages if page is not None}
 
     def _next_page(self, request: Request, holding: Holding) -> _Page | None:
-        """The first whole page behind a locked prefix."""
+        """Identity of the first whole page after the locked prefix."""
         handle = holding.handle
         start, stop = handle.length, handle.length + self.cache.page_size
         if not self.cache.is_kept or self.cache.has_points or stop > request.num_tokens - 1:

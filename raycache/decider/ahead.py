@@ -1,17 +1,16 @@
-"""When a step may be planned while the one before runs.
+"""Decides when a step may be planned while the previous one runs.
 
-Only with one pipeline stage, and for the same requests, each a chunk further, or fed with the token that is still being
-sampled. If that token ends the request, the row is thrown away:
+Only with one pipeline stage, and for the same requests: each gets its next chunk, or a decode row fed with the token
+that is still being sampled. If that token ends the request, the row is discarded:
 
     planned    17: samples token 42      18: fed with token 42         19: without it       20: others get its slot
-    back                                 17: token 42 is the end       18: thrown away      19
+    back                                 17: token 42 is the end       18: discarded        19
 
-What is planned ahead makes nothing known, computed or free:
- - The tree gets whole pages of known tokens when the row that computes them is back. Rows in flight write only behind
-   what is back of their request, so never into a page of the tree; a save or another request may read that at any time.
- - A request keeps its slot, pages and locks until its last row is back, also when it has ended before
-   (`RequestQueues.finish`). So no plan in flight touches what is free, and a load or another request may write there at
-   any time.
+Planning ahead never marks anything as known, computed or free:
+ - Whole pages of known tokens enter the tree when the row that computes them completes. Rows in flight write only past
+   that point, never into a page of the tree, which a save or another request may read at any time.
+ - A request keeps its slot, pages and locks until its last row completes, even if it has already ended
+   (`RequestQueues.finish`). So no plan in flight touches free pages, which a load or another request may write.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from raycache.decider.run import Run
 
 
 class Blocker(Enum):
-    """Why the row of a request that is in flight has to be back before its next one is planned."""
+    """Why a request's row in flight must complete before its next one is planned."""
 
-    RESTORE_POINT = "it may leave a restore point, which needs what is known to be computed"
-    LOAD = "its load may fail, and it would go back to where that began"
-    PENALTIES = "the token that is being sampled counts in the penalties of the next"
-    SAMPLING = "the next token is drawn at random, and ranks feed greedy rows only"
-    DRAFTS = "its next row begins where the draft tokens in flight are accepted up to"
+    RESTORE_POINT = "it may leave a restore point, which needs its tokens to be computed"
+    LOAD = "its load may fail, and it would resume from where the load began"
+    PENALTIES = "the token being sampled counts in the penalties of the next"
+    SAMPLING = "the next token is sampled at random, and ranks feed back greedy rows only"
+    DRAFTS = "its next row starts after the accepted draft tokens, not yet known"
     NEXT_DRAFTS = "the draft tokens of its next row come with its results"
-    WANTS_DRAFTS = "its next row wants draft tokens, which follow the token that is being sampled"
-    MORE_TO_LOAD = "storage has brought tokens that it could load, but not while it computes them"
+    WANTS_DRAFTS = "its next row needs draft tokens, which depend on the token being sampled"
+    MORE_TO_LOAD = "storage has fetched tokens that it can load once nothing is in flight"
 
 
 class PlanAhead:
     """Decides for which requests a step may be planned ahead.
 
     Args:
-        num_stages: of the pipeline.
+        num_stages: pipeline stages; nothing is planned ahead with more than one.
     Attributes:
-        is_on: whether requests in flight may be given a further row at all.
+        is_on: whether planning ahead is possible at all.
     """
 
     def __init__(self, cache: SequenceCache, drafts: Drafts, *, num_stages: int) -> None:
@@ -51,7 +50,7 @@ class PlanAhead:
         self._cache, self._drafts = cache, drafts
 
     def blocker(self, run: Run) -> Blocker | None:
-        """What keeps a request in flight from being given a further row."""
+        """Return what keeps a request in flight from getting another row, or None."""
         request = run.request
         sampling, drafts, is_fed = request.spec.sampling, request.drafts, run.is_fed
         if self._cache.has_points:
@@ -71,14 +70,14 @@ class PlanAhead:
         return Blocker.MORE_TO_LOAD if run.has_more_to_load else None
 
     def holds_up(self, running: Sequence[Run]) -> bool:
-        """Whether a request in flight has to be back before its next row is planned.
+        """Whether any request in flight must complete before its next row is planned.
 
-        The others wait for it then: with a plan of their own they would run in turn with it from now on.
+        The others then wait for it: in a separate plan they would alternate with it from then on.
         """
         return self.is_on and any(
             run.wants_row and self.blocker(run) is not None for run in running if run.num_in_flight
         )
 
     def ready(self, running: Sequence[Run]) -> list[Run]:
-        """Those that can be given a row, if `holds_up` is false."""
+        """Runs that can get a row, given that `holds_up` is False."""
         return [run for run in running if run.wants_row and (self.is_on or not run.num_in_flight)]

@@ -1,4 +1,4 @@
-"""A plan in the making."""
+"""A step plan under construction."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
 
 @dataclass(slots=True)
 class Batch:
-    """A plan in the making, and the runs of its rows.
+    """A step plan under construction, and the runs behind its rows.
 
     Attributes:
         budget: tokens that may still be added.
-        scored_budget: scored tokens that may still be added; drafts count, each has logits.
-        draft_budget, next_draft_budget: draft tokens that may still be added, and asked for: those of the next step.
-        runs: of the rows, in order.
-        loads: numbers of the moves from the host that its rows wait for.
-        num_loaded: tokens that those bring.
-        is_catching_up: whether a draft model takes what it has missed, so that its pace says little.
-        start_s: when it was sent.
+        scored_budget: scored tokens that may still be added, draft tokens included: each needs logits.
+        draft_budget, next_draft_budget: draft tokens that this step may still verify, and still request for the next.
+        runs: one per row, in the same order.
+        loads: sequence numbers of the host-to-device moves that its rows wait for.
+        num_loaded: tokens loaded by those moves.
+        is_catching_up: whether the draft model prefills tokens it has missed; such a step is not timed.
+        start_s: time of submission, on the engine's clock.
     """
 
     budget: int
@@ -39,12 +39,12 @@ class Batch:
 
     @property
     def is_full(self) -> bool:
-        """Whether no row fits any more."""
+        """Whether the row or token budget is used up."""
         return self.budget <= 0 or len(self.rows) >= self.max_rows
 
     @property
     def is_decode(self) -> bool:
-        """Whether all rows are of requests in decode."""
+        """Whether all rows are decode rows."""
         return all(row.first_sampled == 0 for row in self.rows)
 
     def add(self, run: Run, row: Row) -> None:

@@ -1,9 +1,9 @@
-"""Rows with draft tokens: which ones a row gets, and how many of them were accepted.
+"""Adds draft tokens to rows, and determines how many were accepted.
 
-    row       its own tokens, then draft tokens; num_next_drafts more are wanted of the ranks after those
-    result    a token after the last own one, and one after each draft token
+    row       known tokens, then draft tokens; the ranks draft num_next_drafts tokens for the next row
+    result    a token sampled after the last known one, and one after each draft token
 
-Draft tokens are accepted up to the first that differs from the token sampled before it.
+Draft tokens are accepted up to the first that differs from the token sampled at its position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raycache.wire.plan import Row, RowResult
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What goes into a row beside its own tokens, and capacity for all of it."""
+    """Draft tokens of a row, and page capacity for the whole row."""
 
     drafts: PackedTokens
     num_next_drafts: int
@@ -31,7 +31,7 @@ class Drafted:
 
 
 class DraftedRows:
-    """Puts draft tokens into rows and takes their results apart.
+    """Adds draft tokens to rows and verifies their results.
 
     Args:
         eos_token_ids: tokens that end an output.
@@ -42,9 +42,9 @@ class DraftedRows:
         self._eos = frozenset(eos_token_ids)
 
     def draft(self, run: Run, count: int, batch: Batch) -> Drafted | None:
-        """Drafts for the next row, of `count` tokens of its own; None for none.
+        """Draft for a next row of `count` known tokens; None if nothing is drafted.
 
-        They get pages that others do not need: without such pages, there are none.
+        Draft tokens use spare pages only; they preempt nobody.
         """
         request, start = run.request, run.next_start
         drafts, num_next_drafts = self._known(run, batch), 0
@@ -63,9 +63,9 @@ class DraftedRows:
         return Drafted(drafts, num_next_drafts, capacity)
 
     def take(self, run: Run, row: Row, result: RowResult) -> tuple[list[int], FinishReason | None]:
-        """The tokens that a row gives: up to the first that a draft token differs from, or that ends the output.
+        """Return a row's tokens: up to the first that differs from its draft token, or that ends the output.
 
-        Accepted ones are added to the request; the last token, which is no draft token, is not.
+        Accepted draft tokens are appended to the request; the last token, which is not a draft token, is not.
         """
         request = run.request
         spec, state = request.spec, request.drafts
@@ -85,7 +85,7 @@ class DraftedRows:
                 break
         if drafts:
             num_accepted = len(taken) - 1
-            # After the end of the output nothing was verified.
+            # Draft tokens after the end of the output do not count as verified.
             self._drafts.note(state, num_accepted, len(drafts) if reason is None else num_accepted)
             if num_accepted:
                 first = 4 * (row.first_sampled + 1)
@@ -94,7 +94,7 @@ class DraftedRows:
         return taken, reason
 
     def _known(self, run: Run, batch: Batch) -> PackedTokens:
-        """Draft tokens after the last token of a request in decode."""
+        """Draft tokens that follow the last token of a decoding request."""
         request = run.request
         is_decode = run.num_next == 1 and request.num_output > 0
         if self._drafts.most == 0 or not is_decode:
@@ -108,9 +108,11 @@ class DraftedRows:
         return self._drafts.draft(request.tokens, request.drafts.rate, most=most)
 
     def _most(self, run: Run, start: int) -> int:
-        """Draft tokens that a row in decode can have which begins there."""
+        """Most draft tokens for a decode row that begins at `start`."""
         most = run.request.spec.max_len - start - 2
         if self._cache.has_points and self._cache.is_kept:
             page_size = self._cache.page_size
-            most = min(most, page_size - start % page_size - 1)  # or the restore point there would be missed
+            most = min(
+                most, page_size - start % page_size - 1
+            )  # else the restore point at the page boundary would be missed
         return most

@@ -1,13 +1,13 @@
-"""Draft tokens of sequences in decode, which the model verifies all in one row, and how many of them pay.
+"""Draft tokens for decoding sequences, verified by the model in one row, and how many are worthwhile.
 
     row            last token   draft 1   draft 2   draft 3
-    sampled        A            B         C         D            one after each
-    accepted if                 = A       = B       = C          so with draft 1 accepted and 2 rejected: A and B
+    sampled        A            B         C         D            one after each input token
+    accepted if                 = A       = B       = C          draft 1 accepted, 2 rejected: output A, B
 
-A draft token is accepted if it is what is sampled there anyway. Output is identical to decoding without drafts: greedy
-and with temperature, for every seed, with penalties.
+A draft token is accepted if it equals the token sampled at its position. Output is identical to decoding without
+drafts: greedy or with temperature, for every seed, with penalties.
 
-How many tokens are drafted follows from their acceptance rate and from what one token more costs a step.
+The draft length follows from the acceptance rate and from what an additional token costs a step.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from numpy.typing import NDArray
 
 from raycache.types import PackedTokens
 
-_WEIGHT = 0.1  # of the newest draft token in the rate of a request
-_SHARED_WEIGHT = 0.03  # and in that of all requests
-_FIRST_RATE = 0.7  # assumed before anything is known
-_TRY_EVERY = 16  # tokens, where drafts do not pay
-_LONGEST_PAUSE = 4  # tokens, where the drafter found nothing
-_FORGET = 0.98  # of what a step told about costs, with each that follows
-_LEAST_STEPS = 4  # that say something about costs
-_TRIAL_STEPS = 4  # with one number of draft tokens for all
-_TRIAL_EVERY = 64  # steps, so that costs stay known
+_WEIGHT = 0.1  # of the newest draft token in a request's acceptance rate
+_SHARED_WEIGHT = 0.03  # and in the rate over all requests
+_FIRST_RATE = 0.7  # assumed at the start
+_TRY_EVERY = 16  # tokens between trial drafts where drafts do not pay
+_LONGEST_PAUSE = 4  # most tokens between attempts after the drafter found nothing
+_FORGET = 0.98  # decay of a step's weight in the cost estimate with each later step
+_LEAST_STEPS = 4  # timed steps before costs are known
+_TRIAL_STEPS = 4  # with the same draft length for all rows
+_TRIAL_EVERY = 64  # steps between trials that refresh the cost estimate
 _HOPELESS = 0.1  # acceptance rate below which costs do not matter
 _LONGEST_MATCH, _SHORTEST_MATCH = 4, 2  # tokens
-_REACH = 32768  # tokens that are looked through
+_REACH = 32768  # tokens searched for a match
 
 
 class Drafter(Protocol):
-    """Drafts next tokens on the decider."""
+    """Drafts tokens on the decider, without the ranks."""
 
     def draft(self, tokens: PackedTokens | bytearray, most: int) -> PackedTokens:
-        """Up to `most` next tokens, packed; empty if it finds none."""
+        """Return up to `most` next tokens, packed; empty if there is no proposal."""
         ...
 
 
 class PromptLookup:
-    """Whatever followed when the sequence's last few tokens stood in it before: no model, good at quoting."""
+    """Proposes what followed an earlier occurrence of the last few tokens. Needs no model; good at quoting."""
 
     def draft(self, tokens: PackedTokens | bytearray, most: int) -> PackedTokens:
-        """What followed the longest of the last 4 to 2 tokens that stood there before."""
+        """Propose what followed the longest earlier occurrence of the last 4 to 2 tokens."""
         for length in range(_LONGEST_MATCH, _SHORTEST_MATCH - 1, -1):
             last = bytes(tokens[-4 * length :])
             begin, end = max(0, len(tokens) - 4 * _REACH), len(tokens) - 4
-            # Numbers of four bytes: what is found between two of them is nothing.
+            # Tokens are four bytes wide: ignore matches that are not aligned to a token.
             while (place := tokens.rfind(last, begin, end)) % 4 and place > 0:
                 end = place + len(last) - 1
             if place >= 0 and len(last) == 4 * length:
                 follows = bytes(tokens[place + len(last) :][: 4 * most])
-                # At the end it goes on with itself, as what repeats does.
+                # A match that reaches the end continues with itself, as repetitions do.
                 return (follows * -(-4 * most // len(follows)))[: 4 * most]
         return b""
 
@@ -66,9 +66,9 @@ class AcceptanceRate:
     """How often draft tokens are accepted, as a moving average.
 
     Attributes:
-        value: share of draft tokens that were accepted, of those after accepted ones only.
+        value: probability that a draft token is accepted, given that those before it were.
         num_idle: tokens since the last draft, or since the drafter last found nothing.
-        num_vain: times in a row that the drafter found nothing.
+        num_vain: consecutive times that the drafter found nothing.
     """
 
     value: float = _FIRST_RATE
@@ -76,7 +76,7 @@ class AcceptanceRate:
     num_vain: int = 0
 
     def note(self, num_accepted: int, num_drafts: int, *, weight: float = _WEIGHT) -> None:
-        """Take in how many of a row's draft tokens were accepted."""
+        """Update with a verified row."""
         for _ in range(num_accepted):
             self.value += weight * (1 - self.value)
         if num_accepted < num_drafts:
@@ -85,15 +85,15 @@ class AcceptanceRate:
 
 @dataclass(slots=True)
 class DraftState:
-    """Drafts of one request.
+    """Draft state of one request.
 
     Attributes:
-        rate: of this request.
-        next_drafts: packed, what the ranks' draft model proposes after the last known token.
-        uncounted: packed draft tokens that were accepted and that the ranks' penalties do not know of yet.
-        num_in_row: draft tokens in the last row that was planned.
-        num_asked: of the ranks, with that row.
-        num_drafted, num_accepted: draft tokens that were verified, and those of them that were accepted.
+        rate: this request's own acceptance rate.
+        next_drafts: tokens that the ranks' draft model proposes after the last known one, packed.
+        uncounted: accepted draft tokens that the ranks' penalties do not count yet, packed.
+        num_in_row: draft tokens in the last planned row.
+        num_asked: draft tokens that the ranks are to propose with that row.
+        num_drafted, num_accepted: draft tokens verified, and accepted.
     """
 
     rate: AcceptanceRate = field(default_factory=AcceptanceRate)
@@ -105,25 +105,26 @@ class DraftState:
     num_accepted: int = 0
 
     def forget_rows(self) -> None:
-        """The next row is the first of a new slot."""
+        """Forget drafts in flight: the next row is the first in a new slot."""
         self.next_drafts = self.uncounted = b""
 
     def plan(self, num_in_row: int, num_asked: int) -> PackedTokens:
-        """A row is planned, with what the ranks' penalties have to count before it."""
+        """Record a planned row; return the tokens that the ranks' penalties must count before it."""
         self.num_in_row, self.num_asked = num_in_row, num_asked
         uncounted, self.uncounted = self.uncounted, b""
         return uncounted
 
 
 class StepCosts:
-    """Time of decode steps: linear in their rows without drafts; with drafts, linear in their tokens and in the passes
-    of a draft model. Two fits, because a second token may cost more than all that follow it."""
+    """Estimates decode step time: without drafts linear in rows; with drafts linear in tokens and draft passes.
+
+    Two separate fits, because the second token of a row may cost more than all later ones."""
 
     def __init__(self) -> None:
         self._plain, self._drafted = _Fit(1), _Fit(2)
 
     def note(self, seconds: float, num_tokens: int, *, num_rows: int, num_passes: int = 0) -> None:
-        """Take in a step."""
+        """Add the measured time of a step."""
         if num_tokens > num_rows or num_passes:
             self._drafted.note(seconds, num_tokens, num_passes)
         else:
@@ -131,22 +132,22 @@ class StepCosts:
 
     @property
     def are_known(self) -> bool:
-        """Whether there were enough steps of either kind."""
+        """Whether enough steps of both kinds were measured."""
         return min(self._plain.num_steps, self._drafted.num_steps) >= _LEAST_STEPS
 
     def seconds(self, num_rows: int, num_drafts: int, *, num_passes: int = 0) -> float:
-        """Time of a step in which each row has `num_drafts`, once costs are known."""
+        """Estimate the time of a step with `num_drafts` per row; needs `are_known`."""
         if num_drafts:
             return self._drafted.at(num_rows * (1 + num_drafts), num_passes)
         return self._plain.at(num_rows)
 
 
 class _Fit:
-    """Least squares with exponential forgetting, of seconds over `count` numbers; no slope is negative."""
+    """Fits seconds to `count` variables by least squares with exponential forgetting; slopes are non-negative."""
 
     def __init__(self, count: int) -> None:
         self.num_steps = 0
-        self._moments = np.zeros((count + 2, count + 2))  # of (1, the numbers, the seconds)
+        self._moments = np.zeros((count + 2, count + 2))  # of (1, variables, seconds)
         self._slopes: NDArray[np.float64] | None = None
 
     def note(self, seconds: float, *numbers: float) -> None:
@@ -155,11 +156,11 @@ class _Fit:
         self.num_steps, self._slopes = self.num_steps + 1, None
 
     def at(self, *numbers: float) -> float:
-        assert self.num_steps, "nothing is known"
+        assert self.num_steps, "no step was measured"
         means = self._moments[0] / self._moments[0, 0]
         if self._slopes is None:
             spread = self._moments / self._moments[0, 0] - np.outer(means, means)
-            # Where two numbers went together it is not known whose the seconds are: whose does not matter then.
+            # Where two variables are collinear any split of the seconds between them predicts the same.
             slopes = np.linalg.pinv(spread[1:-1, 1:-1], rcond=1e-6, hermitian=True) @ spread[1:-1, -1]
             self._slopes = np.maximum(slopes, 0)
         return max(float(means[-1] + (np.array(numbers) - means[1:-1]) @ self._slopes), 1e-9)
@@ -167,15 +168,15 @@ class _Fit:
 
 @dataclass
 class Drafts:
-    """How many tokens are drafted for each request, and how many of them are accepted.
+    """Chooses how many tokens to draft for each request, and counts those accepted.
 
     Attributes:
-        drafter: None without drafts, or where the ranks' draft model makes them.
-        most: draft tokens per row; 0 for none.
-        are_from_ranks: whether draft tokens come with the results of the ranks.
-        is_adaptive: whether fewer are made where they do not pay.
-        stages: of the pipeline; so many plans are in flight.
-        costs: of decode steps.
+        drafter: None without drafts, or if the ranks run a draft model.
+        most: limit of draft tokens per row; 0: no drafts.
+        are_from_ranks: whether the ranks return draft tokens with their results.
+        is_adaptive: whether fewer tokens are drafted where they do not pay.
+        stages: pipeline stages, as many as plans in flight.
+        costs: estimated time of decode steps.
         drafted_at, accepted_at: draft tokens verified and accepted, by position after the last known token, from 1.
     """
 
@@ -194,21 +195,23 @@ class Drafts:
 
     @property
     def num_drafted(self) -> int:
-        """Draft tokens that were verified."""
+        """Draft tokens verified so far."""
         return self.drafted_at.total()
 
     @property
     def num_accepted(self) -> int:
-        """Those of them that were accepted."""
+        """Draft tokens accepted so far."""
         return self.accepted_at.total()
 
     def new_state(self) -> DraftState:
-        """For a new request, whose acceptance rate is assumed to be that of all."""
+        """State of a new request; starts with the acceptance rate over all requests."""
         return DraftState(AcceptanceRate(self._rate.value))
 
     def begin_step(self, num_rows: int) -> None:
-        """A plan of up to `num_rows` is made. At intervals all rows that want drafts get the same number of them for
-        some steps, and all the time while costs are unknown, so that the cost of each number is measured."""
+        """Begin a plan of up to `num_rows` rows.
+
+        While costs are unknown, and later at intervals, all rows get the same draft length for some steps, so that
+        the cost of each length is measured."""
         if not (self.most and self.is_adaptive and num_rows):
             return
         length = _TRIAL_STEPS * self.stages
@@ -223,11 +226,11 @@ class Drafts:
             ]
 
     def end_step(self) -> None:
-        """A plan was made of rows in decode alone, whose pace will be known."""
+        """Note that the plan has decode rows only, so its time will be measured."""
         self._num_steps += 1
 
     def draft(self, tokens: bytearray, rate: AcceptanceRate, *, most: int) -> PackedTokens:
-        """Draft the next tokens of a sequence in decode, at most `most`; packed, as `tokens` are."""
+        """Draft up to `most` next tokens of a decoding sequence; packed, as are `tokens`."""
         count = min(most, self.wanted(rate))
         if self.drafter is None or count <= 0:
             rate.num_idle += 1
@@ -237,13 +240,13 @@ class Drafts:
         return found
 
     def ask(self, rate: AcceptanceRate, *, most: int) -> int:
-        """How many tokens the ranks should draft after a request's next row, at most `most`."""
+        """Number of tokens, up to `most`, that the ranks should draft after a request's next row."""
         count = max(0, min(most, self.wanted(rate)))
         rate.num_idle = 0 if count else rate.num_idle + 1
         return count
 
     def wanted(self, rate: AcceptanceRate) -> int:
-        """Most draft tokens for a request's next row."""
+        """Preferred number of draft tokens for a request's next row."""
         if not self.most or rate.num_idle < min(rate.num_vain, _LONGEST_PAUSE):
             return 0
         return self._worth(rate) if self.is_adaptive else self.most
@@ -258,7 +261,7 @@ class Drafts:
         self.accepted_at.update(range(1, num_accepted + 1))
 
     def _worth(self, rate: AcceptanceRate) -> int:
-        """Draft tokens with which a row is expected to give the most tokens per second."""
+        """Number of draft tokens that maximises a row's expected tokens per second."""
         rarely = 1 if rate.num_idle >= _TRY_EVERY else 0
         if not self._seconds:
             return (self._trial or 0) if rate.value > _HOPELESS else rarely
@@ -269,5 +272,5 @@ class Drafts:
 
 
 def _expected(rate: float, num_drafts: int) -> float:
-    """Tokens that a row with `num_drafts` gives on average."""
+    """Expected number of tokens from a row with `num_drafts` draft tokens."""
     return sum(rate**place for place in range(num_drafts + 1))

@@ -1,6 +1,6 @@
-"""The decider of one replica: takes requests in, plans steps, hands out tokens.
+"""The decider of one replica: accepts requests, plans steps, returns tokens.
 
-Not thread safe: one thread owns it. What executes the plans is behind `Executor`: the caller's own rank, processes, or
+Not thread safe: one thread owns it. Plans are executed behind `Executor`: by a rank in this process, processes, or
 Ray actors.
 """
 
@@ -25,12 +25,12 @@ from raycache.types import CacheCommand, EngineInfo, EngineStats, FinishReason, 
 from raycache.wire.plan import RowResult, StepPlan
 
 _POLL_S = 0.0001
-"""Between two looks at the board, when a rank is later with its loads than with its results."""
+"""Poll interval of the board, when a rank returns results before it acknowledges its loads."""
 _DRAIN_S = 5.0
 _BEATS_PER_TIMEOUT = 4
-"""Signs of life that ranks get within the time after which they give up."""
+"""Heartbeats per rank timeout."""
 _IDLE_S = 0.002
-"""How long a step without rows waits for pages on their way between tiers."""
+"""How long a step without rows waits for page moves between tiers."""
 
 
 class Executor(Protocol):
@@ -38,7 +38,7 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """Plans that may be in flight: one per pipeline stage, or two so that one is ready when another is done."""
+        """Plans that may be in flight: one per pipeline stage; two with one stage, so that the next is ready."""
         ...
 
     def submit(self, plan: StepPlan) -> None:
@@ -46,7 +46,7 @@ class Executor(Protocol):
         ...
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
-        """Wait for the oldest plan that was submitted.
+        """Wait for the results of the oldest plan in flight.
 
         Raises:
             RankLostError: a rank died, failed or missed its deadline.
@@ -54,7 +54,7 @@ class Executor(Protocol):
         ...
 
     def acks(self) -> Acks:
-        """How far all ranks are with page moves; waits for nobody."""
+        """Progress of page moves that all ranks have reached; does not block."""
         ...
 
     def close(self) -> None:
@@ -63,12 +63,12 @@ class Executor(Protocol):
 
 
 class Engine:
-    """Scheduler and executor, put together.
+    """Drives a scheduler and an executor.
 
     Args:
-        executor: of a gang that has joined and loaded.
-        identity: what cached state depends on beside the tokens.
-        timeout_s: after which a rank that does not acknowledge its loads counts as lost.
+        executor: its gang has joined and loaded the model.
+        identity: everything besides the tokens that cached state depends on; part of each cache key.
+        timeout_s: a rank that does not acknowledge its loads for this long counts as lost.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Engine:
         self._executor = executor
         self._scheduler = scheduler
         self._in_flight: deque[Batch] = deque()
-        # Kept over a step that fails: these increments are told once.
+        # Kept across a failed step: each increment is delivered exactly once.
         self._outputs: list[RequestOutput] = []
         self._arrivals = self._refused = self._rebuilds = 0
         self._random = random.SystemRandom()
@@ -96,21 +96,21 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything waits or runs."""
+        """Whether any request is waiting or running."""
         return len(self._scheduler.queues) > 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would have something to do: requests, plans in flight, or pages on their way between tiers."""
+        """Whether there are requests, plans in flight, or page moves between tiers."""
         return self.has_requests or bool(self._in_flight) or self._scheduler.cache.has_moves
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request.
 
         Raises:
-            RequestError: something in it is wrong; nothing was queued.
+            RequestError: the request is invalid; nothing was queued.
             PromptTooLongError: it can never run.
-            QueueFullError: too many wait.
+            QueueFullError: too many requests are waiting.
         """
         self._validate(request)
         if len(self._scheduler.queues.waiting) >= self.info.max_queue:
@@ -131,21 +131,21 @@ class Engine:
         self._scheduler.add(spec, [*request.prompt, *request.output], now_s=now_s)
 
     def root(self, cache_salt: str) -> bytes:
-        """Seed of the chains of a tenant's prefixes."""
+        """Root digest of a tenant's prefix keys."""
         return replace(self._identity, salt=cache_salt).seed()
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its pages are free in the next step."""
+        """Cancel a request; its pages are freed in the next step."""
         self._scheduler.queues.end(request_id, FinishReason.CANCELLED)
 
     def step(self) -> list[RequestOutput]:
-        """Plan and collect one step, keeping every pipeline stage busy: what can be planned is under way before the
-        oldest plan is waited for.
+        """Plan and collect one step. Submits every plan that can run before it waits for the oldest, so that all
+        pipeline stages stay busy.
 
         Returns:
-            Increments of requests; empty when nothing could run.
+            Output increments; empty when nothing could run.
         Raises:
-            RankLostError: the gang is lost; `restart` goes on with another.
+            RankLostError: the gang is lost; call `restart` with a new one.
         """
         self._scheduler.acknowledge(self._executor.acks(), now_s=time.monotonic())
         while len(self._in_flight) < self._executor.depth:
@@ -165,7 +165,7 @@ class Engine:
             self._note_pace(batch, acks)
             self._outputs += self._scheduler.complete(batch, results, acks)
         else:
-            # Ranks without a plan end themselves, and nobody would notice, however long moves and commands take.
+            # Ranks exit when they get no plan for too long, also while moves and commands take their time.
             if time.monotonic() - self._told_s > self._timeout_s / _BEATS_PER_TIMEOUT:
                 self.heartbeat()
             if self._scheduler.cache.has_moves:
@@ -175,7 +175,7 @@ class Engine:
         return outputs
 
     def heartbeat(self) -> None:
-        """Tell idle ranks that the decider lives; an idle gang ends itself without."""
+        """Tell idle ranks that the decider is alive; without it an idle gang exits."""
         if not self._in_flight:
             plan = self._scheduler.heartbeat()
             self._executor.submit(plan)
@@ -183,22 +183,22 @@ class Engine:
             self._executor.collect(plan)
 
     def _loaded(self, batch: Batch) -> Acks:
-        """Wait until all ranks have said what became of a plan's loads: some may be later than its results."""
+        """Wait until all ranks have acknowledged a plan's loads; some may do so after they return results."""
         deadline = time.monotonic() + self._timeout_s
         while (acks := self._executor.acks()).loads < max(batch.loads, default=0):
             if time.monotonic() > deadline:
-                raise RankLostError(-1, "unknown", batch.plan.step, "its loads from the host are not acknowledged")
+                raise RankLostError(-1, "unknown", batch.plan.step, "loads from the host were not acknowledged in time")
             time.sleep(_POLL_S)
         return acks
 
     def _note_pace(self, batch: Batch, acks: Acks) -> None:
-        """Learn what computing and loading take."""
+        """Update the estimates of compute and load speed."""
         costs, now_s = self._scheduler.cache.costs, time.monotonic()
         if batch.loads:
             costs.load.note(acks.load_s - self._load_s, batch.num_loaded)
             self._load_s = acks.load_s
         elif batch.rows and not batch.is_catching_up:
-            # One that was sent while another ran began when that one ended.
+            # A plan submitted while another ran started when that one ended.
             num_tokens, took_s = sum(row.num_tokens for row in batch.rows), now_s - max(batch.start_s, self._collect_s)
             if batch.is_decode:
                 num_passes = max(row.num_next_drafts for row in batch.rows)
@@ -208,7 +208,7 @@ class Engine:
         self._collect_s = now_s
 
     def restart(self, executor: Executor) -> None:
-        """Go on with another gang, whose pools are empty; requests keep the tokens that they have."""
+        """Continue on a new gang with empty pools; requests keep their tokens."""
         self._in_flight.clear()
         self._rebuilds += 1
         acks = executor.acks()
@@ -220,23 +220,23 @@ class Engine:
         return self._scheduler.cache.evict(space)
 
     def admin(self, command: CacheCommand) -> CommandResult:
-        """Carry out an operator's command; the result comes with the next steps.
+        """Start an operator's command; its result is set during later steps.
 
         Raises:
-            ConfigError: there is no such tier.
+            ConfigError: the tier does not exist.
         """
         return self._scheduler.admin(command, root=self.root(command.cache_salt))
 
     def stats(self) -> EngineStats:
-        """Counters and balances."""
+        """Current counters and gauges."""
         return replace(self._scheduler.stats(), refused=self._refused, rebuilds=self._rebuilds)
 
     def check(self) -> None:
-        """Assert all balances."""
+        """Assert that pages, slots and locks balance."""
         self._scheduler.check()
 
     def close(self) -> None:
-        """End the ranks in good order. Pages that are on their way to other tiers get a moment to arrive there."""
+        """Stop the ranks, after a short wait for page moves to other tiers."""
         deadline = time.monotonic() + _DRAIN_S
         while self.has_work and not self.has_requests and time.monotonic() < deadline:
             self.step()
@@ -249,12 +249,14 @@ class Engine:
     def _validate(self, request: GenerateRequest) -> None:
         vocab, longest = self.info.vocab_size, self.info.max_model_len
         if request.request_id in self._scheduler.queues:
-            raise RequestError(f"request_id {request.request_id!r} is in use already", field="request_id")
+            raise RequestError(
+                f"request_id {request.request_id!r} is already in use by a request in progress", field="request_id"
+            )
         if len(request.prompt) == 0:
-            raise RequestError("prompt is empty; it needs at least one token", field="prompt")
+            raise RequestError("prompt is empty; send at least one token", field="prompt")
         if len(request.prompt) >= longest:
             raise PromptTooLongError(
-                f"prompt has {len(request.prompt)} tokens, this server takes at most {longest - 1} "
+                f"prompt has {len(request.prompt)} tokens, this server accepts at most {longest - 1} "
                 f"(context of {longest} tokens, at least one for the output); shorten it, or raise --max-model-len "
                 "and --kv-memory",
                 field="prompt",
@@ -267,7 +269,7 @@ class Engine:
             raise RequestError(f"timeout_s must be above 0, got {request.timeout_s}", field="timeout_s")
 
     def _retry_after_s(self) -> float:
-        """Time in which the recent pace finishes a tenth of the queue, 1 to 60 s."""
+        """Time to finish a tenth of the queue at the recent pace, clamped to [1, 60] s."""
         if len(self._finish_times) < 2:
             return 1.0
         pace = (self._finish_times[-1] - self._finish_times[0]) / (len(self._finish_times) - 1)

@@ -1,4 +1,4 @@
-"""What requests found in the cache: tokens per tier, why it was not more, and whether a tier is of any use."""
+"""Cache hits of requests: tokens per tier, the reason for each miss, and warnings about tiers that never hit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from raycache.decider.request import Request
 
 _LEAST_REQUESTS = 50
-"""Before so many requests have come, a tier that was not hit says nothing."""
+"""Requests before a tier without hits is reported."""
 
 _BAD: Mapping[Fetch, Miss] = {
     Fetch.CORRUPT: Miss.CHECKSUM,
@@ -26,21 +26,21 @@ _BAD: Mapping[Fetch, Miss] = {
     Fetch.UNAVAILABLE: Miss.TIMEOUT,
 }
 _CAUSES: Mapping[str, str] = {
-    Miss.NEVER_SEEN: "prompts share no prefix; check that what they share stands at their beginning",
+    Miss.NEVER_SEEN: "prompts share no prefix; put what they share at the beginning",
     Miss.SHORTER_THAN_PAGE: "shared prefixes are shorter than a page; use a smaller --page-size",
-    Miss.EVICTED_HOST: "prefixes leave before they are used again; raise --host-memory",
-    Miss.EVICTED_STORAGE: "prefixes leave before they are used again; raise the storage's size",
+    Miss.EVICTED_HOST: "prefixes are evicted before they are reused; raise --host-memory",
+    Miss.EVICTED_STORAGE: "prefixes are evicted before they are reused; raise the storage's size",
     Miss.STATE_MISSING: "restore points are lost; lower --restore-interval or raise --restore-points",
-    Miss.CHECKSUM: "what it stores comes back damaged; run `raycache cache scrub` and check the medium",
-    Miss.IDENTITY: "it holds prefixes of other weights or formats; give each model a storage of its own",
-    Miss.TIMEOUT: "it is too slow or cannot be reached; raise --prefetch-timeout-s or use prefetch=wait_complete",
-    Miss.SLOWER: "computing is faster than moving here; smaller models may not need this tier",
+    Miss.CHECKSUM: "stored pages come back damaged; run `raycache cache scrub` and check the medium",
+    Miss.IDENTITY: "it holds prefixes of other weights or formats; give each model its own storage",
+    Miss.TIMEOUT: "storage is slow or unreachable; raise --prefetch-timeout-s or use prefetch=wait_complete",
+    Miss.SLOWER: "recomputing is faster than loading; a small model may not need this tier",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What a request found in the cache when it first ran; see `RequestOutput`."""
+    """Cached tokens of a request by tier, as of its first admission."""
 
     cached_len: int = 0
     by_tier: dict[str, int] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class CacheReport:
         is_load_worth: bool,
         page_size: int,
     ) -> CacheReport:
-        """What a request that starts takes from which tier, and why it is not more."""
+        """Report which tokens a starting request takes from which tier, and why not more."""
         prefetch = request.prefetch
         on_device = cached_len if holding.load is None else holding.load.num_device
         fetched = 0
@@ -76,7 +76,7 @@ class CacheReport:
         return cls(cached_len, {tier: count for tier, count in counts.items() if count}, miss, cut_by)
 
     def with_fetched(self, num_tokens: int, *, is_all: bool) -> CacheReport:
-        """Storage has brought tokens of a prompt while the ones before them were computed; `is_all` its whole pages."""
+        """Add tokens that storage fetched while earlier ones were computed; `is_all`: every whole page is cached."""
         by_tier = {**self.by_tier, "storage": self.by_tier.get("storage", 0) + num_tokens}
         miss = Miss.NONE if is_all else self.miss
         return replace(self, cached_len=self.cached_len + num_tokens, by_tier=by_tier, miss=miss)
@@ -91,7 +91,7 @@ class Hits:
         self._num_requests = 0
 
     def count(self, report: CacheReport) -> None:
-        """A request has got its first token."""
+        """Count a request that got its first token."""
         self.tokens.update(report.by_tier)
         self._num_requests += 1
         if report.miss:
@@ -104,7 +104,7 @@ class Hits:
             stored = counts["saved_pages" if tier == "host" else "persisted_pages"]
             if stored and not self.tokens[tier] and self._num_requests >= _LEAST_REQUESTS:
                 (reason, count), *_ = [*self.misses.most_common(1), ("nothing missed", self._num_requests)]
-                cause = _CAUSES.get(reason, "the tiers above hold all that is used again")
+                cause = _CAUSES.get(reason, "the tiers above already hold everything that is reused")
                 found.append(
                     f"tier inert: {tier} has stored {stored:.0f} pages and served none to {self._num_requests} "
                     f"requests; most often: {reason} ({count}): {cause}"
@@ -115,12 +115,12 @@ class Hits:
 def explain(
     wanted: int, cached: int, device: PrefixHandle, host: PrefixHandle, prefetch: Prefetch | None
 ) -> tuple[Miss, str]:
-    """Why no more than `cached` tokens of a prompt are reused, and the component that is to blame.
+    """Return why only `cached` tokens of a prompt are reused, and the component responsible.
 
     Args:
-        wanted: tokens in whole pages of the prompt.
-        cached: those of them that are reused.
-        device, host: what the prompt matched in each tier.
+        wanted: prompt length in tokens, rounded down to whole pages.
+        cached: reused tokens, at most `wanted`.
+        device, host: the prompt's match in each tier.
         prefetch: None if storage was not asked.
     """
     if cached >= wanted:
@@ -135,9 +135,9 @@ def explain(
 
 
 def _missed_in_storage(prefetch: Prefetch, cached: int) -> Miss | None:
-    """Why storage, which had more or was not sure, did not give it."""
+    """Return why storage did not deliver pages that it had or might have had."""
     if prefetch.worst in _BAD:
         return _BAD[prefetch.worst]
     if prefetch.end > cached:
-        return Miss.EVICTED_HOST  # between its coming and its use
+        return Miss.EVICTED_HOST  # after it was fetched, before it was used
     return prefetch.why_short if prefetch.num_stored > cached or not prefetch.is_known else None

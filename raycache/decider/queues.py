@@ -1,10 +1,10 @@
-"""All requests that have not ended, and every change of their phases.
+"""Holds all unfinished requests and makes every change of their phases.
 
     add -> WAITING -- start --> RUNNING -- finish --> FINISHED
                   <-- requeue --
 
-A run keeps its slot, pages and locks while a row of it is in flight, also when its request has ended: no plan in flight
-touches what is free.
+A run keeps its slot, pages and locks while a row of it is in flight, even if its request has ended, so that no plan in
+flight touches free pages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raycache.types import FinishReason, RequestOutput
 
 @dataclass(slots=True)
 class Clock:
-    """Time as the scheduler is told it.
+    """Time as passed in by the caller.
 
     Attributes:
         step: number of the last plan; the LRU clock of the cache.
@@ -36,15 +36,14 @@ class Clock:
 
 
 class RequestQueues:
-    """Owns phases and slots, and gives back what runs hold. An ended request whose row is in flight is `running` still.
+    """Owns phases and slots, and releases runs. An ended request with a row in flight remains in `running`.
 
     Args:
-        max_running: slots.
+        max_running: number of slots.
     Attributes:
-        waiting: in order of priority and arrival.
-        running: with what they hold.
-        num_preemptions: runs that gave their pages to others.
-        finished: requests by reason.
+        running: admitted requests, with their pages and slots.
+        num_preemptions: runs that lost their pages to other requests.
+        finished: number of finished requests by reason.
     """
 
     def __init__(self, cache: SequenceCache, clock: Clock, *, max_running: int) -> None:
@@ -61,12 +60,12 @@ class RequestQueues:
 
     @property
     def has_slot(self) -> bool:
-        """Whether another request can run."""
+        """Whether a slot is free."""
         return bool(self._free_slots)
 
     @property
     def num_busy(self) -> int:
-        """Requests that run or could."""
+        """Number of running requests, plus waiting ones for which there is a slot."""
         return len(self.running) + min(len(self.waiting), self._max_running - len(self.running))
 
     def __len__(self) -> int:
@@ -76,7 +75,7 @@ class RequestQueues:
         return request_id in self._by_id
 
     def add(self, request: Request) -> None:
-        """Take in a request, whose id no other one has."""
+        """Queue a request; its id must not be in use."""
         spec = request.spec
         self._by_id[spec.request_id] = request
         if spec.deadline_s is not None:
@@ -84,21 +83,21 @@ class RequestQueues:
         self.waiting.push(request)
 
     def end(self, request_id: str, reason: FinishReason) -> None:
-        """End a request before its next step; unknown ids are of requests that ended already."""
+        """End a request before the next step; unknown ids are ignored, as the request may have ended."""
         request = self._by_id.get(request_id)
         if request is not None and request.ending is None:
             request.ending = reason
             self._ending.append(request)
 
     def take_ended(self, now_s: float) -> list[RequestOutput]:
-        """End what is cancelled or late and not in flight; the last increments of those requests.
+        """End cancelled and late requests that are not in flight; return their final increments.
 
         Args:
-            now_s: clock of the deadlines, seconds.
+            now_s: current time in seconds, on the clock of the deadlines.
         """
         while self._deadlines and self._deadlines[0][0] <= now_s:
             request = self._by_id.get(heapq.heappop(self._deadlines)[1])
-            # The id may be of a later request by now: ids are unique only among those in flight.
+            # The id may belong to a later request by now: ids are unique only among requests in progress.
             if request is not None and request.spec.deadline_s is not None and request.spec.deadline_s <= now_s:
                 self.end(request.spec.request_id, FinishReason.TIMEOUT)
         if not self._ending:
@@ -112,7 +111,7 @@ class RequestQueues:
         ]
 
     def start(self, request: Request, holding: Holding, *, num_computed: int, restore_at: list[int]) -> Run:
-        """Run a request that was taken from those that wait."""
+        """Start a request that was popped from `waiting`."""
         request.phase = Phase.RUNNING
         run = Run(request, self._free_slots.pop(), holding, num_computed, num_computed, restore_at)
         request.run = run
@@ -120,7 +119,7 @@ class RequestQueues:
         return run
 
     def requeue(self, run: Run) -> None:
-        """Take a request that is not in flight back to those that wait; what it computed stays in the tree."""
+        """Return a request that is not in flight to `waiting`; its computed pages stay in the tree."""
         request = run.request
         self.release(run)
         if request.is_scored:
@@ -130,12 +129,12 @@ class RequestQueues:
         self.waiting.push(request)
 
     def preempt(self, run: Run) -> None:
-        """Take a request back for others."""
+        """Requeue a run so that other requests get its pages."""
         self.num_preemptions += 1
         self.requeue(run)
 
     def victim(self, batch: Batch, *, behind: Request) -> Run | None:
-        """The last in order of the runs that have a row neither in this plan nor in one in flight."""
+        """Return the last run in order that has no row in this plan or in flight."""
         order = behind.spec.order
         free = [
             run
@@ -145,10 +144,10 @@ class RequestQueues:
         return max(free, key=lambda run: run.request.spec.order, default=None)
 
     def finish(self, request: Request, reason: FinishReason) -> RequestOutput:
-        """End a request now, although one in flight holds what it has until its last row is back.
+        """End a request; one in flight keeps its pages until its last row completes.
 
         Returns:
-            Its last increment, without tokens.
+            Its final increment, without tokens.
         """
         was_waiting = request.phase is Phase.WAITING
         request.phase = Phase.FINISHED
@@ -162,13 +161,13 @@ class RequestQueues:
         return request.output(reason=reason)
 
     def abandon_prefetch(self, request: Request) -> None:
-        """Ask storage for no more of a prompt."""
+        """Stop prefetching a prompt from storage."""
         if request.prefetch is not None:
             self._storage.abandon(request.prefetch)
 
     def release(self, run: Run) -> None:
-        """Give back the slot and all pages of a run."""
-        assert not run.num_in_flight, "what a plan in flight uses is given back"
+        """Release the slot and all pages of a run."""
+        assert not run.num_in_flight, "a run with rows in flight is released"
         run.holding.end(run.request.tokens, now=self._clock.step)
         run.request.run = None
         self._free_slots.append(run.slot)
@@ -179,10 +178,10 @@ class RequestQueues:
         self._cache.check([run.holding for run in self.running])
         self.waiting.check()
         slots = [run.slot for run in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self._max_running)), "a slot is lost or given twice"
+        assert sorted(slots + self._free_slots) == list(range(self._max_running)), "a slot is lost or used twice"
         for run in self.running:
             assert run.request.run is run, "two runs of one request"
             num_pages, reach = len(run.holding.pages), max(run.num_computed, run.next_start)
             assert num_pages * self._cache.page_size >= reach, "tokens without a page"
-            assert run.holding.handle.length <= run.num_computed, "the tree has what is not computed"
-            assert run.num_in_flight or run.request.phase is Phase.RUNNING, "an ended request holds something"
+            assert run.holding.handle.length <= run.num_computed, "the tree holds tokens that are not computed"
+            assert run.num_in_flight or run.request.phase is Phase.RUNNING, "an ended request still holds pages"

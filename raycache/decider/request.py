@@ -1,4 +1,4 @@
-"""A request inside the engine: what was asked, its tokens, and what it tells its client."""
+"""A request inside the engine: its specification, its tokens and its output increments."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """What was asked.
+    """The immutable part of a request.
 
     Attributes:
-        request_id: given by the client.
+        request_id: chosen by the client; unique among requests in progress.
         order: (priority, arrival number); smaller runs first.
-        arrival_s: on the engine's clock.
-        deadline_s: on the same clock; None for none.
-        max_len: most tokens of prompt and output.
+        arrival_s: arrival time, on the engine's clock.
+        deadline_s: on the same clock; None: no deadline.
+        max_len: limit of prompt plus output, in tokens.
         use: tenant and eviction priority of its prefixes in the cache.
     """
 
@@ -60,24 +60,24 @@ class RequestSpec:
         max_model_len: int,
         use: Use = PLAIN_USE,
     ) -> RequestSpec:
-        """Read a client's request, at its start or after the tokens that it got from an engine that was lost.
+        """Build from a client's request, which may already have output from an engine that was lost.
 
         Args:
-            request: checked already.
-            seed: used if its sampling names none.
-            arrival: number of the request.
-            now_s: the engine's clock.
+            request: validated.
+            seed: used if the request sets none.
+            arrival: running number of the request.
+            now_s: current time, on the engine's clock.
         Raises:
-            RequestError: it has all the tokens already that it may get.
+            RequestError: the output has already reached its limit.
         """
         sampling = request.sampling
         if request.output and sampling.prompt_logprobs is not None:
-            sampling = replace(sampling, prompt_logprobs=None)  # told before the first token
+            sampling = replace(sampling, prompt_logprobs=None)  # delivered before the first token
         prompt_len = len(request.prompt)
         most = max_model_len if sampling.max_tokens is None else prompt_len + sampling.max_tokens
         max_len = min(most, max_model_len)
         if prompt_len + len(request.output) >= max_len:
-            raise RequestError(f"output has {len(request.output)} tokens and leaves no room for more", field="output")
+            raise RequestError(f"output has {len(request.output)} tokens and has reached its limit", field="output")
         return cls(
             request_id=request.request_id,
             sampling=sampling,
@@ -96,17 +96,17 @@ class Request:
     """One sequence.
 
     Attributes:
-        tokens: packed prompt and output.
+        tokens: prompt and output, packed.
         phase: changed by `RequestQueues` only.
-        run: its stay on the ranks, while it has one; also after its end, until its last row is back.
-        num_admissions: times that it began to run.
-        num_losses: gangs that were lost while it was in flight, one after another.
-        ending: why it ends as soon as it is not in flight, if it was cancelled or is late.
-        may_load: whether its prefix may come from the host; not after that turned out to be damaged.
-        prefetch: of its prefix from storage, if it was looked for there.
-        queued_s: from its arrival until it first began to run.
-        report: what its first admission found in the cache.
-        prompt_scores: log-probabilities of the prompt's tokens found so far, if wanted; from the second token on.
+        run: pages, slot and progress while admitted; kept after the end until the last row completes.
+        num_admissions: how often it was admitted.
+        num_losses: successive gangs that were lost while it was in flight.
+        ending: reason to end it as soon as it is not in flight: cancelled or late.
+        may_load: whether to load its prefix from the host tier; False after a load failed.
+        prefetch: fetch of its prefix from storage, or None.
+        queued_s: seconds from arrival to first admission.
+        report: cached tokens at its first admission.
+        prompt_scores: log-probabilities of prompt tokens computed so far, from the second token on, if requested.
     """
 
     spec: RequestSpec
@@ -135,17 +135,17 @@ class Request:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a plan with a row of it is out."""
+        """Whether a plan in flight has a row of it."""
         return self.run is not None and self.run.num_in_flight > 0
 
     @property
     def is_scored(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still wanted."""
+        """Whether log-probabilities of prompt tokens are still to be computed."""
         return self.spec.sampling.prompt_logprobs is not None and len(self.prompt_scores) < self.spec.prompt_len
 
     @property
     def wanted_tops(self) -> list[int]:
-        """Alternatives that it wants to be told with its next log-probabilities; empty if it wants none of these."""
+        """Numbers of alternatives requested with its next log-probabilities; empty if it wants no log-probabilities."""
         sampling = self.spec.sampling
         wanted = (sampling.logprobs, sampling.prompt_logprobs if self.is_scored else None)
         return [top for top in wanted if top is not None]
@@ -164,7 +164,7 @@ class Request:
         logprobs: Sequence[TokenLogprob] = (),
         reason: FinishReason | None = None,
     ) -> RequestOutput:
-        """What to tell the client of this step."""
+        """Make the increment of this step for the client."""
         sampling, report, drafts = self.spec.sampling, self.report, self.drafts
         is_first = self.num_output <= 1 and bool(tokens)
         wants_scores = is_first and sampling.prompt_logprobs is not None
@@ -182,5 +182,5 @@ class Request:
             num_starts=self.num_admissions,
             drafted_tokens=drafts.num_drafted,
             accepted_tokens=drafts.num_accepted,
-            error="the ranks were lost each time that it ran" if reason is FinishReason.ERROR else None,
+            error="the ranks were lost each time this request ran" if reason is FinishReason.ERROR else None,
         )

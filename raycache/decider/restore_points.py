@@ -1,6 +1,6 @@
-"""Where chunks of a prompt end so that they leave a restore point.
+"""Chooses where prompt chunks end so that they leave restore points.
 
-Only models with windows or recurrent states need that; others can be continued from every page.
+Only models with sliding windows or recurrent states need them; others can resume from any page.
 
     prompt            [ known to the cache | ............................. | last page boundary | rest ]
     restore points                         ^ branch         ^ interval     ^ end
@@ -23,8 +23,8 @@ class RestorePointPlanner:
     """Chooses restore points.
 
     Args:
-        interval: tokens between restore points inside a prompt, rounded up to whole pages; 0 for none inside. No
-            chunk is longer.
+        interval: tokens between restore points inside a prompt, rounded up to whole pages; also the longest chunk.
+            0: only at branches and at the end.
     """
 
     def __init__(self, cache: SequenceCache, *, interval: int) -> None:
@@ -33,12 +33,11 @@ class RestorePointPlanner:
         self._is_needed = cache.has_points and cache.is_kept
 
     def plan(self, holding: Holding, start: int, num_tokens: int) -> list[int]:
-        """For a request that starts: where it leaves what the cache knows, and the last page boundary before its end.
+        """Choose positions for a starting request: where it diverges from the cache, and its last page boundary.
 
         Args:
-            holding: of the request.
-            start: tokens of it that are cached.
-            num_tokens: all of it.
+            start: number of cached tokens.
+            num_tokens: length of the prompt.
         """
         if not self._is_needed:
             return []
@@ -46,7 +45,7 @@ class RestorePointPlanner:
         return sorted(point for point in points if point > start)
 
     def end(self, run: Run, *, reach: int) -> int:
-        """Where its next chunk ends, if it may go as far as `reach`."""
+        """Return where the next chunk ends, at most at `reach`."""
         if not self._is_needed:
             return reach
         start = run.num_computed
@@ -56,25 +55,25 @@ class RestorePointPlanner:
             points = [*points, (start // self._interval + 1) * self._interval]
         if points and min(points) <= reach:
             return min(points)
-        # On a page boundary, where a request that has to stop here leaves what it has.
+        # On a page boundary, so that a request that stops here leaves its pages reusable.
         is_last, floor = reach == run.request.num_tokens, self._floor(reach)
         return reach if is_last or floor <= start else floor
 
     def is_point(self, run: Run) -> bool:
-        """Whether what it has computed now should become a restore point."""
+        """Whether to keep a restore point at the current position."""
         if not self._is_needed:
             return False
         return run.num_computed in run.restore_at or (self._interval > 0 and run.num_computed % self._interval == 0)
 
     def ask(self, request: Request, running: Sequence[Run]) -> None:
-        """Let running prompts leave a restore point where a waiting request goes another way, if they still can."""
+        """Ask running prompts for a restore point where a waiting request diverges, if they are not past it."""
         for other in self._serving(request, running):
             shared = self._floor(_shared_len(request, other.request))
             if shared > other.num_planned and shared not in other.restore_at:
                 bisect.insort(other.restore_at, shared)
 
     def is_worth_waiting(self, request: Request, cached_len: int, running: Sequence[Run]) -> bool:
-        """Whether a running prompt will leave a restore point behind the cached tokens of a waiting request."""
+        """Whether a running prompt will leave a restore point beyond a waiting request's cached tokens."""
         for other in self._serving(request, running):
             shared = self._floor(_shared_len(request, other.request))
             if cached_len <= other.num_computed and any(
@@ -84,10 +83,10 @@ class RestorePointPlanner:
         return False
 
     def _serving(self, request: Request, running: Sequence[Run]) -> list[Run]:
-        """Running prompts that could leave something for a request."""
+        """Running prompts that could leave a restore point for a request."""
         if not self._is_needed or request.is_scored:
             return []
-        # Those of lower priority may be kept from running by others.
+        # Prompts of lower priority may be starved by others.
         priority = request.spec.order[0]
         return [
             other
@@ -100,7 +99,7 @@ class RestorePointPlanner:
 
 
 def _shared_len(one: Request, other: Request) -> int:
-    """Tokens that two requests begin with alike, without the last of either: something must be left to compute."""
+    """Length of the common prefix, short of either's last token: at least one must be left to compute."""
     length = min(one.num_tokens, other.num_tokens) - 1
     # Copies: a view would keep the token arrays from growing.
     differs = np.frombuffer(one.packed(0, length), np.int32) != np.frombuffer(other.packed(0, length), np.int32)

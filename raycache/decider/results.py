@@ -1,4 +1,4 @@
-"""What the results of a step change: tokens of requests, the tree, and requests that end."""
+"""Applies the results of a step: appends tokens, inserts pages into the tree, ends requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raycache.wire.plan import Row, RowResult
 
 @dataclass(slots=True)
 class Results:
-    """Takes in the results of plans; `counts` are tokens by name of EngineStats."""
+    """Applies the results of plans; `counts` are token counts by field name of EngineStats."""
 
     queues: RequestQueues
     clock: Clock
@@ -30,7 +30,7 @@ class Results:
     hits: Hits = field(default_factory=Hits)
 
     def take(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
-        """Take in what came of a plan; one increment per request that got a token."""
+        """Apply a plan's results; returns one increment per request that got a token."""
         is_whole = not batch.loads or acks.bad_load < batch.loads[0]
         outputs = []
         for run, row, result in zip(batch.runs, batch.rows, results, strict=True):
@@ -45,10 +45,10 @@ class Results:
         return outputs
 
     def _take_load(self, run: Run, *, is_whole: bool, bad_load: int) -> bool:
-        """What was loaded for a row is the tree's now. After a failure its requests begin again: only the last that
-        failed is known, and loses what it loaded from; another one that failed will be known when it fails again."""
+        """Hand loaded pages to the tree. After a failed load, requests restart: only the last failure is reported, and
+        its host pages are dropped; an earlier one is found when it fails again."""
         request, load = run.request, run.holding.load
-        assert isinstance(load, PlannedLoad), "a row that is back was planned with its load"
+        assert isinstance(load, PlannedLoad), "a completed row was planned with its load"
         if is_whole:
             run.holding.finish_load(load, request.tokens, now=self.clock.step)
             return True
@@ -61,9 +61,9 @@ class Results:
 
     def _take_row(self, run: Run, row: Row, result: RowResult) -> RequestOutput | None:
         request = run.request
-        # One that is told to end is not planned ahead any more, so what a row is fed with is never thrown away.
+        # A request that is told to end is no longer planned ahead, so a token fed to a row is never discarded.
         end = row.start + row.num_tokens - row.num_drafts
-        assert end <= request.num_tokens, "a row of tokens that nobody knows"
+        assert end <= request.num_tokens, "a row reaches beyond the known tokens"
         tokens, reason = self.drafted.take(run, row, result)
         run.num_computed = end + max(len(tokens) - 1, 0)
         if result.scores:
@@ -88,7 +88,7 @@ class Results:
     def _add_tokens(
         self, run: Run, tokens: list[int], logprobs: list[TokenLogprob], reason: FinishReason | None
     ) -> RequestOutput:
-        """Take the last of a row's tokens in; the others are already."""
+        """Append the last of a row's tokens; the earlier ones already are."""
         request = run.request
         spec = request.spec
         if request.num_output == 0:
@@ -109,5 +109,5 @@ class Results:
 
 
 def _trim(entry: TokenLogprob, count: int) -> TokenLogprob:
-    """Only the alternatives that this request asked for; another row of the batch may have wanted more."""
+    """Keep only the alternatives that this request asked for; other rows of the batch may have asked for more."""
     return entry if len(entry.top) <= count else TokenLogprob(entry.token_id, entry.logprob, entry.top[:count])

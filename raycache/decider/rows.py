@@ -1,4 +1,4 @@
-"""The next rows of running requests: how many tokens, on which pages, with what is loaded or drafted for them."""
+"""Plans the next rows of running requests: token counts, pages, loads and draft tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raycache.wire.plan import Row
 
 @dataclass(frozen=True, slots=True)
 class RowPlanner:
-    """Adds rows to a plan, and takes pages for them from requests that are behind in order."""
+    """Adds rows to a plan, preempting requests that come later in order when pages run out."""
 
     cache: SequenceCache
     queues: RequestQueues
@@ -27,22 +27,22 @@ class RowPlanner:
     points: RestorePointPlanner
 
     def continue_running(self, batch: Batch) -> None:
-        """Decode rows, then chunks."""
+        """Add rows for running requests: decode first, then prompt chunks."""
         ready = self.ahead.ready(self.queues.running)
         ready.sort(key=lambda run: run.num_next > 1)
-        batch.draft_budget = max(0, batch.budget - len(ready)) // 2  # the rest is for those that wait
+        batch.draft_budget = max(0, batch.budget - len(ready)) // 2  # the rest is for waiting requests
         batch.next_draft_budget = batch.draft_budget
         is_short = False
         for run in ready:
             if batch.is_full:
                 break
-            # One that was planned before it may have taken its pages. When pages are short, those in flight come back:
-            # only then can they give theirs.
+            # A request planned earlier may have taken its pages. When pages are short, rows in flight must complete
+            # first: only then can their pages be taken.
             if run.request.run is run and not (is_short and run.num_in_flight):
                 is_short |= not self._continue(run, batch)
 
     def next_row(self, run: Run, batch: Batch) -> Row | None:
-        """Its next tokens, and drafts of those after them; None without pages, for which it may lose its own."""
+        """Plan a run's next tokens and drafts. None if there are no pages; the run itself may have been preempted."""
         count = self._chunk_len(run, batch)
         drafted = self.drafted.draft(run, count, batch)
         if drafted is not None:
@@ -51,18 +51,19 @@ class RowPlanner:
         return None if capacity is None else run.next_row(count, capacity)
 
     def plan_load(self, run: Run, batch: Batch) -> None:
-        """Plan the moves that a row with pages needs, if any."""
+        """Plan the host-to-device moves that a row needs, if any."""
         if (load := run.holding.plan_load()) is not None:
             batch.loads.append(load.number)
             batch.num_loaded += load.position - load.first * self.cache.page_size
 
     def _continue(self, run: Run, batch: Batch) -> bool:
-        """Give a running request its next tokens; it may lose its pages, or take those of requests behind it.
+        """Add a running request's next tokens; may preempt it, or requests behind it.
 
-        What storage has brought in the meantime is loaded, not computed: a long prefix comes from both sides.
+        Pages that storage has fetched meanwhile are loaded instead of computed, so that a long prefix is filled from
+        both sides.
 
         Returns:
-            Whether there were pages.
+            Whether there were enough pages.
         """
         before = run.num_computed
         if run.request.prefetch is not None:
@@ -82,7 +83,7 @@ class RowPlanner:
         request, start = run.request, run.num_computed
         if run.num_in_flight or not run.has_more_to_load:
             return
-        assert request.prefetch is not None, "there is something to load"
+        assert request.prefetch is not None, "there are tokens to load, but no prefetch"
         if self.cache.costs.is_load_worth(request.prefetch.end - start):
             run.num_computed = run.holding.load_more(request.tokens, start, now=self.clock.step)
 
@@ -93,7 +94,7 @@ class RowPlanner:
             request.report = request.report.with_fetched(num_tokens, is_all=is_all)
 
     def _chunk_len(self, run: Run, batch: Batch) -> int:
-        """Tokens of the next row."""
+        """Number of tokens in the next row."""
         wanted, start = run.num_next, run.next_start
         if wanted == 1:
             return 1
@@ -101,7 +102,7 @@ class RowPlanner:
         return count if count == 1 else self.points.end(run, reach=start + count) - start
 
     def _reserve(self, run: Run, count: int, batch: Batch) -> Capacity | None:
-        """Pages for `count` more tokens; None if the request has to wait."""
+        """Reserve pages for `count` more tokens; None if the request has to wait."""
         start, queues = run.next_start, self.queues
         while (capacity := run.holding.reserve(start, start + count)) is None:
             victim = queues.victim(batch, behind=run.request)

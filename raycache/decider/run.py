@@ -1,4 +1,4 @@
-"""One stay of a request on the ranks, from its admission until it has given everything back."""
+"""The resources and progress of a request from admission until everything is released."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from raycache.wire.plan import NO_PAGES, UNKNOWN, Row
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """What a running request holds, and how far it is.
+    """What a running request holds, and its progress.
 
     tokens    [ prompt ......................... | output ... ]
-    computed  [ cached | chunks done so far ]                      state of these is in what it holds
+    computed  [ cached | chunks done so far ]                      their state is in its pages
     planned   [ .............................. | rows in flight ]  up to one token behind `tokens`: the next one
 
     Attributes:
-        slot: on the ranks.
-        num_planned: as num_computed, once the rows in flight are done.
-        restore_at: positions, ascending, at which a chunk ends and leaves a restore point.
-        num_in_flight: plans that are out and have a row of it, up to 2.
+        slot: index of its per-request state on the ranks.
+        num_planned: value of num_computed once the rows in flight are done.
+        restore_at: ascending token positions at which a chunk must end and leave a restore point.
+        num_in_flight: plans in flight with a row of it, up to 2.
     """
 
     request: Request
@@ -41,34 +41,34 @@ class Run:
 
     @property
     def next_start(self) -> int:
-        """Position of the first token of its next row."""
+        """Position of the first token of the next row."""
         return self.num_planned if self.num_in_flight else self.num_computed
 
     @property
     def num_next(self) -> int:
-        """As `remaining`, once the rows in flight are done."""
+        """Value of `remaining` once the rows in flight are done."""
         return max(self.request.num_tokens - self.next_start, 1)
 
     @property
     def is_fed(self) -> bool:
-        """Whether the token of its next row is still being sampled."""
+        """Whether the input token of the next row is still being sampled."""
         return self.num_in_flight > 0 and self.num_planned == self.request.num_tokens
 
     @property
     def wants_row(self) -> bool:
-        """Whether it goes on, as far as is known: the token that is being sampled may still end it."""
+        """Whether it needs another row, as far as is known: the token being sampled may still end it."""
         request = self.request
         is_last_sampled = self.is_fed and request.num_tokens + 1 >= request.spec.max_len
         return request.phase is Phase.RUNNING and request.ending is None and not is_last_sampled
 
     @property
     def has_more_to_load(self) -> bool:
-        """Whether storage has brought tokens of its prompt that are not computed yet."""
+        """Whether storage has fetched prompt tokens beyond those computed."""
         prefetch = self.request.prefetch
         return prefetch is not None and prefetch.end > self.next_start and self.num_next > 1 and self.request.may_load
 
     def next_row(self, count: int, capacity: Capacity, drafts: PackedTokens = b"", *, num_next_drafts: int = 0) -> Row:
-        """Its next `count` tokens for a plan, and packed draft tokens after them, with capacity for both."""
+        """Make the row of the next `count` tokens, followed by packed draft tokens; `capacity` covers both."""
         request = self.request
         start, is_fed = self.next_start, self.is_fed
         stop = start + count

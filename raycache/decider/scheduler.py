@@ -1,15 +1,15 @@
-"""Which tokens of which requests the ranks compute next, and on which pages.
+"""Decides which tokens of which requests the ranks compute next, and on which pages.
 
-One step in order: end what is cancelled or late (queues.py); decode rows of running requests; next chunks of
-prompts that are under way (rows.py); new requests, while the token budget lasts (admission.py). When pages run out,
-cached ones are evicted, then the running request that is last in order gives its pages back and waits again; what it
+One step, in order: end cancelled and late requests (queues.py); decode rows of running requests; next chunks of
+prompts in progress (rows.py); new requests, while the token budget lasts (admission.py). When pages run out,
+cached ones are evicted, then the running request that is last in order releases its pages and waits again; what it
 computed stays in the tree, so it resumes from there unless that is evicted too.
 
-Models with windows or recurrent states can be continued only from restore points. Chunks end where one is worth keeping
+Models with windows or recurrent states can resume only from restore points. Chunks end where one is worth keeping
 (restore_points.py): at the last page boundary of a prompt, where prompts branch, and at intervals.
 
-With one pipeline stage a step can be planned while the one before runs (ahead.py). Where sequences live is decided in
-cache/sequences.py. Knows no clock: `now_s` is handed in.
+With one pipeline stage a step can be planned while the previous one runs (ahead.py). cache/sequences.py decides where
+sequences live. Reads no clock: callers pass `now_s`.
 """
 
 from __future__ import annotations
@@ -36,23 +36,22 @@ from raycache.types import CacheCommand, EngineStats, FinishReason, RequestOutpu
 from raycache.wire.plan import RowResult, StepPlan
 
 _MAX_LOSSES = 3
-"""Gangs that a request may be in flight on when they are lost; fewer than an engine rebuilds one after another."""
+"""A request in flight during this many successive gang losses fails; below the engine's limit of restarts."""
 
 _CLOSE_S = 1.0
-"""How long calls to a storage may take to end."""
+"""Timeout of outstanding storage calls at shutdown."""
 
 
 class Scheduler:
-    """Decides steps.
+    """Plans steps and applies their results.
 
     Args:
-        micro_batches: stages of the pipeline; running requests are spread over so many plans. With one, a step that is
-            asked for while another is in flight is planned ahead.
+        micro_batches: pipeline stages; running requests are spread over as many plans. With one, a step requested while
+            another is in flight is planned ahead.
         restore_interval: tokens between restore points inside a prompt; 0 for none inside.
     Attributes:
-        cache, drafts: as given.
-        queues: requests that wait or run.
-        ahead: when a step is planned while another is in flight.
+        queues: waiting and running requests.
+        ahead: rules for planning a step while another is in flight.
     """
 
     def __init__(
@@ -79,16 +78,16 @@ class Scheduler:
         self._results = Results(queues, clock, drafted, points)
 
     def add(self, spec: RequestSpec, tokens: Sequence[int], *, now_s: float) -> None:
-        """Queue a request whose tokens fit the pool, and look for its prefix in storage."""
+        """Queue a request that fits the pool, and look up its prefix in storage."""
         self._clock.now_s = now_s
         request = Request(spec, bytearray(np.asarray(tokens, np.int32).tobytes()), self.drafts.new_state())
         self._admission.queue(request)
 
     def restart(self, acks: Acks) -> None:
-        """Take all requests back to the queue and forget all pages: the ranks that held them are gone.
+        """Requeue all requests and forget all pages: the ranks that held them are gone.
 
-        Page moves are numbered on from what the new ranks have acknowledged, which is nothing unless they are the old.
-        One that was in flight at too many losses may be their cause and ends with an error.
+        Move numbers continue from the new ranks' acknowledgements, zero unless the old ranks are reused. A request
+        that was in flight at too many losses may be their cause, so it fails.
         """
         self.cache.transfers.lose()
         for run in list(self.queues.running):
@@ -108,10 +107,10 @@ class Scheduler:
         """Plan the next step.
 
         Args:
-            now_s: clock of the deadlines.
+            now_s: current time, on the clock of the deadlines.
         Returns:
-            The last increments of requests that are cancelled or late and not in flight, and the plan; None when
-            nothing can run now.
+            Final increments of cancelled and late requests that are not in flight, and the plan; None if nothing can
+            run now.
         """
         return self.queues.take_ended(now_s), self._plan()
 
@@ -147,36 +146,36 @@ class Scheduler:
         return batch
 
     def heartbeat(self, *, is_last: bool = False) -> StepPlan:
-        """An empty step, that tells the ranks that the decider lives, or that they may end."""
+        """An empty step that tells the ranks that the decider is alive or, with `is_last`, that they may exit."""
         self._clock.step += 1
         return StepPlan(self._clock.step, is_last=is_last)
 
     def acknowledge(self, acks: Acks, *, now_s: float) -> None:
-        """Take in how far the ranks are with page moves, and what storage has brought."""
+        """Apply the ranks' progress of page moves, and pages fetched from storage."""
         self._clock.now_s = now_s
         self.cache.acknowledge(acks, now=self._clock.step, now_s=now_s)
 
     def close(self) -> None:
-        """Ask no storage any more."""
+        """Stop using storage."""
         self.cache.storage.close(_CLOSE_S)
 
     def wait_for_moves(self, timeout_s: float) -> None:
-        """Wait a little: nothing can run before pages have moved."""
+        """Wait for page moves, when nothing can run before they are done."""
         if self.cache.storage.num_open:
             self.cache.storage.wait(timeout_s)
         else:
             time.sleep(timeout_s)
 
     def complete(self, batch: Batch, results: list[RowResult], acks: Acks) -> list[RequestOutput]:
-        """Take in the results of a plan that `schedule` made; one increment per request that got a token."""
+        """Apply the results of a plan from `schedule`; returns one increment per request that got a token."""
         return self._results.take(batch, results, acks)
 
     def admin(self, command: CacheCommand, *, root: bytes) -> CommandResult:
-        """Carry out an operator's command for the tenant whose prefixes begin at `root`."""
+        """Start an operator's command for the tenant whose root digest is `root`."""
         return carry_out(command, self.cache, stats=self.stats(), root=root, now=self._clock.step)
 
     def stats(self) -> EngineStats:
-        """Counters and balances."""
+        """Current counters and gauges."""
         hits, tiers = self._results.hits, self.cache.tiers()
         return EngineStats(
             steps=self._clock.step,

@@ -1,4 +1,4 @@
-"""Requests that wait, in order of priority and arrival."""
+"""Waiting requests, ordered by priority, then arrival."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raycache.decider.request import Phase, Request
 
 
 class WaitingQueue:
-    """A heap; those that end while they wait stay in it until they come up, or are too many."""
+    """A heap with lazy deletion: requests that end while waiting stay until they reach the top or are too many."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Request]] = []
@@ -18,46 +18,46 @@ class WaitingQueue:
         return self._count
 
     def push(self, request: Request) -> None:
-        """Add a request, which waits from now on."""
+        """Add a request."""
         self._count += 1
         self._put(request)
 
     def first(self) -> Request | None:
-        """The one that comes first."""
+        """The first request, or None."""
         while self._heap and self._heap[0][1].phase is not Phase.WAITING:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def peek(self, count: int) -> list[Request]:
-        """Some `count` of those that come first, or fewer, in no strict order."""
+        """Up to `count` requests near the front, roughly in order."""
         return [request for _, request in self._heap[:count] if request.phase is Phase.WAITING]
 
     def set_aside(self) -> Request:
-        """Take the first out of the order for a moment; it still waits."""
+        """Remove the first request from the heap temporarily; it still counts as waiting."""
         request = self.first()
         assert request is not None, "nobody waits"
         heapq.heappop(self._heap)
         return request
 
     def put_back(self, requests: list[Request]) -> None:
-        """Undo `set_aside` for those that still wait."""
+        """Undo `set_aside` for requests that are still waiting."""
         for request in requests:
             self._put(request)
 
     def pop(self) -> Request:
-        """Take the first out."""
+        """Remove and return the first request."""
         self._count -= 1
         return self.set_aside()
 
     def drop(self) -> None:
-        """Count out a request that ended while it waited, phase included."""
+        """Remove a request that ended while waiting."""
         self._count -= 1
         if len(self._heap) > 2 * self._count + 64:
             self._heap = [entry for entry in self._heap if entry[1].phase is Phase.WAITING]
             heapq.heapify(self._heap)
 
     def check(self) -> None:
-        """Assert that the count is right."""
+        """Assert that the count matches the heap."""
         waiting = sum(request.phase is Phase.WAITING for _, request in self._heap)
         assert waiting == self._count, f"{self._count} waiting requests counted, there are {waiting}"
 
