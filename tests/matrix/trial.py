@@ -336,7 +336,7 @@ class Trial:
     def rows(self, holding: Holding) -> list[Rows]:
         """What every rank keeps of a prefix: pages from its begin on, states at its end."""
         units = {space: [page for page in ids if page >= 0] for space, ids in holding.tables().items()}
-        self.gang.ask(Read({**units, "state": [holding.state] if holding.state >= 0 else []}))
+        self.gang.ask(Read({**units, "state": [holding.units.state] if holding.units.state >= 0 else []}))
         return self.gang.answers()
 
 
