@@ -1,1 +1,1 @@
-"""Which prefix lies where: decisions only, no tensors."""
+"""Decides which prefix is cached in which tier; moves no tensors."""

@@ -1,13 +1,13 @@
-"""What the host tier holds, in shared memory, so that whoever decides next finds it.
+"""Catalog of the host tier in shared memory, from which the next decider recovers the tree.
 
-Written by the decider alone and read after its death, which may have come between any two stores: a record's `valid`
-byte is cleared before the record changes and set after it is whole.
+Only the decider writes it. It may die between any two stores, so a record's `valid` byte is cleared before the record
+changes and set once it is complete.
 
     page    valid 1 | digest 32 | parent 4 | seed 32 (used at the first page of a prefix) | tokens 4 * S
     point   valid 1 | per space: number of ids 4, ids 4 * width         the restore point at the end of that page
 
-Record i is that of host page i; all fields are arrays of their own. What is read back is verified: a page's digest has
-to be that of its parent's digest and its tokens (keys.py).
+Record i describes host page i; each field is a separate array. Recovery verifies every page: its digest must follow
+from its parent's digest and its tokens (keys.py).
 """
 
 # Shapes in this file: N host pages, S tokens per page, P pages of one call.
@@ -33,18 +33,18 @@ _DIGEST = np.dtype(f"V{DIGEST_BYTES}")
 _NONE = -1
 
 Holds = Callable[[str, Sequence[int], Sequence[int]], Sequence[bool]]
-"""Whether slots hold what they should: space, units, the tags of their digests -> one answer per unit."""
+"""(space, units, expected tags) -> for each unit, whether its slot holds the state with that tag."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A prefix that was found, from its first page to the last that anything was recorded of.
+    """A recovered prefix, from its first page to the last recorded one.
 
     Attributes:
-        seed: of its chain.
-        tokens: packed, whole pages.
-        pages: host ids.
-        points: (length in pages, parts), the shortest first; a point that branches share is in the first of them.
+        seed: start of its digest chain (keys.py).
+        tokens: packed; whole pages.
+        pages: host page ids, in order.
+        points: restore points as (length in pages, parts), ascending; one shared by branches is listed in the first.
     """
 
     seed: bytes
@@ -54,9 +54,9 @@ class Branch:
 
 
 def slots_hold(arena: Arena) -> Holds:
-    """Looks at the headers of an arena: a unit is held if the slots of all its ranks say its tag.
+    """Check slot headers in an arena: a unit is intact if the slots of all its ranks carry its tag.
 
-    What ranks of other nodes have lost since the unit was recorded is found out when it is loaded.
+    Units lost on other nodes are not seen here; loading them fails later.
     """
     headers = {
         space: [arena.headers(rank, space) for rank in arena.layout.ranks if arena.layout.pieces(rank, space)]
@@ -74,13 +74,13 @@ def slots_hold(arena: Arena) -> Holds:
 
 
 class Catalog:
-    """Records of host pages and of the restore points at their ends.
+    """Records of host pages and of restore points at their ends.
 
     Args:
-        memory: at least `num_bytes`, zeroes when it is new.
-        sizes: component space -> units of the host tier.
+        memory: at least `num_bytes` long; zeroed when new.
+        sizes: component space -> number of host units.
         page_size: tokens per page.
-        part_widths: space -> most ids that one restore point has of it; 1 for state slots.
+        part_widths: space -> maximum ids per restore point; 1 for state slots.
     """
 
     def __init__(
@@ -92,21 +92,21 @@ class Catalog:
 
     @staticmethod
     def num_bytes(*, sizes: Mapping[str, int], page_size: int, part_widths: Mapping[str, int]) -> int:
-        """That a catalog takes."""
+        """Bytes that a catalog of these sizes needs."""
         fields = _fields(sizes[FULL], page_size, part_widths)
         return sum(_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in fields)
 
     def add_pages(
         self, ids: PageIds, *, digests: Sequence[bytes], tokens: PackedTokens, parent: int, seed: bytes
     ) -> None:
-        """Record pages that follow each other.
+        """Record consecutive pages.
 
         Args:
-            ids: host pages, P of them.
-            digests: of each.
-            tokens: of exactly these pages, P * S packed.
-            parent: host page before them, -1 for none.
-            seed: of the chain.
+            ids: P host pages.
+            digests: P digests.
+            tokens: packed, exactly P * S.
+            parent: preceding host page, -1 if they start a prefix.
+            seed: start of the digest chain.
         """
         if not len(ids):
             return
@@ -122,17 +122,17 @@ class Catalog:
         records.valid[ids] = 1
 
     def drop_pages(self, ids: PageIds) -> None:
-        """Forget pages, and the restore points that end there."""
+        """Erase the records of pages, with the restore points at their ends."""
         self._records.has_point[ids] = 0
         self._records.valid[ids] = 0
 
     def digests(self, ids: PageIds) -> list[bytes]:
-        """Of pages that are recorded."""
+        """Digests of recorded pages, 32 bytes each."""
         found: list[bytes] = self._records.digests[ids].tolist()
         return found
 
     def add_point(self, page: int, parts: Parts) -> None:
-        """Record the restore point at the end of a page; it has parts of every point space."""
+        """Record the restore point at the end of a page; `parts` must cover every point space."""
         assert set(parts) == set(self._widths), f"a restore point has parts of {set(self._widths)}, got {set(parts)}"
         records = self._records
         records.has_point[page] = 0
@@ -142,16 +142,16 @@ class Catalog:
         records.has_point[page] = 1
 
     def drop_point(self, page: int) -> None:
-        """Forget the restore point at the end of a page."""
+        """Erase the restore point at the end of a page."""
         self._records.has_point[page] = 0
 
     def recover(self, holds: Holds = lambda space, units, tags: [True] * len(units)) -> list[Branch]:
-        """Read what an earlier decider left; what is wrong or hangs at nothing is marked invalid.
+        """Read an earlier decider's records; damaged and unreachable ones are marked invalid.
 
         Args:
-            holds: to look at the headers of the slots, too.
+            holds: check of the slots' headers.
         Returns:
-            Branches that give all pages and points when they are put into a RadixTree in turn.
+            Branches that restore all pages and points when inserted into a RadixTree in this order.
         """
         records = self._records
         chains = _Chains(records, holds)
@@ -171,7 +171,7 @@ class Catalog:
         ]
 
     def _points(self, chains: _Chains, holds: Holds) -> dict[int, Parts]:
-        """Restore points by the page at whose end they stand, if all their parts are what they should be."""
+        """Restore points with intact parts, by the page at whose end they stand."""
         points, taken = dict[int, Parts](), set[tuple[str, int]]()
         most = max(self._widths.values(), default=0)
         for path, first in chains.paths():
@@ -181,7 +181,7 @@ class Catalog:
                     parts, chains.tags(path[max(0, number + 1 - most) : number + 1]), holds
                 ):
                     continue
-                # Window pages are shared by points, a state slot belongs to one.
+                # Restore points may share window pages, but not state slots.
                 own = {(space, unit) for space, units in parts.items() for unit in units if self._widths[space] == 1}
                 if not own & taken:
                     points[path[number]] = parts
@@ -189,7 +189,7 @@ class Catalog:
         return points
 
     def _point(self, page: int) -> Parts | None:
-        """The restore point at the end of a page, if there is one and its ids exist."""
+        """The restore point at the end of a page, or None if there is none or its ids are out of range."""
         if not self._records.has_point[page]:
             return None
         parts = dict[str, Sequence[int]]()
@@ -204,13 +204,13 @@ class Catalog:
 
 
 class _Records:
-    """The arrays, each with one entry per host page.
+    """The catalog's arrays, with one entry per host page.
 
     Attributes:
         valid, has_point: 0 or 1.
         digests, tokens, seeds: as bytes.
         parents: host pages, -1 for none.
-        num_parts, parts: space -> ids of the restore point, how many and which.
+        num_parts, parts: space -> number of ids of the restore point, and the ids.
     """
 
     def __init__(self, memory: memoryview, fields: Iterable[_Field], *, spaces: Sequence[str]) -> None:
@@ -228,7 +228,7 @@ _Field = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 def _fields(num_pages: int, page_size: int, part_widths: Mapping[str, int]) -> list[_Field]:
-    """The arrays in the order in which they lie in memory."""
+    """The arrays, in memory order."""
     flag, number = np.dtype(np.uint8), np.dtype(np.int32)
     types = (flag, flag, _DIGEST, _DIGEST, np.dtype(f"V{4 * page_size}"), number)
     fields: list[_Field] = [(dtype, (num_pages,)) for dtype in types]
@@ -242,10 +242,10 @@ def _aligned(num_bytes: int) -> int:
 
 
 class _Chains:
-    """The pages that hang together, verified from the first of a prefix on.
+    """Pages reachable from the first page of a prefix, with verified digests.
 
     Attributes:
-        depths: page -> its number in the prefix; parents come before children, each child with all that follows it.
+        depths: page -> its index in the prefix, in depth-first order: parents before children.
     """
 
     def __init__(self, records: _Records, holds: Holds) -> None:
@@ -259,11 +259,11 @@ class _Chains:
         self.depths = self._verified(children)
 
     def tags(self, pages: Sequence[int]) -> list[int]:
-        """Of the digests of pages."""
+        """Tags of the pages' digests."""
         return [tag_of(digest) for digest in self._records.digests[pages].tolist()]
 
     def paths(self) -> Iterator[tuple[list[int], int]]:
-        """(pages from the first on to one that none follows, how many of them the path before had, too)."""
+        """For each leaf: (pages from the root to it, how many of them the previous path shares)."""
         path, num_known = list[int](), 0
         for page, depth in self.depths.items():
             if depth < len(path):
@@ -279,7 +279,7 @@ class _Chains:
         while waiting:
             page, depth = waiting.pop()
             digest = self._records.digests[page].tobytes()
-            # One that is there twice has been moved by a decider that died before it could drop the old one.
+            # A duplicate was being moved by a decider that died before it could drop the old record.
             if digest not in known and digest == self._digest(page):
                 known.add(digest)
                 depths[page] = depth
@@ -287,7 +287,7 @@ class _Chains:
         return depths
 
     def _digest(self, page: int) -> bytes:
-        """What the digest of a page has to be."""
+        """The expected digest of a page."""
         records = self._records
         parent = int(records.parents[page])
         before = records.seeds[page] if parent == _NONE else records.digests[parent]
@@ -296,7 +296,7 @@ class _Chains:
 
 
 def _are_held(parts: Parts, tags: Sequence[int], holds: Holds) -> bool:
-    """Whether the slots hold what belongs to the last of these pages; a space has a unit for each, or one for all."""
+    """Whether the slots of a restore point hold the state of these last pages: a unit for each page, or one for all."""
     return all(
         len(units) <= len(tags) and all(holds(space, units, tags[len(tags) - len(units) :]))
         for space, units in parts.items()

@@ -1,8 +1,7 @@
-"""Whether it is faster to move a prefix than to compute it, from what both took lately.
+"""Estimates from recent measurements whether moving a prefix is faster than computing it.
 
-A slower tier is never used because it is there. As long as one side was not measured a few times, moving is assumed to
-be worth it: a single measurement on a busy machine says little. A tier that was found too slow is tried again now and
-then.
+A tier is used only if it saves time. Until both sides were measured a few times, moving is assumed to be faster: a
+single measurement on a busy machine says little. A tier that was too slow is retried occasionally.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _WEIGHT = 0.2  # of the newest measurement
-_LEAST_TOKENS = 32  # shorter steps and moves say more about overheads
+_LEAST_TOKENS = 32  # shorter steps and moves mostly measure overhead
 _RETRY_EVERY = 32
-_PATIENCE_S = 0.1  # of who waits for a fetch: what is less may be the machine's doing, not the storage's
+_PATIENCE_S = 0.1  # shorter delays of a fetch may be noise of the machine, not the storage
 ENOUGH = 3
-"""Measurements after which a pace is known."""
+"""Measurements needed before a pace is used."""
 
 
 @dataclass(slots=True)
@@ -26,11 +25,11 @@ class Pace:
 
     @property
     def known(self) -> float:
-        """Seconds per token, 0 before there were `ENOUGH` measurements."""
+        """Seconds per token; 0 before `ENOUGH` measurements."""
         return self.s_per_token if self.num_measured >= ENOUGH else 0.0
 
     def note(self, seconds: float, num_tokens: int) -> None:
-        """Take in a measurement."""
+        """Add a measurement."""
         if num_tokens < _LEAST_TOKENS or seconds <= 0:
             return
         new = seconds / num_tokens
@@ -53,15 +52,15 @@ class Costs:
         """Whether fetching so many tokens from storage, and loading them, beats computing them.
 
         Args:
-            num_tokens: that are still missing.
-            waited_s: what the request has waited for them already.
+            num_tokens: tokens still missing.
+            waited_s: seconds that the request has already waited for them.
         """
         left_s = (self.fetch.known + self.load.known) * num_tokens
-        # One that was taken for faster than it is ends as well: whoever waits for it gives up in time.
+        # Also bounds the wait for a storage that was estimated too fast.
         return self._is_worth(max(left_s, waited_s if waited_s > _PATIENCE_S else 0.0), num_tokens)
 
     def figures(self) -> dict[str, float]:
-        """For people and metrics."""
+        """Current paces, for status output and metrics."""
         return {
             "compute_us_per_token": 1e6 * self.compute.s_per_token,
             "load_us_per_token": 1e6 * self.load.s_per_token,

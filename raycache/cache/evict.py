@@ -1,12 +1,12 @@
-"""In which order what nobody uses is given up.
+"""Eviction policies, and the order in which unused prefixes are evicted.
 
     lru        least recently used first
     lfu        fewest matches first, ties least recently used first
-    priority   lowest priority first, ties least recently used first; a priority holds for a time and is 0 after it
+    priority   lowest priority first, ties least recently used first; a priority may expire, after which it is 0
 
-What a policy looks at is kept where a handle ends, in nodes and in restore points, and handed up to the parent when a
-node goes: a prefix is at least as used as what hung below it. One lazy heap has an entry per candidate; use does not
-touch the heap, an entry is put right when it comes first:
+Usage is recorded where a handle ends, in nodes and restore points, and passed to the parent when a node is evicted: a
+prefix counts as used at least as much as its continuations. A lazy heap has one entry per candidate; a use does not
+touch the heap, and an outdated entry is corrected when it reaches the top:
 
     heap    (value when pushed, number of the entry, item)        item.entry is 0 or the number of its valid entry
 """
@@ -27,25 +27,25 @@ Value = tuple[int, int]
 """The policy's rank, then the time of last use."""
 
 Worth = Callable[[Evictable, float], Value]
-"""What an item is worth at a time."""
+"""(item, time) -> its value; the smallest is evicted first."""
 
 _PLAIN: Claims = ((0, math.inf),)
 T = TypeVar("T", bound=Evictable)
 
 
 class Eviction(StrEnum):
-    """What goes first."""
+    """Eviction policy: what is evicted first."""
 
     LRU = "lru"
     LFU = "lfu"
     PRIORITY = "priority"
 
     def claims_of(self, priority: int, until_s: float) -> Claims:
-        """What a use with this priority claims.
+        """The claims of a use with this priority.
 
         Args:
             priority: may be negative.
-            until_s: when it counts as 0 again, on the clock of `tick`; 0.0 for never.
+            until_s: when it expires, on the clock of `tick`; 0.0: never.
         """
         if self is not Eviction.PRIORITY:
             return ()
@@ -53,7 +53,7 @@ class Eviction(StrEnum):
 
     @property
     def worth(self) -> Worth:
-        """The function that tells what an item is worth at a time; the smallest goes first."""
+        """The policy's function from item and time to value; the smallest is evicted first."""
         match self:
             case Eviction.LRU:
                 return lambda item, now_s: (0, item.last_used)
@@ -68,11 +68,11 @@ class Leaving:
     """The end of a prefix, or a restore point, just before it is evicted.
 
     Attributes:
-        root: of the tree that it is in.
-        tokens: packed, from the first one of the root to the end of what goes.
-        pages: ids of the whole path up to there.
-        num_kept: pages of the path that stay, its first ones.
-        point: restore point at the end, which goes, too; None if there is none.
+        root: seed of its tree of prefixes.
+        tokens: packed, from the start of the prefix to the end of what is evicted.
+        pages: page ids of the whole path.
+        num_kept: first pages of the path that stay cached.
+        point: restore point at the end, which is evicted as well, or None.
     """
 
     root: bytes
@@ -86,32 +86,32 @@ class Leaving:
         return self.pages[first:]
 
     def release(self, is_saved: bool) -> None:
-        """Nothing is held: what is saved of it is copied before its pages are written again."""
+        """Do nothing: saves copy the pages before they are overwritten, so none are locked."""
 
 
 class EvictionOrder(Generic[T]):
-    """Candidates, each at most once, in the order of a value that use raises and only time may lower.
+    """Eviction candidates, each at most once, ordered by a value that use raises and only time lowers.
 
     Args:
-        worth: of an item at the time of `now_s`.
+        worth: value of an item at a time in seconds; the smallest is evicted first.
     Attributes:
-        now_s: the clock of priorities, in seconds since whenever.
+        now_s: clock on which priorities expire, in seconds from an arbitrary origin.
     """
 
     def __init__(self, worth: Callable[[T, float], Value]) -> None:
         self._worth = worth
         self.now_s = 0.0
         self._heap: list[tuple[int, int, int, T]] = []
-        self._expiries: list[tuple[float, int, T]] = []  # when the value that an entry was pushed with falls
-        self._num_pushes = 0  # makes entries unique, and ties first come, first served
+        self._expiries: list[tuple[float, int, T]] = []  # when the value of an entry falls
+        self._num_pushes = 0  # makes entries unique; ties go in order of insertion
         self._num_valid = 0
-        self._most = 64  # entries before the void ones are thrown out
+        self._most = 64  # heap size at which void entries are removed
 
     def __len__(self) -> int:
         return self._num_valid
 
     def push(self, item: T) -> None:
-        """Make an item a candidate, if it is not one already."""
+        """Make an item a candidate, if it is not one yet."""
         if item.entry:
             return
         self._num_pushes += 1
@@ -126,13 +126,13 @@ class EvictionOrder(Generic[T]):
             self._throw_out_void()
 
     def void(self, item: T) -> None:
-        """Take an item out, if it is a candidate."""
+        """Remove an item, if it is a candidate."""
         if item.entry:
             item.entry = 0
             self._num_valid -= 1
 
     def first(self) -> T | None:
-        """The item that goes first, which stays a candidate; None if there is none. Costs O(log n) per entry passed."""
+        """The candidate to evict first, or None. It stays a candidate. O(log n) per outdated entry."""
         while self._heap:
             rank, last_used, entry, item = self._heap[0]
             if entry == item.entry:
@@ -145,7 +145,7 @@ class EvictionOrder(Generic[T]):
         return None
 
     def tick(self, now_s: float) -> None:
-        """Set the clock; those whose priority has expired move forward."""
+        """Set the clock; items whose priority has expired move forward."""
         self.now_s = max(self.now_s, now_s)
         while self._expiries and self._expiries[0][0] <= self.now_s:
             _, entry, item = heapq.heappop(self._expiries)
@@ -154,12 +154,14 @@ class EvictionOrder(Generic[T]):
                 self.push(item)
 
     def check(self, candidates: set[T]) -> None:
-        """Assert that exactly these are candidates, none later in the heap than it has to be."""
+        """Assert that exactly these are candidates, none later in the heap than its value demands."""
         queued = [(entry[:2], entry[3]) for entry in self._heap if entry[2] == entry[3].entry]
         assert len({item for _, item in queued}) == len(queued) == self._num_valid, "an item is in the heap twice"
         assert {item for _, item in queued} == candidates, "entries and the heap disagree"
-        assert all(value <= self._worth(item, self.now_s) for value, item in queued), "a heap entry is too young"
-        assert max(len(self._heap), len(self._expiries)) <= self._most, "the heap keeps items that are gone"
+        assert all(value <= self._worth(item, self.now_s) for value, item in queued), (
+            "a heap entry has a higher value than its item"
+        )
+        assert max(len(self._heap), len(self._expiries)) <= self._most, "the heap has too many void entries"
 
     def _throw_out_void(self) -> None:
         self._heap = [entry for entry in self._heap if entry[2] == entry[3].entry]

@@ -1,7 +1,7 @@
-"""What goes when a tree needs pages or units of restore points, and how it goes.
+"""Evicts pages and restore points from a tree.
 
-Free leaves of the trie go from their ends, restore points as a whole, both in the order of evict.py. What goes may be
-looked at before it does (`Leaving`), and leaves a ghost if it was evicted.
+Free leaves of the trie are trimmed from their ends, restore points are dropped whole, both in the order of evict.py.
+`on_leave` sees what is about to be evicted (`Leaving`); evicted pages leave a ghost.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from raycache.cache.trie import Trie
 from raycache.memory.pages import PageIds
 
 NO_PAGES: PageIds = np.empty(0, np.int32)
-_USELESS: Value = (-(1 << 62), 0)  # goes before all else, first come, first served
+_USELESS: Value = (-(1 << 62), 0)  # evicted before all else, in order of insertion
 
 
 class Evictor:
-    """Gives up what nobody protects.
+    """Evicts what no handle protects.
 
     Args:
-        trie: whose leaves are given up.
+        trie: its leaves are evicted.
         eviction: the policy.
-        has_points: whether prefixes can be continued from restore points only.
-        on_drop: takes restore points that are given up.
-        on_leave: sees what is evicted just before it is; None costs nothing.
+        has_points: whether prefixes can be resumed only from restore points.
+        on_drop: called with each dropped restore point.
+        on_leave: called just before an eviction, or None.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Evictor:
 
     @property
     def num_points(self) -> int:
-        """Restore points that stand in the tree."""
+        """Restore points in the tree."""
         return len(self._points)
 
     def tick(self, now_s: float) -> None:
-        """Set the clock that priorities expire by, in seconds."""
+        """Set the clock on which priorities expire, in seconds."""
         self._leaves.tick(now_s)
         self._points.tick(now_s)
 
@@ -63,53 +63,53 @@ class Evictor:
         self._points.push(point)
 
     def touch(self, node: Node, claims: Claims, *, is_counted: bool) -> None:
-        """Count the restore point at the end of a node, if there is one, as used."""
+        """Count a use of the restore point at the end of a node, if there is one."""
         if node.point is not None and node.has_point:
             self._num_touches += 1
             node.point.use(self._num_touches, claims)
             node.point.num_uses += is_counted
 
     def freed(self, node: Node) -> None:
-        """Take in that something which kept a node from being evicted is gone."""
+        """Reconsider a node for eviction after a lock, child or restore point of it is gone."""
         if node.is_free_leaf:
             self._leaves.push(node)
         elif isinstance(node, Root) and not (node.children or node.is_protected):
             del self._trie.roots[node.seed]  # clients choose salts: there may be any number of them
 
     def evict(self, num_pages: int) -> PageIds:
-        """Evict the last pages of free leaves: `num_pages`, or all that can go."""
+        """Evict the last pages of free leaves: `num_pages`, or as many as can be evicted."""
         return self._give_up(num_pages, is_evicted=True)
 
     def clear(self, num_pages: int) -> PageIds:
-        """As `evict`, but nobody is told, and nothing is remembered of them."""
+        """Drop pages like `evict`, but without calling `on_leave` and without leaving ghosts."""
         return self._give_up(num_pages, is_evicted=False)
 
     def evict_point(self, space: str) -> bool:
-        """Evict the restore point that goes first, because units of `space` are needed; False if there is none."""
+        """Evict the first restore point in order, because units of `space` are needed; False if there is none."""
         point = self._points.first()
         if point is None:
             return False
         node = point.node
-        assert node is not None, "candidates stand in the tree"
+        assert node is not None, "a candidate is not in the tree"
         if self._on_leave is not None:
             self._on_leave(_leaving(node, 0))
         self._drop_point(point, lost=space)
-        if node.entry:  # it comes before the pages of restore points now
+        if node.entry:  # without the point it is evicted before pages that lead to one
             self._leaves.void(node)
             self._leaves.push(node)
         return True
 
     def discard(self, first: Node) -> PageIds:
-        """Give up a node and all below, except for what handles protect."""
+        """Drop a node and its subtree, except for what handles protect."""
         pages = [NO_PAGES]
         for node in reversed(list(first.walk_down())):
-            if node.is_free_leaf:  # what is below it came before it
+            if node.is_free_leaf:  # its subtree was visited before it
                 pages.append(node.pages)
                 self._drop(node, node.num_pages)
         return np.concatenate(pages)
 
     def check(self) -> None:
-        """Assert that exactly what can go is a candidate."""
+        """Assert that the candidates are exactly what can be evicted."""
         nodes = list(self._trie.nodes())
         self._leaves.check({node for node in nodes if node.entry})
         self._points.check({node.point for node in nodes if node.point is not None and node.has_point})
@@ -132,7 +132,7 @@ class Evictor:
         return np.concatenate(given_up)
 
     def _drop(self, node: Node, count: int) -> None:
-        """Forget the last `count` pages of a free leaf, and the leaf when none is left."""
+        """Drop the last `count` pages of a free leaf, and the leaf when none is left."""
         had_point, num_pages = node.has_point, node.num_pages
         if node.point is not None and had_point:
             self._drop_point(node.point, lost="")
@@ -144,7 +144,7 @@ class Evictor:
             self.freed(node)
             return
         parent = self._trie.take_off(node)
-        # Only the deepest node of a prefix is marked as used; it hands that up when it goes.
+        # Only the deepest node of a prefix records uses; it passes them up when it is evicted.
         parent.use(node.last_used, node.claims)
         parent.num_uses += node.num_uses
         self.freed(parent)
@@ -155,12 +155,12 @@ class Evictor:
         point.lost = lost
 
     def _worth_with_points(self, node: Node, now_s: float) -> Value:
-        """What a free leaf is worth: nothing if no prefix can be continued behind it."""
+        """Value of a free leaf: the lowest if no prefix that ends in it can be resumed."""
         return self._worth(node, now_s) if node.has_point else _USELESS
 
 
 def _leaving(node: Node, num_pages: int) -> Leaving:
-    """What is told of the last pages of a node, or of its restore point only."""
+    """Describe the eviction of a node's last pages, or of its restore point only."""
     root, *runs = node.path()
     assert isinstance(root, Root), "the way up ends at a root"
     pages = np.concatenate([run.pages for run in runs])

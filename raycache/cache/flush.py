@@ -1,10 +1,10 @@
-"""All that the device and the host hold, brought to the storage: before a node or a replica goes away.
+"""Copies everything that the device and the host hold to storage, before a node or replica goes away.
 
-    host's prefixes that the storage lacks -> persisted
-    device's prefixes that the host lacks  -> saved; what enters the host is persisted, as always
-    host's prefixes again                  -> persisted, in case there were too many commands for some
+    host prefixes that the storage lacks  -> persisted
+    device prefixes that the host lacks   -> saved to the host, which persists them as usual
+    host prefixes again                   -> persisted, as some may have been skipped while the queue was full
 
-Some commands at a time, between steps, so that requests go on meanwhile. What is evicted before its turn is left out.
+Runs a few commands at a time between steps, so that requests continue. Prefixes evicted before their turn are skipped.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from raycache.cache.sequences import SequenceCache
 from raycache.cache.storage_tier import StorageTier
 
 _MOST_OPEN = 16
-"""Saves, and commands to persist, that one flush has under way at a time."""
+"""Saves and persist commands that a flush keeps in progress at a time."""
 
 
 class Flush:
-    """One flush; goes on with each look at the storage's answers.
+    """One flush; advances with each poll of the storage's results.
 
     Args:
-        cache: to bring to its storage.
-        storage: that the cache has.
-        deadline_s: on the clock of `go_on`; what has been asked for by then still comes to its end.
+        storage: the storage tier of `cache`.
+        deadline_s: on the clock of `go_on`; commands issued by then still complete.
     Attributes:
-        answer: gets {"is_in_time": whether all of it was tried before the deadline, "persisted_pages": pages that the
-            storage took since it began, "missing_pages": those of the host that the storage lacks at the end}.
+        answer: completed with {"is_in_time": whether everything was tried before the deadline, "persisted_pages": pages
+            stored since the start, "missing_pages": host pages that the storage still lacks}.
     """
 
     def __init__(self, cache: SequenceCache, storage: StorageTier, *, deadline_s: float) -> None:
@@ -42,12 +41,12 @@ class Flush:
         self._steps = self._ask_for_all()
 
     def go_on(self, now_s: float) -> bool:
-        """Ask for as much as may be under way.
+        """Issue as many commands as may be in progress.
 
         Args:
             now_s: monotonic clock, seconds.
         Returns:
-            Whether it is over.
+            Whether the flush is done.
         """
         if now_s >= self._deadline_s:
             return self._end(is_in_time=False)
@@ -61,7 +60,7 @@ class Flush:
         return False
 
     def _ask_for_all(self) -> Iterator[bool]:
-        """Ask for one thing at each turn, or say with False that something has to end first."""
+        """Issue one command per iteration; yields False when one in progress has to end first."""
         yield from self._persist_all()
         for is_saving in self._cache.transfers.save_all(self._saved):
             self._num_saving += is_saving
@@ -73,7 +72,7 @@ class Flush:
         yield from self._settle()
 
     def _settle(self) -> Iterator[bool]:
-        """Wait for all that is on its way now."""
+        """Wait for all saves and commands in progress."""
         while self._num_saving:
             yield False
         last = set(self._storage.persists.open)

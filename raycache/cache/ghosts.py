@@ -1,14 +1,14 @@
-"""What was evicted, remembered without its tokens and pages, to tell why a match ended.
+"""Remembers evicted pages without their tokens, to tell whether a miss was once cached.
 
-    root - [ a b c ]            d and e were evicted, then f, which followed another time: two ghosts hang at the
+    root - [ a b c ]            d and e were evicted, later f as another continuation: two ghosts hang at the
                     ` ( d e )   place where [ a b c ] ends
                     ` ( f )
 
-A ghost is a run of pages that hung at a place: the end of a node, or of another ghost. When pages come back, the ghost
-gives them up from its front, and what is left of it hangs where they end. The first page of a run is known by a 64 bit
-hash of its tokens; those behind it, and those trimmed off a node that stays, by a sample, the low halves of four
-tokens, as reading them all would cost a third of an insert. So the answer is exact but for a page whose sample is that
-of another one that followed the same prefix, and for the oldest ghosts, which are forgotten to bound the memory.
+A ghost is a run of evicted pages attached to a place: the end of a node or of another ghost. When its first pages are
+cached again they leave the ghost, and the rest is attached where they end. The first page of a run is identified by a
+64-bit hash of its tokens; later pages, and pages trimmed off a node that stays, by a sample: the low halves of four
+tokens, as hashing them all would cost a third of an insert. The result is exact except when two pages after the same
+prefix share a sample, and for the oldest ghosts, which are forgotten to bound memory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ SAMPLE_BYTES = 8
 
 _NUM_TOKENS = 4  # in a sample
 _LEAST_BYTES = 1 << 18
-_GHOST_BYTES = 512  # of a ghost without its samples, with its place and entries
-_Key = int | bytes  # the hash of the first page, or its sample if its tokens are not known any more
+_GHOST_BYTES = 512  # estimated memory of a ghost, its place and its entries, without samples
+_Key = int | bytes  # hash of the first page, or its sample if its tokens are no longer known
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Place:
-    """The end of a run of pages, with what hung there and was evicted.
+    """The end of a run of pages, with the ghosts attached to it.
 
     Attributes:
-        ghosts: by what their first page is known by.
-        num_rests: those of them that are what is left of a run, known by a sample.
+        ghosts: by hash or sample of their first page.
+        num_rests: number of ghosts identified by a sample: remainders of a run.
     """
 
     ghosts: dict[_Key, _Ghost] = field(default_factory=dict)
@@ -49,10 +49,10 @@ class _Ghost:
     """A run of evicted pages.
 
     Attributes:
-        place: where it hangs; None once it is forgotten or all its pages are back.
-        key: its name there.
-        samples: of its pages, one after the other.
-        end: the place where its last page ends; None if nothing hangs there.
+        place: where it is attached; None once it is forgotten or all its pages are cached again.
+        key: its key in `place.ghosts`.
+        samples: `SAMPLE_BYTES` per page.
+        end: the place after its last page; None if no ghost is attached there.
     """
 
     place: Place | None
@@ -65,7 +65,7 @@ class Ghosts:
     """Runs of pages that were evicted.
 
     Args:
-        page_bytes: of packed tokens.
+        page_bytes: bytes of packed tokens per page.
     """
 
     def __init__(self, page_bytes: int) -> None:
@@ -76,7 +76,7 @@ class Ghosts:
         self._halves = [max(0, 2 * token - 2) for token in tokens]
         self._num_halves = num_halves
         self._of_page = itemgetter(*(slice(2 * half, 2 * half + 2) for half in self._halves))
-        self._by_age: deque[_Ghost] = deque()  # with some that are gone
+        self._by_age: deque[_Ghost] = deque()  # may include forgotten ghosts
         self._roots: WeakValueDictionary[bytes, Place] = WeakValueDictionary()
         self._num_ghosts = 0
         self._num_bytes = 0
@@ -85,7 +85,7 @@ class Ghosts:
         return self._num_ghosts
 
     def root(self, seed: bytes) -> Place:
-        """The place where all prefixes begin; ghosts hang there still when the root was forgotten."""
+        """The place of an empty prefix; it outlives the tree's root."""
         place = self._roots.get(seed)
         if place is None:
             place = self._roots[seed] = Place()
@@ -96,25 +96,25 @@ class Ghosts:
         if len(tokens) == self._page_bytes:
             return b"".join(self._of_page(tokens))
         halves = np.frombuffer(tokens, np.uint16)
-        if self._num_halves % (2 * _NUM_TOKENS) == 0:  # they lie evenly, and a slice is faster
+        if self._num_halves % (2 * _NUM_TOKENS) == 0:  # evenly spaced, so a slice is faster
             return bytes(halves[self._stride - 2 :: self._stride].tobytes())
         return bytes(halves.reshape(-1, self._num_halves)[:, self._halves].tobytes())
 
     def has(self, place: Place, page: bytes) -> bool:
-        """Whether the page with these tokens hung there and was evicted."""
+        """Whether a page with these tokens followed this place and was evicted."""
         return hash(page) in place.ghosts or (place.num_rests > 0 and self.samples(page) in place.ghosts)
 
     def add(self, place: Place, first_page: bytes, samples: bytearray, *, end: Place | None, max_bytes: int) -> None:
-        """Pages are evicted.
+        """Record evicted pages.
 
         Args:
-            place: where they hung.
-            first_page: tokens of the first of them.
-            samples: of all of them, not copied.
-            end: the place where they end, if anything may hang there.
-            max_bytes: of all ghosts together; the oldest are forgotten.
+            place: the place that they followed.
+            first_page: packed tokens of the first page.
+            samples: `SAMPLE_BYTES` per page; kept without a copy.
+            end: the place after them, if ghosts are attached to it.
+            max_bytes: memory limit of all ghosts; the oldest are forgotten.
         """
-        if end is not None and len(end.ghosts) == 1:  # evicted run by run, it is one all the same
+        if end is not None and len(end.ghosts) == 1:  # merge with the run that followed and was evicted before
             ghost = next(iter(end.ghosts.values()))
             samples, end = samples + ghost.samples, ghost.end
             self._forget(ghost)
@@ -123,17 +123,17 @@ class Ghosts:
             self._forget(self._by_age.popleft())
 
     def add_rest(self, place: Place, samples: bytearray, *, end: Place | None) -> None:
-        """Pages were evicted whose tokens are not known any more; arguments as for `add`."""
+        """Record evicted pages whose tokens are no longer known; arguments as for `add`."""
         self._hang(place, bytes(samples[:SAMPLE_BYTES]), samples, end)
 
     def give_up(self, place: Place, tokens: bytearray, samples: bytes) -> list[tuple[int, Place]]:
-        """Pages are cached at `place`, perhaps again.
+        """Remove newly cached pages from the ghosts at `place`.
 
         Args:
-            place: nothing that is cached hangs there with their first page.
-            tokens, samples: theirs.
+            place: no cached child of it starts with the first page.
+            tokens, samples: of the new pages.
         Returns:
-            (number of pages, place where they end) wherever among them other ghosts hang, in order.
+            (number of pages, place after them) wherever other ghosts branch off, ascending.
         """
         ends: list[tuple[int, Place]] = []
         known = 0
@@ -155,16 +155,16 @@ class Ghosts:
         return ends
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all ghosts."""
         while self._by_age:
             self._forget(self._by_age.popleft())
 
     def check(self) -> None:
-        """Assert that every ghost hangs where it says, and that the counts are right."""
+        """Assert that every ghost is attached where it says, and that the counts match."""
         ghosts = [ghost for ghost in self._by_age if ghost.place is not None]
         assert all(ghost.place is not None and ghost.place.ghosts[ghost.key] is ghost for ghost in ghosts), "lost"
         assert len(ghosts) == self._num_ghosts, f"{self._num_ghosts} ghosts counted, there are {len(ghosts)}"
-        assert len(self._by_age) <= 2 * self._num_ghosts + 64, "ghosts that are gone are kept"
+        assert len(self._by_age) <= 2 * self._num_ghosts + 64, "too many forgotten ghosts are kept"
         num_bytes = sum(_GHOST_BYTES + len(ghost.samples) for ghost in ghosts)
         assert self._num_bytes == num_bytes, f"{self._num_bytes} bytes counted, there are {num_bytes}"
 
@@ -189,7 +189,7 @@ class Ghosts:
 
 
 def _common(first: bytearray, second: bytes) -> int:
-    """How many bytes of whole samples are equal from the start on."""
+    """Length in bytes of the common prefix of whole samples."""
     if second.startswith(first):
         return len(first)
     size = min(len(first), len(second))

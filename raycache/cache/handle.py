@@ -1,7 +1,7 @@
 """Locked prefixes.
 
-A node is protected while a handle locks it or a node below it is protected. Protected nodes reach up to the root, so a
-walk that locks or unlocks stops at the first ancestor that is protected anyway:
+A node is protected while a handle locks it or a descendant is protected. Protected nodes form paths to the root, so
+locking and unlocking stop at the first ancestor that stays protected anyway:
 
     locked by handles, + children that are protected      0 + 1 - 1 + 0
                                                                 ` 0 + 0   <- free leaf: the only kind that is evicted
@@ -21,9 +21,9 @@ class Locks:
     """Which nodes are protected.
 
     Args:
-        on_free: called for each node that is not protected any more.
+        on_free: called for each node that is no longer protected.
     Attributes:
-        num_pages: of all protected nodes.
+        num_pages: total pages of protected nodes.
     """
 
     def __init__(self, on_free: Callable[[Node], None]) -> None:
@@ -31,7 +31,7 @@ class Locks:
         self.num_pages = 0
 
     def add(self, node: Node) -> None:
-        """Protect a node and those above it."""
+        """Protect a node and its ancestors."""
         was_protected = node.locks or node.locked_children
         node.locks += 1
         while not was_protected:
@@ -43,7 +43,7 @@ class Locks:
             node.locked_children += 1
 
     def remove(self, node: Node) -> None:
-        """Take back what `add` did."""
+        """Undo one `add`."""
         node.locks -= 1
         while not (node.locks or node.locked_children):
             parent = node.parent
@@ -59,14 +59,14 @@ class PrefixHandle:
     """A locked prefix. Made by `RadixTree.match`; `release` is the only way to unlock it.
 
     Attributes:
-        root: of the tree that it is in.
-        length: tokens that it covers, a multiple of the page size.
-        known_length: tokens whose pages were found; more than `length` where no restore point follows.
-        cut_by: the component space that made the difference, or several joined by "+"; "" for none.
-        was_evicted: whether the page behind known_length was cached once and evicted, when it was looked for.
-        node: where it ends; the tree's own.
-        claims: what it was last used with; the tree's own.
-        is_released: whether it is of no use any more.
+        root: seed of its tree of prefixes.
+        length: tokens covered, a multiple of the page size.
+        known_length: tokens whose pages are cached; more than `length` if the model cannot resume from the last one.
+        cut_by: component space whose missing state shortened the match, several joined by "+"; "" for none.
+        was_evicted: whether the page after known_length had been cached and evicted, as of the match.
+        node: node where it ends; internal to the tree.
+        claims: eviction claims of its last use; internal to the tree.
+        is_released: whether `release` was called; nothing else may be called then.
     """
 
     __slots__ = (
@@ -97,43 +97,43 @@ class PrefixHandle:
 
     @property
     def point(self) -> RestorePoint | None:
-        """The restore point at its end, if one stands there."""
+        """The restore point at its end, or None."""
         return self.node.point if self.node.has_point else None
 
     @property
     def parts(self) -> Parts:
-        """Parts of the restore point at its end, none if there is none."""
+        """Parts of the restore point at its end; empty if there is none."""
         point = self.point
         return {} if point is None else point.parts
 
     @property
     def tokens(self) -> bytes:
-        """Packed tokens that it covers."""
+        """The packed tokens covered."""
         return b"".join(node.key for node in self.node.path())
 
     @property
     def key(self) -> Hashable:
-        """Names the position: equal for two handles that end at the same place, until this one is lengthened."""
+        """Identifies the position: equal for two handles that end at the same place; changes when one is lengthened."""
         return (self.node, self.length)
 
     @property
     def pages(self) -> PageIds:
-        """The device page of each page of the prefix, a copy."""
+        """A copy of the prefix's page ids."""
         return self.pages_from(0)
 
     def pages_from(self, first: int) -> PageIds:
-        """The device pages of the prefix without its first `first` ones; costs as much as what is returned."""
+        """Page ids of the prefix from index `first` on; costs O(pages returned)."""
         runs = []
         node, missing = self.node, self.length // self._page_size - first
         while missing > 0:
-            assert node.parent is not None, "the handle is longer than the way to the root"
+            assert node.parent is not None, "the handle is longer than its path to the root"
             runs.append(node.pages[-missing:])
             missing -= node.num_pages
             node = node.parent
         return np.concatenate(runs[::-1]) if runs else np.empty(0, np.int32)
 
     def clone(self) -> PrefixHandle:
-        """Another lock on the same prefix, which does not move with this one and is released on its own."""
+        """Return an independent lock on the same prefix."""
         assert not self.is_released, "the handle is released"
         clone = PrefixHandle(self.node, root=self.root, locks=self._locks, page_size=self._page_size)
         clone.length, clone.known_length, clone.cut_by = self.length, self.known_length, self.cut_by
@@ -141,17 +141,17 @@ class PrefixHandle:
         return clone
 
     def move(self, node: Node, *, now: int, claims: Claims) -> None:
-        """Lock `node`, at or below the one that is locked now, in its place, and use it; for the tree."""
+        """Lock `node`, at or below the current one, instead of it, and count a use. Called by the tree only."""
         assert not self.is_released, "the handle is released"
         if node is not self.node:
-            self._locks.add(node)  # before unlocking, so that the walk ends at the old node
+            self._locks.add(node)  # before unlocking, so that the walk stops at the old node
             self._locks.remove(self.node)
             self.node = node
         self.claims = claims
         node.use(now, claims)
 
     def release(self) -> None:
-        """Unlock the prefix; the handle is of no use after that."""
+        """Unlock the prefix; the handle cannot be used afterwards."""
         assert not self.is_released, "a handle is released exactly once"
         self.is_released = True
         self._locks.remove(self.node)

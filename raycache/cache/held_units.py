@@ -1,13 +1,12 @@
-"""Window pages and state slots of one running sequence, and where its next row goes.
+"""Window pages and state slots held by one running sequence, and those of its next row.
 
     space     a sequence holds                                  a restore point at position p holds
-    full      pages of all its tokens: own, or the tree's       (the tree's pages up to p)
+    full      pages of all its tokens, own or in the tree     (the tree's pages up to p)
     window    pages that the next query sees                    pages of the last window - 1 tokens before p
     state     the slot with the state after its last token      the slot with the state after p tokens
 
-Window pages and state slots are never copied: holders are counted. A row reads the state from one slot and writes it
-to another as soon as somebody else holds the first, so a restore point keeps the slot and the sequence goes on in a new
-one.
+Window pages and state slots are reference counted, never copied. If a restore point shares the state slot, the next
+row reads that slot and writes to a new one, in which the sequence continues.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class WindowPages:
     """Pages of one window space.
 
     Attributes:
-        first: number of the first page in the sequence that is held.
-        ids: of the pages from there on; -1 for those that the row in flight leaves behind at once.
+        first: index in the sequence of the first page held.
+        ids: page ids from there on; -1 for pages that leave the window during the row in flight.
     """
 
     first: int
@@ -34,23 +33,23 @@ class WindowPages:
 
     @property
     def held(self) -> list[int]:
-        """The ids without gaps."""
+        """The ids without the -1 entries."""
         return [page for page in self.ids if page >= 0]
 
     @property
     def end(self) -> int:
-        """Number of the first page that was not written yet."""
+        """Index of the first page after those held."""
         return self.first + len(self.ids)
 
 
 @dataclass(slots=True)
 class Capacity:
-    """What a row gets.
+    """Pages and slots for one row.
 
     Attributes:
-        new_pages: space -> pages to append to the tables of the sequence; -1 for those that nobody will read.
-        read_state, write_state: slots; -1 for none.
-        draft_states: slots, one per draft.
+        new_pages: space -> page ids to append to the sequence's tables; -1 for pages that are never read.
+        read_state, write_state: state slots; -1 for none.
+        draft_states: state slots, one per draft token.
     """
 
     new_pages: dict[str, list[int]]
@@ -60,22 +59,21 @@ class Capacity:
 
 
 class HeldUnits:
-    """What a sequence holds beside the pages of all its tokens.
+    """What a sequence holds besides the pages of all its tokens.
 
     Args:
-        device: tier that it runs on.
-        point: restore point that it goes on from; None at its begin.
+        device: the device tier.
+        point: restore point to resume from; None for an empty prefix.
     Attributes:
-        windows: space -> pages.
         state: slot after the last computed token; -1 for none.
-        next_states: those that the row in flight writes: after its last token that is no draft, and after each draft.
+        next_states: slots that the row in flight writes: after its last known token, and after each draft token.
     """
 
     __slots__ = ("_device", "_next_len", "next_states", "state", "windows")
 
     def __init__(self, device: Tier, point: RestorePoint | None) -> None:
         self._device = device
-        self._next_len = 0  # tokens of the sequence after the first of next_states
+        self._next_len = 0  # length of the sequence at the first of next_states
         self.windows: dict[str, WindowPages] = {}
         self.state = -1
         self.next_states: tuple[int, ...] = ()
@@ -88,11 +86,11 @@ class HeldUnits:
             self.state = parts[device.state_space][0]
 
     def missing(self, next_len: int, stop: int, *, num_drafts: int) -> dict[str, int]:
-        """Units of each space that a row lacks.
+        """Count the units of each space that a row needs in addition.
 
         Args:
-            next_len: tokens of the sequence after the row, without its drafts.
-            stop: tokens that the row, its drafts and what is guessed behind them reach to.
+            next_len: length of the sequence after the row, without draft tokens.
+            stop: length including the row's draft tokens and those drafted after it.
         """
         device, counts = self._device, {}
         for space, held in self.windows.items():
@@ -104,11 +102,11 @@ class HeldUnits:
         return counts
 
     def take(self, counts: Mapping[str, int], capacity: Capacity, *, next_len: int, num_drafts: int) -> None:
-        """Add to a row's capacity the units that it lacks, which are free."""
+        """Add the missing units to a row's capacity; they must be free."""
         device = self._device
         self._next_len = next_len
         for space, held in self.windows.items():
-            # What is skipped lies before the window of whatever comes after this row, but the row itself sees it.
+            # Skipped pages lie before the window of all later rows, though this row still reads them.
             num_skipped = max(0, device.first_page(space, next_len) - held.end)
             added = [-1] * num_skipped + device.units[space].allocate(counts[space])
             held.ids.extend(added)
@@ -122,7 +120,7 @@ class HeldUnits:
             capacity.draft_states = tuple(drafts)
 
     def advance(self, num_computed: int) -> None:
-        """Give up what the sequence does not need any more after its first `num_computed` tokens."""
+        """Release what the sequence no longer needs once `num_computed` tokens are computed."""
         device = self._device
         if self.next_states:
             old, written = self.state, self.next_states
@@ -137,21 +135,21 @@ class HeldUnits:
                     device.units[space].release([page])
 
     def point(self, num_computed: int) -> RestorePoint:
-        """What the next token needs, as a restore point that nobody holds yet."""
-        end = num_computed // self._device.page_size  # behind it are places for guesses
+        """Make a restore point of what the next token needs, not yet held by anyone."""
+        end = num_computed // self._device.page_size  # pages behind it are for draft tokens
         parts = {space: tuple(window.ids)[: end - window.first] for space, window in self.windows.items()}
         if self._device.state_space:
             parts[self._device.state_space] = (self.state,)
         return RestorePoint(num_computed, parts)
 
     def all(self) -> dict[str, list[int]]:
-        """Space -> units that are held."""
+        """Space -> units held."""
         found = {space: window.held for space, window in self.windows.items()}
         if self._device.state_space:
             found[self._device.state_space] = [slot for slot in {self.state, *self.next_states} if slot >= 0]
         return found
 
     def release(self) -> None:
-        """Give up everything."""
+        """Release everything."""
         for space, ids in self.all().items():
             self._device.units[space].release(ids)

@@ -1,8 +1,8 @@
-"""What one running sequence holds of the cache, from its match to its end.
+"""The cache resources of one running sequence, from its match to its end.
 
-Whole pages go to the tree as soon as they are computed, so that others can use them. What is computed is saved to the
-host by its write policy, and a prefix that the host has beyond the device's is loaded: into own pages, which the tree
-adopts once the ranks say that they are whole.
+Whole pages enter the tree as soon as they are computed, so that others can use them, and are saved to the host by its
+write policy. A prefix that the host has beyond the device's is loaded into the sequence's own pages, which the tree
+adopts once the ranks acknowledge the load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raycache.memory.component import FULL
 from raycache.types import PackedTokens
 
 _SAVED_TOGETHER = 8
-"""Pages of an answer that are saved at a time: each save locks its prefix, which cuts the tree's runs there."""
+"""Output pages per save: each save locks its prefix, which splits a node of the tree."""
 
 
 _NO_PAGES_NEEDED = Capacity({})
@@ -29,10 +29,10 @@ _NO_PAGES_NEEDED = Capacity({})
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Who uses the cache, and how.
+    """On whose behalf the cache is used, and with which eviction priority.
 
     Attributes:
-        root: seed of the chain of its prefixes: model, adapter and tenant.
+        root: seed of its digest chain; depends on model, adapter and tenant.
         priority, until_s: for eviction by priority; see `RadixTree.match`.
     """
 
@@ -45,22 +45,21 @@ PLAIN_USE = Use()
 
 
 class Holding:
-    """What one running sequence holds.
+    """The cache resources of one running sequence.
 
     Args:
         device: tier that it runs on.
-        transfers: from and to the tier below.
-        handle: the locked prefix that it goes on from.
-        cursor: its place in the host tier.
-        use: who it belongs to.
-        is_kept: whether what it computes is kept for others.
+        transfers: loads from and saves to the host.
+        handle: the locked prefix to resume from.
+        cursor: its position in the host tier.
+        use: tenant and eviction priority.
+        is_kept: whether its computed pages are cached.
     Attributes:
-        handle, cursor: as given.
-        pages: of the sequence, in order.
-        own: those of them that the tree did not adopt.
-        units: of window and state spaces.
-        checkpoint: the last page boundary that it passed.
-        load: what is being loaded for it.
+        pages: device pages of the sequence, in order.
+        own: pages that the tree did not adopt.
+        units: window pages and state slots.
+        checkpoint: restore point at the last page boundary, or None.
+        load: its load in progress, or None.
     """
 
     __slots__ = (
@@ -98,15 +97,17 @@ class Holding:
         self.checkpoint: RestorePoint | None = None
         self.load: Load | None = None
         self._is_started = False
-        self._num_saved = self._saved_point = 0  # pages, and pages before the last restore point, that were handed down
+        self._num_saved = self._saved_point = (
+            0  # pages passed to the host, and position of the last restore point passed, in pages
+        )
 
     # --- on the device ------------------------------------------------------------------------------------------------
 
     def reserve(self, start: int, stop: int, *, num_drafts: int = 0, num_next_drafts: int = 0) -> Capacity | None:
-        """Pages and units for the tokens [start, stop) of the sequence; None, with nothing taken, if too few are free.
+        """Reserve pages and units for tokens [start, stop); None, with nothing taken, if too few can be freed.
 
-        What others could reuse is evicted for it. The last `num_drafts` tokens may turn out to be wrong; the sequence
-        goes on behind any of them then. A draft model guesses on `num_next_drafts` places more.
+        Evicts cached prefixes if necessary. The last `num_drafts` tokens are draft tokens, any of which may be
+        rejected. A draft model writes to `num_next_drafts` further positions.
         """
         device = self._device
         next_len = stop - num_drafts
@@ -127,41 +128,40 @@ class Holding:
         return capacity
 
     def advance(self, tokens: PackedTokens, num_computed: int, *, is_kept: bool, is_point: bool, now: int) -> None:
-        """The sequence has computed its first `num_computed` tokens.
+        """Record that the first `num_computed` tokens are computed.
 
         Args:
-            tokens: of the sequence, packed, at least so many.
-            num_computed: in tokens.
-            is_kept: whether its whole pages go to the tree.
-            is_point: whether this should become a restore point.
+            tokens: the sequence, packed, at least `num_computed` tokens.
+            is_kept: whether its whole pages enter the tree.
+            is_point: whether to keep a restore point here.
             now: step number.
         """
         device = self._device
         if not device.units and num_computed - self.handle.length < device.page_size:
-            return  # no whole page more
+            return  # no further whole page
         if device.units:
             self.units.advance(num_computed)
         if not (is_kept and self._is_kept):
             return
         self._adopt(tokens, num_computed, now=now)
         if self.checkpoint is not None and self.checkpoint.position < self.handle.length:
-            self._drop_checkpoint()  # the prefix ends elsewhere now: nobody could use it
+            self._drop_checkpoint()  # the prefix ends elsewhere now, so it is of no use
         if device.has_points and num_computed == self.handle.length:
             self._drop_checkpoint()
             self.checkpoint = device.hold(self.units.point(num_computed))
             if is_point:
                 self._keep_checkpoint()
         if self._transfers.saves_computed:
-            # Pages of prompts are handed down at once, of answers some at a time.
+            # Pages of prompts are saved at once, those of outputs in batches.
             new = self.handle.length // device.page_size - self._num_saved
             if new >= _SAVED_TOGETHER or (new and (not self._num_saved or self.handle.point is not None)):
                 self._save(tokens, now=now)
 
     def end(self, tokens: PackedTokens = b"", *, now: int = 0) -> None:
-        """Give everything back; the last page boundary becomes a restore point.
+        """Release everything; the last page boundary becomes a restore point.
 
         Args:
-            tokens: of the sequence, packed; what the host lacks of them is saved.
+            tokens: the sequence, packed; what the host lacks of it is saved.
             now: step number.
         """
         device = self._device
@@ -177,12 +177,12 @@ class Holding:
 
     @property
     def points(self) -> list[RestorePoint]:
-        """Restore points of the device that it holds."""
+        """Restore points on the device that it holds."""
         loaded = None if self.load is None else self.load.point
         return [point for point in (self.checkpoint, loaded) if point is not None]
 
     def tables(self) -> dict[str, list[int]]:
-        """Space -> page ids from the sequence's begin on, -1 for those that are not held."""
+        """Space -> page ids from the start of the sequence; -1 for pages not held."""
         return {FULL: list(self.pages)} | {
             space: [-1] * window.first + list(window.ids) for space, window in self.units.windows.items()
         }
@@ -191,14 +191,14 @@ class Holding:
 
     @property
     def num_loadable(self) -> int:
-        """Tokens that it would gain from the host."""
+        """Tokens that a load from the host would add."""
         return max(0, self.cursor.found.length - self.handle.length)
 
     def start(self, tokens: PackedTokens, *, may_load: bool, now: int) -> int:
-        """The sequence is about to run: prepare to load what the host has beyond the device, if that is wanted.
+        """Prepare to run, and to load what the host has beyond the device if `may_load`.
 
         Returns:
-            Where it goes on, in tokens.
+            Number of tokens that need not be computed.
         """
         if may_load and self.num_loadable:
             self.load = self._transfers.prepare(self.handle, self.cursor, tokens, now=now)
@@ -211,25 +211,25 @@ class Holding:
         return self.load.position
 
     def use(self, tokens: PackedTokens, *, now: int) -> None:
-        """The sequence has its first capacity and runs: what a second one uses now is saved.
+        """Count a use of the prefix, once the sequence got its first capacity; may save it to the host.
 
-        Not before: one that tries again and again would save the same pages each time.
+        Called only then, or each failed attempt to start would save the same pages again.
         """
         self._is_started = True
         if self._transfers.saves_used and self.load is None:
             self._save(tokens, now=now)
 
     def load_more(self, tokens: PackedTokens, num_computed: int, *, now: int) -> int:
-        """Prepare to load what the host has got behind a sequence that runs; only for models without restore points.
+        """Prepare to load pages that reached the host while the sequence runs; only for models without restore points.
 
         Returns:
-            As `start`; `num_computed` if there is nothing.
+            As `start`; `num_computed` if there is nothing to load.
         """
         self.load = self._transfers.prepare_more(self.handle, self.cursor, tokens, num_computed=num_computed, now=now)
         return num_computed if self.load is None else self.load.position
 
     def plan_load(self) -> PlannedLoad | None:
-        """Plan the moves that were prepared, if any, once the row behind them has capacity."""
+        """Plan the prepared load, if any, once the row that needs it has capacity."""
         if self.load is None:
             return None
         planned = self.load.plan(self.pages[self.load.first : self.load.position // self._device.page_size])
@@ -237,34 +237,34 @@ class Holding:
         return planned
 
     def drop_load(self) -> None:
-        """Let go of what a load needs: it is over, or is not made."""
+        """Release what a load holds, after it ended or instead of making it."""
         if self.load is not None:
             self.load.drop()
             self.load = None
 
     def finish_load(self, load: PlannedLoad, tokens: PackedTokens, *, now: int) -> None:
-        """The ranks have said that a load brought what was saved."""
+        """The ranks have acknowledged a load."""
         self._adopt(tokens, load.position, now=now)
         load.finish(self.handle, self.pages[load.first : load.position // self._device.page_size])
         self.load = None
 
     def fail_load(self, load: PlannedLoad, tokens: PackedTokens, *, is_bad: bool) -> None:
-        """The ranks have said that loads of the step are not what was saved; the sequence has to end.
+        """The ranks have reported failed loads in the step; the sequence must restart.
 
         Args:
-            load: of the sequence.
-            tokens: of the sequence, packed.
-            is_bad: whether it was this one, so that the host has to forget it.
+            load: the sequence's load in that step.
+            tokens: the sequence, packed.
+            is_bad: whether this load failed, so that the host drops its source.
         """
         self.drop_load()
-        self.cursor.close()  # it locks what is to go
+        self.cursor.close()  # it locks what is to be dropped
         if is_bad:
             load.forget(tokens, root=self._use.root)
 
     # --- how ----------------------------------------------------------------------------------------------------------
 
     def _save(self, tokens: PackedTokens, *, now: int) -> None:
-        """Copy the tree's pages of the sequence to the host, with the restore point at the end of its handle."""
+        """Save the sequence's cached pages to the host, with the restore point at the end of its handle."""
         stop = self.handle.length // self._device.page_size
         point = self._saved_point if self.handle.point is None else stop
         if (stop, point) != (self._num_saved, self._saved_point):
@@ -272,7 +272,7 @@ class Holding:
             self._transfers.save(self.cursor, self.handle, tokens, now=now)
 
     def _adopt(self, tokens: PackedTokens, num_computed: int, *, now: int) -> None:
-        """Hand the whole pages that were computed to the tree."""
+        """Hand computed whole pages to the tree."""
         page_size = self._device.page_size
         known, whole = self.handle.length // page_size, num_computed // page_size
         if whole > known:
@@ -281,10 +281,10 @@ class Holding:
             self.own.difference_update(pages[adopted].tolist())
 
     def _keep_checkpoint(self) -> None:
-        """Put the checkpoint, where the sequence's prefix ends, into the tree."""
+        """Put the checkpoint into the tree, at the end of the sequence's prefix."""
         if self.checkpoint is None:
             return
-        assert self.checkpoint.position == self.handle.length, "a checkpoint that the prefix has left behind"
+        assert self.checkpoint.position == self.handle.length, "the checkpoint is not at the end of the prefix"
         if self._device.keep(self.handle, self.checkpoint):
             self.checkpoint = None
 

@@ -1,10 +1,10 @@
-"""The host tier: a second tree of prefixes, over pages of host memory, and the catalog that outlives its decider.
+"""The host tier: a second prefix tree over pages of host memory, and a catalog that outlives the decider.
 
-    page    free | reserved for what is on its way | in the tree and in the catalog
+    page    free | reserved for an incoming transfer | in the tree and in the catalog
 
-What comes from the device (transfers.py) or from a storage (prefetches.py) enters the tree when it is whole, so nobody
-is given what is not, and after a crash the catalog names only what was acknowledged. Pages enter parents first, so what
-is in the tree has no holes.
+Pages from the device (transfers.py) or from storage (prefetches.py) enter the tree once they are complete, so no
+incomplete page is ever used, and after a crash the catalog lists only acknowledged pages. Parents enter first, so
+prefixes in the tree have no holes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class WritePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """What has just come into the tree: what a storage may want to have.
+    """Pages that have just entered the tree, for the storage to persist.
 
     Attributes:
-        pages: of the sequence.
-        point: the restore point behind them, if that is new.
-        handle: at the end of it; a lock for whoever takes it.
+        pages: new host pages of the sequence.
+        point: the restore point after them, if new.
+        handle: a handle at their end, which the receiver clones to keep it locked.
     """
 
     pages: PageIds
@@ -50,39 +50,38 @@ class Entered:
 
 
 class NoHost:
-    """There is no host tier."""
+    """Stands in where there is no host tier."""
 
     is_present = False
 
     def clear(self) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def tick(self, now_s: float) -> None:
-        """Nothing that a priority could be of."""
+        """Do nothing."""
 
     def counts(self) -> dict[str, float]:
-        """No figures."""
+        """Return no counters."""
         return {}
 
     def check(self) -> None:
-        """Nothing to assert."""
+        """Do nothing."""
 
 
 class HostTier:
-    """Decides what the host holds.
+    """Decides what the host tier holds.
 
     Args:
-        sizes: of the pools.
-        catalog: the record of it, which outlives the decider.
-        policy: when pages of the device are saved.
-        eviction: what goes first.
+        sizes: pages and slots of the pools.
+        catalog: shared-memory record that outlives the decider.
+        policy: when device pages are saved.
+        eviction: eviction policy.
         unit_bytes: component space -> bytes of a unit, over all ranks.
     Attributes:
-        tier: pages, units and prefixes.
-        policy, unit_bytes: as given.
-        num_last: pages at the end of a prefix whose digests a restore point needs, at least one.
-        num_discarded: prefixes that turned out to be bad.
-        on_enter: told what was saved, once it is in the tree.
+        tier: its pages, units and prefix tree.
+        num_last: digests of last pages that a restore point needs, at least one.
+        num_discarded: prefixes dropped because their data was damaged.
+        on_enter: called with pages that have entered the tree.
     """
 
     is_present = True
@@ -109,7 +108,7 @@ class HostTier:
     # --- what comes ---------------------------------------------------------------------------------------------------
 
     def reserve(self, num_pages: int) -> PageIds | None:
-        """Pages to be filled; None if too few can be made free."""
+        """Reserve pages to be filled; None if too few can be freed."""
         if num_pages > self.tier.num_obtainable:
             return None
         self.tier.make_free(FULL, num_pages)
@@ -118,7 +117,7 @@ class HostTier:
         return pages
 
     def give_back(self, pages: PageIds, point: RestorePoint | None = None) -> None:
-        """Free what was reserved and did not enter."""
+        """Free reserved pages and units that did not enter the tree."""
         self._reserved.difference_update(pages.tolist())
         self.tier.pages.free(pages)
         if point is not None:
@@ -127,10 +126,10 @@ class HostTier:
     def enter(
         self, handle: PrefixHandle, tokens: PackedTokens, pages: PageIds, digests: Sequence[bytes], *, now: int
     ) -> PageIds:
-        """Put filled pages into the tree behind a handle, which is lengthened over them.
+        """Put filled pages into the tree after a handle, which is lengthened over them.
 
         Returns:
-            Those that the tree took; the others are free again.
+            Pages that the tree took; the others are freed.
         """
         first = handle.length // self.page_size
         adopted = self.tier.tree.extend(handle, tokens, pages, now=now)
@@ -151,7 +150,7 @@ class HostTier:
         return entered
 
     def keep(self, handle: PrefixHandle, point: RestorePoint) -> bool:
-        """Put a filled restore point at the end of a handle; the units of one that is not wanted are free again."""
+        """Put a filled restore point at the end of a handle; its units are freed if the tree does not take it."""
         if not self.tier.keep(handle, point):
             self.tier.let_go(point)
             return False
@@ -159,7 +158,7 @@ class HostTier:
         return True
 
     def can_take(self, num_pages: int, parts: Parts) -> bool:
-        """Whether a prefix would fit now; if not, it may once what is on its way has come."""
+        """Whether a prefix fits now; if not, it may fit once transfers in progress are done."""
         if num_pages > self.tier.num_obtainable:
             return False
         is_free = all(self.tier.units[space].num_free >= len(ids) for space, ids in parts.items())
@@ -168,36 +167,36 @@ class HostTier:
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def digests(self, handle: PrefixHandle) -> list[bytes]:
-        """Chain digests of the pages that a handle covers."""
+        """Chain digests of a handle's pages."""
         return self._catalog.digests(handle.pages)
 
     def last_digests(self, handle: PrefixHandle) -> list[bytes]:
-        """Chain digests of the last pages that a handle covers, `num_last` or all."""
+        """Chain digests of a handle's last `num_last` pages, or of all if fewer."""
         return self._catalog.digests(handle.pages_from(max(0, handle.length // self.page_size - self.num_last)))
 
     def prefixes(self) -> Iterator[PrefixHandle]:
-        """Handles of all that it holds; the caller releases each before it asks for the next."""
+        """Iterate over handles of all prefixes; release each before the next."""
         tree = self.tier.tree
         return (handle for node in tree.ends() if (handle := tree.lock(node)) is not None)
 
     def discard(self, tokens: PackedTokens, *, root: bytes, first_page: int) -> None:
-        """Forget what turned out to be bad, and all that continues it."""
+        """Drop a damaged page and everything that continues it."""
         self.num_discarded += 1
         pages = self.tier.tree.discard(tokens, root=root, first_page=first_page)
         self._catalog.drop_pages(pages)
         self.tier.pages.free(pages)
 
     def clear(self) -> None:
-        """Forget everything that nobody uses."""
+        """Drop everything that is not in use."""
         self._catalog.drop_pages(self.tier.clear())
 
     def recover(self, holds: Holds = lambda space, units, tags: [True] * len(units)) -> int:
-        """Build the tree from the catalog that an earlier decider left.
+        """Rebuild the tree from an earlier decider's catalog.
 
         Args:
-            holds: looks at the slots themselves.
+            holds: check of the slots' headers.
         Returns:
-            Pages found.
+            Number of pages recovered.
         """
         branches, pages, tree = self._catalog.recover(holds), self.tier.pages, self.tier.tree
         found = np.unique(np.concatenate([np.empty(0, np.int32), *(branch.pages for branch in branches)]))
@@ -216,11 +215,11 @@ class HostTier:
         return tree.num_cached
 
     def tick(self, now_s: float) -> None:
-        """Set the clock that priorities expire by, in seconds."""
+        """Set the clock on which priorities expire, in seconds."""
         self.tier.tree.tick(now_s)
 
     def counts(self) -> dict[str, float]:
-        """Balances, for people and metrics."""
+        """Current counters, for status output and metrics."""
         return {
             "pages_total": self.tier.pages.num_pages,
             "pages_free": self.tier.pages.num_free,
@@ -230,9 +229,9 @@ class HostTier:
         }
 
     def check(self) -> None:
-        """Assert that every page is free, reserved or cached, and every unit held by who knows of it."""
+        """Assert that every page is free, reserved or cached, and that unit reference counts match."""
         self.tier.check(taken=np.asarray(sorted(self._reserved), np.int32), units={})
 
     def _drop_record(self, point: RestorePoint) -> None:
-        assert point.node is not None, "it stands in the tree"
+        assert point.node is not None, "the restore point is not in the tree"
         self._catalog.drop_point(int(point.node.pages[-1]))

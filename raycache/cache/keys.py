@@ -1,12 +1,12 @@
-"""Keys of stored state: content coordinates, so that who wrote an object, and under which split, is not in its name.
+"""Keys of stored state, derived from content: independent of the writer and of how the model is split.
 
     seed      = H(version, page size, weights, adapter, salt)         one per tenant of a model
     digest[i] = H(digest[i - 1] + tokens of page i), digest[-1] = seed
     key       = digest of the last token's page (32 B) + row format (12 B) + box (12 B)
 
-A digest stands for its page and all before it. H is SHA-256: collision resistant, so no prompt can be made up that hits
-another prompt's pages, and keyed by the seed, so a tenant's keys cannot be computed without the salt. All messages of a
-chain have one length, which leaves nothing to extend.
+A digest identifies its page and all pages before it. H is SHA-256: collision resistant, so no prompt can be crafted to
+hit another prompt's pages, and keyed by the seed, so a tenant's keys cannot be computed without the salt. All messages
+of a chain have the same length, which rules out length extension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raycache.memory.component import Component
 from raycache.types import PackedTokens
 
 KEY_VERSION = 1
-"""Goes into every digest and row format; a change of what keys or payloads mean makes all that is stored unseen."""
+"""Part of every digest and row format; bump it when the meaning of keys or payloads changes, to hide stored objects."""
 
 DIGEST_BYTES = 32
 FORMAT_BYTES = 12
@@ -33,13 +33,13 @@ KEY_BYTES = DIGEST_BYTES + FORMAT_BYTES + BOX_BYTES
 
 @dataclass(frozen=True)
 class Identity:
-    """What state depends on beside the tokens.
+    """What cached state depends on besides the tokens.
 
     Attributes:
-        weights: fingerprint of the checkpoint, and of whatever else changes the numbers (cache dtype is in the row).
+        weights: fingerprint of the checkpoint and whatever else changes the numbers (cache dtype: see `row_format`).
         page_size: tokens per page.
         adapter: fingerprint of the adapter, empty for none.
-        salt: the tenant's `cache_salt`, empty for what all tenants share.
+        salt: the tenant's `cache_salt`, empty if all tenants share the cache.
     """
 
     weights: str
@@ -48,7 +48,7 @@ class Identity:
     salt: str = ""
 
     def seed(self) -> bytes:
-        """What the chain starts from, 32 bytes; no two identities share one, since each part carries its length."""
+        """Start of the digest chain, 32 bytes; unique per identity, since each part is hashed with its length."""
         return _digest_of(b"raycache chain", KEY_VERSION, self.page_size, self.weights, self.adapter, self.salt)
 
 
@@ -56,8 +56,8 @@ class PageChain:
     """Digests of the whole pages of one sequence, computed as it grows.
 
     Args:
-        identity: of the model and tenant.
-        known: digests of the first pages, where a cached prefix has them already.
+        identity: gives the seed of the chain.
+        known: digests of the first pages, if a cached prefix has them.
     """
 
     def __init__(self, identity: Identity, *, known: Iterable[bytes] = ()) -> None:
@@ -69,10 +69,9 @@ class PageChain:
         """Digest of each whole page; hashes only the pages that are new since the last call.
 
         Args:
-            tokens: the sequence from its start: what earlier calls were given, and more. An incomplete last page is
-                ignored.
+            tokens: the sequence from its start, extending earlier calls' tokens. An incomplete last page is ignored.
         Returns:
-            The chain's own list, which later calls extend: length T // S, 32 bytes each. Do not change it.
+            The chain's internal list, which later calls extend: T // S digests of 32 bytes. Do not modify it.
         """
         digests = self._digests
         first, stop = len(digests), len(tokens) // (4 * self._page_size)
@@ -86,10 +85,10 @@ def chain_digests(before: bytes, tokens: PackedTokens, *, first: int, stop: int,
 
     Args:
         before: digest of the page before the first one, or the seed.
-        tokens: of the sequence, from its start.
+        tokens: the sequence from its start, packed.
     """
     size, digests = 4 * page_size, []
-    blank = sha256()  # copies of it cost less than new ones
+    blank = sha256()  # copying is cheaper than creating
     for start in range(first * size, stop * size, size):
         message = blank.copy()
         message.update(before + tokens[start : start + size])
@@ -99,14 +98,14 @@ def chain_digests(before: bytes, tokens: PackedTokens, *, first: int, stop: int,
 
 
 def row_format(component: Component) -> bytes:
-    """Which rows an object is made of, 12 bytes: the component's name, fields and reuse rule, not its layers."""
+    """Format of an object's rows, 12 bytes: a hash of the component's name, fields and reuse rule, not its layers."""
     fields = ((field.name, field.dtype, field.head_axis, *field.shape) for field in component.fields)
     rule = (component.name, component.reuse.value, component.window, len(component.layers))
     return _digest_of(b"raycache rows", KEY_VERSION, *rule, *fields)[:FORMAT_BYTES]
 
 
 def tag_of(digest: bytes) -> int:
-    """The first 8 bytes of a digest, little endian: what headers of host slots and plans say of it."""
+    """The first 8 bytes of a digest, little endian: identifies it in headers of host slots and in plans."""
     return int.from_bytes(digest[:8], "little")
 
 
@@ -117,26 +116,26 @@ def tags_of(digests: Sequence[bytes]) -> list[int]:
 
 
 def object_keys(digests: Iterable[bytes], *, rows: bytes, box: Box) -> list[bytes]:
-    """Keys of one box of many pages, `KEY_BYTES` bytes each.
+    """Keys of the same box of many pages, `KEY_BYTES` each.
 
     Args:
-        digests: of the pages.
+        digests: page digests.
         rows: `row_format` of the component.
-        box: part of each page.
+        box: the part of each page.
     """
     coordinates = rows + box.packed()
     return [digest + coordinates for digest in digests]
 
 
 def stored_boxes(suffixes: Iterable[bytes], *, rows: bytes, whole: Box) -> list[Box]:
-    """Into which boxes the rows of a component are cut by those who wrote objects.
+    """Find the boxes into which writers have split a component's rows.
 
     Args:
-        suffixes: last 24 bytes of their keys; what is no suffix of ours is ignored.
+        suffixes: last 24 bytes of stored keys; unknown ones are ignored.
         rows: `row_format` of the component.
-        whole: of the component; boxes that reach beyond it are none of ours either.
+        whole: the component's full box; boxes that exceed it are ignored.
     Returns:
-        The boxes, the largest first.
+        Boxes, largest first.
     """
     boxes = set[Box]()
     for suffix in suffixes:
@@ -147,15 +146,16 @@ def stored_boxes(suffixes: Iterable[bytes], *, rows: bytes, whole: Box) -> list[
 
 
 def longest_stored(num_pages: int, has: Callable[[Sequence[int]], Sequence[bool]]) -> int:
-    """How many first pages are stored, by galloping: pages are stored parents first, so a stored page vouches for those
-    before it. One that has been evicted since is found out when it is loaded.
+    """Find how many first pages are stored, by galloping search.
+
+    Pages are stored parents first, so a stored page implies those before it. Loading fails if one was evicted since.
 
     Args:
-        num_pages: of the sequence.
-        has: which of these page numbers (from 0) are stored, in all components and boxes that are needed; asked with a
-            few at a time, so that a remote storage answers in few round trips.
+        num_pages: pages of the sequence.
+        has: given some page indices, returns which are stored in all needed components and boxes. Called with several
+            at a time, to save round trips to a remote storage.
     Returns:
-        A length in pages, 0 for none.
+        Length in pages, 0 for none.
     """
     steps = [1 << power for power in range(num_pages.bit_length())]  # lengths to try, doubling
     low, high = 0, num_pages + 1  # the length is in [low, high)
@@ -170,11 +170,11 @@ def longest_stored(num_pages: int, has: Callable[[Sequence[int]], Sequence[bool]
     return low
 
 
-_FAN_OUT = 8  # parts of the rest that one question tells apart
+_FAN_OUT = 8  # parts into which one call divides the remaining range
 
 
 def _digest_of(*parts: object) -> bytes:
-    """SHA-256 of parts of any kind; each with its length, so that no two lists of parts read the same."""
+    """SHA-256 of parts, each hashed with its length, so that different lists never hash the same bytes."""
     message = sha256()
     for part in parts:
         text = part if isinstance(part, bytes) else repr(part).encode()

@@ -1,4 +1,4 @@
-"""What has moved between the device and the host: bytes, and the time that it took."""
+"""Counts bytes moved between device and host, and the time taken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raycache.parallel.board import Acks
 
 
 class Moved:
-    """Counts of one decider.
+    """Transfer counters of one decider.
 
     Args:
         unit_bytes: component space -> bytes of a unit, over all ranks.
@@ -23,7 +23,7 @@ class Moved:
         self._acks = Acks()
 
     def count(self, what: str, num_pages: int, parts: Mapping[str, Sequence[int]]) -> None:
-        """So many pages, and the units of a restore point, were "saved" or "loaded"."""
+        """Count pages and the units of a restore point as `what`: "saved" or "loaded"."""
         units = {FULL: num_pages, **{space: len(ids) for space, ids in parts.items()}}
         self._bytes[what] += sum(count * self._unit_bytes.get(space, 0) for space, count in units.items())
 
@@ -34,11 +34,11 @@ class Moved:
         self._acks = acks
 
     def begin_anew(self, acks: Acks) -> None:
-        """There are other ranks, which have spent so much time already."""
+        """Start from a new gang's counters."""
         self._acks = acks
 
     def figures(self) -> dict[str, float]:
-        """Figures for people and metrics."""
+        """Current counters, for status output and metrics."""
         return {
             "saved_bytes": self._bytes["saved"],
             "loaded_bytes": self._bytes["loaded"],

@@ -1,10 +1,10 @@
-"""One node of the radix tree: a run of whole pages that is matched, split and trimmed as one.
+"""A node of the radix tree: a run of whole pages.
 
-The tree decides when; this is how, at the cost of the bytes that have to be compared or are new:
+Operations cost as much as the bytes compared or added:
 
     key     [ t t t t | t t t t | ... . ]           packed tokens, a bytearray: grows in place
     pages   [   p     |   p     | ... . ]           one id per page; the two parts of a split share one array
-    samples [   s     |   s     | ... . | s | s ]   one per page, and of those that were trimmed off its end
+    samples [   s     |   s     | ... . | s | s ]   one per page, and per page trimmed off its end
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
 
 STRIDE_BYTES = 1 << 20
-"""Of one memcmp at most; what differs is looked for inside the last one."""
+"""Bytes per memcmp; a difference is then located inside the last stride."""
 
 
 Parts = Mapping[str, Sequence[int]]
-"""Component space -> window pages, oldest first, or the one state slot, that continuing from a position needs."""
+"""Component space -> what resuming from a position needs: window pages, oldest first, or one state slot."""
 
 Claims = tuple[tuple[int, float], ...]
-"""(priority, until when in seconds), priorities falling and times rising: the first that still holds counts, or 0."""
+"""(priority, expiry in seconds), by falling priority and rising expiry: the first not expired counts, else 0."""
 
 
 class Evictable:
-    """What eviction policies look at.
+    """Usage data for eviction policies.
 
     Attributes:
-        last_used: when a handle last came to end here; what was used below counts once that is evicted.
-        num_uses: matches that ended here or in what was evicted below; 0 if the policy does not count.
-        claims: priorities that it was used with; none if the policy does not look at them.
-        entry: number of its entry among the candidates, 0 for none.
+        last_used: when a handle last ended here, or in a continuation that has been evicted.
+        num_uses: matches that ended here or in an evicted continuation; 0 if the policy does not count.
+        claims: priorities that it was used with; empty if the policy ignores them.
+        entry: number of its entry among the eviction candidates, 0 for none.
     """
 
     __slots__ = ("claims", "entry", "last_used", "num_uses")
@@ -55,14 +55,14 @@ class Evictable:
 
 
 class RestorePoint(Evictable):
-    """What continuing from one position needs beside the pages of the sequence.
+    """What resuming from one position needs besides the pages of the sequence.
 
     Attributes:
-        position: tokens before it.
-        parts: units of every component space but that of the sequence's pages.
-        node: at whose end a tree keeps it, or kept it once; None before.
-        lost: the component space whose units a tree needed when it gave the point up; the others went with them.
-        storage: number of the storage that has it, 0 for none.
+        position: length of the prefix in tokens.
+        parts: units of every component space except "full".
+        node: the tree node at whose end it is or was kept; None before.
+        lost: component space that ran out of units when the point was evicted.
+        storage: number of the storage that has it; 0: none.
     """
 
     __slots__ = ("lost", "node", "parts", "position", "storage")
@@ -82,14 +82,13 @@ class Node(Evictable):
     Attributes:
         parent: None for a root, and once it is evicted.
         key: packed tokens of the run.
-        samples: of its pages, to remember them by when they are evicted, and of evicted ones that followed.
-        name: the bytes of its first page.
+        samples: samples (ghosts.py) of its pages and of evicted pages that followed.
+        name: packed tokens of its first page.
         children: by name.
-        locks: handles that end here.
-        locked_children: children that are protected.
-        place: where the samples end, as a place where more evicted pages may hang; None if none ever did.
-        point: restore point at its end, if there is or was one.
-        num_pages: length of the run.
+        locks: number of handles that end here.
+        locked_children: number of protected children.
+        place: the place after the samples, to which more ghosts may be attached; None if none ever was.
+        point: current or former restore point at its end, or None.
     """
 
     __slots__ = (
@@ -128,38 +127,38 @@ class Node(Evictable):
         self.place = place
         self.point: RestorePoint | None = None
         self.num_pages = len(ids)
-        self._ids = ids  # may be longer than the run, by room to grow
+        self._ids = ids  # may be longer than the run, as spare capacity
         self.samples = samples
 
     @property
     def pages(self) -> PageIds:
-        """The page ids of the run, a view."""
+        """Page ids of the run, as a view."""
         return self._ids if len(self._ids) == self.num_pages else self._ids[: self.num_pages]
 
     @property
     def tail(self) -> bytearray:
-        """Samples of evicted pages that followed the run and did not come back."""
+        """Samples of evicted pages that followed the run and are not cached again."""
         return self.samples[self.num_pages * SAMPLE_BYTES :]
 
     @property
     def has_tail(self) -> bool:
-        """Whether evicted pages followed the run that were part of it."""
+        """Whether pages were trimmed off its end."""
         return len(self.samples) > self.num_pages * SAMPLE_BYTES
 
     @property
     def has_ghosts(self) -> bool:
-        """Whether evicted pages followed the run that did not come back."""
+        """Whether any evicted pages are remembered after the run."""
         has_tail = len(self.samples) > self.num_pages * SAMPLE_BYTES
         return has_tail or (self.place is not None and bool(self.place.ghosts))
 
     @property
     def is_protected(self) -> bool:
-        """Whether a handle ends here or below."""
+        """Whether a handle ends here or in a descendant."""
         return self.locks + self.locked_children > 0
 
     @property
     def has_point(self) -> bool:
-        """Whether a sequence can be continued from its end, in models that need more than the sequence's pages."""
+        """Whether a restore point stands at its end."""
         return self.point is not None and not self.point.lost
 
     @property
@@ -168,9 +167,9 @@ class Node(Evictable):
         return not (self.children or self.locks or self.parent is None)
 
     def matching_bytes(self, tokens: PackedTokens, offset: int, limit: int, *, page_bytes: int) -> int:
-        """How many bytes of the key equal tokens[offset:limit], in whole pages; the first page is known to.
+        """Length in bytes, in whole pages, of the key's match with tokens[offset:limit]; the first page must match.
 
-        One pass of memcmp in strides, then halving inside the stride that differs. Slices are views: no copies.
+        Compares in strides, then bisects inside the stride that differs. Slices are views, not copies.
         """
         size = min(len(self.key), limit - offset)
         stride = max(1, STRIDE_BYTES // page_bytes) * page_bytes
@@ -189,18 +188,18 @@ class Node(Evictable):
         return matched
 
     def last_point(self, end: int, *, above: Node) -> tuple[Node, int, str | None]:
-        """Find the last restore point that a prefix which ends here can be continued from.
+        """Find the last restore point from which a prefix that ends here can be resumed.
 
         Args:
-            end: bytes of the prefix.
-            above: this node or one above it, where the search ends.
+            end: length of the prefix in bytes.
+            above: this node or an ancestor, where the search ends.
         Returns:
-            The node at whose end it stands, or `above`, the bytes up to there, and which component space was lost
-            nearest to the end: None if there was nothing to pass, "" if nothing was lost on the way.
+            The node at whose end it stands, or `above`; the length in bytes up to there; and the component space lost
+            nearest to the end: None if no node was passed, "" if nothing was lost on the way.
         """
         node, lost = self, None
         while node is not above and not node.has_point:
-            assert node.parent is not None, "every node is below the one that the walk began at"
+            assert node.parent is not None, "the walk started outside of the subtree of `above`"
             lost = lost or (node.point.lost if node.point is not None else "")
             end -= len(node.key)
             node = node.parent
@@ -214,7 +213,7 @@ class Node(Evictable):
         return nodes[::-1]
 
     def walk_down(self) -> Iterator[Node]:
-        """This node and all below it, parents first."""
+        """This node and its descendants, parents first."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -222,21 +221,21 @@ class Node(Evictable):
             waiting.extend(node.children.values())
 
     def check(self, *, page_bytes: int) -> None:
-        """Assert what holds for every node of a tree."""
+        """Assert the invariants of a node."""
         assert len(self.key) == self.num_pages * page_bytes, "a node's tokens and pages differ in number"
         assert len(self.samples) >= self.num_pages * SAMPLE_BYTES, "a node has fewer samples than pages"
-        assert not (self.has_tail and self.children), "evicted pages are forgotten where others follow"
+        assert not (self.has_tail and self.children), "a node with children remembers trimmed pages"
         assert self.locks >= 0, "unlocked more often than locked"
         protected = sum(child.is_protected for child in self.children.values())
         assert self.locked_children == protected, f"{self.locked_children} locked children counted, {protected} are"
         for name, child in self.children.items():
             assert child.parent is self and child.num_pages > 0, "a child is empty or has another parent"
             assert name == child.name == child.key[:page_bytes] and len(name) == page_bytes, "a child's name is wrong"
-        assert self.point is None or self.point.node is self, "a restore point stands elsewhere"
+        assert self.point is None or self.point.node is self, "a restore point belongs to another node"
         assert self.entry or not self.is_free_leaf, "a free leaf is not among the candidates"
 
     def append(self, tokens: PackedTokens, ids: PageIds, samples: bytes) -> None:
-        """Grow by whole pages at the end, where no evicted ones follow; amortised, costs as much as what is new."""
+        """Append whole pages; no evicted ones may follow. Amortised cost: the size of what is new."""
         end = self.num_pages + len(ids)
         if end > len(self._ids):
             grown = np.empty(end + end // 2, np.int32)
@@ -248,9 +247,9 @@ class Node(Evictable):
         self.samples += samples
 
     def take_front(self, size: int, *, page_bytes: int) -> Node:
-        """Cut the first `size` bytes off into a node of their own, which is not linked to anything yet.
+        """Split the first `size` bytes off into a new, unlinked node.
 
-        Uses stay with the end, which hands them up when it goes.
+        Usage data stays with this node, which passes it up when it is evicted.
         """
         num_pages = size // page_bytes
         front_key, self.key = _cut(self.key, size)
@@ -262,20 +261,20 @@ class Node(Evictable):
         return front
 
     def drop_back(self, num_pages: int, *, page_bytes: int) -> None:
-        """Give up the last `num_pages` pages, fewer than all; their samples stay."""
+        """Drop the last `num_pages` pages, fewer than all; their samples stay."""
         self.num_pages -= num_pages
         del self.key[-num_pages * page_bytes :]
 
     def forget_tail(self) -> None:
-        """Forget what was trimmed off the end of the run."""
+        """Forget pages that were trimmed off the end."""
         del self.samples[self.num_pages * SAMPLE_BYTES :]
 
 
 class Root(Node):
-    """The empty prefix of one tree of prefixes.
+    """The empty prefix of one tree.
 
     Attributes:
-        seed: tells the trees apart.
+        seed: start of the digest chain; identifies the tree.
     """
 
     __slots__ = ("seed",)
@@ -286,9 +285,9 @@ class Root(Node):
 
 
 def _merge(first: Claims, second: Claims) -> Claims:
-    """The claims of something that was used with both: at any time the higher of the two, where what has expired is 0.
+    """Combine claims: at any time the higher of the two, where an expired one counts as 0.
 
-    Negative priorities rise when they expire, so of two the higher one holds until the first of both times.
+    Negative priorities rise when they expire, so the higher of two holds until the earlier expiry.
     """
     if not (first and second):
         return first or second
@@ -303,10 +302,10 @@ def _merge(first: Claims, second: Claims) -> Claims:
 
 
 def _cut(key: bytearray, size: int) -> tuple[bytearray, bytearray]:
-    """Cut a key in two after `size` bytes.
+    """Split a key after `size` bytes.
 
-    A small part is copied out of the large one, which keeps its memory: copying a long key costs more in first touches
-    of fresh memory than in bytes moved. Otherwise both are copied, so that neither keeps more memory than it fills.
+    A small part is copied out and the large one keeps its memory: touching fresh memory costs more than copying.
+    Otherwise both are copied, so that neither wastes memory.
     """
     rest = len(key) - size
     if 8 * size < rest:

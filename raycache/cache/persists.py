@@ -1,4 +1,4 @@
-"""What the storage gets from the host, and what of it the storage has, as far as is known."""
+"""Decides what the host writes to storage, and tracks what storage is known to have."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from raycache.memory.component import FULL
 from raycache.memory.pages import PageIds
 
 MOST_PERSISTS = 256
-"""Commands to persist that may wait; with more of them the storage is too slow, and pages are not persisted."""
+"""Limit of waiting persist commands; beyond it the storage is too slow, and pages are not persisted."""
 _PERSIST_TIMEOUT_S = 120.0
-"""For a command to persist to begin: until it ends, the host cannot evict its pages."""
+"""Deadline for a persist command to start: until it ends, the host cannot evict its pages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,14 +31,14 @@ class _Persist:
 
 
 class Persists:
-    """Decides what goes from the host to the storage.
+    """Decides what is written from the host to storage.
 
     Args:
         host: the tier above.
-        commands: to the storage.
+        commands: sends commands to the storage.
     Attributes:
-        counts: for people and metrics.
-        seconds: that the storage took.
+        counts: counters, for status output and metrics.
+        seconds: time that storage calls took.
     """
 
     def __init__(self, host: HostTier, commands: StorageClient) -> None:
@@ -51,39 +51,39 @@ class Persists:
 
     @property
     def open(self) -> Set[int]:
-        """Numbers of the commands whose answers have not come."""
+        """Numbers of commands in progress."""
         return self._open.keys()
 
     @property
     def num_persisted(self) -> int:
-        """Pages that the storage has taken, or had already."""
+        """Pages that were written to the storage or already there."""
         return self.counts["persisted_pages"]
 
     @property
     def num_missing(self) -> int:
-        """Pages of the host that the storage lacks, as far as is known."""
+        """Host pages not known to be in the storage."""
         is_stored = self._is_stored.copy()
         for persist in self._open.values():
             is_stored[persist.pages] = False
         return int(np.count_nonzero(~is_stored[self._host.tier.tree.trie.pages()]))
 
     def forget(self) -> None:
-        """There is another storage, or an empty one: nothing is stored as far as is known."""
+        """Forget what is stored, after the storage was replaced or emptied."""
         self._commands.cancel_kind(CommandKind.PERSIST)
         self._storage += 1
         self._is_stored[:] = False
 
     def note_stored(self, pages: PageIds) -> None:
-        """Take in that host pages were fetched from the storage."""
+        """Note that host pages were fetched from the storage."""
         self._is_stored[pages] = True
 
     def note_stored_point(self, point: RestorePoint) -> None:
-        """Take in that a restore point was fetched from the storage."""
+        """Note that a restore point was fetched from the storage."""
         point.storage = self._storage
 
     def enter(self, entered: Entered, *, is_attached: bool) -> None:
-        """Store what has entered the host, after those pages before it that the storage lacks: a prefix without its
-        begin is never found."""
+        """Persist what entered the host, preceded by earlier pages that the storage lacks: a prefix without its
+        beginning is never found."""
         self._is_stored[entered.pages] = False
         if not is_attached:
             return
@@ -93,7 +93,7 @@ class Persists:
         self.store(entered.handle, entered.point)
 
     def store(self, handle: PrefixHandle, point: RestorePoint | None) -> int:
-        """Store what the storage lacks of a host's prefix, and of a restore point at its end, as far as is known.
+        """Persist what the storage is not known to have of a host prefix and of a restore point at its end.
 
         Returns:
             Number of the command, 0 if there is nothing to do.
@@ -107,7 +107,7 @@ class Persists:
         pages = path[missing]
         digests = self._host.digests(handle)
         units = [StoredUnit(FULL, page, digests[i]) for page, i in zip(pages.tolist(), missing.tolist(), strict=True)]
-        self._is_stored[pages] = True  # or will be: what follows it need not be sent with it again
+        self._is_stored[pages] = True  # or will be: later commands need not include it
         if point is not None:
             for space, ids in point.parts.items():
                 units += [StoredUnit(space, *unit) for unit in zip(ids, digests[len(path) - len(ids) :], strict=True)]
@@ -119,13 +119,13 @@ class Persists:
         return number
 
     def take(self, answer: StorageAnswer) -> None:
-        """Take in what was stored."""
+        """Apply the result of a persist command."""
         persist = self._open.pop(answer.number)
         self.counts["persisted_bytes"] += answer.num_bytes
         self.seconds += answer.seconds
         stored = np.asarray(answer.stored[: len(persist.pages)], np.bool_)
         self.counts["persisted_pages"] += int(np.count_nonzero(stored))
-        is_same = persist.storage == self._storage  # and was not emptied meanwhile
+        is_same = persist.storage == self._storage  # not replaced or emptied meanwhile
         self._is_stored[persist.pages] &= stored & is_same
         persist.handle.release()
         if persist.point is not None:

@@ -1,8 +1,8 @@
-"""Prefixes fetched from the storage to the host ahead of their requests.
+"""Fetches prefixes from storage to the host ahead of their requests.
 
-    request queued -> find -> host pages reserved -> fetch, some pages a command -> pages enter the host's tree in order
+    request queued -> find -> host pages reserved -> fetch, a few pages per command -> pages enter the host tree
 
-Nothing here waits. What does not come in time is a miss.
+Nothing here blocks. Pages that do not arrive in time are a miss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raycache.types import Miss, PackedTokens
 
 _PAGES_PER_FETCH = 16
 _COMPLETE_FACTOR = 10.0
-"""Under wait_complete a request waits so many times prefetch_timeout_s at most: no wait is without end."""
+"""Limit of a wait under wait_complete, as a multiple of prefetch_timeout_s."""
 
 
 class Waiting(StrEnum):
@@ -38,12 +38,12 @@ class Waiting(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Units of one fetch.
+    """One fetch command.
 
     Attributes:
-        pages, digests: of the sequence, which follow each other.
-        point: the restore point behind them; only in the last one.
-        answers: one per unit, pages first; None until they are there.
+        pages, digests: host pages to fill, consecutive in the sequence, and their digests.
+        point: the restore point after them; only in the last fetch of a prefetch.
+        answers: result per unit, pages first; None until the command has completed.
     """
 
     pages: PageIds
@@ -54,22 +54,22 @@ class Chunk:
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """What storage brings for one request.
+    """Prefetch of one request's prefix.
 
     Attributes:
         owner: the request's id.
-        tokens: of the prompt, packed.
-        handle: of the host, at the end of what has come.
-        digests: of all whole pages that can be reused.
-        start_s: when it began.
-        begin, end: what it has brought to the host, in tokens; both 0 for nothing.
-        num_stored: tokens that the storage has, from the prompt's begin on.
-        is_known: whether the storage has said so; until then there may be more.
-        worst: the worst answer to a fetch so far.
-        chunks: fetches that were not taken in yet.
-        why_short: why less came than is stored.
-        is_done: nothing more will come.
-        is_abandoned: its request does not wait for it any more.
+        tokens: the prompt, packed.
+        handle: host prefix, at the end of what has arrived.
+        digests: digests of all reusable whole pages of the prompt.
+        start_s: start time, on the clock of `now_s`.
+        begin, end: token range fetched to the host; both 0 for none.
+        num_stored: length of the stored prefix in tokens.
+        is_known: whether num_stored is final; before, more may be stored.
+        worst: worst result of a fetch so far.
+        chunks: fetches whose pages are not in the tree yet.
+        why_short: reason why less arrived than is stored.
+        is_done: whether nothing more will arrive.
+        is_abandoned: whether its request no longer waits for it.
     """
 
     owner: str
@@ -88,30 +88,30 @@ class Prefetch:
     is_abandoned: bool = False
 
     def finish(self) -> None:
-        """Nothing more will come."""
+        """Mark as done and release the handle."""
         self.is_done = True
         if not self.handle.is_released:
             self.handle.release()
 
     def wait_is_over(self, waiting: Waiting, *, timeout_s: float, now_s: float) -> bool:
-        """Whether its request has waited for as long as it may."""
+        """Whether its request has waited as long as the policy allows."""
         limit_s = timeout_s * (_COMPLETE_FACTOR if waiting is Waiting.COMPLETE else 1.0)
         return now_s - self.start_s >= limit_s
 
 
 class Prefetches:
-    """Decides what comes from the storage to the host.
+    """Decides what is fetched from storage to the host.
 
     Args:
         host: the tier above.
         commands: to the storage.
-        persists: learns what the storage has.
-        waiting: whether requests wait for their prefetch.
-        timeout_s: how long, under that policy; and when a fetch that has not begun is given up.
-        share: of the host's pages, how much prefetches may hold at a time.
-        costs: what moving and computing take.
+        persists: told what the storage is known to have.
+        waiting: policy by which requests wait for their prefetch.
+        timeout_s: longest wait under that policy, and deadline for a fetch to start.
+        share: fraction of host pages that prefetches may reserve at a time.
+        costs: measured pace of moving and computing.
     Attributes:
-        num_reserved: host pages that wait for what they are to hold.
+        num_reserved: host pages reserved for fetches in progress.
         counts: for people and metrics.
         seconds: that the storage took.
     """
@@ -138,11 +138,11 @@ class Prefetches:
 
     @property
     def num_open(self) -> int:
-        """Commands whose answers have not come."""
+        """Number of commands in progress."""
         return len(self._finds) + len(self._fetches)
 
     def start(self, owner: str, tokens: PackedTokens, *, root: bytes, now: int, now_s: float) -> Prefetch | None:
-        """Look for a request's prefix; None if the host has all of it."""
+        """Look up a request's prefix; None if the host has all of it."""
         page_size = self._host.page_size
         wanted = (len(tokens) // 4 - 1) // page_size
         if not wanted:
@@ -160,7 +160,7 @@ class Prefetches:
         return prefetch
 
     def is_awaited(self, prefetch: Prefetch, *, now_s: float) -> bool:
-        """Whether its request should wait for more of it."""
+        """Whether its request should wait for more pages."""
         if prefetch.is_done or prefetch.is_abandoned or self._waiting is Waiting.BEST_EFFORT:
             return False
         if prefetch.wait_is_over(self._waiting, timeout_s=self._timeout_s, now_s=now_s):
@@ -173,13 +173,13 @@ class Prefetches:
         return True
 
     def abandon(self, prefetch: Prefetch) -> None:
-        """Its request runs, or has ended: what has begun still comes to the host."""
+        """Stop, as its request runs or has ended; fetches in progress still complete."""
         if not (prefetch.is_done or prefetch.is_abandoned):
             prefetch.is_abandoned = True
             self._commands.cancel(prefetch.owner)
 
     def take_found(self, answer: StorageAnswer, *, now: int) -> None:
-        """Fetch what the storage has beyond the host, as much as fits."""
+        """Fetch what the storage has beyond the host, as far as it fits."""
         prefetch = self._finds.pop(answer.number)
         if answer.outcome is not Outcome.DONE:
             prefetch.worst = Fetch.UNAVAILABLE
@@ -194,14 +194,14 @@ class Prefetches:
         if stop * size <= usable or prefetch.is_abandoned:
             prefetch.finish()
             return
-        # Pages that the host has beyond its last restore point, or has got since, need not be fetched.
+        # Pages that the host has beyond its last restore point, or obtained since, need not be fetched.
         self._host.tier.tree.lengthen(prefetch.handle, prefetch.tokens, limit=stop * size, now=now)
         self._fetch_all(prefetch, stop=stop)
         if not prefetch.chunks:
             prefetch.finish()
 
     def take_fetched(self, answer: StorageAnswer, *, now: int) -> None:
-        """Let what has come enter the host's tree, in order; behind a page that did not come, nothing is of use."""
+        """Put fetched pages into the host tree, in order; pages after a missing one are dropped."""
         prefetch, answered = self._fetches.pop(answer.number)
         answered.answers = answer.fetches
         self.counts["prefetched_bytes"] += answer.num_bytes
@@ -221,12 +221,12 @@ class Prefetches:
                 num_good = 0
             self._enter(prefetch, chunk, num_good, is_whole=not bad and not prefetch.is_done, now=now)
             if bad:
-                prefetch.is_done = True  # later chunks are given back as they come
+                prefetch.is_done = True  # later chunks are dropped as they arrive
         if not prefetch.chunks:
             prefetch.finish()
 
     def _reachable(self, found: Found, prefetch: Prefetch) -> int:
-        """Up to which page the prefetch goes; for models with restore points, there is one."""
+        """Number of pages worth fetching; for models with restore points, it ends at one."""
         stop = found.point_pages if self._host.tier.has_points else found.num_pages
         return min(stop, len(prefetch.digests))
 
@@ -269,7 +269,7 @@ class Prefetches:
         for space, ids in ({} if chunk.point is None else chunk.point.parts).items():
             digests = prefetch.digests[stop - len(ids) : stop]
             units += [StoredUnit(space, *unit) for unit in zip(ids, digests, strict=True)]
-        # A fetch that has begun cannot be stopped; one that waits for its turn for too long is of no use.
+        # A fetch that has started cannot be stopped; one that waits too long for its turn is useless.
         deadline_s = prefetch.start_s + self._timeout_s * _COMPLETE_FACTOR
         number = self._commands.post(CommandKind.FETCH, prefetch.owner, units=units, deadline_s=deadline_s)
         self._fetches[number] = prefetch, chunk

@@ -1,4 +1,4 @@
-"""Prefixes on their way to the host: where they come from, how far they are, and what is held for them meanwhile."""
+"""Saves in progress from device to host: their source, their progress and what they hold."""
 
 from __future__ import annotations
 
@@ -18,29 +18,27 @@ from raycache.types import PackedTokens
 
 
 class Source(Protocol):
-    """A prefix of the device that is copied to the host."""
+    """A device prefix that is being copied to the host."""
 
     @property
     def point(self) -> RestorePoint | None:
         """The restore point at its end."""
 
     def pages_from(self, first: int) -> PageIds:
-        """The device pages without the first `first` ones, which are not copied."""
+        """Device pages from index `first` on; those before are not copied."""
 
     def release(self, is_saved: bool) -> None:
-        """Take in that the device's pages and units are not needed any more."""
+        """Release the device's pages and units; `is_saved` tells whether the copy succeeded."""
 
 
 class SavedPrefix:
-    """A prefix that the device goes on to hold: locked until it is copied.
+    """A prefix that stays on the device: locked until it is copied.
 
     Args:
-        device: where it is.
-        prefix: a lock on it, which may be released meanwhile.
-        is_saved: device page -> whether the host has it; noted there.
+        device: the device tier.
+        prefix: handle of it; cloned, so the caller may release it.
+        is_saved: device page -> whether the host has it; updated when the copy is made.
         then: called when the copy is made or has failed.
-    Attributes:
-        point: as of `Source`.
     """
 
     def __init__(
@@ -73,18 +71,17 @@ class SavedPrefix:
 
 
 class Cursor:
-    """A sequence's place in the host tier.
+    """Tracks how much of a sequence the host has or is getting.
 
     Args:
-        found: the longest prefix there that can be continued.
-        is_closed: whether there is no host tier to find or save anything.
+        found: handle of the longest resumable prefix on the host.
+        is_closed: True without a host tier.
     Attributes:
-        found: as given.
-        saved: the end of what the host knows or has saved of it.
-        num_planned: pages that the host has or is getting.
-        last_digests: of the last of those, as many as a restore point may need, at least one if there are any.
-        is_closed: the sequence has ended; what is on its way comes to its end.
-        is_broken: moves of it failed, those after them are of no use.
+        saved: handle at the end of what the host has.
+        num_planned: number of pages that the host has or is getting.
+        last_digests: digests of the last of those, as many as a restore point may need; at least one if there are any.
+        is_closed: whether the sequence has ended; saves in progress still complete.
+        is_broken: whether a save failed, which makes those after it useless.
     """
 
     __slots__ = ("_num_open", "found", "is_broken", "is_closed", "last_digests", "num_planned", "saved")
@@ -99,7 +96,7 @@ class Cursor:
         self._num_open = 0
 
     def catch_up(self, host: HostTier, tokens: PackedTokens, *, stop: int, now: int) -> None:
-        """Learn what the host has got of the first `stop` pages, from other sequences too."""
+        """Advance over those of the first `stop` pages that the host obtained, also from other sequences."""
         if self._num_open:
             return
         limit = min(stop, len(tokens) // (4 * host.page_size)) * host.page_size
@@ -111,23 +108,23 @@ class Cursor:
             self.last_digests = host.last_digests(self.saved)
 
     def lacks_point(self, stop: int) -> bool:
-        """Whether the host is not known to have a restore point behind the first `stop` pages."""
+        """Whether the host is not known to have a restore point after the first `stop` pages."""
         return stop == self.num_planned and (self._num_open > 0 or not self.saved.node.has_point)
 
     def plan(self, digests: Sequence[bytes], *, num_kept: int) -> None:
-        """Take in that pages are on their way; `num_kept` digests of the last ones are kept."""
+        """Record planned pages; keeps the last `num_kept` digests."""
         self.last_digests = [*self.last_digests, *digests][-num_kept:]
         self.num_planned += len(digests)
         self._num_open += 1
 
     def finish(self, *, is_done: bool) -> None:
-        """Take in that the oldest moves have come to their end."""
+        """Record that the oldest save has completed or failed."""
         self._num_open -= 1
         self.is_broken |= not is_done
         self._release_saved()
 
     def close(self) -> None:
-        """Unlock it; the second time does nothing."""
+        """Release the locks; further calls do nothing."""
         if not self.is_closed:
             self.is_closed = True
             self.found.release()
@@ -140,15 +137,15 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Save:
-    """Pages of one sequence on their way to the host.
+    """One save: pages of one sequence in transfer to the host.
 
     Attributes:
-        number: of the moves.
-        cursor: of the sequence.
-        source: of the device.
-        tokens: of the sequence; may grow.
-        pages, digests: of the host.
-        point: of the host, for the restore point at the end; None if there is none or no room for it.
+        number: sequence number of its moves.
+        cursor: the sequence's progress on the host.
+        source: the device prefix.
+        tokens: the sequence, packed; may grow.
+        pages, digests: reserved host pages and their digests.
+        point: host units for the restore point at the end; None if there is none or no space for it.
     """
 
     number: int

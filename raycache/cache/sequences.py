@@ -1,7 +1,7 @@
-"""Where running sequences live, and what they leave behind.
+"""The cache as the scheduler uses it: the device tier, the tiers below, and running sequences.
 
-A sequence is matched when it is admitted (`begin`); from then on its `Holding` takes and gives back what it needs. Here
-is what concerns all of them: the device's tier, the tiers below it, what is evicted and forgotten, figures and checks.
+A sequence is matched when it is admitted (`begin`); from then on its `Holding` reserves and releases what it needs.
+This module has what concerns all sequences: tiers, eviction, counters and checks.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from raycache.types import PackedTokens
 
 
 class SequenceCache:
-    """The device's tier, the tiers below it, and the sequences that run on them.
+    """The device tier, the tiers below it, and the sequences that run on them.
 
     Args:
-        sizes: of the device's pools.
-        is_kept: whether what sequences compute is kept for others; if not, nothing is matched either.
-        eviction: what goes first on the device.
+        sizes: pages and slots of the device pools.
+        is_kept: whether computed pages are cached; if not, nothing is matched either.
+        eviction: the device's eviction policy.
         host: the tier below.
         storage: the tier below that.
-        costs: what moving and computing take.
+        costs: measured pace of moving and computing.
     Attributes:
         page_size: tokens per page.
-        device: pages, units and prefixes of the device.
-        transfers: between the device and the host.
-        is_kept, host, storage, costs: as given.
+        device: the device's pages, units and prefix tree.
+        transfers: moves between device and host.
     """
 
     def __init__(
@@ -67,22 +66,22 @@ class SequenceCache:
 
     @property
     def has_points(self) -> bool:
-        """Whether sequences can be continued only from restore points."""
+        """Whether sequences can be resumed only from restore points."""
         return self.device.has_points
 
     @property
     def num_obtainable(self) -> int:
-        """Pages of the sequence that are free or can be made so."""
+        """Device pages that are free or evictable."""
         return self.device.num_obtainable
 
     def begin(self, tokens: PackedTokens, *, is_matched: bool, now: int, use: Use = PLAIN_USE) -> Holding:
-        """Lock the longest prefix that can be continued.
+        """Lock the longest resumable prefix.
 
         Args:
-            tokens: of the sequence so far, packed.
-            is_matched: whether it may reuse anything.
+            tokens: the sequence so far, packed.
+            is_matched: whether it may reuse cached pages.
             now: step number, the LRU clock.
-            use: who it belongs to.
+            use: tenant and eviction priority.
         """
         known = tokens if is_matched and self.is_kept else NOTHING
         handle = self.device.tree.match(known, now=now, root=use.root, priority=use.priority, until_s=use.until_s)
@@ -90,16 +89,16 @@ class SequenceCache:
         return Holding(self.device, self.transfers, handle=handle, cursor=cursor, use=use, is_kept=self.is_kept)
 
     def device_len(self, tokens: PackedTokens, *, use: Use, now: int) -> int:
-        """Tokens of a prompt that the device has and could continue."""
+        """Length in tokens of a prompt's resumable prefix on the device."""
         handle = self.device.tree.match(tokens, now=now, root=use.root, priority=use.priority, until_s=use.until_s)
         handle.release()
         return handle.length
 
     def evict(self, space: str) -> bool:
-        """Give up one page of the sequence, or the restore point that comes next, of what nobody holds.
+        """Evict one page ("full"), or the next restore point with units of `space`, if any is unused.
 
         Returns:
-            Whether there was one.
+            Whether anything was evicted.
         """
         if space != FULL:
             return space in self.device.units and self.device.tree.evict_point(space)
@@ -108,27 +107,27 @@ class SequenceCache:
         return len(evicted) > 0
 
     def clear(self) -> None:
-        """Forget everything that no running sequence holds, on the device."""
+        """Drop everything on the device that no running sequence holds."""
         self.device.clear()
 
     # --- tiers below --------------------------------------------------------------------------------------------------
 
     @property
     def has_moves(self) -> bool:
-        """Whether pages are on their way between tiers."""
+        """Whether page moves between tiers are in progress."""
         return self.transfers.has_moves or self.storage.num_open > 0
 
     def acknowledge(self, acks: Acks, *, now: int, now_s: float) -> None:
-        """Take in how far the ranks are with moves, what storage has brought, and the clock of priorities, seconds."""
+        """Apply the ranks' progress of moves and completed storage calls, and set the clock of priorities (seconds)."""
         self.device.tree.tick(now_s)
         self.host.tick(now_s)
         self.transfers.acknowledge(acks, now=now)
         self.storage.poll(now=now, now_s=now_s)
 
-    # --- figures and checks -------------------------------------------------------------------------------------------
+    # --- counters and checks ------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Balances of the sequence's pages, by name of EngineStats."""
+        """Page counts by field name of EngineStats."""
         device = self.device
         free, cached = device.pages.num_free, device.tree.num_cached
         return {
@@ -143,7 +142,7 @@ class SequenceCache:
         }
 
     def tiers(self) -> dict[str, dict[str, float]]:
-        """Figures of the tiers below the device."""
+        """Counters of the tiers below the device."""
         if not self.host.is_present:
             return {}
         unsaved = {"evicted_unsaved_pages": self.transfers.num_evicted_unsaved}
@@ -160,13 +159,13 @@ class SequenceCache:
         return {"device": self.device.components(), **host}
 
     def check(self, holdings: Sequence[Holding]) -> None:
-        """Assert that every page and slot is free, or held by exactly those who know of it."""
+        """Assert that every page and slot is free, cached or held, with matching reference counts."""
         device = self.device
         self.host.check()
         units = {space: [i for holding in holdings for i in holding.units.all()[space]] for space in device.units}
         own = [page for holding in holdings for page in holding.own]
         device.check(taken=np.asarray(own, np.int32), units=units)
         is_idle = not holdings and not self.transfers.has_moves
-        assert device.tree.num_locked == 0 or not is_idle, "pages are locked and nothing runs"
+        assert device.tree.num_locked == 0 or not is_idle, "pages are locked although nothing runs"
         points = [*self.transfers.held_points, *(point for holding in holdings for point in holding.points)]
-        assert Counter(points) == Counter(device.held), "a restore point is held by nobody"
+        assert Counter(points) == Counter(device.held), "held restore points do not match their holders"

@@ -1,4 +1,4 @@
-"""Units of every component space that a tier has, as its decider knows them."""
+"""Sizes of a tier's component spaces, as its decider knows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class SpaceSizes:
     """Pages and slots of a tier.
 
     Attributes:
-        num_pages: pages of the sequence.
+        num_pages: pages of the "full" space.
         page_size: tokens per page.
         windows: space -> (window in tokens, pages).
         states: space -> slots; at most one.

@@ -1,4 +1,4 @@
-"""What the decider asks of the storage tier, and what it is told: plain data that travels between processes."""
+"""Commands from the decider to the storage tier, and their results: plain data, sent between processes."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from raycache.cache.keys import tag_of
 
 
 class Fetch(Enum):
-    """What became of a key that was asked for."""
+    """Result of fetching one key."""
 
     HIT = "hit"
     MISSING = "missing"
     CORRUPT = "checksum"
-    """It was there, and not as it was put: flipped, torn or cut off."""
+    """The object was found but is damaged or truncated."""
     FOREIGN = "foreign"
-    """It is there, of another length or format than expected."""
+    """The object was found but has an unexpected length or format."""
     UNAVAILABLE = "unavailable"
-    """The storage could not be asked."""
+    """The storage could not be reached."""
 
 
 class CommandKind(StrEnum):
-    """What is to be done."""
+    """Type of a storage command."""
 
     FIND = "find"
-    """How much of a prefix is stored?"""
+    """Find how much of a prefix is stored."""
     FETCH = "fetch"
-    """From the storage to the host."""
+    """Copy units from storage to the host."""
     PERSIST = "persist"
-    """From the host to the storage."""
+    """Copy units from the host to storage."""
 
 
 class Outcome(StrEnum):
-    """What became of a command."""
+    """How a command ended."""
 
     DONE = "done"
     CANCELLED = "cancelled"
-    """Its owner did not want it any more before it began, or is not the decider any more."""
+    """Cancelled by its owner before it started, or sent by a former decider."""
     LATE = "late"
-    """Its deadline came before its turn."""
+    """Its deadline passed before it started."""
     UNAVAILABLE = "unavailable"
-    """The storage, or the process that talks to it, could not be asked."""
+    """The storage, or the process that talks to it, could not be reached."""
 
 
 class StoredUnit(NamedTuple):
-    """A page or a state slot of the host, and what belongs into it.
+    """A host page or state slot, and the content it is to hold.
 
     Attributes:
         space: component space.
-        host: id there.
-        digest: of the tokens up to its end.
+        host: page or slot id on the host.
+        digest: chain digest of the tokens up to its end.
     """
 
     space: str
@@ -63,18 +63,17 @@ class StoredUnit(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """What the header of its slot has to say."""
+        """The tag expected in its slot's header."""
         return tag_of(self.digest)
 
 
 class Found(NamedTuple):
-    """How much of a prefix is stored, in pages from its begin.
+    """How much of a prefix is stored, in pages from its start.
 
     Attributes:
-        num_pages: whose rows of the sequence's pages all are.
-        point_pages: the longest of those lengths that the model can continue from; for models without restore points
-            num_pages.
-        is_foreign: the page after num_pages is stored, too, but in rows of another format.
+        num_pages: pages whose "full" rows are all stored.
+        point_pages: longest stored length from which the model can resume; num_pages for models without restore points.
+        is_foreign: whether the page after num_pages is stored in another row format.
     """
 
     num_pages: int = 0
@@ -87,16 +86,15 @@ NOTHING_FOUND = Found()
 
 @dataclass(frozen=True, slots=True)
 class StorageCommand:
-    """One thing to do.
+    """One command to the storage tier.
 
     Attributes:
-        kind: which.
-        number: the decider's name for it.
-        owner: on whose behalf, such as a request's id; owners take turns.
-        units: to fetch or to persist; parents before children.
-        digests: to find: of all pages of a prefix, from its first one on.
-        deadline_s: on the clock time.monotonic of the one who gives it; what has not begun by then never will.
-        epoch: of the decider.
+        number: chosen by the decider; its result carries the same one.
+        owner: for example a request id; commands are scheduled round-robin over owners.
+        units: units to fetch or persist; parents before children.
+        digests: for FIND: digests of a prefix's pages, from the first on.
+        deadline_s: latest start, on the sender's time.monotonic; later the command is dropped.
+        epoch: the decider's epoch; commands of former deciders are refused.
     """
 
     kind: CommandKind
@@ -108,15 +106,15 @@ class StorageCommand:
     epoch: int = 0
 
     def sent(self) -> StorageCommand:
-        """For another machine, whose clock is another: deadline_s is the seconds that are left."""
+        """Convert for sending to another machine: deadline_s becomes the seconds remaining."""
         return replace(self, deadline_s=self.deadline_s - time.monotonic())
 
     def received(self) -> StorageCommand:
-        """What `sent` gave, on this machine's clock."""
+        """Convert back from `sent`, to this machine's clock."""
         return replace(self, deadline_s=self.deadline_s + time.monotonic())
 
     def not_done(self, outcome: Outcome, error: str = "") -> StorageAnswer:
-        """The answer when nothing came of it."""
+        """The result of a command that was not done."""
         return StorageAnswer(
             self.number,
             self.kind,
@@ -130,17 +128,17 @@ class StorageCommand:
 
 @dataclass(frozen=True, slots=True)
 class StorageAnswer:
-    """What became of a command.
+    """Result of a command.
 
     Attributes:
-        number, kind, owner: of the command.
-        outcome: whether it was done; if not, the rest says that nothing was found, fetched or stored.
-        found: of FIND.
-        fetches: of FETCH, one per unit.
-        stored: of PERSIST, one per unit: whether it is in the storage now.
-        seconds: that the call took, without the time that it waited for its turn.
-        num_bytes: of the units that were fetched, or are stored.
-        error: why it was not done, for people.
+        number, kind, owner: copied from the command.
+        outcome: whether it was done; if not, the other fields say that nothing was found, fetched or stored.
+        found: for FIND.
+        fetches: for FETCH, one per unit.
+        stored: for PERSIST, one per unit: whether it is now in the storage.
+        seconds: duration of the call, without queueing.
+        num_bytes: bytes of the units fetched or stored.
+        error: readable reason why it was not done.
     """
 
     number: int
@@ -156,33 +154,33 @@ class StorageAnswer:
 
 
 class StorageWorkers(Protocol):
-    """Who carries out commands, behind the decider's back (raycache/storage/lanes.py)."""
+    """Executes commands in the background (raycache/storage/lanes.py)."""
 
     def post(self, command: StorageCommand) -> None:
-        """Give a command; does not wait."""
+        """Queue a command; does not block."""
 
     def answers(self) -> list[StorageAnswer]:
-        """What has been answered since the last call."""
+        """Results since the last call."""
 
     def cancel(self, owner: str) -> None:
-        """Drop the commands of one owner that have not begun."""
+        """Drop an owner's commands that have not started."""
 
     def cancel_kind(self, kind: CommandKind) -> None:
-        """Drop the commands of one kind that have not begun."""
+        """Drop commands of one kind that have not started."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the next answer; whether there is one."""
+        """Wait for the next result; returns whether there is one."""
 
     def close(self, timeout_s: float) -> bool:
-        """End; whether all calls ended in time."""
+        """Stop; returns whether all calls ended in time."""
 
 
 class StorageClient:
-    """Numbers what the decider asks of its storage, and posts it.
+    """Numbers the decider's storage commands and posts them.
 
     Args:
-        workers: carry it out.
-        epoch: of the decider.
+        workers: execute the commands.
+        epoch: the decider's epoch; commands of former deciders are refused.
     """
 
     def __init__(self, workers: StorageWorkers, *, epoch: int) -> None:
@@ -197,16 +195,16 @@ class StorageClient:
         digests: Sequence[bytes] = (),
         deadline_s: float = math.inf,
     ) -> int:
-        """Post one; arguments as of `StorageCommand`. Its answer has the number that is returned."""
+        """Post a command (arguments as in `StorageCommand`); returns its number."""
         self._num_posted += 1
         command = StorageCommand(kind, self._num_posted, owner, tuple(units), tuple(digests), deadline_s, self._epoch)
         self._workers.post(command)
         return self._num_posted
 
     def cancel(self, owner: str) -> None:
-        """Drop what one owner has asked for and has not begun."""
+        """Drop an owner's commands that have not started."""
         self._workers.cancel(owner)
 
     def cancel_kind(self, kind: CommandKind) -> None:
-        """Drop what is of one kind and has not begun."""
+        """Drop commands of one kind that have not started."""
         self._workers.cancel_kind(kind)

@@ -1,9 +1,9 @@
-"""The storage tier as the decider sees it: prefixes fetched to the host ahead of their requests, and persisted.
+"""The storage tier as the decider sees it: fetches prefixes to the host ahead of requests, and persists them.
 
     request queued -> prefetch (prefetches.py) -> host
     host page entered -> persist (persists.py)
 
-All calls are made by lanes (storage/lanes.py); nothing here waits. What does not come in time is a miss.
+Lanes (storage/lanes.py) make all calls; nothing here blocks. Pages that do not arrive in time are a miss.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class StorageTier:
 
     Args:
         host: the tier above.
-        lanes: make the calls.
+        lanes: execute the storage calls.
         waiting, timeout_s, share, costs: of `Prefetches`.
-        epoch: of the decider; commands of others are refused.
+        epoch: the decider's epoch; commands of other epochs are refused.
     Attributes:
-        persists: what goes to the storage.
-        is_attached: whether there is a storage now.
+        persists: writes to the storage.
+        is_attached: whether a storage is attached.
     """
 
     is_present = True
@@ -64,7 +64,7 @@ class StorageTier:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def start(self, owner: str, tokens: PackedTokens, *, root: bytes, now: int, now_s: float) -> Prefetch | None:
-        """Look for a request's prefix; None if the host has all of it, or there is no storage now."""
+        """Look up a request's prefix; None if the host has all of it, or no storage is attached."""
         if not self.is_attached:
             return None
         return self._prefetches.start(owner, tokens, root=root, now=now, now_s=now_s)
@@ -74,47 +74,47 @@ class StorageTier:
         return self._prefetches.is_awaited(prefetch, now_s=now_s)
 
     def abandon(self, prefetch: Prefetch) -> None:
-        """A request runs, or has ended: what has begun still comes to the host."""
+        """Stop a prefetch, as its request runs or has ended; fetches in progress still complete."""
         self._prefetches.abandon(prefetch)
 
     def find(self, tokens: PackedTokens, *, root: bytes, then: Callable[[int | None], None]) -> None:
-        """Ask how many first tokens the storage could continue; `then` is told when it is known, None for no answer."""
+        """Find the stored, resumable length of a prompt; calls `then` with tokens, or None without a reply."""
         wanted = (len(tokens) // 4 - 1) // self._host.page_size
         digests = chain_digests(root, tokens, first=0, stop=wanted, page_size=self._host.page_size)
         deadline_s = time.monotonic() + self._timeout_s
         self._asked[self._commands.post(CommandKind.FIND, "operator", digests=digests, deadline_s=deadline_s)] = then
 
     def attach(self, *, is_attached: bool) -> None:
-        """There is another storage, or an empty one, or none: nothing is stored as far as is known."""
+        """Note that the storage was attached, replaced, emptied or detached; forgets what is stored."""
         self.is_attached = is_attached
         self.persists.forget()
 
     def prefixes(self) -> Iterator[PrefixHandle]:
-        """As `HostTier.prefixes`."""
+        """Iterate over handles of all host prefixes; release each before the next."""
         return self._host.prefixes()
 
     def persist(self, handle: PrefixHandle) -> int:
-        """As `Persists.store`, with the restore point at the handle's end; 0 without a storage."""
+        """Persist a host prefix with the restore point at its end; returns the command's number, 0 for none."""
         return self.persists.store(handle, handle.point) if self.is_attached else 0
 
     def attend(self, work: Callable[[float], bool]) -> None:
-        """Do more work with each look at the answers, until it says that it is over; it is told the monotonic clock,
-        seconds, and infinity at the end of all."""
+        """Call `work` with each poll until it returns True; its argument is the monotonic time in seconds, infinity at
+        shutdown."""
         self._attended.append(work)
 
-    # --- answers ------------------------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------------------
 
     @property
     def num_open(self) -> int:
-        """Commands whose answers have not come, and work that is attended to."""
+        """Number of commands and attended work in progress."""
         return self._prefetches.num_open + len(self.persists.open) + len(self._asked) + len(self._attended)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the next answer."""
+        """Wait for the next result."""
         self._lanes.wait(timeout_s)
 
     def poll(self, *, now: int, now_s: float) -> None:
-        """Take in what the lanes have done."""
+        """Apply completed commands."""
         for answer in self._lanes.answers():
             self._num_unavailable += answer.outcome is Outcome.UNAVAILABLE
             if answer.number in self._asked:
@@ -129,14 +129,14 @@ class StorageTier:
         self._attended = [work for work in self._attended if not work(now_s)]
 
     def close(self, timeout_s: float) -> None:
-        """End the lanes; what is on its way is given up."""
+        """Stop the lanes; commands in progress are abandoned."""
         self._lanes.close(timeout_s)
         for work in self._attended:
             work(math.inf)
         self._attended = []
 
     def counts(self) -> dict[str, float]:
-        """Figures for people and metrics."""
+        """Current counters, for status output and metrics."""
         counts = self._prefetches.counts + self.persists.counts + Counter(unavailable_orders=self._num_unavailable)
         return {name: float(counts[name]) for name in _COUNTERS} | {
             "prefetching_pages": self._prefetches.num_reserved,
@@ -147,35 +147,35 @@ class StorageTier:
 
 
 class NoStorage:
-    """There is no storage tier: nothing is asked for, and nothing comes."""
+    """Stands in where there is no storage tier."""
 
     is_present = is_attached = False
     num_open = 0
 
     def start(self, owner: str, tokens: PackedTokens, *, root: bytes, now: int, now_s: float) -> None:
-        """Nothing is found."""
+        """Return None."""
 
     def is_awaited(self, prefetch: Prefetch, *, now_s: float) -> bool:
-        """Nothing comes."""
+        """Return False."""
         return False
 
     def abandon(self, prefetch: Prefetch) -> None:
-        """Nothing was begun."""
+        """Do nothing."""
 
     def attach(self, *, is_attached: bool) -> None:
-        """There is nothing that a storage could be attached to."""
+        """Do nothing."""
 
     def wait(self, timeout_s: float) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def poll(self, *, now: int, now_s: float) -> None:
-        """Nothing was asked."""
+        """Do nothing."""
 
     def close(self, timeout_s: float) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def counts(self) -> dict[str, float]:
-        """No figures."""
+        """Return no counters."""
         return {}
 
 

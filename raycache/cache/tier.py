@@ -1,10 +1,10 @@
-"""The pages, units and prefixes of one tier: what the device and the host have in common.
+"""Pages, units and prefix tree of one tier; shared by device and host.
 
-    page    free | taken by somebody | in the tree
-    unit    free | held, by any number: running sequences, restore points in the tree, restore points in other hands
+    page    free | taken by a sequence or transfer | in the tree
+    unit    free | reference counted: by running sequences, restore points in the tree, other restore points
 
-A unit is a window page or a state slot. Restore points are made here, are in somebody's hands at first, and may end up
-in the tree; whoever moves the units of one that is in the tree holds it meanwhile, so that eviction does not free them.
+A unit is a window page or a state slot. A new restore point is held by its creator and may then move into the tree.
+A transfer of a restore point in the tree holds it meanwhile, so that eviction does not free its units.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Tier:
     """Decides what one tier keeps.
 
     Args:
-        sizes: of the pools.
-        eviction: what goes first.
-        on_evict: told of pages that are evicted because others are needed, before they are free.
-        on_drop: told of restore points that the tree gives up, before their units are free.
-        on_leave: as for `RadixTree`.
+        sizes: pages and slots of the pools.
+        eviction: eviction policy.
+        on_evict: called with page ids evicted for others, before they are free.
+        on_drop: called with each restore point that the tree drops, before its units are free.
+        on_leave: called just before an eviction (see `RadixTree`).
     Attributes:
         page_size: tokens per page.
         windows: space -> window, in tokens.
         state_space: name of the space of recurrent states, "" if there is none.
-        pages: of the sequence.
-        units: space -> units of restore points.
-        tree: prefixes.
-        held: restore points that are in somebody's hands, as often as that.
-        num_evicted: pages that went because others were needed.
-        num_points_evicted: restore points that did.
+        pages: allocator of the "full" space.
+        units: space -> allocator of window pages or state slots.
+        tree: cached prefixes.
+        held: restore points held outside of the tree, once per holder.
+        num_evicted: pages evicted for others.
+        num_points_evicted: restore points evicted for others.
     """
 
     def __init__(
@@ -69,25 +69,25 @@ class Tier:
 
     @property
     def has_points(self) -> bool:
-        """Whether prefixes can be continued only from restore points."""
+        """Whether prefixes can be resumed only from restore points."""
         return bool(self.units)
 
     @property
     def num_obtainable(self) -> int:
-        """Pages that are free or can be made so."""
+        """Pages that are free or evictable."""
         return self.pages.num_free + self.tree.num_evictable
 
     def first_page(self, space: str, position: int) -> int:
-        """The first page of a window space that continuing at a position needs."""
+        """Index of the first page of a window space that resuming at a position needs."""
         return first_window_page(position, window=self.windows[space], page_size=self.page_size)
 
     def part_counts(self, position: int) -> dict[str, int]:
-        """Units of each space that a restore point has."""
+        """Units of each space that a restore point at a position has."""
         stop = position // self.page_size
         return {space: stop - self.first_page(space, position) if space in self.windows else 1 for space in self.units}
 
     def make_free(self, space: str, count: int) -> bool:
-        """Evict until so many pages, or units, are free; False if there are fewer."""
+        """Evict until `count` pages or units are free; False if that is impossible."""
         if space == FULL:
             missing = count - self.pages.num_free
             if missing > 0:
@@ -102,7 +102,7 @@ class Tier:
         return units.num_free >= count
 
     def new_point(self, position: int, counts: Mapping[str, int]) -> RestorePoint | None:
-        """A restore point of units that nobody else holds, in the caller's hands; None if there are too few."""
+        """Make a restore point of exclusive units, held by the caller; None if there are too few."""
         if not all(self.make_free(space, count) for space, count in counts.items()):
             return None
         point = RestorePoint(position, {s: tuple(self.units[s].allocate(n)) for s, n in counts.items()})
@@ -110,7 +110,7 @@ class Tier:
         return point
 
     def hold(self, point: RestorePoint) -> RestorePoint:
-        """Keep the units of a restore point as they are until `let_go`, whether or not a tree gives it up."""
+        """Keep the units of a restore point until `let_go`, even if the tree drops it."""
         for space, ids in point.parts.items():
             self.units[space].share(ids)
         self.held.append(point)
@@ -123,14 +123,14 @@ class Tier:
             self.units[space].release(ids)
 
     def keep(self, handle: PrefixHandle, point: RestorePoint) -> bool:
-        """Put a restore point at the end of a handle: it is out of the caller's hands if the tree takes it."""
+        """Put a restore point at the end of a handle; the caller no longer holds it if the tree takes it."""
         if not self.tree.keep(handle, point):
             return False
         self.held.remove(point)
         return True
 
     def clear(self) -> PageIds:
-        """Forget all prefixes that nobody uses; the pages that are free now."""
+        """Drop all unused prefixes; returns the freed pages."""
         pages = self.tree.clear()
         self.pages.free(pages)
         return pages
@@ -141,11 +141,11 @@ class Tier:
         return {FULL: (self.pages.num_pages, self.pages.num_free), **units}
 
     def check(self, *, taken: PageIds, units: Mapping[str, Iterable[int]]) -> None:
-        """Assert that every page and unit is in exactly the places that know of it.
+        """Assert that pages and units balance, with matching reference counts.
 
         Args:
             taken: pages that are neither free nor in the tree.
-            units: space -> those that are held beside restore points, as often as they are.
+            units: space -> units held besides restore points, once per holder.
         """
         self.tree.check()
         self.pages.check(in_use=taken, cached=self.tree.trie.pages())

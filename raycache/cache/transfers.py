@@ -1,10 +1,10 @@
-"""Moves between the device and the host tier: what is copied down and back, and what of it is on its way.
+"""Moves between the device and host tiers: saves and loads, and their progress.
 
-    save    host pages are reserved -> moves in a plan -> all ranks acknowledge -> pages enter the host's tree
+    save    host pages are reserved -> moves in a plan -> all ranks acknowledge -> pages enter the host tree
     load    a host prefix is held -> moves in the plan of the row that needs them -> acknowledged with that plan
 
-The ranks' movers copy. Each phase of a load is an object of its own: a `Load` holds what it needs in both tiers, and
-planning it gives a `PlannedLoad`, which alone can be finished.
+The ranks' movers copy the data. A `Load` holds what it needs in both tiers; planning it returns a `PlannedLoad`, the
+only object that can be finished.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ _NEW_RANKS = Acks()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """A prefix that the host is to give to the device; what that needs in both tiers is held until it ends.
+    """A prefix to load from the host; holds what it needs in both tiers until it ends.
 
     Attributes:
-        transfers: that prepared it.
-        handle: of the host's prefix.
-        first: number of the first page to load.
-        num_device: tokens before it that the device had.
-        point: device units for the restore point at the handle's end, which no row writes to.
-        host_point: its units on the host.
+        handle: the host prefix.
+        first: index of the first page to load.
+        num_device: tokens already on the device.
+        point: device units for the restore point at the handle's end; no row writes to them.
+        host_point: the same restore point on the host.
     """
 
     transfers: Transfers
@@ -55,18 +54,18 @@ class Load:
 
     @property
     def position(self) -> int:
-        """Where the sequence goes on."""
+        """Length in tokens once it is loaded."""
         return self.handle.length
 
     def plan(self, pages: Sequence[int]) -> PlannedLoad:
-        """Plan its moves, to these device pages from `first` on."""
+        """Plan its moves to these device pages, from index `first` on."""
         return self.transfers.plan_load(self, pages)
 
     def drop(self, *, has_point: bool = True) -> None:
-        """Let go of what it holds: it is not made, or is over.
+        """Release what it holds, after it ended or instead of making it.
 
         Args:
-            has_point: whether it holds the device's units still.
+            has_point: whether it still holds the device units.
         """
         self.handle.release()
         if self.host_point is not None:
@@ -80,18 +79,18 @@ class PlannedLoad(Load):
     """A load whose moves are in a plan.
 
     Attributes:
-        number: of the moves.
+        number: sequence number of its moves.
     """
 
     number: int = 0
 
     def finish(self, prefix: PrefixHandle, pages: Sequence[int]) -> None:
-        """Take in that these device pages, and the restore point at the end of a prefix of the device, are loaded."""
+        """Record that these device pages, and the restore point at the end of a device prefix, are loaded."""
         self.transfers.finish_load(self, prefix, pages)
 
     def forget(self, tokens: PackedTokens, *, root: bytes) -> None:
-        """Forget on the host what it was to load, which has turned out to be bad, and all that continues it."""
-        last = self.position // self.transfers.host.page_size - 1  # whose restore point may be what is bad
+        """Drop its damaged source on the host, and everything that continues it."""
+        last = self.position // self.transfers.host.page_size - 1  # the damage may be in its restore point
         self.transfers.host.discard(tokens, root=root, first_page=min(self.first, last))
 
 
@@ -101,9 +100,8 @@ class Transfers:
     Args:
         device, host: the tiers.
     Attributes:
-        device, host: as given.
-        saves_used, saves_computed: whether the write policy saves what a second sequence uses, and what is computed.
-        num_evicted_unsaved: pages that the device evicted although the host did not have them.
+        saves_used, saves_computed: whether the write policy saves pages on reuse, and when they are computed.
+        num_evicted_unsaved: device pages evicted before the host had them.
     """
 
     def __init__(self, device: Tier, host: HostTier) -> None:
@@ -122,16 +120,16 @@ class Transfers:
         self._counts: Counter[str] = Counter()
 
     def open(self, tokens: PackedTokens, *, root: bytes, now: int) -> Cursor:
-        """Lock the longest prefix of a sequence that the host could continue."""
+        """Lock the longest resumable prefix of a sequence on the host."""
         return Cursor(self.host.tier.tree.match(tokens, now=now, root=root))
 
     # --- loads --------------------------------------------------------------------------------------------------------
 
     def prepare(self, handle: PrefixHandle, cursor: Cursor, tokens: PackedTokens, *, now: int) -> Load | None:
-        """Hold what loading the rest of a prefix needs; None if there is nothing to load, or too little is free.
+        """Reserve what loading the rest of a prefix needs; None if there is nothing to load or too little space.
 
         Args:
-            handle: of the device, which is lengthened over pages that need not be loaded.
+            handle: device prefix, which is lengthened over pages that need not be loaded.
             cursor: of the same sequence.
             tokens: of the sequence.
             now: step number.
@@ -143,7 +141,7 @@ class Transfers:
         if point is None:
             device.tree.lengthen(handle, tokens, limit=found.length, now=now)
             return Load(self, found.clone(), handle.length // device.page_size, handle.length)
-        self.host.tier.hold(point)  # what leaves the device now may need room on the host
+        self.host.tier.hold(point)  # evictions from the device may need space on the host
         units = device.new_point(found.length, {space: len(ids) for space, ids in point.parts.items()})
         if units is None:
             self.host.tier.let_go(point)
@@ -154,7 +152,7 @@ class Transfers:
     def prepare_more(
         self, handle: PrefixHandle, cursor: Cursor, tokens: PackedTokens, *, num_computed: int, now: int
     ) -> Load | None:
-        """As `prepare`, for a sequence that runs, if the host has got more; only for models without restore points."""
+        """Like `prepare`, for a running sequence, if the host has more now. Only for models without restore points."""
         if self.device.has_points or cursor.is_closed:
             return None
         self.host.tier.tree.rematch(cursor.found, tokens, now=now)
@@ -163,13 +161,13 @@ class Transfers:
         return Load(self, cursor.found.clone(), handle.length // self.device.page_size, handle.length)
 
     def plan_load(self, load: Load, pages: Sequence[int]) -> PlannedLoad:
-        """Do what `Load.plan` says."""
+        """Plan a load's moves; called by `Load.plan`."""
         host = load.handle.pages
         digests = self.host.digests(load.handle)
         units = _units(FULL, pages, host[load.first :].tolist(), digests[load.first :])
         parts = {} if load.host_point is None else load.host_point.parts
         for space, ids in parts.items():
-            assert load.point is not None, "a restore point is loaded into a restore point"
+            assert load.point is not None, "a restore point can only be loaded into a restore point"
             units += _units(space, load.point.parts[space], ids, digests[len(host) - len(ids) :])
         self._num_loads += 1
         self._loads.append(Moves(self._num_loads, units))
@@ -179,7 +177,7 @@ class Transfers:
         return PlannedLoad(self, *held, self._num_loads)
 
     def finish_load(self, load: PlannedLoad, prefix: PrefixHandle, pages: Sequence[int]) -> None:
-        """Do what `PlannedLoad.finish` says."""
+        """Record that a load is done; called by `PlannedLoad.finish`."""
         self._is_saved[pages] = True
         is_kept = load.point is not None and self.device.keep(prefix, load.point)
         load.drop(has_point=not is_kept)
@@ -195,16 +193,16 @@ class Transfers:
         now: int,
         then: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Copy what the host lacks of a prefix that the device holds, with the restore point at its end.
+        """Save what the host lacks of a device prefix, with the restore point at its end.
 
         Args:
             cursor: of the sequence.
-            prefix: of the device.
-            tokens: of the sequence; may grow until the moves are done.
+            prefix: the device prefix.
+            tokens: the sequence, packed; may grow until the moves are done.
             now: step number.
             then: called when the moves are done or have failed.
         Returns:
-            Whether there was anything that could be saved.
+            Whether a save was planned.
         """
         source = SavedPrefix(self.device, prefix, self._is_saved, then)
         is_planned = self.plan_save(cursor, source, tokens, stop=prefix.length // self.device.page_size, now=now)
@@ -213,7 +211,7 @@ class Transfers:
         return is_planned
 
     def plan_save(self, cursor: Cursor, source: Source, tokens: PackedTokens, *, stop: int, now: int) -> bool:
-        """Plan the copy of a sequence's first `stop` pages, and the restore point behind them, as far as they lack.
+        """Plan to copy what the host lacks of a sequence's first `stop` pages and the restore point after them.
 
         Returns:
             Whether moves were planned; the source is released when they are done.
@@ -248,21 +246,21 @@ class Transfers:
         return True
 
     def save_leaving(self, leaving: Leaving) -> None:
-        """Copy what the device is about to evict; the plan that overwrites it saves it first."""
+        """Save what the device is about to evict; the plan that overwrites the pages copies them first."""
         if self.device.has_points and leaving.point is None:
-            return  # pages without their restore point are of no use
+            return  # pages without their restore point are useless
         cursor = self.open(leaving.tokens, root=leaving.root, now=0)
         self._is_urgent |= self.plan_save(cursor, leaving, leaving.tokens, stop=len(leaving.pages), now=0)
         cursor.close()
         self._is_saved[leaving.pages] |= cursor.num_planned == len(leaving.pages)
 
     def save_all(self, then: Callable[[], None]) -> Iterator[bool]:
-        """Copy to the host what it lacks of all that the device holds.
+        """Save everything on the device that the host lacks, one prefix per iteration.
 
         Args:
-            then: called once for each prefix that is copied, when it is there or has failed.
+            then: called once per saved prefix, when it has completed or failed.
         Returns:
-            True after each prefix that is being copied; False when moves should end before the next one.
+            True for each save planned; False when moves should end before the next one.
         """
         tree = self.device.tree
         for node in tree.ends():
@@ -281,54 +279,54 @@ class Transfers:
                 yield True
 
     def note_new(self, pages: Sequence[int]) -> None:
-        """Take in that device pages will hold something else."""
+        """Note that device pages will be overwritten."""
         self._is_saved[pages] = False
 
     def note_evicted(self, pages: PageIds) -> None:
-        """Count the device pages that go before the host had them."""
+        """Count evicted device pages that the host does not have."""
         self.num_evicted_unsaved += int(np.count_nonzero(~self._is_saved[pages]))
 
     # --- plans and acknowledgements -----------------------------------------------------------------------------------
 
     @property
     def has_moves(self) -> bool:
-        """Whether a plan should go out, or its acknowledgement is awaited."""
+        """Whether moves are waiting for a plan or for acknowledgement."""
         return bool(self._saves or self._loads or self._open)
 
     @property
     def held_points(self) -> list[RestorePoint]:
-        """Restore points of the device that are being saved."""
+        """Device restore points that are being saved."""
         sources = [save.source for save in self._open if isinstance(save.source, SavedPrefix)]
         return [source.point for source in sources if source.point is not None]
 
     def take_moves(self) -> tuple[list[Moves], list[Moves], bool]:
-        """Saves and loads for the next plan, and whether its saves have to end before anything is written."""
+        """Saves and loads for the next plan, and whether the saves must end before any page is written."""
         moves = self._saves, self._loads, self._is_urgent
         self._saves, self._loads, self._is_urgent = [], [], False
         return moves
 
     def acknowledge(self, acks: Acks, *, now: int) -> None:
-        """Take in which saves are done. Failures between two calls are not told apart: all of them count as failed."""
+        """Complete acknowledged saves. If any failed since the last call, all of them count as failed."""
         self._moved.take_times(acks)
         while self._open and self._open[0].number <= acks.saves:
             save = self._open.popleft()
             self._finish(save, is_done=save.number > acks.bad_save, now=now)
 
     def lose(self) -> None:
-        """The ranks are gone: nothing that is on its way will be acknowledged, and nothing can be saved."""
+        """Fail all moves in progress: the ranks are gone."""
         self._is_lost = True
         while self._open:
             self._finish(self._open.popleft(), is_done=False, now=0)
         self._saves, self._loads, self._is_urgent = [], [], False
 
     def resume(self, acks: Acks = _NEW_RANKS) -> None:
-        """There are ranks again, which have acknowledged so many moves."""
+        """Continue with new ranks, numbering moves from their acknowledgements."""
         self._num_saves, self._num_loads = acks.saves, acks.loads
         self._moved.begin_anew(acks)
         self._is_lost = False
 
     def counts(self) -> dict[str, float]:
-        """Figures of the host tier, for people and metrics."""
+        """Counters of the host tier, for status output and metrics."""
         tier, counts = self.host.tier, self._counts
         return {
             **self.host.counts(),
@@ -360,7 +358,7 @@ class Transfers:
 
 
 class NoTransfers:
-    """There is no host tier: nothing is saved, and nothing is found."""
+    """Stands in where there is no host tier."""
 
     saves_used = saves_computed = has_moves = False
     num_evicted_unsaved = 0
@@ -370,7 +368,7 @@ class NoTransfers:
         self._cursor = Cursor(RadixTree(1).match(NOTHING, now=0), is_closed=True)
 
     def open(self, tokens: PackedTokens, *, root: bytes, now: int) -> Cursor:
-        """A cursor that has found nothing."""
+        """Return a closed cursor."""
         return self._cursor
 
     def prepare(self, handle: PrefixHandle, cursor: Cursor, tokens: PackedTokens, *, now: int) -> None:
@@ -397,34 +395,34 @@ class NoTransfers:
         """Nothing is saved."""
 
     def note_new(self, pages: Sequence[int]) -> None:
-        """Nothing is known of pages."""
+        """Do nothing."""
 
     def note_evicted(self, pages: PageIds) -> None:
-        """Nothing is counted."""
+        """Do nothing."""
 
     def save_all(self, then: Callable[[], None]) -> Iterator[bool]:
         """Nothing is saved."""
         return iter(())
 
     def take_moves(self) -> tuple[list[Moves], list[Moves], bool]:
-        """No moves."""
+        """Return no moves."""
         return [], [], False
 
     def acknowledge(self, acks: Acks, *, now: int) -> None:
-        """Nothing was planned."""
+        """Do nothing."""
 
     def lose(self) -> None:
-        """Nothing was on its way."""
+        """Do nothing."""
 
     def resume(self, acks: Acks = _NEW_RANKS) -> None:
-        """Nothing is to be numbered."""
+        """Do nothing."""
 
     def counts(self) -> dict[str, float]:
-        """No figures."""
+        """Return no counters."""
         return {}
 
 
 def _units(space: str, device: Sequence[int], host: Sequence[int], digests: Sequence[bytes]) -> list[Unit]:
-    """Units to move, each between the device's id and the host's, with the tag of its digest."""
+    """Pair up device and host units to move, with the tags of their digests."""
     assert len(device) == len(host) == len(digests), f"{len(device)} units of {space} to {len(host)}"
     return list(map(Unit._make, zip(repeat(space), device, host, tags_of(digests), strict=False)))

@@ -1,20 +1,20 @@
 """Radix tree over token prefixes.
 
-Maps a prefix to the pages that hold its state. Decides what to reuse and what to evict; moves nothing. Not thread safe:
+Maps a prefix to the pages that hold its state. Decides what to reuse and what to evict; moves no data. Not thread safe:
 the scheduler owns it.
 
     root - [The][ cat] - [ sat]         one node = a run of whole pages; a match never ends inside a page
                        ` [ ran][ off]
 
-Prefixes of different roots (another salt or adapter, say) share nothing but the order of eviction and the counts. What
-handles protect (handle.py) stays; the rest goes in the order of evict.py, ends of prefixes first, and leaves a ghost
-(ghosts.py), so that a match can tell why it ended.
+Prefixes with different roots (by salt or adapter, for example) share only the eviction order and the counters. Pages
+protected by handles (handle.py) stay; the rest is evicted in the order of evict.py, ends of prefixes first, and leaves
+a ghost (ghosts.py), which explains later misses.
 
-Models with windows or recurrent states can be continued only from restore points, which stand at the ends of nodes:
+Models with windows or recurrent states can be resumed only from restore points, which stand at the ends of nodes:
 
     [The cat ... ]* - [ sat ... ] - [ on ... ]*      a match of all three nodes, or of the first; not of two
 
-A restore point goes as a whole; pages behind the last one of a prefix are of no use and are evicted before all others.
+A restore point is evicted as a whole; pages after the last one of a prefix are useless and are evicted first.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ __all__ = ["NOTHING", "PrefixHandle", "RadixTree"]
 _TOKEN_BYTES = 4
 
 NOTHING: PackedTokens = b""
-"""Tokens that match nothing: of sequences that may not reuse what is cached."""
+"""Tokens that match nothing, for sequences that may not reuse cached pages."""
 
 
 _Found = tuple[Node, int, int, str, bool]
-"""Node where a match ends, and what `PrefixHandle` calls length, known_length, cut_by and was_evicted."""
+"""Result of a search: the last node, then length, known_length, cut_by and was_evicted as in `PrefixHandle`."""
 
 
 class RadixTree:
-    """Prefixes in whole pages, locked through handles, evicted in the order of a policy.
+    """Prefixes in whole pages, locked by handles, evicted in the order of a policy.
 
     Args:
         page_size: tokens per page.
-        point_spaces: component spaces that a restore point has parts of; none if the sequence's pages are enough.
-        eviction: the policy.
-        on_drop: takes restore points that are given up.
-        on_leave: sees what is evicted just before it is; it may not change the tree.
+        point_spaces: component spaces with parts in a restore point; empty if pages suffice to resume.
+        eviction: eviction policy.
+        on_drop: called with each dropped restore point.
+        on_leave: called just before an eviction; must not change the tree.
     Attributes:
-        page_size: as given.
         trie: the runs of pages.
     """
 
@@ -103,17 +102,16 @@ class RadixTree:
     def match(
         self, tokens: PackedTokens, *, now: int, root: bytes = b"", priority: int = 0, until_s: float = 0.0
     ) -> PrefixHandle:
-        """Find the longest cached prefix that can be continued, and lock exactly it.
+        """Find and lock the longest resumable cached prefix.
 
         Args:
-            tokens: the whole prompt, or `NOTHING`; the last token is never part of the match, so that there is
-                something to compute.
+            tokens: the whole prompt, or `NOTHING`; the last token is never matched, so that at least one is computed.
             now: step number, the LRU clock (a count, not seconds).
-            root: which prefixes to look among.
-            priority: with eviction by priority, what the prefix counts for.
-            until_s: how long, on the clock of `tick`; 0.0 for ever. After it, the priority counts as 0.
+            root: seed of the tree of prefixes to search.
+            priority: priority of the prefix, for eviction by priority.
+            until_s: expiry of the priority, on the clock of `tick`, after which it counts as 0; 0.0: never.
         Returns:
-            Handle with a length of whole pages, perhaps 0. Release it exactly once.
+            Handle of whole pages, possibly none. Release it exactly once.
         """
         found = self._find(tokens, self.trie.root(root), 0)
         handle = PrefixHandle(found[0], root=root, locks=self._locks, page_size=self.page_size)
@@ -123,7 +121,7 @@ class RadixTree:
     def rematch(
         self, handle: PrefixHandle, tokens: PackedTokens, *, now: int, priority: int = 0, until_s: float = 0.0
     ) -> None:
-        """Lengthen a handle by what was cached after it was made; costs as much as the tokens gained.
+        """Lengthen a handle over pages cached since; costs O(tokens gained).
 
         Args:
             handle: covers a prefix of `tokens`.
@@ -133,16 +131,16 @@ class RadixTree:
         self._settle(handle, found, now=now, claims=self._eviction.claims_of(priority, until_s))
 
     def lengthen(self, handle: PrefixHandle, tokens: PackedTokens, *, limit: int, now: int) -> None:
-        """Lengthen a handle over the pages that are cached, whether or not there is a restore point.
+        """Lengthen a handle over cached pages, regardless of restore points.
 
         Args:
             handle: covers a prefix of `tokens`.
             tokens: at least `limit`.
-            limit: in tokens, a multiple of the page size.
+            limit: maximum length in tokens, a multiple of the page size.
             now: as for `match`.
         """
         assert limit % self.page_size == 0, f"{limit} tokens are not whole pages of {self.page_size}"
-        assert len(tokens) >= limit * _TOKEN_BYTES, f"{limit} tokens wanted of {len(tokens) // _TOKEN_BYTES}"
+        assert len(tokens) >= limit * _TOKEN_BYTES, f"{limit} tokens requested, got {len(tokens) // _TOKEN_BYTES}"
         start = handle.length * _TOKEN_BYTES
         node, end = self.trie.walk(handle.node, tokens, start, limit * _TOKEN_BYTES)
         handle.length = end // _TOKEN_BYTES
@@ -161,16 +159,16 @@ class RadixTree:
         priority: int = 0,
         until_s: float = 0.0,
     ) -> npt.NDArray[np.bool_]:
-        """Adopt pages that the request has computed, and lengthen its handle over them.
+        """Adopt computed pages, and lengthen the handle over them.
 
         Args:
             handle: covers the tokens before those pages.
-            tokens: all tokens of the request from its first on; those after the new pages are ignored.
+            tokens: all tokens of the request; those after the new pages are ignored.
             pages: one per whole page after handle.length.
-            now, priority, until_s: as for `match`. A run grows in place only while they are given alike.
+            now, priority, until_s: as for `match`. A node grows in place only while they stay the same.
         Returns:
-            Per page, whether the tree owns it now. Where it does not, the tree had that page already, the handle now
-            covers the tree's, and the given one is the caller's to free.
+            Per page, whether the tree adopted it. If not, the tree already had that page, the handle now covers the
+            tree's copy, and the caller must free its own.
         """
         start = handle.length * _TOKEN_BYTES
         limit = start + len(pages) * self._page_bytes
@@ -182,8 +180,8 @@ class RadixTree:
         num_known = (end - start) // self._page_bytes
         if end < limit:
             node = handle.node
-            # Pages become part of the node where they were used alike, so that a long output stays one node. That would
-            # move the end of other handles, of a restore point, and of a root.
+            # Extend the node in place if usage is the same, so that a long output stays one node; not where that would
+            # move the end of another handle or of a restore point, nor at a root.
             is_own = node.locks == 1 and not node.children and node.point is None and node.parent is not None
             grows = is_own and node.num_uses == 0 and node.claims == claims
             num_before, new = node.num_pages, memoryview(tokens)[end:limit]
@@ -202,13 +200,13 @@ class RadixTree:
 
         Args:
             handle: not empty.
-            point: with one part per point space; the tree's from now on if it takes it.
+            point: one part per point space; owned by the tree if it takes it.
         Returns:
-            Whether it took it; not if there is one already.
+            Whether the tree took it; False if one is already there.
         """
         node, parts = handle.node, point.parts
         assert set(parts) == set(self._spaces), f"a restore point has parts of {self._spaces}, got {set(parts)}"
-        assert node.parent is not None, "there is nothing to restore before the first page"
+        assert node.parent is not None, "a root cannot have a restore point"
         if node.has_point:
             self._evictor.touch(node, handle.claims, is_counted=False)
             return False
@@ -218,38 +216,38 @@ class RadixTree:
     # --- give up ------------------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
-        """Set the clock that priorities expire by, in seconds; only eviction by priority looks at it."""
+        """Set the clock on which priorities expire, in seconds; only eviction by priority uses it."""
         self._evictor.tick(now_s)
 
     def evict(self, num_pages: int) -> PageIds:
-        """Give up pages that no handle protects, those that go first by the policy.
+        """Evict unprotected pages, in the order of the policy.
 
         Args:
-            num_pages: how many; a run is trimmed rather than dropped beyond that.
+            num_pages: how many; the last node is trimmed rather than dropped.
         Returns:
-            Pages that are the caller's now, in the order in which they were given up: `num_pages`, or all evictable.
+            Freed pages in order of eviction: `num_pages`, or all evictable ones.
         """
         return self._evictor.evict(num_pages)
 
     def evict_point(self, space: str) -> bool:
-        """Give up the restore point that goes first, because units of `space` are needed; False if there is none."""
+        """Evict the first restore point in order, because units of `space` are needed; False if there is none."""
         return self._evictor.evict_point(space)
 
     def clear(self) -> PageIds:
-        """Give up every page that no handle protects, and return them; what was evicted is forgotten."""
+        """Drop and return all unprotected pages; forgets ghosts."""
         pages = self._evictor.clear(self.num_evictable)
         self.trie.forget_ghosts()
         return pages
 
     def discard(self, tokens: PackedTokens, *, root: bytes = b"", first_page: int = 0) -> PageIds:
-        """Give up the pages of one prefix from one of its pages on, and all below, except for what handles protect.
+        """Drop a prefix from one of its pages on, with all continuations, except for what handles protect.
 
         Args:
-            tokens: whole pages of them, at least up to the end of that page.
+            tokens: whole pages, at least to the end of that page.
             root: as for `match`.
-            first_page: number of the page in the prefix.
+            first_page: index of the page in the prefix.
         Returns:
-            Pages that are the caller's now; none if that page is not cached.
+            Freed pages; none if that page is not cached.
         """
         start = first_page * self._page_bytes
         if root not in self.trie.roots or len(tokens) < start + self._page_bytes:
@@ -261,11 +259,11 @@ class RadixTree:
     # --- visit --------------------------------------------------------------------------------------------------------
 
     def ends(self) -> list[Node]:
-        """Where all prefixes that can be continued end; no end is above another unless both are restore points."""
+        """Ends of all resumable prefixes; one is above another only if both are restore points."""
         return [node for node in self.trie.nodes() if (node.has_point if self._spaces else not node.children)]
 
     def lock(self, node: Node) -> PrefixHandle | None:
-        """A handle of what ends at one of the `ends`, or None if that was given up; does not count as a use."""
+        """Lock the prefix of one of the `ends`; None if it was evicted. Does not count as a use."""
         if node.parent is None or (self._spaces and not node.has_point):
             return None
         root, *runs = node.path()
@@ -276,7 +274,7 @@ class RadixTree:
         return handle
 
     def check(self) -> None:
-        """Assert every invariant of the tree. Walks all of it: for tests and idle times."""
+        """Assert every invariant. Walks the whole tree: for tests and idle times."""
         self.trie.check()
         locked = sum(node.num_pages for node in self.trie.nodes() if node.is_protected)
         assert self.num_locked == locked, f"{self.num_locked} locked pages counted, there are {locked}"
@@ -285,7 +283,7 @@ class RadixTree:
     # --- how ----------------------------------------------------------------------------------------------------------
 
     def _find(self, tokens: PackedTokens, above: Node, length: int) -> _Found:
-        """The longest match below `above`, which ends after `length` tokens."""
+        """Find the longest match below `above`, the end of a prefix of `length` tokens."""
         assert len(tokens) % _TOKEN_BYTES == 0, f"{len(tokens)} bytes are not packed tokens"
         limit = (len(tokens) - _TOKEN_BYTES) // self._page_bytes * self._page_bytes
         node, end = self.trie.walk(above, tokens, length * _TOKEN_BYTES, limit)
@@ -294,13 +292,13 @@ class RadixTree:
             was_evicted = self.trie.was_evicted(node, bytes(tokens[end : end + self._page_bytes]))
         cut_by = ""
         if self._spaces:
-            # What was lost nearest to the end of the match; where nothing was ever kept, all parts lack alike.
+            # Blame the space lost nearest to the end of the match; if no restore point was ever kept, all of them.
             node, end, lost = node.last_point(end, above=above)
             cut_by = "" if lost is None else lost or "+".join(self._spaces)
         return node, end // _TOKEN_BYTES, known_length, cut_by, was_evicted
 
     def _settle(self, handle: PrefixHandle, found: _Found, *, now: int, claims: Claims) -> None:
-        """Move a handle to what was found for it, and count that as used."""
+        """Move a handle to a search result, and count the use."""
         is_counted = self._eviction is Eviction.LFU and found[1] > handle.length
         node, handle.length, handle.known_length, handle.cut_by, handle.was_evicted = found
         handle.move(node, now=now, claims=claims)

@@ -1,7 +1,6 @@
-"""The shape of the radix tree: how runs of pages are found, cut, hung and taken off.
+"""The structure of the radix tree: finding, splitting, adding and removing runs of pages.
 
-Knows no handles, clocks, policies or restore points (tree.py). What is taken off because it was evicted leaves a ghost
-(ghosts.py), so that whoever looks for it can tell.
+Knows no handles, clocks, policies or restore points (tree.py). Evicted pages leave a ghost (ghosts.py).
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from raycache.cache.node import STRIDE_BYTES, Claims, Node, Root
 from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
 
-_GHOST_SHARE = 16  # ghosts take at most this part of the bytes that the cached tokens take
+_GHOST_SHARE = 16  # ghosts use at most 1 / 16 of the memory of cached tokens
 
 
 class Trie:
     """Runs of whole pages below roots.
 
     Args:
-        page_bytes: of packed tokens.
+        page_bytes: bytes of packed tokens per page.
     Attributes:
-        roots: by seed, those that something hangs at or somebody stands at.
-        num_pages: in all nodes.
-        num_nodes: without the roots.
-        ghosts: of what was evicted.
+        roots: by seed; only those with children or handles.
+        num_pages: total pages of all nodes.
+        num_nodes: number of nodes, without roots.
+        ghosts: memory of evicted pages.
     """
 
     def __init__(self, page_bytes: int) -> None:
@@ -38,7 +37,7 @@ class Trie:
         self._page_bytes = page_bytes
 
     def root(self, seed: bytes) -> Root:
-        """The root of a seed, a new one if need be."""
+        """Return the root of a seed, creating it if necessary."""
         root = self.roots.get(seed)
         if root is None:
             root = self.roots[seed] = Root(seed, self.ghosts.root(seed))
@@ -48,7 +47,7 @@ class Trie:
         """Follow tokens[offset:limit] (in bytes, whole pages) down from `node`.
 
         Returns:
-            The last node that matches, cut so that it ends where the match does, and the byte where that is.
+            The last matching node, split so that it ends where the match does, and that offset in bytes.
         """
         while offset < limit and node.children:
             child = node.children.get(bytes(tokens[offset : offset + self._page_bytes]))
@@ -62,7 +61,7 @@ class Trie:
         return node, offset
 
     def was_evicted(self, node: Node, page: bytes) -> bool:
-        """Whether a page, not cached now, with these tokens (perhaps too few) followed a node and was evicted."""
+        """Whether an uncached page with these tokens (possibly too few) followed a node and was evicted."""
         if len(page) < self._page_bytes:
             return False
         if node.has_tail:
@@ -70,16 +69,15 @@ class Trie:
         return node.place is not None and self.ghosts.has(node.place, page)
 
     def append(self, node: Node, tokens: memoryview, ids: PageIds, *, grows: bool, now: int, claims: Claims) -> Node:
-        """Put pages after a node, which no child continues with their first page.
+        """Add pages after a node; no child of it may start with their first page.
 
         Args:
-            node: at whose end.
-            tokens: theirs.
-            ids: theirs.
-            grows: whether they may become part of the node, unless evicted pages hang at its end.
-            now, claims: of the use that nodes are made with.
+            tokens: packed tokens of the pages.
+            ids: page ids.
+            grows: whether to extend the node itself, unless ghosts are attached to its end.
+            now, claims: usage data of new nodes.
         Returns:
-            The node that they end with.
+            The node that ends with the last page.
         """
         self.num_pages += len(ids)
         key, start = bytearray(tokens), 0
@@ -95,29 +93,29 @@ class Trie:
                 run_samples = samples[start * SAMPLE_BYTES : end * SAMPLE_BYTES]
             if grows and start == 0:
                 node.append(run, run_ids, run_samples)
-            else:  # the array is the caller's
+            else:  # the array belongs to the caller
                 node = self._hang(node, run, run_ids.copy(), run_samples, now=now, claims=claims)
             node.place, start = place, end
         return node
 
     def evicted(self, node: Node) -> None:
-        """A leaf is about to be taken off because it is evicted: remember it, and what was trimmed off its end.
+        """Leave a ghost of a leaf that is about to be evicted, including pages trimmed off its end.
 
-        Its samples are not copied: it is of no use after that.
+        Takes over the leaf's samples without a copy.
         """
         assert node.parent is not None, "roots have no pages"
         place, max_bytes = self._place_after(node.parent), self.num_pages * self._page_bytes // _GHOST_SHARE
         self.ghosts.add(place, node.name, node.samples, end=node.place, max_bytes=max_bytes)
 
     def trim(self, node: Node, num_pages: int) -> None:
-        """Take the last pages off a leaf, fewer than all; it remembers them."""
+        """Trim the last pages off a leaf, fewer than all; it keeps their samples."""
         self.num_pages -= num_pages
         node.drop_back(num_pages, page_bytes=self._page_bytes)
 
     def take_off(self, node: Node) -> Node:
-        """Take a leaf off; returns what it hung at."""
+        """Remove a leaf; returns its parent."""
         parent = node.parent
-        assert parent is not None and not node.children, "only leaves are taken off"
+        assert parent is not None and not node.children, "only leaves can be removed"
         self.num_pages -= node.num_pages
         self.num_nodes -= 1
         del parent.children[node.name]
@@ -125,13 +123,13 @@ class Trie:
         return parent
 
     def forget_ghosts(self) -> None:
-        """Forget what was evicted."""
+        """Forget all evicted pages."""
         self.ghosts.clear()
         for node in self.nodes():
             node.forget_tail()
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes with the roots, parents first."""
+        """All nodes including roots, parents first."""
         for root in self.roots.values():
             yield from root.walk_down()
 
@@ -140,7 +138,7 @@ class Trie:
         return np.concatenate([np.empty(0, np.int32), *(node.pages for node in self.nodes())])
 
     def check(self) -> None:
-        """Assert that the nodes and the counts are right."""
+        """Assert that nodes and counts are consistent."""
         nodes = list(self.nodes())
         for node in nodes:
             node.check(page_bytes=self._page_bytes)
@@ -149,11 +147,11 @@ class Trie:
         assert self.num_pages == len(pages), f"{self.num_pages} pages counted, there are {len(pages)}"
         assert len(np.unique(pages)) == len(pages), "a page is in the tree twice"
         for seed, root in self.roots.items():
-            assert root.seed == seed and (root.children or root.is_protected), "a root is not forgotten"
+            assert root.seed == seed and (root.children or root.is_protected), "an unused root is kept"
         self.ghosts.check()
 
     def _split(self, node: Node, size: int) -> Node:
-        """Cut a node after `size` bytes. The upper part is new, so that handles of the lower end stay as they are."""
+        """Split a node after `size` bytes. The upper part is new, so that handles of the lower end stay valid."""
         parent = node.parent
         assert parent is not None
         upper = node.take_front(size, page_bytes=self._page_bytes)
@@ -165,7 +163,7 @@ class Trie:
         return upper
 
     def _ends(self, node: Node, key: bytearray, samples: bytes) -> Sequence[tuple[int, Place | None]]:
-        """Where new pages after a node have to be cut, because evicted ones hang there: (pages, place), in order."""
+        """Where to split new pages after a node because ghosts branch off: (number of pages, place), ascending."""
         ends: list[tuple[int, Place | None]] = [*self.ghosts.give_up(self._place_after(node), key, samples)]
         num_pages = len(samples) // SAMPLE_BYTES
         return ends if ends and ends[-1][0] == num_pages else [*ends, (num_pages, None)]
@@ -178,7 +176,7 @@ class Trie:
         return leaf
 
     def _place_after(self, node: Node) -> Place:
-        """The place where a node ends, with all that was evicted behind it."""
+        """The place at a node's end, with all ghosts attached to it."""
         if node.has_tail:
             place = Place()
             self.ghosts.add_rest(place, node.tail, end=node.place)
