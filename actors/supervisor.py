@@ -107,6 +107,7 @@ class Supervisor:
                     must_fetch = False
                 self.num_lost += 1
                 self.engine = self._new_engine()
+                self._end_if_stopping()  # `stop` may have ended the one before, and this one tells of no progress
                 self._until_ready(timeout_s=self._config.start_timeout_s, on_progress=tell)
                 break
             except (ActorLostError, RankLostError, DirectoryGoneError) as cause:

@@ -89,11 +89,12 @@ def run(values: Mapping[str, Any]) -> int:
 
 def _command(values: Mapping[str, Any]) -> str:
     """The command line for the head: what was given, with the cluster that the head belongs to."""
-    words = ["raycache", "launch", str(values["model"]), "--address", "auto"]
-    for name, value in values.items():
+    config = Config.from_mapping(values)
+    words = ["raycache", "launch", config.model, "--address", "auto"]
+    for name in values:
         if name in ("model", "address", *_SECRETS):
             continue
-        flag = name.replace("_", "-")
+        flag, value = name.replace("_", "-"), getattr(config, name)
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:

@@ -40,6 +40,12 @@ def test_the_head_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == [{**values, "address": "auto"}]
 
 
+def test_words_travel_as_words() -> None:
+    values = {"model": "/m", "overlap": True, "port": "auto", "restore_interval": "none", "host_memory": "auto"}
+    words = job._command(values).split()  # a YAML file gives a plain `overlap: on` as a truth value
+    assert {"--overlap=on", "--port=auto", "--restore-interval=none", "--host-memory=auto"} <= set(words)
+
+
 def test_secrets_travel_beside_the_command_line() -> None:
     values = {"model": "/m", "api_key": "open", "storage": "redis://:pass@h/0", "host_memory": "1GiB"}
     assert "open" not in job._command(values) and "pass" not in job._command(values)
