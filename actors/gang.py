@@ -69,7 +69,7 @@ class Gang:
             self.deployment = with_weights_form(deployment, [where["gpu"] for where in wheres if where["gpu"]])
             specs = _specs(wheres, device=deployment.device_type)
             config = replace(config, weights=self.deployment.config.weights)
-            meeting = _meeting(config, wheres, device_type=deployment.device_type, epoch=epoch)
+            self._meeting = meeting = _meeting(config, wheres, device_type=deployment.device_type, epoch=epoch)
             try:
                 boards = self._ranks.boards(meeting, [where["node"] for where in wheres])
                 invitations = [(each,) for each in meeting.invitations(specs, boards)]

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """The meeting point of one gang, kept by its decider.
+    """The meeting point of one gang. Its decider keeps it as long as the ranks run: NCCL goes on asking the store.
 
     Args:
         config: of the service, with stages.
@@ -50,7 +50,6 @@ class Meeting:
         self._config, self._device_type, self._epoch, self._host = config, device_type, epoch, host
         self._nodes, self._plan_timeout_s = nodes, plan_timeout_s
         self.leaders = leaders(nodes, here=here)
-        self.board = AckBoard.create(config.world_size)
         self._store = Store(host)
         self._handles = group_handles(
             config.split,
@@ -60,6 +59,7 @@ class Meeting:
             timeout_s=config.rank_timeout_s,
             leaders=self.leaders,
         )
+        self.board = AckBoard.create(config.world_size)
 
     def invitations(self, specs: Sequence[RankSpec], boards: Mapping[Any, Path]) -> list[Invitation]:
         """One per rank.

@@ -80,25 +80,26 @@ class ProcessGang:
     """
 
     def __init__(self, deployment: Deployment, *, arenas: Sequence[Path] = (), nodes: Sequence[int] = ()) -> None:
-        config = deployment.config
-        timeout_s, executor = config.start_timeout_s, None
-        meeting, invitations = meet_here(config, device_type=deployment.device_type, nodes=nodes)
-        self._ranks = ProcessRanks(_run_rank, invitations)
+        config, executor = deployment.config, None
+        timeout_s = config.start_timeout_s
+        self._meeting, invitations = meet_here(config, device_type=deployment.device_type, nodes=nodes)
         try:
-            gpus = [gpu for gpu in self._ranks.receive(timeout_s) if gpu is not None]
-            self.deployment = with_weights_form(deployment, gpus)
-            self._ranks.send([self.deployment.config.weights] * len(invitations))
-            executor, fits = meeting.join(lambda: self._ranks.receive(timeout_s))
-            self.num_pages = min(fits)
-            by_rank = [arenas[node] if arenas else None for node in tuple(nodes) or (0,) * len(invitations)]
-            self._ranks.send([(self.num_pages, arena) for arena in by_rank])
-            self._ranks.receive(timeout_s)
-        except BaseException:
-            if executor is not None:
-                executor.abandon()
-            self._ranks.end()
-            self._ranks.join(None)
-            raise
+            self._ranks = ProcessRanks(_run_rank, invitations)
+            try:
+                gpus = [gpu for gpu in self._ranks.receive(timeout_s) if gpu is not None]
+                self.deployment = with_weights_form(deployment, gpus)
+                self._ranks.send([self.deployment.config.weights] * len(invitations))
+                executor, fits = self._meeting.join(lambda: self._ranks.receive(timeout_s))
+                self.num_pages = min(fits)
+                by_rank = [arenas[node] if arenas else None for node in tuple(nodes) or (0,) * len(invitations)]
+                self._ranks.send([(self.num_pages, arena) for arena in by_rank])
+                self._ranks.receive(timeout_s)
+            except BaseException:
+                if executor is not None:
+                    executor.abandon()
+                self._ranks.end()
+                self._ranks.join(None)
+                raise
         finally:
             for path in {invitation.board for invitation in invitations}:
                 path.unlink(missing_ok=True)
@@ -164,7 +165,14 @@ class ProcessRanks:
     """
 
     def __init__(self, target: Callable[[Connection, Invitation], None], invitations: Sequence[Invitation]) -> None:
-        self._processes = [RankProcess(target, invitation) for invitation in invitations]
+        self._processes: list[RankProcess] = []
+        try:
+            for invitation in invitations:
+                self._processes.append(RankProcess(target, invitation))
+        except BaseException:
+            self.end()
+            self.join(None)
+            raise
 
     def send(self, values: Sequence[Any]) -> None:
         """Send each rank its value."""

@@ -103,12 +103,21 @@ class LoadedRank:
             num_pages: the same on all ranks.
             arena: file of this node's host tier, or None.
         """
-        member, mover, last, graphs, draft_graphs = self.member, None, None, None, None
+        member, mover = self.member, None
         pool = self._new_pool(self.deployment.pool_sizes(num_pages))
         member.note("pages")
         if arena is not None:
             with refusing_out_of_memory(member.ctx.device, doing="making the buffers of page moves"):
                 mover = _new_mover(member, pool, arena)
+        try:
+            return self._build_around(pool, mover)
+        except BaseException:
+            if mover is not None:
+                mover.close()  # or the host tier would stay pinned in this process
+            raise
+
+    def _build_around(self, pool: DevicePool, mover: Mover | None) -> Rank:
+        member, last, graphs, draft_graphs = self.member, None, None, None
         if self.deployment.plans_ahead:
             last = LastTokens(self.deployment.config.max_running, member.ctx)
         member.note("staging")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,12 @@ import numpy as np
 import psutil
 import pytest
 
+from raycache.config import Config
+from raycache.deployment.deployment import deploy
 from raycache.errors import CheckpointError, RankLostError
+from raycache.gang.processes import ProcessGang
 from raycache.llm import LLM, Completion
+from raycache.parallel.context import Store
 from raycache.types import SamplingParams
 from tests.oracle.tiny import make_tiny
 from tests.oracle.tiny_tokenizers import byte_level
@@ -228,6 +234,28 @@ def test_ranks_that_cannot_start_leave_nothing_and_say_why(tmp_path: Path, cp: i
     with pytest.raises(CheckpointError, match="mlp"):
         load(model, cp=cp)
     assert time.monotonic() - start < 100
+
+
+def test_ranks_that_no_process_can_be_started_for_leave_nothing(model: Path) -> None:
+    class Local(Config):
+        """Cannot be sent to another process."""
+
+    deployment = deploy(Config(model=str(model), tp=2), device_type="cpu")
+    with pytest.raises(Exception, match="Local"):
+        ProcessGang(replace(deployment, config=Local(**vars(deployment.config))))
+
+
+def test_the_meeting_point_of_ranks_stays_as_long_as_they_run(model: Path) -> None:
+    """NCCL goes on asking it, and warns for every rank when nobody answers."""
+
+    def stores() -> int:
+        gc.collect()
+        return sum(type(each) is Store for each in gc.get_objects())
+
+    before = stores()
+    with load(model, tp=2):
+        assert stores() == before + 1
+    assert stores() == before
 
 
 def test_a_killed_script_leaves_no_rank_behind(model: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +15,20 @@ from hypothesis import strategies as st
 from raycache.attention.torch_ref import TorchBackend
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.config import Config
-from raycache.deployment.deployment import Deployment
+from raycache.deployment.deployment import Deployment, deploy
 from raycache.deployment.memory_plan import pages_that_fit, pool_bytes
 from raycache.deployment.memory_use import MemoryUse, refusing_out_of_memory
 from raycache.errors import ConfigError
+from raycache.host.directory import SHARED_MEMORY, new_name
+from raycache.host.nodes import open_all
+from raycache.host.service import HostService
 from raycache.memory.device import DevicePool
+from raycache.memory.mover import Mover
 from raycache.models.base import load_model, read_config
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
+from raycache.rank.build import load
+from raycache.rank.member import alone
 from raycache.rank.peak import Largest
 from raycache.rank.rank import Rank
 from raycache.wire.plan import MAX_SCORED_TOKENS, result_lens, result_width
@@ -55,6 +63,22 @@ def test_what_was_there_before_is_the_context_or_somebody_elses() -> None:
     assert (alone.taken["context"], alone.taken["others"]) == (half, 0) and "others" not in str(alone)
     crowded = used(20)
     assert crowded.taken["others"] == 80 * GIB and "others 80.0 GiB" in str(crowded) and "`nvidia-smi`" in str(crowded)
+
+
+def test_a_rank_that_is_refused_at_the_end_lets_go_of_the_host_tier(tmp_path: Path) -> None:
+    config = Config(model=str(make_tiny(tmp_path / "model")), num_pages=8, page_size=8, host_memory="16MiB")
+    deployment, service = deploy(config, device_type="cpu"), HostService(SHARED_MEMORY / new_name())
+    full = replace(alone(), use=MemoryUse(torch.device("cpu"), total=GIB, measure=lambda: 0))
+    try:
+        (opened,) = open_all([service], deployment, epoch=0)
+        with pytest.raises(ConfigError, match="too little memory") as refused:
+            load(deployment, full).build(8, opened.path)
+    finally:
+        service.close()
+    (mover,) = (each for each in gc.get_objects() if type(each) is Mover)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        mover._saver.submit(print)
+    del refused  # until here it has kept the mover
 
 
 def test_what_a_step_takes_must_be_there_at_the_end() -> None:
