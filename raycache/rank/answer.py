@@ -1,4 +1,4 @@
-"""What a rank found in a step, while the device may still be at it."""
+"""The results of a step on a rank, possibly still being computed on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class PendingAnswer:
-    """The answer to one plan.
+    """The pending results of one plan.
 
     Args:
         numbers: int64 [result_len, result_width], on the rank's device.
@@ -24,11 +24,11 @@ class PendingAnswer:
             self._copied = torch.cuda.current_stream(numbers.device).record_event()
 
     def is_ready(self) -> bool:
-        """Whether `answer` would not wait."""
+        """Whether `answer` returns without waiting."""
         return self._copied is None or self._copied.query()
 
     def answer(self) -> NDArray[np.int64]:
-        """The numbers, once the device has got so far."""
+        """Wait for the device, and return the numbers."""
         if self._copied is not None:
             self._copied.synchronize()
         found: NDArray[np.int64] = self._numbers.numpy()

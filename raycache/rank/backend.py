@@ -1,4 +1,4 @@
-"""Which attention backend a rank computes with."""
+"""Chooses the attention backend of a rank."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from raycache.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 OLDEST = (0, 7, 2)
-"""Of FlashInfer: what tests/gpu has run with. Before it, planning took other arguments."""
+"""FlashInfer versions covered by tests/gpu; before the oldest, planning took other arguments."""
 NEWEST = (0, 7)
 _LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
 
 
 def choose_backend(deployment: Deployment, device: torch.device) -> AttentionBackend:
-    """FlashInfer where it can be used and is not refused, else torch.
+    """Choose FlashInfer if it works here and is not disabled, else torch.
 
     Args:
-        deployment: whose setting `attention` decides.
-        device: of the rank.
+        deployment: its setting `attention` overrides the choice.
     Raises:
-        ConfigError: FlashInfer is asked for and cannot be used here.
+        ConfigError: FlashInfer is required by the settings and does not work here.
     """
     config = deployment.config
     if config.attention == "torch":
@@ -38,42 +37,42 @@ def choose_backend(deployment: Deployment, device: torch.device) -> AttentionBac
 
         return FlashInferBackend(device, max_pages=-(-deployment.max_model_len // config.page_size))
     if config.attention == "flashinfer":
-        raise ConfigError(f"attention=flashinfer cannot be used: {obstacle}; or use attention=torch")
+        raise ConfigError(f"attention=flashinfer cannot be used: {obstacle}; or set attention=torch")
     if device.type == "cuda":
-        _log.warning("attention is computed by torch, which is slower: %s", obstacle)
+        _log.warning("using the torch attention backend, which is slower: %s", obstacle)
     return TorchBackend()
 
 
 def device_obstacle(device: torch.device, dtype: torch.dtype) -> str:
-    """Why FlashInfer computes nothing there, or ""."""
+    """Why FlashInfer cannot run on a device with a dtype, or ""."""
     if device.type != "cuda":
-        return f"it runs on CUDA, ranks are on {device.type}"
+        return f"it needs CUDA, but ranks run on {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 and float16, wanted is {str(dtype).removeprefix('torch.')}; see dtype"
+        return f"it supports bfloat16 and float16, not {str(dtype).removeprefix('torch.')}; see dtype"
     if (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
-        return f"it needs a GPU of compute capability 8.0, {device} has {found[0]}.{found[1]}"
+        return f"it needs compute capability 8.0 or higher, {device} has {found[0]}.{found[1]}"
     return ""
 
 
 def package_obstacle() -> str:
-    """Why the FlashInfer that is installed cannot be used, or ""; a version that is newer than tested is only noted."""
+    """Why the installed FlashInfer cannot be used, or ""; a version newer than tested only logs a warning."""
     wanted = f"pip install 'flashinfer-python>={_dotted(OLDEST)}'"
     try:
         from flashinfer import __version__ as version
     except ModuleNotFoundError as cause:
         return f"{cause}; {wanted} (or raycache[gpu])"
     except (ImportError, OSError, RuntimeError) as cause:
-        # It loads libraries of CUDA, and compares the versions of its parts, while it is imported.
+        # Importing it loads CUDA libraries and compares the versions of its packages.
         return f"flashinfer cannot be imported: {_first_line(cause)}; {wanted}"
     if (number := version_number(version)) < OLDEST:
         return f"flashinfer {version} is too old; {wanted}"
     if number[: len(NEWEST)] > NEWEST:
-        _log.warning("flashinfer %s is newer than %s, with which this was tested", version, _dotted(NEWEST))
+        _log.warning("flashinfer %s is newer than %s, the newest tested version", version, _dotted(NEWEST))
     return ""
 
 
 def version_number(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version such as "0.7.2.post1"; what only begins like one counts as the numbers it has."""
+    """Leading numbers of a version such as "0.7.2.post1": (0, 7, 2)."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 

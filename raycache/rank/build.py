@@ -1,8 +1,8 @@
-"""A rank from its weights to its recorded steps.
+"""Builds a rank in three phases.
 
-load      reads this rank's slices of the weights
-measure   says how many pages fit beside them
-build     makes the pool, with the number of pages that all ranks have agreed on, and what works on it
+load      read this rank's slices of the weights
+measure   determine how many pages fit beside them
+build     make the pool, with the number of pages that all ranks agreed on, and record CUDA graphs
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from raycache.rank.rank import Rank
 _log = logging.getLogger(__name__)
 
 STAGING_BYTES = 512 << 20
-"""Of a GPU, kept for page moves until their buffers and checksums are made, beside four units: four buffers of 32 MiB,
-or of a unit where that is wider, and sums of up to 320 MiB."""
+"""GPU memory kept for page moves until they allocate it, besides four units: four buffers of 32 MiB (or of a unit, if
+larger) and checksums of up to 320 MiB."""
 
 
 def load(deployment: Deployment, member: Member) -> LoadedRank:
@@ -45,7 +45,7 @@ def load(deployment: Deployment, member: Member) -> LoadedRank:
 
     Raises:
         CheckpointError: the model's directory is damaged.
-        ConfigError: they do not fit into the GPU.
+        ConfigError: the weights do not fit into the GPU.
     """
     device = member.ctx.device
     backend = choose_backend(deployment, device)
@@ -65,11 +65,9 @@ class LoadedRank:
     """A rank whose weights are in memory.
 
     Attributes:
-        deployment: of which it holds a part.
-        member: in the gang.
-        model: this rank's share of it.
-        draft: the same of a draft model, on the last stage.
-        backend: attention.
+        model: this rank's share of the model.
+        draft: this rank's share of the draft model; None without one, and before the last stage.
+        backend: attention backend.
     """
 
     deployment: Deployment
@@ -97,17 +95,17 @@ class LoadedRank:
         return pages_that_fit(deployment, ctx=self.member.ctx, ranks_on_node=ranks_on_node, use=use)
 
     def build(self, num_pages: int, arena: Path | None = None) -> Rank:
-        """Make the pool and what works on it.
+        """Allocate the pool and everything that uses it.
 
         Args:
-            num_pages: the same on all ranks.
-            arena: file of this node's host tier, or None.
+            num_pages: size of the pool; the same on all ranks.
+            arena: file of this node's host tier, or None without one.
         """
         member, mover = self.member, None
         pool = self._new_pool(self.deployment.pool_sizes(num_pages))
         member.note("pages")
         if arena is not None:
-            with refusing_out_of_memory(member.ctx.device, doing="making the buffers of page moves"):
+            with refusing_out_of_memory(member.ctx.device, doing="allocating buffers for page moves"):
                 mover = _new_mover(member, pool, arena)
         try:
             return self._build_around(pool, mover)
@@ -127,7 +125,7 @@ class LoadedRank:
             use.note("graphs")
             for purpose in ("graphs", "staging"):
                 use.keep(purpose, 0)
-            _log.info("memory of %s: %s", member.ctx.device, use)
+            _log.info("memory use of %s: %s", member.ctx.device, use)
             use.check()
         return self._new_rank(
             pool, mover=mover, last=last, graphs=graphs, drafter=self._new_drafter(pool, draft_graphs)
@@ -186,7 +184,7 @@ class LoadedRank:
         )
 
     def _record(self, pool: DevicePool, last: LastTokens | None) -> tuple[DecodeGraphs | None, DraftGraphs | None]:
-        """Record decode steps as CUDA graphs, if the model's layers can be."""
+        """Record decode steps as CUDA graphs, if the model's layers support it."""
         draft_config = self.deployment.model.draft
         layers = GraphLayers(
             whole_model(self.model), pool, records=() if draft_config is None else draft_config.recorded
@@ -201,7 +199,7 @@ class LoadedRank:
                 pool=pool,
                 backend=self.backend,
                 ctx=self.member.ctx,
-                has_states=STATE in pool.sizes,  # the draft's, too: it follows
+                has_states=STATE in pool.sizes,  # true for the draft as well: it runs the same rows
                 last=last,
             )
             if self.draft is not None:
@@ -215,7 +213,7 @@ class LoadedRank:
                     dtype=self.deployment.dtype,
                 )
         except NotRecordableError as cause:
-            _log.warning("decode steps are not recorded as CUDA graphs, and take longer: %s", cause)
+            _log.warning("decode steps run without CUDA graphs and are slower: %s", cause)
             return None, None
         _log.info(
             "recorded decode steps of %s rows as CUDA graphs in %.1f s, %.0f MiB",
@@ -236,7 +234,7 @@ class LoadedRank:
 
     @property
     def _graph_sizes(self) -> tuple[list[int], list[int]]:
-        """Batches to record: of steps, a row for each token; and of passes of a draft, a row for each request."""
+        """Batch sizes to record: of steps, with one row per token; and of draft passes, with one row per request."""
         config, cp = self.deployment.config, self.member.ctx.cp.size
         most = config.max_running
         tokens = most * (1 + config.most_drafts) if cp == 1 else most
@@ -244,7 +242,7 @@ class LoadedRank:
 
     @property
     def _staging_bytes(self) -> int:
-        """Most that page moves take of a GPU."""
+        """Most GPU memory that page moves allocate, in bytes."""
         units, ctx = Counter[str](), self.member.ctx
         for part in self.deployment.components:
             units[part.space] += self.deployment.unit_bytes(part, ctx.split, ctx.coords)

@@ -1,4 +1,4 @@
-"""A decode batch whose inputs keep their places on the device: what a recorded graph reads.
+"""A decode batch with inputs at fixed device addresses, as read by a recorded CUDA graph.
 
     rows of the plan    [ row 0 ] ... [ row n - 1 ]                     one new token each
     rows of the batch   [ row 0 ] ... [ row n - 1 ][ padding ] ...      `size` of them
@@ -28,15 +28,14 @@ _IDS, _POSITIONS, _SLOTS, _READS, _WRITES = "ids", "positions", "slots", "read s
 
 
 class DecodeBatch:
-    """Inputs of a batch of one size.
+    """Inputs of batches of one size.
 
     Args:
         size: B, a multiple of cp.
         pool: with scratch units.
-        ctx: of the rank.
     Attributes:
-        inputs: as the last `fill` left them; before it, all rows are padding.
-        slots: int64 [L], which slot each of this rank's tokens belongs to; 0 for padding.
+        inputs: set by the last `fill`; before it, all rows are padding.
+        slots: int64 [L]; slot of each of this rank's tokens, 0 for padding.
         num_local: rows of the plan whose tokens this rank computes.
     """
 
@@ -56,11 +55,11 @@ class DecodeBatch:
         self.fill(StepPlan(0), {space: PageTables() for space in pool.windows})
 
     def fill(self, plan: StepPlan, tables: Mapping[str, PageTables]) -> None:
-        """Take the rows of a plan; the copy of the fill before must be done.
+        """Copy in the rows of a plan; the previous copy must be done.
 
         Args:
-            plan: of rows of one new token, at most `size`.
-            tables: of the slots, the plan's new pages included.
+            plan: at most `size` rows, each of one new token.
+            tables: page tables, including the plan's new pages.
         """
         rows, columns = plan.rows, self._columns
         self.num_local = int((self._mine < len(rows)).sum())
@@ -90,7 +89,7 @@ class DecodeBatch:
     def _pages(
         self, starts: NDArray[np.int64], table: NDArray[np.int32], *, space: str, window: int
     ) -> tuple[Pages, NDArray[np.int64]]:
-        """Pages of B rows and where each new token is written; those of others go to the scratch page."""
+        """Pages of B rows, and where each new token is written; tokens of other cp ranks go to the scratch page."""
         size, scratch = self._pool.page_size, self._pool.sizes[space]
         share, rank = size // self._ctx.cp.size, self._ctx.cp.rank
         page, offset = np.divmod(starts, size)

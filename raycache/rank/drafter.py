@@ -1,20 +1,18 @@
-"""Draft tokens of a draft model, on the ranks of the last stage: one pass over what the target computed, then one per
-draft token.
+"""Runs a draft model on the ranks of the last stage: one pass over the target's rows, then one pass per draft token.
 
-    row       s  d1 d2 d3        the last token and three draft tokens; behind them were sampled  d1 d2 x y
-    known     s  d1 d2 x         two were right, x is the token behind them
-    follow    s  d1 d2 d3        the draft model takes the same row, so that its cache is as long as the target's
-    draft     x -> e1 -> e2      each pass takes one token of each sequence, behind the last right one
+    row       s  d1 d2 d3        the last token and three draft tokens; sampled after each of them:  d1 d2 x y
+    known     s  d1 d2 x         two were accepted, x is the token after them
+    follow    s  d1 d2 d3        the draft model runs the same row, so that its cache is as long as the target's
+    draft     x -> e1 -> e2      each pass takes one token per sequence, after the last accepted one
 
-A draft model that takes features has them and the next token in each row: it follows with d1 d2 x, and has e1 already.
-The next row of the target is x e1 e2, and is followed even where draft tokens were written before.
+A draft model that takes features gets them together with the next token: it follows with d1 d2 x and already yields e1.
+The target's next row is x e1 e2; the draft model follows it even where it wrote draft tokens before.
 
-While nobody wants its draft tokens, a model that takes tokens alone may lag behind, up to the end of a page: then it
-takes all that it has missed at once, before others can go on from that page.
+While no draft tokens are requested, a model that takes only tokens may lag, at most to the end of a page: then it runs
+all missed tokens at once, before other sequences can resume from that page.
 
-Nobody reads what is written for tokens that turn out to be wrong: the next row begins before them. A recurrent draft
-model keeps a state behind each draft token of a row, as the target does; while it drafts, its states lie in a spare
-slot.
+Cache entries of rejected tokens are never read: the next row overwrites them. A recurrent draft model keeps a state
+after each draft token of a row, as the target does; while it drafts, its states are in a spare slot.
 """
 
 from __future__ import annotations
@@ -43,22 +41,22 @@ from raycache.types import PackedTokens
 from raycache.wire.plan import UNKNOWN, Row, StepPlan, drafting_rows, emissions, local_positions
 
 DraftRow = Callable[[Row, int], SampleRow]
-"""How a row's slot samples the token so many positions behind the first that the row samples."""
+"""(row, offset) -> sampling parameters of the row's slot, `offset` positions after the first sampled one."""
 
-# Shapes in this file: T_local new tokens of this rank, M its emitted positions, G rows that want draft tokens of all cp
+# Shapes in this file: T_local new tokens of this rank, M its emitted positions, G rows to draft for on all cp
 # ranks, G_local of this one, C hidden size of the target, F features of the draft.
 
 
 @dataclass(frozen=True)
 class _Start:
-    """Where the draft tokens of a sequence begin.
+    """Where drafting starts in a sequence.
 
     Attributes:
-        row: of the plan.
-        num_right: its drafts that were right.
-        token: what is known behind them.
-        state: slot of the draft's states before that token, -1 for none.
-        spare: slot of its states from there on.
+        row: the sequence's row in the plan.
+        num_right: accepted draft tokens of the row.
+        token: the token sampled after them.
+        state: slot of the draft model's state before that token, -1 for none.
+        spare: slot of its states while drafting.
     """
 
     row: Row
@@ -75,15 +73,14 @@ class _Start:
 
 @dataclass(frozen=True)
 class Followed:
-    """A step of the target.
+    """A step of the target model, to be followed.
 
     Attributes:
-        plan: of it.
-        tokens: int64 [M], behind the emitted positions.
-        found: what the draft takes of the target, [T_local, C] of each layer that it takes.
-        inputs: of the rank; None if it was a recorded step.
-        recorded: what was replayed, or None.
-        tables: of the slots, by component space.
+        tokens: int64 [M], sampled after the emitted positions.
+        found: target features for the draft, [T_local, C] per layer.
+        inputs: the step's inputs; None if it was replayed.
+        recorded: the replayed graph, or None.
+        tables: page tables by component space.
     """
 
     plan: StepPlan
@@ -99,8 +96,8 @@ class DraftGraphs:
     """Recorded passes of a draft model.
 
     Attributes:
-        passes: of one token of each sequence.
-        following: of whole steps, for the recorded ones of the target.
+        passes: passes of one token per sequence.
+        following: passes that follow the target's recorded steps.
     """
 
     passes: DecodeGraphs
@@ -118,7 +115,7 @@ class DraftGraphs:
         has_states: bool,
         dtype: torch.dtype,
     ) -> DraftGraphs:
-        """Record passes of so many rows, and what follows the recorded steps of the target."""
+        """Record passes of these batch sizes, and passes that follow the target's recorded steps."""
         features = None
         if model.num_features:
             features = torch.empty((0, model.num_features), dtype=dtype, device=target.ctx.device)
@@ -132,7 +129,7 @@ class DraftGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory that they keep."""
+        """Bytes of device memory that the graphs keep."""
         return self.passes.num_bytes + self.following.num_bytes
 
 
@@ -141,16 +138,15 @@ class Drafter:
     """The draft model of one rank.
 
     Attributes:
-        model: this rank's share of it.
-        pool: of the target and the draft.
-        windows: of the draft's component spaces, see `build_inputs`.
-        backend: attention.
-        ctx: of the rank.
+        model: this rank's share of the draft model.
+        pool: pages shared by target and draft.
+        windows: component space of the draft -> window in tokens (see `build_inputs`).
+        backend: attention backend.
         has_states: whether the draft is recurrent.
-        may_lag: whether it may take decoded tokens later, all of its state being in the pages of the sequence; not
-            where rows are fed, nor where the memory of a step is counted.
+        may_lag: whether it may run decoded tokens later: all its state is in pages, rows are not fed ahead, and step
+            memory is not being measured.
         graphs: recorded passes, or None.
-        planned: behind what is copied of the plans of its passes, and of the step before them.
+        planned: event after the copies of its plans, and of the preceding step's.
     """
 
     model: DraftModel
@@ -162,32 +158,31 @@ class Drafter:
     may_lag: bool
     graphs: DraftGraphs | None = None
     planned: Event = field(default_factory=Passed)
-    _missed: dict[int, tuple[int, PackedTokens]] = field(default_factory=dict)  # slot -> from where on, and what
+    _missed: dict[int, tuple[int, PackedTokens]] = field(default_factory=dict)  # slot -> (position, tokens)
 
     def forget(self, slot: int) -> None:
-        """A slot has another owner."""
+        """Forget missed tokens of a slot that has a new owner."""
         self._missed.pop(slot, None)
 
     def draft(self, step: Followed, row_of: DraftRow) -> Tensor:
-        """Follow a step, and draft what its rows want. Collective over tp and cp.
+        """Follow a step, and draft the tokens that its rows request. Collective over tp and cp.
 
         Args:
-            step: of the target.
-            row_of: how its rows sample.
+            row_of: gives the sampling parameters of a row.
         Returns:
-            int64, of this cp rank's rows in the order of `drafting_rows`, all draft tokens of one behind each other.
+            int64, draft tokens of this cp rank's rows, concatenated in the order of `drafting_rows`.
         """
         plan, cp = step.plan, self.ctx.cp
         in_turn = drafting_rows(plan, cp_size=cp.size)
         if not in_turn[0]:
             self._follow(step)
             return step.tokens[:0]
-        sampled = self._gather(plan, step.tokens)  # on its way while the draft follows
+        sampled = self._gather(plan, step.tokens)  # runs while the draft follows
         emitted = self._follow(step)
         rows = [of_rank[turn] for turn in range(len(in_turn[0])) for of_rank in in_turn if turn < len(of_rank)]
         starts = self._starts(plan, rows, _by_position(plan, sampled.answer()))
         mine = starts[cp.rank :: cp.size]
-        drafted: list[Tensor] = []  # one per pass; sequences that want fewer come last
+        drafted: list[Tensor] = []  # one per pass; sequences with fewer draft tokens come last
         if self.model.num_features:
             found = self._behind(plan, rows, starts, emitted)
             ids = self._choose(found, mine, 0, row_of)
@@ -205,12 +200,12 @@ class Drafter:
         return torch.cat([step.tokens[:0], *(drafted[turn][i : i + 1] for turn, i in order)])
 
     def _follow(self, step: Followed) -> Tensor:
-        """Take all tokens of a step; what was found at the emitted ones, [M, F]."""
+        """Run all tokens of a step; returns features at the emitted positions, [M, F]."""
         if self.may_lag and (plan := self._without_lag(step.plan)) is not step.plan:
             if plan.rows:
                 late = step_inputs(plan, step.tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
                 self._run(late.ids, None, late)
-            return step.found  # nobody looks at what a draft without features found
+            return step.found  # unused by a draft without features
         features = self.model.features(step.found) if self.model.num_features else None
         if step.recorded is not None and self.graphs is not None:
             self.graphs.following.prepare_behind(step.recorded)
@@ -218,17 +213,17 @@ class Drafter:
                 ids=step.tokens if self.model.num_features else None, features=features
             )
             return found
-        assert step.inputs is not None, "what follows a recorded step is recorded with it"
+        assert step.inputs is not None, "a replayed step must be followed by a replay"
         ids = self._next_ids(step, step.inputs) if self.model.num_features else step.inputs.ids
         return self._run(ids, features, step.inputs)[step.inputs.logits]
 
     def _without_lag(self, plan: StepPlan) -> StepPlan:
-        """The rows that the draft has to follow now, each with what it has missed; the same plan if that is all."""
+        """Rows that the draft must follow now, extended by missed tokens; the same plan if none were missed."""
         rows = []
         for row in plan.rows:
             start, missed = self._missed.pop(row.slot, (row.start, b""))
             if start + len(missed) // 4 != row.start:
-                start, missed = row.start, b""  # pages were loaded since: the draft's rows are there
+                start, missed = row.start, b""  # pages were loaded since, and include the draft's
             is_page_end = (row.start + row.num_tokens) % self.pool.page_size == 0
             if row.num_tokens == 1 and not row.num_next_drafts and not is_page_end:
                 self._missed[row.slot] = start, missed + row.tokens
@@ -238,18 +233,18 @@ class Drafter:
         return plan if is_same else StepPlan(0, rows)
 
     def _next_ids(self, step: Followed, inputs: StepInputs) -> Tensor:
-        """The token behind each of this rank's: int64 [T_local]."""
+        """The token that follows each of this rank's tokens: int64 [T_local]."""
         found = [np.empty(0, np.int64)]
         locals_ = local_positions(step.plan, cp_rank=self.ctx.cp.rank, cp_size=self.ctx.cp.size)
         for row, mine in zip(step.plan.rows, locals_, strict=True):
-            # What is sampled, or scored, is filled in below.
+            # Sampled and scored positions are filled in below.
             found.append(np.append(np.frombuffer(row.tokens, np.int32)[1:], max(row.next_token, 0))[mine])
         ids = self.ctx.on_device(np.concatenate(found).astype(np.int64))
         ids[inputs.logits] = step.tokens
         return ids
 
     def _starts(self, plan: StepPlan, rows: Sequence[int], sampled: Mapping[tuple[int, int], int]) -> list[_Start]:
-        """Compare what was sampled with what was drafted before."""
+        """Compare sampled tokens with the draft tokens of each row."""
         starts = []
         for i in rows:
             row = plan.rows[i]
@@ -264,7 +259,7 @@ class Drafter:
         return starts
 
     def _gather(self, plan: StepPlan, tokens: Tensor) -> PendingAnswer:
-        """The tokens behind the emitted positions of each cp rank, padded: [cp, longest M]. Collective over cp."""
+        """Gather tokens sampled at emitted positions of all cp ranks, padded: [cp, longest M]. Collective over cp."""
         if self.ctx.cp.size == 1:
             return PendingAnswer(tokens[None])
         counts = [sum(len(found) for _, found in of_rank) for of_rank in emissions(plan, cp_size=self.ctx.cp.size)]
@@ -273,7 +268,7 @@ class Drafter:
         return PendingAnswer(self.ctx.cp.all_gather(padded))
 
     def _behind(self, plan: StepPlan, rows: Sequence[int], starts: Sequence[_Start], emitted: Tensor) -> Tensor:
-        """What was found at the last right token of each row: [G_local, F] of [M, F]. Collective over cp."""
+        """Select features at the last accepted token of each row: [M, F] -> [G_local, F]. Collective over cp."""
         mine = emissions(plan, cp_size=self.ctx.cp.size)[self.ctx.cp.rank]
         index = [(i, position) for i, positions in mine for position in positions.tolist()]
         line_of = {key: line for line, key in enumerate(index)}
@@ -288,8 +283,8 @@ class Drafter:
         return self.ctx.cp.all_reduce(every)[self.ctx.cp.rank :: self.ctx.cp.size]
 
     def _next_plan(self, starts: Sequence[_Start], turn: int) -> StepPlan:
-        """One token more of each sequence."""
-        offset = turn - bool(self.model.num_features)  # a row with features stands one position before its token
+        """Plan a pass with one further token per sequence."""
+        offset = turn - bool(self.model.num_features)  # with features, a row is one position before its token
         states = [(start.spare if offset else start.state, start.spare) for start in starts]
         return StepPlan(
             0,
@@ -307,14 +302,14 @@ class Drafter:
         )
 
     def _pass(self, plan: StepPlan, ids: Tensor, features: Tensor | None, tables: Mapping[str, PageTables]) -> Tensor:
-        """Run a plan of one token per row: what was found, [G_local, F]."""
+        """Run a plan of one token per row; returns [G_local, F]."""
         if self.graphs is not None and self.graphs.passes.can_run(plan):
             return self._replay(self.graphs.passes, plan, ids, features, tables)
         inputs = step_inputs(plan, tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
         return self._run(ids, features, inputs)
 
     def _run(self, ids: Tensor, features: Tensor | None, inputs: StepInputs) -> Tensor:
-        self.planned.synchronize()  # plans are copied from memory that the next one overwrites
+        self.planned.synchronize()  # the next plan overwrites the memory from which this one is copied
         run = ForwardPass(self.backend.plan(inputs), self.pool.behind(), inputs.positions)
         found = self.model.forward(ids, features, run)
         self.planned = after_compute(self.ctx.device)
@@ -335,13 +330,15 @@ class Drafter:
         return found
 
     def _choose(self, found: Tensor, starts: Sequence[_Start], turn: int, row_of: DraftRow) -> Tensor:
-        """The token that the request's own sampler draws of the draft's logits: the same one, where both agree."""
-        logits = self.model.logits(found).nan_to_num()  # of a load that failed, too; the decider throws that away
+        """Sample from the draft's logits with the request's sampler and seed: equal logits give equal tokens."""
+        logits = self.model.logits(
+            found
+        ).nan_to_num()  # after a failed load there may be NaNs; the decider discards such rows
         return sample(logits, [row_of(start.row, start.num_right + 1 + turn) for start in starts])
 
 
 def _by_position(plan: StepPlan, tokens: NDArray[np.int64]) -> dict[tuple[int, int], int]:
-    """(row, position in it) -> the token behind it, of all cp ranks: [cp, longest M]."""
+    """Map (row, position in it) to the token sampled there, from all cp ranks' [cp, longest M]."""
     found: dict[tuple[int, int], int] = {}
     for of_rank, values in zip(emissions(plan, cp_size=len(tokens)), tokens.tolist(), strict=True):
         keys = [(i, position) for i, positions in of_rank for position in positions.tolist()]

@@ -1,10 +1,10 @@
-"""Decode steps as CUDA graphs: recorded once per batch size at start, replayed with other rows.
+"""Decode steps as CUDA graphs: recorded at startup, one per batch size, and replayed with new rows.
 
-A decode step launches some ten small kernels per layer; given one by one, they take longer to give than to run. A
-graph gives them all at once. What a recorded step reads and writes lies at fixed places: its inputs (decode_batch.py),
-the plan of its attention (StaticStep), the pool, and what comes out, which the next replay overwrites.
+A decode step launches about ten small kernels per layer, which take longer to launch than to run. A graph launches them
+all at once. A recorded step reads and writes fixed addresses: its inputs (decode_batch.py), its attention plan
+(StaticStep), the pool, and its outputs, which the next replay overwrites.
 
-A row with drafts runs as one row per token: each is written before it is attended to, and sees no further than itself.
+A row with draft tokens runs as one row per token: each is written before attention and attends only up to itself.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from raycache.step.page_tables import PageTables
 from raycache.wire.plan import Row, StepPlan
 
 WARM_UPS = 2
-"""Runs before a recording: what is allocated or built at first use must not be part of it."""
+"""Warm-up runs before a recording, as first-use allocations and builds must not be recorded."""
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 Layers = Callable[[Tensor, Tensor | None, ForwardPass], tuple[Tensor, ...]]
-"""What is recorded: [L] token ids, and [L, F] features of a target for a draft that takes them, -> what comes out."""
+"""The recorded function: token ids [L], and target features [L, F] for a draft that takes them, -> outputs."""
 
 
 @dataclass(frozen=True)
 class GraphLayers:
-    """What a graph runs: a model in its whole depth, or its draft.
+    """The layers that a graph runs: a whole model, or its draft.
 
     Attributes:
-        forward: of the layers.
-        views: of the pool, for these layers.
-        records: see `ForwardPass`.
-        features: an empty tensor [0, F] of those that the layers take of a target, or None.
+        forward: runs the layers.
+        views: the pool's pages of these layers.
+        records: layers whose outputs are kept (see `ForwardPass`).
+        features: empty tensor [0, F] with the shape of the target features that the layers take, or None.
     """
 
     forward: Layers
@@ -54,7 +54,7 @@ class GraphLayers:
 
 
 def whole_model(model: Model) -> Layers:
-    """All of a model that has one stage: logits [T, vocab], and what a draft takes."""
+    """A single-stage model: logits [T, vocab], and features for a draft."""
 
     def forward(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
         hidden = model.forward(model.embed(ids), run)
@@ -64,19 +64,18 @@ def whole_model(model: Model) -> Layers:
 
 
 def for_draft(hidden: Tensor, run: ForwardPass) -> Tensor:
-    """What a draft takes of a pass: the layers that it records, or the last one."""
+    """Features for a draft: outputs of the recorded layers, or of the last one."""
     return torch.cat(run.recorded, dim=-1) if run.recorded else hidden
 
 
 def batch_sizes(most: int, *, cp: int) -> list[int]:
-    """Sizes to record, up to `most` rows: a larger batch runs step by step. All are multiples of cp, so that ranks are
-    alike."""
+    """Batch sizes to record, up to `most` rows, all multiples of cp; larger batches run without graphs."""
     sizes = {-(-min(size, most) // cp) * cp for size in _SIZES}
     return sorted(sizes)
 
 
 def in_single_rows(plan: StepPlan) -> StepPlan:
-    """The same tokens, a row for each; of a model without recurrent states."""
+    """The same tokens with one row each; for models without recurrent states."""
     if all(row.num_tokens == 1 for row in plan.rows):
         return plan
     rows = [
@@ -89,14 +88,13 @@ def in_single_rows(plan: StepPlan) -> StepPlan:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """One size.
+    """The recording of one batch size.
 
     Attributes:
-        batch: its inputs.
-        step: its attention.
-        graph: to replay.
-        found: [L, ...] each, where the graph leaves what came out.
-        features: [L, F], where it takes them from, or None.
+        batch: fixed inputs.
+        step: fixed attention plan.
+        found: outputs of the graph, [L, ...] each.
+        features: input features, [L, F], or None.
     """
 
     batch: DecodeBatch
@@ -110,17 +108,14 @@ class DecodeGraphs:
     """Recorded decode steps of one rank. Recording them is collective over tp and cp.
 
     Args:
-        layers: to run.
-        sizes: rows of the batches to record.
+        sizes: batch sizes to record, in rows.
         pool: with scratch units.
-        backend: that can capture.
-        ctx: of the rank.
+        backend: attention backend that supports graph capture.
         has_states: whether the layers are recurrent.
-        last: for rows that are fed, or None.
-        target: graphs of the same sizes that are always replayed before, so that their inputs serve both.
+        last: last sampled tokens, for rows fed on the device; or None.
+        target: graphs of the same sizes, always replayed before these, whose inputs are shared.
     Attributes:
-        ctx: as given.
-        num_bytes: of device memory that the graphs keep.
+        num_bytes: device memory that the graphs keep.
     Raises:
         NotRecordableError: the layers cannot be recorded.
     """
@@ -143,43 +138,43 @@ class DecodeGraphs:
         self._next: _Recorded | None = None
         before, _ = torch.cuda.mem_get_info(ctx.device)
         memory = torch.cuda.graph_pool_handle()
-        # The largest first: the others fit into its memory.
+        # Largest first: the others reuse its memory.
         self._recorded = {size: self._record(size, memory, target) for size in sorted(sizes, reverse=True)}
         after, _ = torch.cuda.mem_get_info(ctx.device)
         self.num_bytes = before - after
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of the batches that are recorded."""
+        """Recorded batch sizes, in rows."""
         return list(self._recorded)
 
     def can_run(self, plan: StepPlan) -> bool:
-        """Whether a plan, in single rows, is a batch that was recorded."""
+        """Whether a plan of single-token rows fits a recorded batch size."""
         if plan.loads or sum(row.num_tokens for row in plan.rows) > max(self._recorded, default=0):
             return False
         return all(self._is_plain(row) for row in plan.rows)
 
     def prepare(self, plan: StepPlan, tables: Mapping[str, PageTables]) -> None:
-        """Copy what the next replay reads; of single rows."""
+        """Copy the inputs of the next replay; rows must have one token each."""
         self._next = self._recorded[min(size for size in self._recorded if size >= len(plan.rows))]
         self._next.batch.fill(plan, tables)
         self._next.step.replan(self._next.batch.inputs)
 
     def prepare_behind(self, other: DecodeGraphs) -> None:
-        """Replay for the rows of the other next, which was prepared."""
-        assert other._next is not None, "the other comes first"
+        """Prepare to replay for the rows that `other` was prepared with."""
+        assert other._next is not None, "`other` must be prepared first"
         self._next = next(mine for mine in self._recorded.values() if mine.batch is other._next.batch)
 
     def replay(self, *, ids: Tensor | None = None, features: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Run what was prepared.
+        """Replay the prepared graph.
 
         Args:
-            ids: int64 [rows of this cp rank], if they are not those of the plan.
-            features: [rows of this cp rank, F], if the layers take some.
+            ids: int64 [rows of this cp rank]; None: token ids of the plan.
+            features: [rows of this cp rank, F], if the layers take features.
         Returns:
-            What came out, [rows of this cp rank, ...] each; the next replay overwrites it.
+            Outputs, [rows of this cp rank, ...] each; the next replay overwrites them.
         """
-        assert self._next is not None, "prepare comes first"
+        assert self._next is not None, "call prepare first"
         count = self._next.batch.num_local
         if ids is not None:
             self._next.batch.inputs.ids[:count].copy_(ids)
@@ -191,7 +186,7 @@ class DecodeGraphs:
     def _is_plain(self, row: Row) -> bool:
         if row.first_sampled or row.output_position < 0 or row.targets:
             return False
-        # How several tokens lie on cp ranks, and states behind each of them, are not those of single rows.
+        # Single rows differ in how tokens are spread over cp ranks, and in the states kept after each token.
         is_single = row.num_tokens == 1
         return (is_single or self.ctx.cp.size == 1) if not self._has_states else is_single and row.read_state >= 0
 
@@ -219,7 +214,7 @@ class DecodeGraphs:
     def _run(self, batch: DecodeBatch, step: StaticStep, features: Tensor | None) -> tuple[Tensor, ...]:
         ids = batch.inputs.ids
         if self._last is not None:
-            # A token that the host does not know yet is -1. What is replayed behind this reads it here, too.
+            # A token not yet known to the host is -1; filled in here, also for graphs replayed after this one.
             ids.copy_(torch.where(ids < 0, self._last.tokens[batch.slots], ids))
         run = ForwardPass(step, self._layers.views, batch.inputs.positions, self._layers.records)
         return self._layers.forward(ids, features, run)

@@ -1,4 +1,4 @@
-"""The token that each slot sampled last, kept on the device: a row may begin with it before the decider knows it."""
+"""The last sampled token of each slot, kept on the device, so that a row can start before the decider knows it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from raycache.wire.plan import Row, StepPlan, emissions
 
 
 class LastTokens:
-    """Of one rank; the same on all ranks of a stage.
+    """Last sampled tokens on one rank; the same on all ranks of a stage.
 
-    No row is fed behind one with drafts: which of its tokens is the last is not known here.
+    A row after one with draft tokens is never fed: the rank does not know which token is the last.
 
     Args:
-        num_slots: of the plans.
-        ctx: of the rank.
+        num_slots: number of slots.
     Attributes:
         tokens: int64 [num_slots].
     """
@@ -33,7 +32,7 @@ class LastTokens:
         self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=ctx.device)
 
     def fill(self, plan: StepPlan, inputs: StepInputs) -> None:
-        """Put them where the plan has rows that are fed."""
+        """Insert the tokens into the inputs of fed rows."""
         fed = [
             (mine.local.start, row.slot)
             for row, mine in zip(plan.rows, inputs.rows, strict=True)
@@ -44,11 +43,10 @@ class LastTokens:
             inputs.ids[places] = self.tokens[slots]
 
     def keep(self, plan: StepPlan, tokens: Tensor) -> None:
-        """Remember what a step sampled. Collective over cp.
+        """Record sampled tokens of a step. Collective over cp.
 
         Args:
-            plan: of the step.
-            tokens: int64 [M], in the order of the answer.
+            tokens: int64 [M], in the order of the step's results.
         """
         slots = sampled_slots(plan, cp_size=self._ctx.cp.size)
         longest = max(map(len, slots))
@@ -66,7 +64,7 @@ class LastTokens:
 
 
 def sampled_slots(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
-    """Slots of the tokens that each cp rank samples, in the order of its answer; a row with drafts samples several."""
+    """Slots of the tokens that each cp rank samples, in result order; a row with draft tokens samples several."""
     return [
         [plan.rows[i].slot for i, positions in of_rank for _ in range(_num_sampled(plan.rows[i], positions))]
         for of_rank in emissions(plan, cp_size=cp_size)
@@ -74,7 +72,7 @@ def sampled_slots(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
 
 
 def _num_sampled(row: Row, positions: NDArray[np.int64]) -> int:
-    """How many of a rank's emitted positions of a row are sampled from."""
+    """Number of a rank's emitted positions of a row that are sampled."""
     if row.output_position < 0:
         return 0
     return int((positions >= row.first_sampled).sum()) if row.num_tokens > 1 else 1

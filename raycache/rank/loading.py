@@ -1,4 +1,4 @@
-"""Reading a rank's weights: what it will read is planned first, so that threads can read ahead of it."""
+"""Reads a rank's weights: first plans all reads, so that threads can read ahead."""
 
 from __future__ import annotations
 
@@ -38,10 +38,8 @@ def load_weights(
     """Read a rank's share of a model, and of its draft on the last stage.
 
     Args:
-        deployment: whose model to read.
-        ctx: of the rank.
-        num_threads: that read files.
-        on_progress: told (bytes read, bytes that the rank reads); with random weights (layers made, layers).
+        num_threads: threads that read files.
+        on_progress: called with (bytes read, total bytes of the rank); with random weights (layers made, total layers).
     Raises:
         CheckpointError: a tensor is missing, has another shape, or cannot be read.
     """
@@ -56,12 +54,12 @@ def load_weights(
 
 
 def read_threads(*, ranks_on_node: int) -> int:
-    """Threads that read files in each of the ranks of a node; they wait more than they compute."""
+    """Reader threads per rank of a node; they mostly wait for I/O."""
     return min(MAX_THREADS, max(4, usable_cpus() // ranks_on_node))
 
 
 class _Loading:
-    """Of a rank's checkpoints; see `load_weights`."""
+    """One run of `load_weights`."""
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ class _Loading:
             self._draft_source = self._open(self._draft.directory)
 
     def load(self) -> Loaded:
-        """Plan and read."""
+        """Plan all reads, then read."""
         begin_s, draft = time.monotonic(), None
         plan, draft_plan = self._plans()
         total = plan.num_bytes + draft_plan.num_bytes
@@ -94,7 +92,7 @@ class _Loading:
         return made, draft
 
     def _plans(self) -> tuple[ReadPlan, ReadPlan]:
-        """Of the model, and of its draft."""
+        """Read plans of the model and of its draft."""
         plan, draft_plan = ReadPlan(self._source), ReadPlan(self._draft_source)
         nowhere = replace(self._ctx, device=torch.device("meta"))
         target = load_model(self._model, plan, nowhere, self._dtype, on_progress=_ignore)
@@ -125,7 +123,7 @@ class _Loading:
 
 
 def _random_weights(deployment: Deployment, ctx: ParallelContext) -> DummyWeights:
-    """Quantised ones where the model's are, and are kept so."""
+    """A source of random weights, quantised where the model's weights are kept quantised."""
     quantisation = read_quantisation(Path(deployment.config.model))
     if quantisation is None:
         return DummyWeights(ctx.device, deployment.dtype)
@@ -134,4 +132,4 @@ def _random_weights(deployment: Deployment, ctx: ParallelContext) -> DummyWeight
 
 
 def _ignore(done: int, total: int) -> None:
-    """Progress is told in bytes."""
+    """Ignore progress in layers; it is reported in bytes."""

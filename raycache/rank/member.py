@@ -1,4 +1,4 @@
-"""A rank among the others: the device that it takes, the groups that it joins, and the board that it posts to."""
+"""A rank as a member of its gang: its device, its process groups and its progress board."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SWITCH_S = 0.0002
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Where a rank runs; plain data.
+    """Where a rank runs. Plain data.
 
     Attributes:
         rank: world rank.
-        host: address of its node that the other ranks can reach.
+        host: address of its node, reachable from the other ranks.
         device: such as "cpu" or "cuda:0".
         ranks_on_node: ranks that share the node's memory and cores.
-        num_threads: CPU threads that it may use; 0 leaves torch's choice.
+        num_threads: CPU threads; 0: torch's default.
     """
 
     rank: int
@@ -40,14 +40,13 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a rank needs to become a member of a gang; plain data.
+    """What a rank needs to join a gang. Plain data.
 
     Attributes:
-        config: of the service, as all ranks have it.
-        spec: of this rank.
-        handles: all groups of the gang.
-        epoch: of the gang.
-        board: of this rank's node; the lowest rank of a node passes it on to the decider, if that is elsewhere.
+        config: settings, the same on all ranks.
+        handles: rendezvous of the gang's process groups.
+        epoch: the gang's epoch; members of another epoch are rejected.
+        board: progress board of this rank's node; its lowest rank forwards it to a decider on another node.
     """
 
     config: Config
@@ -62,11 +61,10 @@ class Member:
     """A rank that can reach all others of its gang.
 
     Attributes:
-        spec: of the rank.
-        ctx: its groups.
-        board: where it says how far it is.
-        sender: passes the board on, if this rank leads a node other than the decider's.
-        use: memory of its GPU; None on a CPU.
+        ctx: coordinates and process groups.
+        board: where it posts its progress.
+        sender: forwards the board, on the lowest rank of a node other than the decider's.
+        use: memory use of its GPU; None on a CPU.
     """
 
     spec: RankSpec
@@ -76,16 +74,16 @@ class Member:
     use: MemoryUse | None = None
 
     def post(self, lane: Lane, value: int) -> None:
-        """Set a number of this rank's line."""
+        """Set a lane of this rank's line on the board."""
         self.board.post(self.spec.rank, lane, value)
 
     def post_loaded(self, loaded: int, total: int) -> None:
-        """Say how much of the weights is read."""
+        """Post the share of the weights that is loaded."""
         self.post(Lane.LOADED, loaded)
         self.post(Lane.TO_LOAD, total)
 
     def note(self, purpose: str) -> None:
-        """What the GPU's memory has been taken for since the last note."""
+        """Attribute GPU memory allocated since the last note to `purpose`."""
         if self.use is not None:
             self.use.note(purpose)
 
@@ -94,8 +92,8 @@ def join(invitation: Invitation) -> Member:
     """Become a member of a gang.
 
     Raises:
-        RankLostError: another member did not come in time, or is of another epoch.
-        ConfigError: there is no such GPU.
+        RankLostError: another member did not join in time, or has another epoch.
+        ConfigError: the GPU does not exist.
     """
     spec, handles, split = invitation.spec, invitation.handles, invitation.config.split
     device = torch.device(spec.device)
@@ -111,26 +109,26 @@ def join(invitation: Invitation) -> Member:
 
 
 def alone(*, device: str = "cpu") -> Member:
-    """The only rank of a gang, in the decider's own process.
+    """Make the only rank of a gang, in the decider's process.
 
     Raises:
-        ConfigError: there is no such GPU.
+        ConfigError: the GPU does not exist.
     """
     use = _take(torch.device(device), num_threads=0)
     board = AckBoard.create(1)
-    board.unlink()  # nobody else looks at it
+    board.unlink()  # no other process reads it
     spec = RankSpec(rank=0, host="127.0.0.1", device=device, ranks_on_node=1)
     return Member(spec, ParallelContext.single(torch.device(device)), board, use=use)
 
 
 def _take(device: torch.device, *, num_threads: int) -> MemoryUse | None:
-    """Make this process ready to compute on a device."""
+    """Prepare this process to compute on a device."""
     if num_threads:
         torch.set_num_threads(num_threads)
     if device.type != "cuda":
         return None
-    # The threads of page moves give the device little pieces of work all the time; in Python's own time slices of 5 ms
-    # each of them would wait for the thread that launches the step.
+    # Page-move threads launch small pieces of work all the time; with Python's default switch interval of 5 ms each
+    # would wait for the thread that launches the step.
     sys.setswitchinterval(SWITCH_S)
     require_gpus((device.index or 0) + 1)
     torch.cuda.set_device(device)

@@ -1,8 +1,8 @@
-"""The most memory that a step takes beside weights and pages: found by running the largest steps on the real model.
+"""Measures the peak memory of a step, besides weights and pages, by running the largest steps on the real model.
 
-The steps are made up: their pages are one and the same page over and over, so that the longest prefix needs no room.
-What is computed is of no use, but takes what a real step of that shape takes. Two shapes are run, since either can be
-the larger: as many new tokens as a step may have and may score, behind the longest prefix; and a full batch of decodes.
+The steps are synthetic: all their pages are the same one, so that the longest prefix needs no memory. Results are
+meaningless, but memory use is that of a real step of the same shape. Two shapes are run, since either can be larger: as
+many new and scored tokens as a step may have, after the longest prefix; and a full decode batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raycache.types import MAX_TOP_LOGPROBS, SamplingParams
 from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
 
 _GRAPH_BYTES = 32 << 20
-"""Of each recorded step beside what they share: the driver's, and its attention's plan (measured: 32 MiB)."""
+"""Bytes per recorded step besides shared memory: the driver's, and its attention plan (measured: 32 MiB)."""
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
 
 
@@ -29,12 +29,11 @@ class Largest:
     """The largest steps of a service.
 
     Attributes:
-        tokens: of a step.
-        rows: of a step.
-        drafts: of a row.
-        longest: tokens of a sequence.
-        page_size: tokens of a page.
-        vocab_size: token ids are below.
+        tokens: token budget of a step.
+        rows: maximum rows of a step.
+        drafts: maximum draft tokens of a row.
+        longest: maximum tokens of a sequence.
+        page_size: tokens per page.
         spaces: component spaces of pages.
     """
 
@@ -48,7 +47,7 @@ class Largest:
 
     @classmethod
     def of(cls, deployment: Deployment) -> Largest:
-        """What the settings allow."""
+        """Derive from the settings."""
         config, longest = deployment.config, deployment.max_model_len
         if config.num_pages != "auto":
             longest = min(longest, config.num_pages * config.page_size)
@@ -65,7 +64,7 @@ class Largest:
         )
 
     def prefill(self) -> StepPlan:
-        """Chunks that end where the longest sequence ends, as many of their tokens scored as a step may score."""
+        """Chunks that end at the maximum sequence length, with as many scored tokens as a step allows."""
         rows: list[Row] = []
         left, scores_left = self.tokens, MAX_SCORED_TOKENS + self.rows
         while left and len(rows) < self.rows:
@@ -78,8 +77,7 @@ class Largest:
         return self._plan(rows)
 
     def decode(self) -> StepPlan:
-        """As many sequences as can run, one token each, sampled; and as many more as they can have drafts, each of
-        which is a row of its own where steps are recorded."""
+        """A full batch of sampled decode rows, plus one row per possible draft token, as in recorded steps."""
         last, most = np.zeros(1, np.int32).tobytes(), self.rows * (1 + self.drafts)
         return self._plan([self._row(slot, self.longest - 1, last) for slot in range(min(most, self.tokens))])
 
@@ -94,22 +92,21 @@ class Largest:
 
 
 def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_graphs: int) -> None:
-    """Run the largest steps, and keep memory free for what they take. Collective: all ranks of a gang do it together.
+    """Run the largest steps, and reserve the memory that they take. Collective over all ranks of a gang.
 
-    What is built, chosen or allocated once at first use is so now: it is noted as "kernels".
+    Also triggers everything that is built or allocated at first use, which is noted as "kernels".
 
     Args:
-        deployment: of the rank.
-        rank: on a GPU, with a pool of one page and one slot, to be thrown away.
-        use: of the rank's GPU; "activations" and "graphs" are kept free.
-        num_graphs: decode steps that will be recorded. They share the memory of one decode step, which is not returned;
-            those of a draft that of another.
+        rank: on a GPU, with a temporary pool of one page and one slot.
+        use: memory use of the GPU; gets reservations for "activations" and "graphs".
+        num_graphs: decode steps to be recorded. They share the memory of one decode step; those of a draft share
+            another.
     Raises:
-        ConfigError: a largest step does not fit beside the weights.
+        ConfigError: the largest step does not fit beside the weights.
     """
     for part in deployment.components:
         for rows in rank.pool.rows(part.name).values():
-            rows.view(torch.uint8).zero_()  # numbers that are none would take other ways through the model
+            rows.view(torch.uint8).zero_()  # NaNs would take other paths through the model
     largest = Largest.of(deployment)
     plans = {"prefill": largest.prefill(), "decode": largest.decode()}
     for kind, plan in plans.items():
@@ -125,9 +122,9 @@ def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_grap
 
 
 def _peak(rank: Rank, plan: StepPlan) -> int:
-    """Bytes that torch takes of the GPU for a step, which is more than what is in use at any time of it."""
+    """Bytes that torch reserves on the GPU for a step, at least its peak use."""
     device = rank.ctx.device
-    free_bytes(device)  # gives back what earlier steps have left
+    free_bytes(device)  # releases what earlier steps have cached
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
     rank.execute(plan)

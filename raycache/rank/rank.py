@@ -1,7 +1,7 @@
-"""A rank: executes plans and decides nothing.
+"""A rank: executes plans, decides nothing.
 
-Holds its part of the weights, its part of every page, and a table of slots that plans refer to. A plain class: an
-actor, a process or the caller itself runs it.
+Holds its part of the weights, its part of every page, and the table of slots that plans refer to. A plain class, run by
+an actor, a process or the caller itself.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from raycache.wire.plan import Admit, Row, StepPlan, emissions, result_width
 
 @dataclass(slots=True)
 class Slot:
-    """What a rank remembers of a running request.
+    """Per-request state of a rank.
 
     Attributes:
-        sampling, seed: how to choose its tokens.
-        counts: of tokens so far, if penalties need them.
-        num_counted: tokens of the sequence that `counts` knows.
+        counts: token counts so far; None unless penalties need them.
+        num_counted: tokens of the sequence included in `counts`.
     """
 
     sampling: SamplingParams
@@ -49,7 +48,7 @@ class Slot:
     num_counted: int = 0
 
     def count(self, row: Row) -> None:
-        """Learn the output tokens that come back as input. Under cp another rank may have sampled them."""
+        """Count output tokens that return as input; under cp another rank may have sampled them."""
         if self.counts is not None:
             first = row.start - len(row.accepted) // 4
             known = np.frombuffer(row.accepted + row.tokens, np.int32)[: row.start - first + row.first_sampled + 1]
@@ -59,7 +58,7 @@ class Slot:
             self.num_counted += len(tokens)
 
     def counts_before(self, row: Row, num_drafts: int) -> TokenCounts | None:
-        """What penalties look at behind so many drafts of a row that is counted."""
+        """Token counts for penalties after `num_drafts` draft tokens of a counted row."""
         if self.counts is None or not num_drafts:
             return self.counts
         counts = self.counts.copy()
@@ -69,7 +68,7 @@ class Slot:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its next token is the likeliest, whatever came before."""
+        """Whether sampling is greedy without bias or penalties."""
         return self.sampling.is_greedy and not self.sampling.logit_bias and self.counts is None
 
 
@@ -78,16 +77,16 @@ class Rank:
     """Executor of one rank.
 
     Attributes:
-        ctx: coordinates and groups.
-        config: of the model.
-        model: this stage and shard of it.
+        ctx: coordinates and process groups.
+        config: the model's configuration.
+        model: this rank's stage and shard of the model.
         pool: this rank's part of the pages.
-        backend: attention.
-        dtype: of activations.
-        mover: between the pool and the host, None without a host tier.
-        last: what slots sampled, where plans may have rows that are fed.
-        graphs: recorded decode steps, None where there are none.
-        drafter: a draft model, on the last stage of a gang that has one.
+        backend: attention backend.
+        dtype: dtype of activations.
+        mover: moves pages between pool and host; None without a host tier.
+        last: last sampled tokens of slots; None unless rows may be fed on the device.
+        graphs: recorded decode steps, or None.
+        drafter: draft model, or None; only on the last stage.
     """
 
     ctx: ParallelContext
@@ -112,18 +111,18 @@ class Rank:
         """Run one step.
 
         Returns:
-            The answer, [result_len, result_width]; empty on ranks that are not of the last stage.
+            The results, [result_len, result_width]; empty on ranks before the last stage.
         """
         return self.start(plan).answer()
 
     def close(self) -> None:
-        """Let go of the host tier."""
+        """Detach from the host tier."""
         if self.mover is not None:
             self.mover.close()
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> PendingAnswer:
-        """Give the device one step to do; on the CPU it is done on return."""
+        """Launch one step on the device; on a CPU it is complete on return."""
         done = self._run(plan)
         if done.logits is None:
             return PendingAnswer(torch.empty((0, result_width(plan)), dtype=torch.int64))
@@ -139,7 +138,7 @@ class Rank:
         return self._run(plan).logits
 
     def _run(self, plan: StepPlan) -> _Done:
-        """Move pages, take in what the plan changes, and run the model."""
+        """Start page moves, apply the plan's changes to slots, and run the model."""
         self._move(plan)
         for admit in plan.admits:
             self._slots[admit.slot] = _new_slot(admit)
@@ -153,8 +152,8 @@ class Rank:
             self._slots[row.slot].count(row)
         if not plan.rows:
             return _Done()
-        # Plans of kernels are copied from memory that the next one overwrites. A plan of an eager step is made when the
-        # first layer of its kind comes, so only the end of such a step is safe.
+        # Kernel plans are copied from memory that the next plan overwrites. In an eager step they are made at the first
+        # layer of each kind, so only the end of such a step is safe.
         self._planned.synchronize()
         if self.graphs is not None and self.graphs.can_run(plan):
             self.graphs.prepare(in_single_rows(plan), self._tables)
@@ -178,7 +177,7 @@ class Rank:
         """Start the plan's page moves. Views wait for the loads of their layer."""
         if not (plan.saves or plan.loads):
             return
-        assert self.mover is not None, "moves are planned only with a host tier"
+        assert self.mover is not None, "a plan has page moves, but there is no host tier"
         for moves in plan.saves:
             self.mover.save(moves)
         if plan.is_saved_first:
@@ -187,7 +186,7 @@ class Rank:
             self.mover.load(moves)
 
     def _run_stage(self, inputs: StepInputs) -> tuple[Tensor, ForwardPass]:
-        """The hidden states behind this stage's layers, and the pass, which has those of earlier ones for a draft."""
+        """Hidden states after this stage's layers, and the pass, which holds recorded states for a draft."""
         records = () if self.config.draft is None else self.config.draft.recorded
         run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records)
         if self.ctx.is_first_stage:
@@ -201,19 +200,18 @@ class Rank:
             hidden, *run.recorded = (part.contiguous() for part in together.split(widths, dim=1))
         hidden = self.model.forward(hidden, run)
         if not self.ctx.is_last_stage and len(inputs.ids):
-            # One send stays in flight, so that this stage takes the next micro-batch while the next stage is still
-            # busy.
+            # One send stays in flight, so that this stage starts the next micro-batch while the next stage is busy.
             self._unsent()
             together = torch.cat([hidden, *run.recorded], dim=1) if run.recorded else hidden
             self._unsent = self.ctx.pp.isend(together, to=self.ctx.pp.rank + 1)
         return hidden, run
 
     def _answer(self, plan: StepPlan, done: _Done) -> Tensor:
-        """What is sampled, scored and drafted, int64 [result_len, result_width]."""
+        """Sampled, scored and drafted tokens: int64 [result_len, result_width]."""
         logits = done.logits
-        assert logits is not None, "the last stage answers"
+        assert logits is not None, "only the last stage has results"
         if plan.loads:
-            # A load that failed leaves whatever was there. The decider throws such rows away; sampling must bear them.
+            # A failed load leaves arbitrary data. The decider discards such rows, but sampling must not fail on them.
             logits = logits.nan_to_num()
         tokens = self._tokens(plan, logits)
         drafted = self._draft(plan, done, tokens)
@@ -225,7 +223,7 @@ class Rank:
         return torch.cat([lines, F.pad(drafted[:, None], (0, lines.shape[1] - 1))])
 
     def _draft(self, plan: StepPlan, done: _Done, tokens: Tensor) -> Tensor:
-        """Let the draft model follow, and draft what is wanted."""
+        """Run the draft model, and draft the requested tokens."""
         if self.drafter is None or done.found is None:
             return tokens[:0]
         self.drafter.planned = self._planned
@@ -236,11 +234,11 @@ class Rank:
 
     def _draft_row(self, row: Row, behind: int) -> SampleRow:
         slot = self._slots[row.slot]
-        # Penalties for the newest tokens are left out: a draft token may be wrong.
+        # Without penalties for the newest tokens: a draft token may be rejected.
         return SampleRow(slot.sampling, seed=slot.seed, position=row.output_position + behind, token_counts=slot.counts)
 
     def _tokens(self, plan: StepPlan, logits: Tensor) -> Tensor:
-        """Per emitted position the token that is sampled there, or the target that is scored: int64 [emitted]."""
+        """Sampled token or scored target of each emitted position: int64 [emitted]."""
         if all(not row.targets and self._slots[row.slot].is_plain for row in plan.rows):
             tokens = sampled_tokens = logits.argmax(-1)
         else:
@@ -255,7 +253,7 @@ class Rank:
         return tokens
 
     def _emissions(self, plan: StepPlan) -> tuple[list[int], list[int], list[SampleRow]]:
-        """Per emitted position its target (0: to be sampled); which positions are sampled, and how."""
+        """Targets of emitted positions (0: to be sampled); which positions are sampled, and with which parameters."""
         targets: list[int] = []
         sampled: list[int] = []
         rows: list[SampleRow] = []
@@ -282,13 +280,13 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What the layers of a step left; nothing of a step without rows, or before the last stage.
+    """Outputs of a step's layers; empty for a step without rows, or before the last stage.
 
     Attributes:
         logits: [N, vocab].
-        found: what a draft takes of them, [T_local, C] of each layer that it takes.
-        inputs: of the step; None if it was recorded.
-        recorded: what was replayed, if it was.
+        found: features for a draft, [T_local, C] per layer.
+        inputs: the step's inputs; None if it was replayed.
+        recorded: the replayed graph, or None.
     """
 
     logits: Tensor | None = None

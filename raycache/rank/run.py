@@ -1,4 +1,4 @@
-"""A rank at work: it executes plans until the last one, or until the decider is gone."""
+"""Main loop of a rank: executes plans until the last one, or until the decider is gone."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def run(rank: Rank, member: Member) -> None:
         _log.exception("rank %d (%s) failed at step %d", number, rank.ctx.coords, plans.step)
         raise
     finally:
-        member.ctx.close()  # whoever waits for this rank fails now instead of at its deadline
+        member.ctx.close()  # peers waiting for this rank fail now instead of at their deadline
         rank.close()
         if member.sender is not None:
             member.sender.close(has_lost=has_lost)
 
 
 class _Plans:
-    """Plans that a rank has taken, in the order of their steps.
+    """Plans received by a rank, in order of steps.
 
     Attributes:
-        step: of the last one taken.
+        step: number of the last plan received.
     """
 
     def __init__(self, rank: Rank, member: Member) -> None:
@@ -55,7 +55,7 @@ class _Plans:
         self.step = 0
 
     def execute_all(self) -> None:
-        """Until the last one."""
+        """Execute plans until the last one."""
         ctx = self._rank.ctx
         while True:
             plan = receive_plan(ctx.control, meanwhile=self._answer_ready)
@@ -68,7 +68,7 @@ class _Plans:
                 return
 
     def _answer_ready(self) -> bool:
-        """Answer the steps that the device is done with, in their order; whether some are left."""
+        """Send results of steps that the device has finished, in order; returns whether any are left."""
         while self._unanswered and self._unanswered[0][1].is_ready():
             plan, answer = self._unanswered.popleft()
             if self._is_answering and not plan.is_last:
