@@ -140,6 +140,28 @@ def test_a_damaged_restore_point_of_pages_that_the_device_has_is_given_up() -> N
     assert tiers.ask(PROMPT[:30]).cached_by_tier == {"host": 28}
 
 
+def test_a_load_that_fails_is_all_that_a_request_reports_which_begins_again() -> None:
+    tiers = Tiered(setup_for("state"))
+    tiers.ask(PROMPT[:45])
+    tiers.ask(PROMPT[:21])
+    assert tiers.host.tier.tree.evict_point("state")  # the one at 44
+    tiers.forget("device")
+    tiers.memory.slots.clear()
+    output = tiers.ask(PROMPT[:45])  # cut at 20 for lack of a state, at first
+    assert (output.miss, output.cut_by) == (Miss.CHECKSUM, "")
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_prompt_that_is_scored_is_not_looked_for_whatever_was_evicted(page_size: int) -> None:
+    tiers = Tiered(setup_for("dense", page_size=page_size))
+    tiers.ask(PROMPT[:30])
+    while tiers.engine.evict(FULL):
+        pass
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    tiers.engine.add(GenerateRequest("scored", PROMPT[:30], sampling))
+    assert [output.miss for output in tiers.settle()] == [Miss.NEVER_SEEN]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lost_gang_leaves_host_hits(kind: str) -> None:
     tiers = Tiered(setup_for(kind))
