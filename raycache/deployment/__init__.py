@@ -1,1 +1,1 @@
-"""What a service's settings come to for its model: number formats, pages, stages, memory."""
+"""What follows from settings and model: number formats, page counts, pipeline stages and memory use."""

@@ -1,4 +1,4 @@
-"""A model, the settings to serve it with, and what follows from the two."""
+"""A model with its settings, and what follows from both."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class Deployment:
-    """One model on one kind of device. Everybody who needs what follows from the settings takes it from here.
+    """One model on one kind of device; the single source of everything derived from model and settings.
 
     Attributes:
-        config: of the service, with stages.
-        model: to serve, with its draft model.
+        config: settings, with stages chosen.
+        model: the model to serve, with its draft model.
         device_type: "cpu" or "cuda".
     """
 
@@ -42,35 +42,35 @@ class Deployment:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of activations, and of weights that are not quantised. "auto" is the checkpoint's on cuda, and float32 on
-        cpu, which has no fast half types.
+        """Dtype of activations and unquantised weights. "auto" is the checkpoint's dtype on cuda, and float32 on cpu,
+        which has no fast 16-bit types.
 
         Raises:
-            ConfigError: the checkpoint's type is not supported.
+            ConfigError: the checkpoint's dtype is not supported.
         """
         name = self.config.dtype
         if name == "auto":
             name = self.model.dtype if self.device_type == "cuda" else "float32"
         if name not in _DTYPES:
             raise ConfigError(
-                f"dtype {name!r} of {self.config.model} is not supported; use --dtype with one of {', '.join(_DTYPES)}"
+                f"dtype {name!r} of {self.config.model} is not supported; set --dtype to one of {', '.join(_DTYPES)}"
             )
         return _DTYPES[name]
 
     @cached_property
     def cache_format(self) -> CacheFormat:
-        """How rows of the cache are stored."""
+        """Number format of cached rows."""
         dtype = str(self.dtype).removeprefix("torch.")
         return CacheFormat(dtype, has_fp8_latent=self.config.kv_dtype == "fp8")
 
     @cached_property
     def components(self) -> tuple[Component, ...]:
-        """Kinds of state that a token leaves behind, in the model and in its draft."""
+        """Kinds of cached state per token, of the model and its draft."""
         return components(self.model, self.cache_format)
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and output together; raises as `check_context` does."""
+        """Limit of prompt plus output in tokens; raises as `check_context` does."""
         check_context(self.config, self.model)
         longest = self.config.max_model_len
         return self.model.max_position_embeddings if longest == "auto" else longest
@@ -84,7 +84,7 @@ class Deployment:
 
     @property
     def plans_ahead(self) -> bool:
-        """Whether the decider plans a step while the one before runs."""
+        """Whether the decider plans a step while the previous one runs."""
         return self.config.plans_ahead(device_type=self.device_type)
 
     def weights_form(self, quantisation: Quantisation) -> WeightsForm:
@@ -94,15 +94,14 @@ class Deployment:
     # --- sizes of a tier ----------------------------------------------------------------------------------------------
 
     def pool_sizes(self, num_pages: int) -> dict[str, int]:
-        """Pages or slots of every component space on the device, so that every running request finds what it needs.
+        """Pages or slots of every component space on the device, enough for all running requests.
 
-        A running request holds two states (the one that it goes on from, and the one at the last page boundary), one
-        more per draft token, and the window's pages twice over (those before a row, and those after it). Restore points
-        share the rest. Their number grows with the pages of the sequence, by no more than that they take as much
-        memory.
+        A running request holds two states (the current one, and the one at the last page boundary), one more per draft
+        token, and twice the window's pages (those before and after a row). Restore points share the rest: their number
+        grows with `num_pages`, until they take as much memory as the pages.
 
         Args:
-            num_pages: of the sequence.
+            num_pages: pages of the "full" space.
         """
         config, parts = self.config, self.components
         windows = {part.space: window_pages(part.window, config.page_size) for part in parts}
@@ -124,7 +123,7 @@ class Deployment:
         return sizes
 
     def num_spare_states(self, part: Component) -> int:
-        """Slots of the states that a draft model passes through while it drafts: one per running request."""
+        """Spare slots for a draft model's states while it drafts: one per running request."""
         return self.config.max_running if part.is_draft and part.reuse is Reuse.STATE_HERE else 0
 
     def unit_bytes(self, part: Component, split: Split, at: Coords) -> int:
@@ -132,7 +131,7 @@ class Deployment:
         return unit_bytes(part, num_layers=self.model.num_layers, page_size=self.config.page_size, split=split, at=at)
 
     def space_sizes(self, sizes: Mapping[str, int]) -> SpaceSizes:
-        """What the decider must know of the pools of a tier.
+        """Sizes of a tier's pools, as the decider needs them.
 
         Args:
             sizes: component space -> pages or slots.
@@ -146,7 +145,7 @@ class Deployment:
 
     @property
     def part_widths(self) -> dict[str, int]:
-        """Component space -> most units that one restore point has of it."""
+        """Component space -> maximum units per restore point."""
         return {
             part.space: 1 if part.reuse is Reuse.STATE_HERE else window_pages(part.window, self.config.page_size)
             for part in self.components
@@ -154,7 +153,7 @@ class Deployment:
         }
 
     def envelope_layout(self, *, nodes: Sequence[int] = (), node: int | None = None) -> EnvelopeLayout:
-        """Envelopes of all ranks, or of those on one node; see `EnvelopeLayout`."""
+        """Envelope layout of all ranks, or of those on one node."""
         return EnvelopeLayout(
             list(self.components),
             num_layers=self.model.num_layers,
@@ -169,27 +168,27 @@ def served_model(config: Config) -> ModelConfig:
     """Read the model to serve, with its draft model.
 
     Raises:
-        CheckpointError: a directory is none, or holds what is not supported.
-        ConfigError: the draft model does not suit the model.
+        CheckpointError: a directory is missing, or its contents are not supported.
+        ConfigError: the draft model does not match the model.
     """
     return read_models(Path(config.model), config.draft if config.has_draft_model else "none")
 
 
 def deploy(config: Config, *, device_type: str) -> Deployment:
-    """Read a model, check it against the settings, and choose its stages. Reads no weight.
+    """Read a model's configuration, check it against the settings, and choose stages. Reads no weights.
 
     Raises:
-        CheckpointError: the model's directory is missing something, is damaged or of an unknown kind.
-        ConfigError: the settings do not suit the model.
+        CheckpointError: the model's directory is incomplete, damaged or of an unknown format.
+        ConfigError: the settings do not match the model.
     """
     model = check_model(config)
     return Deployment(with_stages(config, model), model, device_type)
 
 
 def check_model(config: Config) -> ModelConfig:
-    """The same, before the device is known."""
+    """Do the part of `deploy` that needs no device: read and check the model."""
     if not config.model:
-        raise ConfigError("no model given; name the directory of a Hugging Face model")
+        raise ConfigError("no model given; pass the directory of a Hugging Face model")
     model = served_model(config)
     check_split(model, config.split)
     check_context(config, model)
@@ -202,7 +201,7 @@ def check_model(config: Config) -> ModelConfig:
 
 
 def check_context(config: Config, model: ModelConfig) -> None:
-    """Refuse longer sequences than a model was made for.
+    """Reject a context longer than the model supports.
 
     Raises:
         ConfigError: max_model_len is above the model's positions.
@@ -216,13 +215,15 @@ def check_context(config: Config, model: ModelConfig) -> None:
 
 def _check_kv_dtype(config: Config, model: ModelConfig) -> None:
     if config.kv_dtype == "fp8":
-        parts = components(model, CacheFormat("bfloat16", has_fp8_latent=True))  # refuses latents of a wrong size
+        parts = components(
+            model, CacheFormat("bfloat16", has_fp8_latent=True)
+        )  # rejects latents of an unsupported size
         if not any(field.dtype.startswith("float8") for part in parts for field in part.fields):
             raise ConfigError(f"kv_dtype=fp8 is for latents (MLA), {model.name} has none; use kv_dtype=auto")
 
 
 def check_host_tier(config: Config, model: ModelConfig) -> None:
-    """Refuse a host tier whose pages would be empty.
+    """Reject a host tier whose pages would be empty.
 
     Raises:
         ConfigError: no layer keeps all tokens.

@@ -1,4 +1,4 @@
-"""How many pages the memory of a rank holds."""
+"""Computes how many pages fit into a rank's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CUDA_SHARE = 0.9
 
 
 def usable_cpus() -> int:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
+    """Cores available to this process; in a container possibly fewer than the machine has."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -31,16 +31,15 @@ def usable_cpus() -> int:
 def pages_that_fit(
     deployment: Deployment, *, ctx: ParallelContext, ranks_on_node: int, use: MemoryUse | None = None
 ) -> int:
-    """Pages of the sequence that a rank can hold beside its weights, with what else its components need.
+    """Pages that fit beside a rank's weights, including the states and windows that go with them.
 
     Args:
-        deployment: num_pages wins over kv_memory; "auto" takes what is left, or a share of what is free, but not more
-            than a full batch of the longest sequences needs.
-        ctx: of the rank.
-        ranks_on_node: among which a node's memory is divided (cpu only).
-        use: of a GPU on which the weights are and the largest step was tried; None where nothing was measured.
+        deployment: its num_pages overrides kv_memory. "auto" uses the memory left, or a share of free memory, but no
+            more than a full batch of the longest sequences needs.
+        ranks_on_node: ranks that share the node's memory (cpu only).
+        use: memory use of the GPU after loading weights and trying the largest step; None if not measured.
     Raises:
-        ConfigError: it holds no page, or what is wanted is more than what is left.
+        ConfigError: not one page fits, or the requested pages do not fit.
     """
     config, most = deployment.config, _MOST_PAGES
     if config.num_pages != "auto":
@@ -83,13 +82,13 @@ def _why_no_page(deployment: Deployment, *, ctx: ParallelContext, memory: int, u
         text += f"{use.device} has {use}; use more ranks, a smaller max_step_tokens or max_model_len"
     else:
         text += "raise kv_memory"
-    # With half of the memory for pages and restore points.
+    # With half of the memory left for pages and restore points.
     fitting = bisect.bisect_right(range(1, config.max_running), memory // 2, key=least)
     return f"{text}, or use max_running={fitting}" if fitting else text
 
 
 def pages_within(deployment: Deployment, *, ctx: ParallelContext, memory: int) -> int:
-    """Pages of the sequence for which `memory` bytes of a rank suffice; 0 if not even for one."""
+    """Number of pages that fit into `memory` bytes of a rank."""
 
     def is_too_much(num_pages: int) -> bool:
         return pool_bytes(deployment, num_pages=num_pages, ctx=ctx) > memory
@@ -98,7 +97,7 @@ def pages_within(deployment: Deployment, *, ctx: ParallelContext, memory: int) -
 
 
 def pool_bytes(deployment: Deployment, *, num_pages: int, ctx: ParallelContext) -> int:
-    """Bytes of a rank's whole pool with so many pages of the sequence."""
+    """Bytes of a rank's whole pool with `num_pages` pages."""
     sizes = deployment.pool_sizes(num_pages)
     return sum(
         (sizes[part.space] + deployment.num_spare_states(part)) * deployment.unit_bytes(part, ctx.split, ctx.coords)
@@ -107,7 +106,7 @@ def pool_bytes(deployment: Deployment, *, num_pages: int, ctx: ParallelContext) 
 
 
 def auto_bytes(device: torch.device, ranks_on_node: int) -> int:
-    """What "auto" takes of a rank's memory that is free now."""
+    """Bytes that "auto" uses of a rank's free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _CUDA_SHARE)

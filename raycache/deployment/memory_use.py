@@ -1,10 +1,10 @@
-"""Where the memory of a rank's GPU goes, measured while the rank starts, and what is said when there is not enough.
+"""Accounts for a rank's GPU memory by purpose during startup, and reports shortages.
 
-    | others | context | groups | weights | kernels |  activations, graphs: kept free  |      pages      | margin |
+    | others | context | groups | weights | kernels |  activations, graphs: reserved   |      pages      | margin |
     `- - - - - - - - taken, in this order - - - - -'`- - - - - left for pages - - - - - - - - - - - - - - - - - - '
 
-Nothing but a step's activations is allocated in service, and what the largest step needs of them is known from having
-run it (peak.py). So a rank that has started does not run out of memory, unless somebody else takes it.
+While serving only activations are allocated, and their peak is known from running the largest step (peak.py). So a
+rank that has started does not run out of memory unless another process takes it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from raycache.errors import ConfigError
 
 _CONTEXT_BYTES = 1 << 30
-"""More than what CUDA itself takes of a GPU for a process (about 0.5 GiB on an H200); beyond it are others."""
+"""Above what CUDA itself uses per process (about 0.5 GiB on an H200); more is attributed to other processes."""
 _MARGIN = 0.02
 _LEAST_MARGIN = 256 << 20
-"""Of a GPU, never used: memory comes in pieces that leave gaps, and NCCL and the driver take some when they like."""
+"""GPU memory never used: fragmentation leaves gaps, and NCCL and the driver allocate at any time."""
 _PATIENCE_S = 10.0
 _STILL_S = 1.0
 _KNOBS = "--max-step-tokens, --max-running, --max-model-len, --kv-memory or --num-pages"
@@ -33,7 +33,7 @@ _KNOBS = "--max-step-tokens, --max-running, --max-model-len, --kv-memory or --nu
 def free_bytes(device: torch.device) -> int:
     """Bytes of a device that can be allocated now.
 
-    On a GPU what torch keeps for later is given back first; do not call it while a graph is captured.
+    On a GPU torch's cached memory is released first; do not call during graph capture.
     """
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
@@ -46,14 +46,12 @@ class MemoryUse:
     """The memory of one rank's GPU, by purpose. Make it with `of` before anything else is on the GPU.
 
     Args:
-        device: of the rank.
         total: bytes of the GPU.
-        measure: says how many of them are free.
+        measure: returns the number of free bytes.
     Attributes:
-        device, total: as given.
-        margin: bytes that stay unused.
-        taken: purpose -> bytes, in the order in which they were taken. "others" are other processes, and other ranks.
-        kept: purpose -> bytes that are free now and that a step will take.
+        margin: bytes never used.
+        taken: purpose -> bytes, in order of allocation. "others" are other processes, including other ranks.
+        kept: purpose -> free bytes reserved for a step.
     """
 
     def __init__(self, device: torch.device, *, total: int, measure: Callable[[], int]) -> None:
@@ -68,13 +66,13 @@ class MemoryUse:
 
     @classmethod
     def of(cls, device: torch.device) -> MemoryUse:
-        """Of a GPU, which gets a context. Memory that is just being given back is waited for, for some seconds."""
-        gc.collect()  # what this process has dropped
+        """Start accounting for a GPU; creates its context. Waits some seconds for memory that is being released."""
+        gc.collect()  # frees what this process no longer references
         free = free_bytes(device)
         total = torch.cuda.mem_get_info(device)[1]
         deadline = time.monotonic() + _PATIENCE_S
         while total - free >= _CONTEXT_BYTES and time.monotonic() < deadline:
-            # A process that was killed a moment ago: its memory goes piece by piece.
+            # A process that was just killed releases its memory in steps.
             time.sleep(_STILL_S)
             before, free = free, free_bytes(device)
             if free <= before:
@@ -82,33 +80,33 @@ class MemoryUse:
         return cls(device, total=total, measure=lambda: free_bytes(device))
 
     def note(self, purpose: str) -> None:
-        """What has been taken since the last note was for this purpose."""
+        """Attribute memory allocated since the last note to `purpose`."""
         free = self._measure()
         self.taken[purpose] = self.taken.get(purpose, 0) + self._free - free
         self._free = free
 
     def keep(self, purpose: str, num_bytes: int) -> None:
-        """Keep so much free for what is only taken in service, or later in the start.
+        """Reserve bytes for what is allocated later in startup or while serving.
 
-        What is noted for a purpose later does not lower what is kept for it: forget it with `keep(purpose, 0)`.
+        A later `note` for the same purpose does not lower the reservation: cancel it with `keep(purpose, 0)`.
         """
         self.kept[purpose] = num_bytes
 
     @property
     def left(self) -> int:
-        """Bytes for pages, or for what else is still to come; below 0 when too much is taken already."""
+        """Bytes left for pages and later allocations; negative if too much is taken."""
         return self._free - sum(self.kept.values()) - self.margin
 
     @property
     def most(self) -> int:
-        """Bytes for which nothing is refused: half of the margin is for what differs from one start to the next."""
+        """Largest accepted allocation in bytes: `left` and half of the margin, as use varies between starts."""
         return self.left + self.margin // 2
 
     def check(self) -> None:
-        """To be called when all is in place: what a step takes must still be there.
+        """Check at the end of startup that the largest step still fits.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it does not.
         """
         if self.most < 0:
             raise ConfigError(
@@ -117,9 +115,9 @@ class MemoryUse:
             )
 
     def as_row(self) -> Mapping[str, int]:
-        """Purpose -> bytes, all of the GPU."""
+        """Purpose -> bytes; adds up to the whole GPU."""
         row = Counter(self.taken)
-        row.update(self.kept)  # adds
+        row.update(self.kept)  # adds counts
         row["margin"] = self.margin
         row["free"] = self.total - row.total()
         return row
@@ -128,22 +126,22 @@ class MemoryUse:
         parts = ", ".join(f"{purpose} {human_bytes(size)}" for purpose, size in self.as_row().items() if size)
         note = ""
         if self.taken["others"]:
-            note = "; others are processes that had memory of this GPU before this rank began, see `nvidia-smi`"
+            note = "; others are processes that used this GPU before this rank started, see `nvidia-smi`"
         return f"of {human_bytes(self.total)}: {parts}{note}"
 
 
 def human_bytes(count: float) -> str:
-    """Bytes as people read them, such as "1.5 GiB"."""
+    """Format bytes, for example as "1.5 GiB"."""
     return f"{count / 2**30:.1f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 @contextmanager
 def refusing_out_of_memory(device: torch.device, *, doing: str) -> Iterator[None]:
-    """Turn a GPU that is full into a refusal that says which settings to lower.
+    """Turn out-of-memory errors into a ConfigError that says which settings to lower.
 
     Args:
         device: for the message.
-        doing: what, such as "loading weights".
+        doing: the activity for the message, such as "loading weights".
     Raises:
         ConfigError: memory ran out inside.
     """
@@ -159,7 +157,7 @@ def refusing_out_of_memory(device: torch.device, *, doing: str) -> Iterator[None
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Torch's allocator has a class for it; CUDA, cuBLAS and NCCL, which allocate by themselves, have words."""
+    """Whether an error means out of memory: torch has a class for it; CUDA, cuBLAS and NCCL only messages."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)
@@ -167,6 +165,6 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _first_sentences(text: str) -> str:
-    """How much was wanted and how much there was; torch goes on with advice for programmers."""
+    """The requested and available amounts, without torch's advice for programmers."""
     lines = text.strip().splitlines()
     return ". ".join(lines[0].split(". ")[:3]).rstrip(".") if lines else "no reason given"

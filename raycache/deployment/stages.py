@@ -1,4 +1,4 @@
-"""Pipeline stages of a service: chosen once, before its ranks start, and told to them with its settings."""
+"""Chooses pipeline stages once, before ranks start, and passes them on in the settings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from raycache.parallel.stages import AUTO, cheapest_stages
 
 
 def with_stages(config: Config, model: ModelConfig) -> Config:
-    """The same settings with the layers of each stage in `pp_layers`.
+    """Return the settings with the layers of each stage in `pp_layers`.
 
     Args:
-        config: of the service.
         model: as `check_model` read it with these settings.
     """
     if config.pp == 1 or config.pp_layers != AUTO:

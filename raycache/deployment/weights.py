@@ -1,4 +1,4 @@
-"""The form in which the weights of a deployment are held: chosen for its GPUs, and part of the cache's identity."""
+"""Chooses whether weights stay quantised in memory; part of the cache's identity."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 def with_weights_form(deployment: Deployment, gpus: Iterable[GpuModel]) -> Deployment:
-    """Dequantise weights for which a GPU of the gang has no kernels: all ranks hold them in one form.
+    """Dequantise weights if any GPU of the gang has no kernels for them, as all ranks must use the same form.
 
     Args:
-        deployment: whose `weights` is "auto", "stored" or "bfloat16".
-        gpus: of the ranks.
+        deployment: its setting `weights` is "auto", "stored" or "bfloat16".
+        gpus: GPUs of all ranks.
     Raises:
-        ConfigError: stored weights are asked for, and a GPU has no kernels for them.
+        ConfigError: weights="stored", and a GPU has no kernels for them.
     """
     reason = why_no_kernels(deployment, gpus)
     if not reason:
@@ -38,27 +38,27 @@ def with_weights_form(deployment: Deployment, gpus: Iterable[GpuModel]) -> Deplo
 
 
 def why_no_kernels(deployment: Deployment, gpus: Iterable[GpuModel]) -> str:
-    """Which weights cannot stay quantised on which GPUs, or ""."""
+    """Readable reason why weights cannot stay quantised on these GPUs, or ""."""
     formats = sorted({one.value for directory in _directories(deployment) for one in _stored(deployment, directory)})
     others = sorted({str(gpu) for gpu in gpus if not has_kernels(gpu.capability)})
     return f"no kernels for {' and '.join(formats)} weights on {', '.join(others)}" if formats and others else ""
 
 
 def model_identity(deployment: Deployment) -> Identity:
-    """What stored state depends on beside the tokens."""
+    """Identity of cached state: everything that it depends on besides the tokens."""
     config, draft = deployment.config, deployment.model.draft
     directory = Path(config.model)
     weights = weights_fingerprint(directory) + _form(deployment, directory)
-    if draft is not None:  # its rows lie beside the model's
+    if draft is not None:  # its rows are stored with the model's
         weights += f" {draft.kind.value} {weights_fingerprint(draft.directory)}"
         weights += _form(deployment, draft.directory)
-    if config.dummy_weights:  # what they leave behind must not pass for that of a checkpoint in the same directory
+    if config.dummy_weights:  # must not be mistaken for a checkpoint in the same directory
         weights = f"drawn on {deployment.device_type} {weights}"
     return Identity(weights, config.page_size)
 
 
 def _form(deployment: Deployment, directory: Path) -> str:
-    """What the form of quantised weights adds to the identity: nothing where they are plain, or drawn as such."""
+    """Part of the identity for the form of quantised weights; empty for unquantised ones."""
     quantisation = read_quantisation(directory)
     if quantisation is None:
         return ""

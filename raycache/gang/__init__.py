@@ -1,1 +1,1 @@
-"""Puts decider and ranks together: in this process, in processes, or behind a control group."""
+"""Connects the decider with its ranks: in this process, in other processes, or over a control group."""

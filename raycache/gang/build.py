@@ -1,4 +1,4 @@
-"""Putting an engine together: what is checked before weights load, and what is decided after."""
+"""Builds an engine for ranks that are running."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ def build_engine(
     ranks: Sequence[Mapping[str, Any]] = (),
     host: HostLink | None = None,
 ) -> Engine:
-    """The decider for ranks that run.
+    """Build the decider for running ranks.
 
     Args:
-        executor: the ranks.
-        deployment: as the ranks have it.
-        num_pages: that every rank holds.
-        ranks: one row per rank, for people.
-        host: the host tier, or None. What an earlier engine has left there is taken over.
+        deployment: the same as on the ranks.
+        num_pages: pages per rank, the same on all ranks.
+        ranks: one row per rank, for status output.
+        host: the host tier, or None. Pages left there by an earlier engine are recovered.
     """
     config, model = deployment.config, deployment.model
     sizes = {"device": deployment.pool_sizes(num_pages)}
@@ -85,7 +84,7 @@ def build_engine(
 
 
 def _warn(deployment: Deployment, spaces: SpaceSizes) -> None:
-    """Tell the operator of settings that do less than they say."""
+    """Warn of settings that have less effect than expected."""
     config, budget = deployment.config, deployment.max_step_tokens
     if budget <= config.max_running:
         _log.warning(
@@ -95,8 +94,8 @@ def _warn(deployment: Deployment, spaces: SpaceSizes) -> None:
         )
     if config.overlap == "on" and (spaces.windows or spaces.states):
         _log.warning(
-            "overlap=on has no effect for %s: its prefixes are continued at restore points, which only steps that are "
-            "done can leave",
+            "overlap=on has no effect for %s: it resumes prefixes at restore points, which only completed steps "
+            "can leave",
             config.model_name,
         )
     if deployment.model.doubt:

@@ -1,4 +1,4 @@
-"""Ranks as the decider sees them: its own, or a gang behind the control group."""
+"""Executors: one rank in the decider's process, or a gang reached over the control group."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from raycache.wire.control import broadcast_plan, receive_results
 from raycache.wire.plan import RowResult, StepPlan, read_results
 
 _BLAME_S = 1.0
-"""How long to wait for the end of a process, or for the survivors of a lost gang to say that they lost a peer; who says
-nothing is to blame."""
+"""How long to wait for a process to end, or for survivors of a lost gang to report a lost peer; a rank that reports
+nothing is blamed."""
 _MOVES_END_S = 30.0
 
 
@@ -28,9 +28,9 @@ class LocalExecutor:
     """One rank in the decider's own process.
 
     Args:
-        rank: with the whole model.
-        board: where it says how far its moves are; None without a host tier.
-        plans_ahead: whether a plan is given to the device while it works on another.
+        rank: holds the whole model.
+        board: progress of its page moves; None without a host tier.
+        plans_ahead: whether to launch a plan while the device works on another.
     """
 
     def __init__(self, rank: Rank, board: AckBoard | None = None, *, plans_ahead: bool = False) -> None:
@@ -52,7 +52,7 @@ class LocalExecutor:
         return Acks() if self._board is None else self._board.acks()
 
     def close(self) -> None:
-        """Forget what was not collected, and see it and its moves to their end."""
+        """Discard results in flight, after waiting for them and for page moves."""
         while self._started:
             self._started.popleft()[1].answer()
         if self._rank.mover is None:
@@ -61,7 +61,7 @@ class LocalExecutor:
         deadline = time.monotonic() + _MOVES_END_S
         while (acks := self.acks()).saves < saves or acks.loads < loads:
             if time.monotonic() > deadline:
-                raise RankLostError(0, "", 0, f"moves to the host do not end within {_MOVES_END_S:.0f} s")
+                raise RankLostError(0, "", 0, f"page moves to the host did not end within {_MOVES_END_S:.0f} s")
             time.sleep(0.001)
 
 
@@ -70,12 +70,10 @@ class GangExecutor:
 
     Args:
         control: the decider's end of the control group.
-        split: of the gang.
-        board: where the ranks say how far they are.
-        plans_ahead: whether plans are sent to a single stage while it works on another.
-        receivers: of the boards of other nodes.
-    Attributes:
-        control: as given.
+        split: how the model is split over the gang's ranks.
+        board: progress of the ranks.
+        plans_ahead: whether to send a plan to a single stage while it works on another.
+        receivers: receive the boards of other nodes.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class GangExecutor:
         self.depth = 2 if plans_ahead and split.pp == 1 else split.pp
 
     def watch(self, ranks: RankProcesses) -> None:
-        """Wake whoever waits for the ranks when one of their processes ends."""
+        """Fail waits for the ranks as soon as one of their processes ends."""
         self._watch = RankWatch(ranks, board=self._board)
 
     def submit(self, plan: StepPlan) -> None:
@@ -119,8 +117,8 @@ class GangExecutor:
 
     def acks(self) -> Acks:
         if any(receiver.is_over for receiver in self._receivers):
-            # Its ranks may be well, but what they save would never be known to be saved.
-            raise self._blame(self._step, "the board of its node is not passed on any more")
+            # Its ranks may be healthy, but their page moves would never be acknowledged.
+            raise self._blame(self._step, "the progress board of its node is no longer forwarded")
         return self._board.acks()
 
     def close(self) -> None:
@@ -131,7 +129,7 @@ class GangExecutor:
             self.control.close()
 
     def abandon(self) -> None:
-        """Listen to the ranks no more: they are about to be ended."""
+        """Stop listening to the ranks, which are about to be killed."""
         self._stop_watching()
         for receiver in self._receivers:
             receiver.close()
@@ -141,7 +139,7 @@ class GangExecutor:
             self._watch.stop()
 
     def _blame(self, step: int, cause: str) -> RankLostError:
-        """Name the rank that the others wait for: the one whose process has ended, or else what the board says."""
+        """Find the rank that caused a loss: one whose process has ended, else the one that the board points to."""
         deadline = time.monotonic() + _BLAME_S
         ended = None if self._watch is None else self._watch.lost(timeout_s=_BLAME_S)
         if ended is not None:

@@ -1,4 +1,4 @@
-"""How the ranks of a gang and their decider find each other, under Ray and in plain processes alike."""
+"""Rendezvous of a gang's ranks and their decider, under Ray and in plain processes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Meeting:
     """The meeting point of one gang. Its decider keeps it as long as the ranks run: NCCL goes on asking the store.
 
     Args:
-        config: of the service, with stages.
+        config: settings, with stages chosen.
         device_type: "cpu" or "cuda".
-        epoch: of the gang.
-        host: address of this process that the ranks can reach.
-        nodes: of each rank.
-        here: node of this process.
+        epoch: the gang's epoch.
+        host: address of this process, reachable from the ranks.
+        nodes: node of each rank.
+        here: this process's node.
         plan_timeout_s: how long a rank waits for a plan.
     Attributes:
-        board: of this node's ranks.
-        leaders: the lowest rank of every other node: its ranks need a board there.
+        board: progress board of this node's ranks.
+        leaders: the lowest rank of each other node; each of those nodes needs its own board.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Meeting:
         self.board = AckBoard.create(config.world_size)
 
     def invitations(self, specs: Sequence[RankSpec], boards: Mapping[Any, Path]) -> list[Invitation]:
-        """One per rank.
+        """Make one invitation per rank.
 
         Args:
-            specs: of the ranks.
-            boards: node -> where its ranks find their board.
+            specs: where each rank runs.
+            boards: node -> address of its board.
         """
         control = replace(self._handles["control"], timeout_s=self._plan_timeout_s)
         handles = {**self._handles, "control": control}
@@ -79,21 +79,21 @@ class Meeting:
         """Join the decider's groups while the ranks join theirs.
 
         Args:
-            wait_for_ranks: returns when all of them have joined; what it raises ends the meeting.
+            wait_for_ranks: returns when all ranks have joined; an exception from it aborts the rendezvous.
         Returns:
-            What reaches the ranks, and what `wait_for_ranks` returned.
+            The executor's connection to the ranks, and the result of `wait_for_ranks`.
         """
         with ThreadPoolExecutor(1) as pool:
             joining = pool.submit(self._join)
             try:
                 answers = wait_for_ranks()
             except BaseException:
-                self._store.close()  # or the decider would wait for members that do not come
+                self._store.close()  # else the decider would wait for ranks that never join
                 raise
             return joining.result(), answers
 
     def _join(self) -> GangExecutor:
-        """In the ranks' order: boards first."""
+        """Join in the same order as the ranks: boards first."""
         epoch, host = self._epoch, self._host
         receivers = receive_boards(self.board, self._handles, nodes=self._nodes, epoch=epoch, host=host)
         cpu, handle = torch.device("cpu"), self._handles["control"]

@@ -1,7 +1,7 @@
 """A gang of plain processes on this machine, without Ray: for scripts and tests.
 
-The decider is the process that makes the gang. Ranks are forked from a server that has imported torch once, so that a
-rank is up in a fraction of a second.
+The process that makes the gang is the decider. Ranks are forked from a server that has imported torch, to start in a
+fraction of a second.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from raycache.rank.run import run
 
 _HOST = "127.0.0.1"
 _IDLE_S = 14 * 24 * 3600.0
-"""How long a rank waits for a plan. Nobody beats while a script does other things, and none has to: on one machine a
-decider that ends closes its connections."""
+"""How long a rank waits for a plan. Scripts send no heartbeats; on one machine none are needed, as a decider that ends
+closes its connections."""
 
 
 def meet_here(config: Config, *, device_type: str, nodes: Sequence[int] = ()) -> tuple[Meeting, list[Invitation]]:
-    """The meeting of a gang on this machine, and an invitation per rank.
+    """Set up the rendezvous of a gang on this machine, with an invitation per rank.
 
     Args:
-        config: of the service.
         device_type: "cpu" or "cuda".
         nodes: node of each rank, for tests: as if ranks were on several. Node 0 is the decider's.
     Raises:
-        ConfigError: fewer GPUs than ranks, or no CUDA that works.
+        ConfigError: fewer GPUs than ranks, or CUDA does not work.
     """
     size = config.world_size
     if device_type == "cuda":
@@ -64,19 +63,18 @@ def meet_here(config: Config, *, device_type: str, nodes: Sequence[int] = ()) ->
 
 
 class ProcessGang:
-    """Ranks in processes of their own, joined, loaded and running.
+    """Ranks in separate processes, joined, loaded and running.
 
     Args:
-        deployment: to serve.
-        arenas: file of the host tier of each node; empty without one.
+        arenas: host tier file of each node; empty without a host tier.
         nodes: node of each rank, for tests: as if ranks were on several. Node 0 is the decider's.
     Raises:
-        RayCacheError: what kept a rank from starting; no process is left behind.
+        RayCacheError: a rank failed to start; all processes have been ended.
 
     Attributes:
-        deployment: as the ranks have it, with the form of their weights.
-        executor: to hand to an engine.
-        num_pages: that all ranks hold.
+        deployment: the ranks' deployment, including the form of their weights.
+        executor: pass it to an engine.
+        num_pages: pages per rank.
     """
 
     def __init__(self, deployment: Deployment, *, arenas: Sequence[Path] = (), nodes: Sequence[int] = ()) -> None:
@@ -107,23 +105,22 @@ class ProcessGang:
         executor.watch(self._ranks)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the ranks to end after their last plan; what has not ended by then is killed."""
+        """Wait for the ranks to end after their last plan; kill those that have not ended in time."""
         self._ranks.join(timeout_s)
         self.kill()
 
     def kill(self) -> None:
-        """End all ranks at once."""
+        """Kill all ranks."""
         self.executor.abandon()
         self._ranks.end()
         self._ranks.join(None)
 
 
 class RankProcess:
-    """A forked process that talks over a pipe.
+    """A forked rank process, connected by a pipe.
 
     Args:
-        target: called with (connection, invitation) in the process.
-        invitation: for the rank.
+        target: called with (connection, invitation) in the new process.
     """
 
     def __init__(self, target: Callable[[Connection, Invitation], None], invitation: Invitation) -> None:
@@ -143,8 +140,8 @@ class RankProcess:
         """The rank's next value.
 
         Raises:
-            RayCacheError: what the rank raised.
-            RankLostError: it ended without a word.
+            RayCacheError: raised in the rank.
+            RankLostError: the process ended without sending a value.
         """
         try:
             value = self.connection.recv()
@@ -157,11 +154,11 @@ class RankProcess:
 
 
 class ProcessRanks:
-    """The processes of a gang's ranks, in their order.
+    """The processes of a gang, by rank.
 
     Args:
-        target: called with (connection, invitation) in each of them.
-        invitations: for the ranks.
+        target: called with (connection, invitation) in each process.
+        invitations: one per rank.
     """
 
     def __init__(self, target: Callable[[Connection, Invitation], None], invitations: Sequence[Invitation]) -> None:
@@ -180,11 +177,11 @@ class ProcessRanks:
             process.send(value)
 
     def receive(self, timeout_s: float) -> list[Any]:
-        """The next value of every rank, by rank; the first one that fails is told at once.
+        """The next value of every rank; raises as soon as one of them fails.
 
         Raises:
-            RayCacheError: what a rank raised.
-            RankLostError: one ended, or said nothing in time.
+            RayCacheError: raised in a rank.
+            RankLostError: a rank ended, or sent nothing in time.
         """
         deadline = time.monotonic() + timeout_s
         found: dict[int, Any] = {}
@@ -192,7 +189,10 @@ class ProcessRanks:
             ready = wait(missing, timeout=max(deadline - time.monotonic(), 0))
             if not ready:
                 raise RankLostError(
-                    min(missing.values()), "", 0, f"no answer after {timeout_s:.0f} s; see --start-timeout-s"
+                    min(missing.values()),
+                    "",
+                    0,
+                    f"no reply after {timeout_s:.0f} s; raise --start-timeout-s if it needs longer",
                 )
             for connection in ready:
                 rank = missing[cast(Connection, connection)]
@@ -200,17 +200,17 @@ class ProcessRanks:
         return [found[rank] for rank in sorted(found)]
 
     def wait(self) -> Mapping[int, str]:
-        """Wait until some have ended."""
+        """Wait until at least one has ended; rank -> cause."""
         sentinels = {p.process.sentinel: rank for rank, p in enumerate(self._processes)}
         return {sentinels[cast(int, sentinel)]: "its process ended" for sentinel in wait(sentinels)}
 
     def end(self) -> None:
-        """End all at once."""
+        """Kill all processes."""
         for process in self._processes:
             process.process.kill()
 
     def join(self, timeout_s: float | None) -> None:
-        """Wait so long for each to end; None waits for as long as it takes."""
+        """Wait for each process to end, up to `timeout_s` seconds; None: without limit."""
         for process in self._processes:
             process.process.join(timeout_s)
 

@@ -1,8 +1,8 @@
-"""The death of a rank's process wakes the decider, whatever it waits for.
+"""Wakes the decider when a rank's process dies, whatever it is waiting for.
 
-A process that ends closes its connections, which wakes only those who wait for this very process. The decider may wait
-for the answer of another rank, which in turn waits for a plan whose broadcast broke off at the dead one: without a
-watch both would wait until their deadline.
+A process that ends closes its connections, which wakes only the processes that wait for it. The decider may be waiting
+for results of another rank, which itself waits for a plan whose broadcast stopped at the dead one: without a watch both
+would wait until their deadline.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Protocol
 from raycache.parallel.board import AckBoard, Lane
 
 _GRACE_S = 0.1
-"""Between the end of a process and the end of the others: ranks that lose a peer say so on the board, so that they are
-not taken for the one that is to blame."""
+"""Delay between the death of a process and killing the others: ranks that lose a peer report it on the board meanwhile,
+so that they are not blamed."""
 
 
 class RankProcesses(Protocol):
     """The processes of a gang."""
 
     def wait(self) -> Mapping[int, str]:
-        """Wait until some have ended: rank -> how, "" for one that ended because it lost another."""
+        """Wait until some have ended: rank -> cause; "" for one that ended because it lost a peer."""
         ...
 
     def end(self) -> None:
-        """End all at once; whoever waits for one of them fails."""
+        """Kill all; anything that waits for one of them fails."""
         ...
 
 
 class RankWatch:
-    """Ends a whole gang when one of its processes has ended, and says which one that was.
+    """Kills the whole gang when one of its processes ends, and remembers which one.
 
     Args:
-        ranks: that run.
-        board: of the gang.
+        ranks: the running processes.
+        board: the gang's progress board.
     """
 
     def __init__(self, ranks: RankProcesses, *, board: AckBoard) -> None:
@@ -47,15 +47,15 @@ class RankWatch:
         threading.Thread(target=self._run, name="rank watch", daemon=True).start()
 
     def stop(self) -> None:
-        """The ranks may end now."""
+        """Stop watching; the ranks may end now."""
         self._is_stopped = True
         self._has_looked.set()
 
     def lost(self, *, timeout_s: float) -> tuple[int, str] | None:
-        """The rank whose process has ended by itself, and how; None if there is none.
+        """The rank whose process ended first, and the cause; None if there is none.
 
         Args:
-            timeout_s: how long to wait for it: a connection breaks before its process is gone.
+            timeout_s: how long to wait for one: connections break before the process is gone.
         """
         self._has_looked.wait(timeout_s)
         return self._lost
@@ -66,7 +66,7 @@ class RankWatch:
             return
         time.sleep(_GRACE_S)
         ended = self._ranks.wait()
-        # Who has lost a peer ended because of it.
+        # A rank that reports a lost peer ended because of that.
         culprits = [rank for rank in sorted(ended) if ended[rank] and not self._board.lines[rank, Lane.LOST]]
         if culprits and not self._is_stopped:
             self._lost = culprits[0], ended[culprits[0]]

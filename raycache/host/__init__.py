@@ -1,1 +1,1 @@
-"""The host tier of a node: its arena, the owner of that, and where its files lie."""
+"""The host tier of a node: its arena, the process that owns it, and its files."""

@@ -20,17 +20,16 @@ from raycache.storage.storage_worker import StorageWorker
 
 _log = logging.getLogger(__name__)
 FENCE_TIMEOUT_S = 20.0
-"""For storage calls that a decider gave before it died; those across a network give up sooner."""
+"""How long to wait for storage calls of a dead decider; calls across a network time out sooner."""
 
 
 class AttachedStorage:
-    """A storage, and the worker that moves units between it and an arena. Safe to be called from several threads.
+    """A storage, and the worker that moves units between it and an arena. Thread safe.
 
     Args:
-        spec: of the host tier, with a storage.
-        arena: of the node.
+        spec: must name a storage.
     Raises:
-        ConfigError: the storage refuses us.
+        ConfigError: the storage cannot be opened.
     """
 
     def __init__(self, spec: HostSpec, arena: Arena) -> None:
@@ -39,59 +38,56 @@ class AttachedStorage:
 
     @property
     def name(self) -> str:
-        """Of the storage, without passwords."""
+        """URL of the storage, without passwords."""
         return self._storage.name
 
     def work(self, command: StorageCommand) -> StorageAnswer:
-        """Carry out one command of a storage lane.
+        """Execute one command of a storage lane.
 
         Raises:
-            OSError: nothing can be found, as the storage is away.
+            OSError: the storage cannot be reached.
         """
         answer = self._worker.work(command)
         if command.kind is CommandKind.FIND and not self._storage.is_up:
-            raise OSError(f"storage {self.name} cannot be reached")  # not the same as having nothing
+            raise OSError(f"storage {self.name} cannot be reached")  # not to be confused with finding nothing
         return answer
 
     def fence(self, epoch: int) -> bool:
-        """See `StorageWorker.fence`."""
         return self._worker.fence(epoch, timeout_s=FENCE_TIMEOUT_S)
 
     def use(self, spec: HostSpec, arena: Arena) -> None:
-        """Go on with another arena; what still runs keeps the one before."""
+        """Switch to another arena; calls in progress keep the old one."""
         self._worker = _worker(spec, arena, self._storage)
 
     def restore_bound(self, max_bytes: int) -> None:
-        """Give the storage the bound that an operator has set; 0 for none."""
+        """Apply the size limit that an operator has set, in bytes; 0: none was set."""
         if max_bytes:
             try:
                 self.resize(max_bytes)
             except ConfigError as cause:
-                _log.warning("storage %s has not the bound that was set: %s", self.name, cause)
+                _log.warning("the size limit of storage %s could not be applied: %s", self.name, cause)
 
     def resize(self, max_bytes: int) -> None:
-        """Change the bound of the storage.
+        """Change the size limit of the storage.
 
         Raises:
-            ConfigError: it is too small or not ours to set.
+            ConfigError: the limit is too small, or the storage's server sets it.
         """
         self._storage.resize(max_bytes)
 
     def clear(self) -> None:
-        """Forget all that the storage holds."""
-        self._worker.settle(timeout_s=FENCE_TIMEOUT_S)  # or what is being stored would be there afterwards
+        """Delete everything in the storage."""
+        self._worker.settle(timeout_s=FENCE_TIMEOUT_S)  # else writes in progress would survive
         self._storage.clear()
 
     def scrub(self, *, timeout_s: float = math.inf) -> dict[str, Any]:
-        """See `HostService.scrub`."""
         return asdict(self._storage.scrub(until_s=time.monotonic() + timeout_s))
 
     def status(self) -> Mapping[str, Any]:
-        """See `HostService.status`."""
         return {"name": self.name, "is_up": self._storage.is_up, **asdict(self._storage.stats())}
 
     def close(self) -> None:
-        """Let go of the storage, with the last call that is in it; it keeps what it has."""
+        """Close the storage after its last call; its contents stay."""
         self._storage.close()
 
 

@@ -1,4 +1,4 @@
-"""The part of an operator's command to the cache that the owner of the host tier does; the decider does the rest."""
+"""The part of an operator's cache command that the owner of the host tier executes; the decider does the rest."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from raycache.host.service import HostService
 from raycache.types import TIERS, CacheAction, CacheCommand
 
 STORAGE_FIRST = (CacheAction.ATTACH, CacheAction.RESIZE, CacheAction.SCRUB)
-"""Commands that the owner carries out before the decider: what the storage refuses must change nothing there."""
+"""Commands that the owner executes before the decider, which must not change anything if the storage refuses."""
 
 
 def is_for_storage(command: CacheCommand) -> bool:
-    """Whether the owner has anything to do."""
+    """Whether the owner has a part in a command."""
     if command.kind is CacheAction.CLEAR:
         return "storage" in (command.tiers or TIERS)
     return command.kind in (*STORAGE_FIRST, CacheAction.DETACH)
 
 
 def carry_out(command: CacheCommand, host: HostService) -> dict[str, Any]:
-    """Do the owner's part of a command that `is_for_storage`.
+    """Execute the owner's part of a command for which `is_for_storage`.
 
     Returns:
-        What was done, see `AsyncEngine.admin`.
+        The result (see `AsyncEngine.admin`).
     Raises:
-        ConfigError: it cannot be done; says what would work.
+        ConfigError: the command is not possible.
     """
     match command.kind:
         case CacheAction.ATTACH:
@@ -43,7 +43,7 @@ def carry_out(command: CacheCommand, host: HostService) -> dict[str, Any]:
 
 
 def with_storage(tiers: Mapping[str, Any], figures: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Figures of the tiers, with those that the storage itself counts (`HostService.status`)."""
+    """Add the storage's own counters (`HostService.status`) to those of the tiers."""
     if not figures:
         return tiers
     numbers = {name: float(value) for name, value in figures.items() if name != "name"}

@@ -1,13 +1,13 @@
-"""Where a host tier's files lie, who uses them, and that they do not stay in shared memory when nobody does.
+"""The directory of a host tier in shared memory: its files, their locks, and its removal when unused.
 
     /dev/shm/raycache-PID-TOKEN/
         arena    the rows (memory/arena.py)
-        spec     what the owner needs to go on after a crash (service.py)
+        spec     what the owner needs to continue after a crash (service.py)
         owner    locked by the one process that owns the arena
-        ranks    locked by every process that has it mapped to move rows
+        ranks    locked by every process that maps the arena to move rows
 
-Locks are the kernel's: they end with their process however that ends, so a lock that can be had says that all who held
-it are dead. A process of its own (watcher.py) removes the directory once both locks have been free for a while.
+Locks are file locks, which the kernel releases when a process ends in any way, so a free lock means that all former
+holders are dead. A separate process (watcher.py) removes the directory once both locks have been free for a while.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SPEC = "spec"
 """Names of files in a host tier's directory."""
 
 _ORPHANED_S = 20.0
-"""An owner that died is back sooner, also on a busy machine, where its imports take most of that time."""
+"""Delay before an unused directory is removed; a crashed owner restarts sooner, even on a busy machine."""
 
 
 def new_name() -> str:
-    """Of a directory that does not exist yet."""
+    """Name for a new directory."""
     return f"raycache-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def make(directory: Path) -> None:
-    """Make the directory, and have it removed when nobody uses it; one that is there stays as it is.
+    """Make the directory, unless it exists, and have it removed when it is no longer used.
 
     Raises:
         ConfigError: it cannot be made.
@@ -60,22 +60,22 @@ def make(directory: Path) -> None:
 def _watch(directory: Path) -> None:
     script = Path(__file__).with_name("watcher.py")
     watcher = [sys.executable, "-I", "-S", str(script), str(directory), str(_ORPHANED_S)]
-    # In the background of a shell it is nobody's child, and in a session of its own it does not end with our group.
+    # Detached from this process, and in its own session, so that it does not end with our process group.
     command, quiet = ["sh", "-c", '"$@" &', "sh", *watcher], subprocess.DEVNULL
     subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, cwd="/", start_new_session=True, check=True)
 
 
 def remove(directory: Path) -> None:
-    """Remove it with all files; mappings stay valid. The watcher ends by itself."""
+    """Remove the directory with all files; mappings stay valid. Its watcher then exits."""
     shutil.rmtree(directory, ignore_errors=True)
 
 
 class DirectoryGoneError(ConfigError):
-    """The directory of a host tier is not there any more."""
+    """The directory of a host tier no longer exists."""
 
 
 def own(directory: Path) -> Lease:
-    """Become the owner of the directory, which is made if it is not there.
+    """Become the owner of the directory; makes it if necessary.
 
     Raises:
         ConfigError: it cannot be made, or another process owns it.
@@ -84,7 +84,7 @@ def own(directory: Path) -> Lease:
     try:
         return Lease(directory, "owner")
     except DirectoryGoneError:
-        make(directory)  # the watcher has just removed it
+        make(directory)  # the watcher has just removed the directory
         return Lease(directory, "owner")
 
 
@@ -92,11 +92,11 @@ class Lease:
     """A lock on a directory's "owner" (one at a time) or "ranks" (any number), held until it is closed.
 
     Args:
-        directory: of the host tier.
+        directory: the host tier's directory.
         name: "owner" or "ranks".
-        timeout_s: how long the one before may take to end.
+        timeout_s: how long to wait for the previous holder.
     Raises:
-        DirectoryGoneError: it is not there.
+        DirectoryGoneError: the directory does not exist.
         ConfigError: another process still holds the lock.
     """
 
@@ -114,16 +114,16 @@ class Lease:
             raise DirectoryGoneError(f"the host tier's directory {directory} was just removed")
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         self._file.close()
 
 
 def are_ranks_gone(directory: Path, *, timeout_s: float) -> bool:
-    """Wait until every process that could move rows in the arena is dead.
+    """Wait until every process that could move rows in the arena is dead; returns whether they are.
 
     Args:
-        directory: of the host tier; when it is gone, there is nothing to move rows in.
-        timeout_s: after which the answer is no.
+        directory: the host tier's directory; if it is gone, no process can.
+        timeout_s: limit of the wait; after it the result is False.
     """
     try:
         with (directory / "ranks").open("rb") as file:

@@ -1,4 +1,4 @@
-"""What an engine and its ranks must know of the host tier that they use."""
+"""How an engine and its ranks reach their host tier."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class HostLink:
     """The host tier of a gang.
 
     Attributes:
-        path: of the arena's file on the decider's node.
-        sizes: component space -> units that it has.
-        work: carries out a storage command in its owner; raises OSError when there is no storage, or no owner.
-        has_storage: whether one is attached.
-        epoch: of the decider that uses it.
-        nodes: node of each rank, by number; empty when all are on one.
+        path: the arena's file on the decider's node.
+        sizes: component space -> number of host units.
+        work: executes a storage command in the owner's process; raises OSError if there is no storage or no owner.
+        has_storage: whether a storage is attached.
+        epoch: epoch of the decider that uses it.
+        nodes: index of each rank's node; empty if all ranks are on one node.
     """
 
     path: Path

@@ -1,10 +1,10 @@
-"""The host tier of a gang whose ranks are on several nodes: one owner and one arena per node, used as if they were one.
+"""The host tier of a gang on several nodes: one owner and one arena per node, used as one tier.
 
     node 0   arena: catalog, slabs of ranks 0 1   <- owner <-+
-    node 1   arena:          slabs of ranks 2 3   <- owner <-+-- decider, on node 0: asks all at the same time
+    node 1   arena:          slabs of ranks 2 3   <- owner <-+-- decider, on node 0: calls all concurrently
 
-A page has rows on every node, so it is there when all nodes have it, and gone when one has lost it. Nodes are numbered
-by their lowest rank; the decider is on the first.
+A page has rows on every node, so it is present only if all nodes have it. Nodes are numbered by their lowest rank; the
+decider is on the first.
 """
 
 from __future__ import annotations
@@ -24,54 +24,54 @@ from raycache.host.service import Opened
 from raycache.host.spec import HostSpec, host_spec
 
 _GONE_TIMEOUT_S = 60.0
-"""For ranks of a gang before to be dead, before memory that they have mapped is given up."""
+"""How long to wait for ranks of the previous gang to die, before memory that they have mapped is released."""
 _WORST_LAST = list(Fetch)
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 Work = Callable[[StorageCommand], StorageAnswer]
-"""Carries out a storage command; raises OSError when there is nobody who can."""
+"""Executes a storage command; raises OSError if the storage or its owner cannot be reached."""
 
 
 class Owner(Protocol):
-    """The owner of one node's host tier: a `HostService`, or what stands for one on another node."""
+    """The owner of one node's host tier: a `HostService`, or a proxy for one on another node."""
 
     def spec(self) -> HostSpec | None:
-        """What is open; None for nothing."""
+        """Spec of the open arena, or None."""
 
     def budget(self, host_memory: str) -> int:
-        """Bytes that the node can give. Raises ConfigError if a size was set that it does not have."""
+        """Bytes available for the host tier. Raises ConfigError if the configured size exceeds the node's memory."""
 
     def are_ranks_gone(self, timeout_s: float) -> bool:
-        """Wait until no process can move rows in the arena any more."""
+        """Wait until no process can move rows in the arena; returns whether that is so."""
 
     def drop(self) -> None:
-        """Let go of arena and storage."""
+        """Release arena and storage."""
 
     def open(self, spec: HostSpec, *, epoch: int) -> Opened:
-        """Make the arena, or go on with what suits. Raises ConfigError."""
+        """Make the arena, or keep the open one if it is compatible. Raises ConfigError."""
 
     def work(self, command: StorageCommand) -> StorageAnswer:
-        """Carry out one command of a storage lane. Raises OSError."""
+        """Execute one command of a storage lane. Raises OSError."""
 
 
 def open_all(
     owners: Sequence[Owner], deployment: Deployment, *, epoch: int, nodes: tuple[int, ...] = ()
 ) -> list[Opened]:
-    """Have one arena opened on every node: those that are there if all suit, else all anew.
+    """Open one arena on every node: the existing ones if all are compatible, else new ones.
 
-    What one node has lost, the others need not keep: every page has rows on all of them.
+    If one node has lost its arena, the others are of no use: every page has rows on all nodes.
 
     Args:
         owners: one per node.
-        deployment: with a host tier.
-        epoch: of the decider that asks, above those before.
-        nodes: node of each rank; may be empty when there is one.
+        deployment: must have a host tier.
+        epoch: the calling decider's epoch, above all former ones.
+        nodes: index of each rank's node; may be empty with one node.
     Raises:
-        ConfigError: a node has no memory for it, or the storage refuses us.
-        RankLostError: ranks of a gang before do not end.
-        EngineStoppedError: arenas are lost while they are opened.
+        ConfigError: a node has too little memory, or the storage cannot be opened.
+        RankLostError: ranks of the previous gang do not end.
+        EngineStoppedError: an arena was lost while others were opened.
     """
     places = nodes if len(owners) > 1 else ()
     found = _of_all(owners, lambda owner, _: owner.spec())
@@ -80,7 +80,7 @@ def open_all(
     def wanted(node: int, sizes: Mapping[str, int]) -> HostSpec:
         at = node if places else None
         spec = host_spec(deployment, sizes=sizes, nodes=places, node=at)
-        # Another storage may have been attached since the start.
+        # A different storage may have been attached since the start.
         return spec if known is None else replace(spec, storage=known.storage, storage_bytes=known.storage_bytes)
 
     def open_with(sizes: Mapping[str, int]) -> list[Opened]:
@@ -92,25 +92,27 @@ def open_all(
             if len({each.is_fresh for each in opened}) == 1:
                 return opened
         if not are_all_gone(owners, timeout_s=_GONE_TIMEOUT_S):
-            cause = f"ranks of the gang before still use the host tier after {_GONE_TIMEOUT_S:.0f} s"
+            cause = f"ranks of the previous gang still use the host tier after {_GONE_TIMEOUT_S:.0f} s"
             raise RankLostError(-1, "unknown", 0, cause)
         _of_all(owners, lambda owner, _: owner.drop())
     budgets = _of_all(owners, lambda owner, _: owner.budget(deployment.config.host_memory))
     opened = open_with(host_sizes(deployment, budgets=budgets, nodes=places))
     if not all(each.is_fresh for each in opened):
-        raise EngineStoppedError("a node's host tier came back while the others were made anew; start again")
+        raise EngineStoppedError(
+            "a node's host tier reappeared while the others were recreated; start the engine again"
+        )
     return opened
 
 
 def are_all_gone(owners: Sequence[Owner], *, timeout_s: float) -> bool:
-    """Wait until no process on any node can move rows in its arena any more; with no owners there is nothing to do."""
+    """Wait until no process on any node can move rows in its arena; returns whether that is so."""
     return all(_of_all(owners, lambda owner, _: owner.are_ranks_gone(timeout_s)))
 
 
 def work_on_all(works: Sequence[Work]) -> Work:
-    """One `work` out of those of all nodes' owners; with one owner it is that owner's.
+    """Combine the `work` functions of all nodes' owners into one.
 
-    It raises OSError when one of them is away: then nothing is found, fetched or stored for any.
+    It raises OSError if any owner is away: then nothing is found, fetched or stored on any node.
     """
     return works[0] if len(works) == 1 else partial(_work_on_all, works)
 
@@ -141,8 +143,8 @@ def _work_on_all(works: Sequence[Work], command: StorageCommand) -> StorageAnswe
 
 
 def _found_by_all(works: Sequence[Work], command: StorageCommand, found: Sequence[Found]) -> Found:
-    """What of a prefix all nodes have. They can continue together where each of them can: who could only further on is
-    asked again for what it has up to there, until all agree."""
+    """Find how much of a prefix all nodes have, and a length from which all of them can resume: nodes with a longer one
+    are asked again for a length up to the shortest, until all agree."""
     num_pages = min(each.num_pages for each in found)
     is_foreign = any(each.is_foreign for each in found if each.num_pages == num_pages)
     points = [each.point_pages for each in found]
@@ -153,11 +155,11 @@ def _found_by_all(works: Sequence[Work], command: StorageCommand, found: Sequenc
         less = replace(command, digests=command.digests[:shortest])
         answers = _of_all([partial(works[node], less) for node in longer], lambda ask, _: ask())
         for node, answer in zip(longer, answers, strict=True):
-            points[node] = answer.found.point_pages  # 0 if it was not done
+            points[node] = answer.found.point_pages  # 0 if the command was not done
     return Found(num_pages, points[0], is_foreign)
 
 
 def _of_all(items: Sequence[S], ask: Callable[[S, int], T]) -> list[T]:
-    """Answers of all (item, place), asked at the same time; the first error, once all have ended."""
+    """Call `ask` for all (item, index) concurrently; once all have ended, return results or raise the first error."""
     with ThreadPoolExecutor(max(len(items), 1)) as pool:
         return list(pool.map(ask, items, range(len(items))))

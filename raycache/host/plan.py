@@ -1,4 +1,4 @@
-"""How large the host tier is, and how it is laid out."""
+"""Chooses the size and layout of the host tier."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from raycache.memory.component import FULL, tokens_per_point
 from raycache.memory.rows import EnvelopeLayout
 
 _AUTO_SHARE = 0.25
-"""Of a node's free memory, and at most half of what its shared memory takes."""
+"""Share of a node's free memory; the host tier also takes at most half of its shared memory."""
 _MOST_PAGES = 2**24
 _DIRECTORY = Path("/dev/shm")
 
 
 def host_sizes(deployment: Deployment, *, budgets: Sequence[int], nodes: Sequence[int] = ()) -> dict[str, int]:
-    """Units of every component space on the host: the same on every node, as many as all of them have room for.
+    """Choose the units of every component space on the host: the same on every node, as many as fit on all.
 
-    Restore points get room for one per 1024 tokens, or as many as take as much memory as the pages do.
+    There is space for one restore point per 1024 tokens, or for as many as take as much memory as the pages.
 
     Args:
         deployment: with a host tier.
-        budgets: bytes of each node, see `node_budget`; the first one keeps the catalog.
+        budgets: bytes available on each node (see `node_budget`); the first one also holds the catalog.
         nodes: node of each rank; empty when all are on one.
     Raises:
-        ConfigError: a budget holds not even a page and a restore point.
+        ConfigError: a budget is too small for one page and one restore point.
     """
     config, widths = deployment.config, deployment.part_widths
     whole = deployment.envelope_layout(nodes=nodes)
@@ -52,7 +52,7 @@ def host_sizes(deployment: Deployment, *, budgets: Sequence[int], nodes: Sequenc
         found = bisect.bisect_right(range(_MOST_PAGES), budget, lo=1, key=num_bytes) - 1
         if found < 1:
             raise ConfigError(
-                f"host_memory={config.host_memory} holds no page of this model; one, with a restore point, takes "
+                f"host_memory={config.host_memory} is too small for this model: a page with a restore point takes "
                 f"{num_bytes(1)} bytes; use host_memory={-(-num_bytes(64) // 2**20)}MiB or more"
             )
         return found
@@ -61,18 +61,18 @@ def host_sizes(deployment: Deployment, *, budgets: Sequence[int], nodes: Sequenc
 
 
 def host_facts(layout: EnvelopeLayout, sizes: Mapping[str, int], *, page_size: int) -> dict[str, object]:
-    """For people: tokens and bytes per component space."""
+    """Tokens and bytes per component space, for status output."""
     spaces = {space: sizes[space] * layout.unit_bytes(space) for space in layout.spaces}
     return {"tokens": sizes[FULL] * page_size, "bytes": sum(spaces.values()), "components": spaces}
 
 
 def node_budget(host_memory: str) -> int:
-    """Bytes that this node can give to its host tier.
+    """Bytes of this node that its host tier may use.
 
     Args:
         host_memory: the setting: "auto", or a size.
     Raises:
-        ConfigError: it is more than the node has.
+        ConfigError: the size exceeds the node's memory.
     """
     free = psutil.virtual_memory().available
     shared = shutil.disk_usage(_DIRECTORY).free

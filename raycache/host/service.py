@@ -1,7 +1,7 @@
-"""The owner of a node's host tier: it makes the arena, and moves rows between it and the storage.
+"""The owner of a node's host tier: makes the arena, and moves rows between it and the storage.
 
-It decides nothing and outlives engine and ranks. What it needs to go on after its own death lies beside the arena, so
-another owner on the same directory has the same arena and the same storage.
+It decides nothing and outlives engine and ranks. Its own state is kept beside the arena, so that after its death
+another owner of the same directory continues with the same arena and storage.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opened:
-    """An arena that is open.
+    """An open arena.
 
     Attributes:
-        path: of its file.
-        spec: what it is.
-        is_fresh: it was made anew, and holds nothing.
+        path: the arena's file.
+        spec: what it was made for.
+        is_fresh: whether it was just made, and is empty.
     """
 
     path: Path
@@ -42,15 +42,12 @@ class Opened:
 
 
 class HostService:
-    """One node's host tier. Its methods may be called from several threads.
+    """One node's host tier. Thread safe.
 
     Args:
-        directory: for its files, made if it is not there; what an owner before has left there is taken over.
+        directory: for its files; made if necessary. State left there by a previous owner is taken over.
     Raises:
         ConfigError: the directory cannot be made, or another process owns it.
-
-    Attributes:
-        path: of the arena's file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -64,34 +61,34 @@ class HostService:
         self._take_over()
 
     def spec(self) -> HostSpec | None:
-        """What is open; None for nothing."""
+        """Spec of the open arena, or None."""
         return self._spec
 
     def budget(self, host_memory: str) -> int:
-        """Bytes that this node can give; see `node_budget`."""
+        """Bytes of this node that the host tier may use (see `node_budget`)."""
         return node_budget(host_memory)
 
     def are_ranks_gone(self, timeout_s: float) -> bool:
-        """Wait until no process can move rows in the arena any more; see `host_directory.are_ranks_gone`."""
+        """Wait until no process can move rows in the arena (see `directory.are_ranks_gone`)."""
         return host_directory.are_ranks_gone(self._directory, timeout_s=timeout_s)
 
     def drop(self) -> None:
-        """Let go of the arena and of the storage, which keeps what it has; the next `open` makes both anew."""
+        """Release arena and storage; the next `open` makes a new arena. The storage keeps its contents."""
         with self._lock:
             self._let_go()
             self._file.remove()
 
     def open(self, spec: HostSpec, *, epoch: int = 0) -> Opened:
-        """Make the arena and open the storage. What is open already and suits stays as it is.
+        """Make the arena and open the storage; those already open are kept if compatible.
 
         Args:
-            spec: what is needed.
-            epoch: of the decider that asks, above those before; what they asked for is over when this returns.
+            spec: the requirements.
+            epoch: the calling decider's epoch, above all former ones; their commands have ended when this returns.
         Returns:
-            What is open now: as asked for, or with the sizes and the storage that it had before.
+            The open arena: as specified, or an existing one with its own sizes and storage.
         Raises:
-            ConfigError: there is no memory for it, or the storage refuses us at the first start. Later there are
-                requests to go on with, which need no storage.
+            ConfigError: there is too little memory, or at the first start the storage cannot be opened. Later the
+                engine continues without the storage, for the sake of running requests.
         """
         is_fresh = True
         with self._lock:
@@ -101,44 +98,46 @@ class HostService:
                 self._use_storage(spec, is_needed=not epoch)
                 self._spec = self._file.keep(spec)
             elif self._storage is not None and not self._storage.fence(epoch):
-                _log.warning("storage calls of the engine before do not end; the host tier begins anew, without them")
+                _log.warning("storage calls of the previous engine do not end; the host tier starts empty")
                 self._storage.use(self._spec, self._make(self._spec))
             else:
                 is_fresh = False
-            assert self._arena is not None, "it is made or was open"
+            assert self._arena is not None, "the arena is neither new nor open"
             self._arena.epoch = epoch
             return Opened(self.path, self._opened(), is_fresh)
 
     def work(self, command: StorageCommand) -> StorageAnswer:
-        """Carry out one command of a storage lane.
+        """Execute one command of a storage lane.
 
         Raises:
-            OSError: there is no storage.
+            OSError: no storage is attached, or it cannot be reached.
         """
         if (storage := self._storage) is None:
             raise OSError("the host tier has no storage")
         return storage.work(command)
 
     def attach(self, url: str) -> str:
-        """Use a storage, instead of the one in use; returns its name.
+        """Attach a storage, replacing the current one; returns its name.
 
         Raises:
-            ConfigError: it cannot work, is in use already, or there is no arena.
+            ConfigError: it cannot be opened, is already attached, or there is no arena.
         """
         with self._lock:
             spec = replace(self._opened(), storage=url, storage_bytes=0)
             name = storage_name(spec.own_storage)
             if self._storage is not None and self._storage.name == name:
-                raise ConfigError(f"storage {name} is attached already; change its bound by resize, or detach it first")
+                raise ConfigError(
+                    f"storage {name} is already attached; change its size with resize, or detach it first"
+                )
             self._use_storage(spec)
             self._spec = self._file.keep(spec)
         return name
 
     def detach(self) -> str:
-        """Use no storage any more; it keeps what it has. Returns its name.
+        """Detach the storage, which keeps its contents; returns its name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no storage is attached.
         """
         with self._lock:
             name = self._attached().name
@@ -148,36 +147,36 @@ class HostService:
         return name
 
     def clear(self) -> None:
-        """Forget all that the storage holds; nothing to do without one."""
+        """Delete everything in the storage, if one is attached."""
         if (storage := self._storage) is not None:
             storage.clear()
 
     def resize(self, max_bytes: int) -> None:
-        """Change the bound of the storage.
+        """Change the size limit of the storage.
 
         Raises:
-            ConfigError: it is too small or not ours to set, or there is no storage.
+            ConfigError: the limit is too small, the storage's server sets it, or no storage is attached.
         """
         with self._lock:
             self._attached().resize(max_bytes)
             self._spec = self._file.keep(replace(self._opened(), storage_bytes=max_bytes))
 
     def scrub(self, *, timeout_s: float = math.inf) -> dict[str, Any]:
-        """Read everything that the storage holds and drop what is damaged, for so long at most.
+        """Read everything in the storage and delete damaged objects, for at most `timeout_s` seconds.
 
         Returns:
             Fields of `Scrub`.
         Raises:
-            ConfigError: the storage is away, or there is none.
+            ConfigError: the storage cannot be reached, or none is attached.
         """
         return self._attached().scrub(timeout_s=timeout_s)
 
     def status(self) -> dict[str, Any]:
-        """Of the storage: its "name", whether it "is_up", and the fields of `StorageStats`; empty without one."""
+        """State of the storage: "name", "is_up" and the fields of `StorageStats`; empty without one."""
         return {} if (storage := self._storage) is None else dict(storage.status())
 
     def close(self) -> None:
-        """End it: nothing of it stays in shared memory. The storage keeps what it has."""
+        """Release everything in shared memory. The storage keeps its contents."""
         with self._lock:
             self._let_go()
             host_directory.remove(self._directory)
@@ -196,7 +195,7 @@ class HostService:
     def _make(self, spec: HostSpec) -> Arena:
         if self._arena is not None:
             self._arena.close()
-        # An owner that died while it made one has left half of it.
+        # An owner that died while making an arena has left an incomplete one.
         self.path.unlink(missing_ok=True)
         self._arena = Arena.create(
             self.path, spec.layout, sizes=spec.sizes, catalog_bytes=spec.catalog_bytes, description=b""
@@ -204,13 +203,14 @@ class HostService:
         return self._arena
 
     def _use_storage(self, spec: HostSpec, *, is_needed: bool = True) -> None:
-        """Open the storage of a spec, and only then give up the one in use: a wrong URL must not cost it.
+        """Open a spec's storage, and only then release the current one, which a wrong URL must not cost.
 
         Args:
-            spec: as it will be kept.
-            is_needed: or else go on without it if it cannot be opened: an owner on a node that was cut off may have it.
+            spec: will be written to disk.
+            is_needed: if False, continue without a storage that cannot be opened: an owner on a node that was cut off
+                may still hold it.
         """
-        assert self._arena is not None, "the arena is made before"
+        assert self._arena is not None, "the arena must be made before"
         try:
             storage = AttachedStorage(spec, self._arena) if spec.storage else None
         except ConfigError as cause:
@@ -225,7 +225,7 @@ class HostService:
             before.close()
 
     def _take_over(self) -> None:
-        """Go on with what an owner before has left."""
+        """Continue with the state of a previous owner, if any."""
         try:
             spec = self._file.read()
             self._arena = _open_arena(self.path, spec)
@@ -249,10 +249,10 @@ class HostService:
 
 
 def open_arena(path: Path) -> Arena:
-    """Map the arena that a `HostService` has opened, for ranks and the decider.
+    """Map an arena made by a `HostService`, in ranks and the decider.
 
     Raises:
-        DirectoryGoneError: there is none.
+        DirectoryGoneError: the arena does not exist.
     """
     try:
         return _open_arena(path, SpecFile(path.parent).read())

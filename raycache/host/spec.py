@@ -1,4 +1,4 @@
-"""What a host tier has to be: from the settings of a service and its model, and as its owner keeps it."""
+"""What a host tier is made for, derived from settings and model, and kept on disk by its owner."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class HostSpec:
     """What a host tier is made for, and which storage it has.
 
     Attributes:
-        components: of the model, as the device holds them.
-        num_layers: of the whole model.
+        components: the model's components, in the device's format.
+        num_layers: layers of the whole model.
         page_size: tokens per page.
-        split: of the gang.
-        sizes: component space -> units on the host.
-        catalog_bytes: of the arena's catalog.
-        storage: URL, or "" for none.
-        storage_timeout_s: for one call across a network.
-        storage_bytes: bound that an operator has set since, 0 for that of the URL.
-        nodes: node of each rank, by number; empty when all are on one.
-        node: whose host tier it is; None when all ranks are on one.
+        split: how the model is split over ranks.
+        sizes: component space -> number of host units.
+        catalog_bytes: size of the arena's catalog.
+        storage: URL; "": none.
+        storage_timeout_s: timeout of a call across a network.
+        storage_bytes: size limit set by an operator; 0: that of the URL.
+        nodes: index of each rank's node; empty if all ranks are on one node.
+        node: index of this host tier's node; None if all ranks are on one node.
     """
 
     components: tuple[Component, ...]
@@ -62,11 +62,11 @@ class HostSpec:
 
     @property
     def own_storage(self) -> str:
-        """URL of the storage with the node's number for {node}: a directory that nodes share has one place for each."""
+        """URL of the storage with {node} replaced by the node's index, so that nodes can share a directory."""
         return self.storage.replace("{node}", str(self.node or 0))
 
     def suits(self, other: HostSpec) -> bool:
-        """Whether an arena of the one, whatever its size, can be used by the other."""
+        """Whether an arena made for `other` can be used, whatever its size."""
         return replace(self, **_CHANGEABLE) == replace(other, **_CHANGEABLE)
 
     def packed(self) -> bytes:
@@ -75,7 +75,7 @@ class HostSpec:
 
     @classmethod
     def read(cls, data: bytes) -> HostSpec:
-        """From what `packed` gave.
+        """Inverse of `packed`.
 
         Raises:
             ValueError, TypeError, KeyError: it is something else.
@@ -97,7 +97,7 @@ _CHANGEABLE: dict[str, Any] = {
 
 
 class SpecFile:
-    """What an owner remembers of its host tier, for itself and the next owner.
+    """The spec of a host tier on disk, for the next owner.
 
     Args:
         directory: of the host tier.
@@ -107,9 +107,9 @@ class SpecFile:
         self._path = directory / SPEC
 
     def keep(self, spec: HostSpec) -> HostSpec:
-        """Write a spec, whole or not at all; returns it."""
+        """Write a spec atomically; returns it."""
         fresh = self._path.with_name("spec.new")
-        # Nobody else may read it: a URL can hold a password.
+        # Readable by the owner only: a URL can contain a password.
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(spec.packed())
         fresh.replace(self._path)
@@ -119,26 +119,26 @@ class SpecFile:
         """The spec that was kept.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError, TypeError, KeyError: it is something else.
+            FileNotFoundError: no spec was kept.
+            ValueError, TypeError, KeyError: `data` is not a packed spec.
         """
         return HostSpec.read(self._path.read_bytes())
 
     def remove(self) -> None:
-        """Forget it."""
+        """Delete the spec."""
         self._path.unlink(missing_ok=True)
 
 
 def host_spec(
     deployment: Deployment, *, sizes: Mapping[str, int], nodes: Sequence[int] = (), node: int | None = None
 ) -> HostSpec:
-    """What to open.
+    """Make the spec of a deployment's host tier.
 
     Args:
         deployment: with a host tier.
         sizes: component space -> units.
-        nodes: node of each rank; empty when all are on one.
-        node: whose; None when all ranks are on one. The first one keeps the catalog.
+        nodes: index of each rank's node; empty if all are on one.
+        node: index of the host tier's node; None if all ranks are on one. The first one holds the catalog.
     """
     config = deployment.config
     catalog_bytes = Catalog.num_bytes(sizes=sizes, page_size=config.page_size, part_widths=deployment.part_widths)

@@ -1,8 +1,8 @@
-"""Removes a host tier's directory once nobody uses it; a process of its own (directory.py).
+"""Removes a host tier's directory once it is unused; runs as a separate process (directory.py).
 
     python -I -S watcher.py DIRECTORY SECONDS
 
-Runs on the bare interpreter with nothing of ours imported, since it stays as long as the service lives.
+Runs on the bare interpreter without other imports of this package, since it lives as long as the service.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ def watch(directory: str, *, orphaned_s: float) -> None:
     """Return when the directory is gone.
 
     Args:
-        directory: with the files "owner" and "ranks", locked by whoever uses it.
-        orphaned_s: how long both must have been free.
+        directory: has the files "owner" and "ranks", locked while it is in use.
+        orphaned_s: seconds for which both locks must have been free.
     """
     free_since = time.monotonic()
     while os.path.isdir(directory):
@@ -40,12 +40,12 @@ def _lock(path: str, locks: contextlib.ExitStack) -> bool:
     except BlockingIOError:
         return False
     except FileNotFoundError:
-        pass  # nobody can hold it
+        pass  # no process can hold its lock
     return True
 
 
 def _remove(directory: str) -> None:
-    """All at once by its name, so that who comes now begins with a new one; giving back the memory can take seconds."""
+    """Rename first, so that a new owner starts with a new directory: freeing the memory can take seconds."""
     gone = f"{directory}.gone"
     with contextlib.suppress(FileNotFoundError):
         os.rename(directory, gone)

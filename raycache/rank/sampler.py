@@ -2,14 +2,13 @@
 
     logits + logit_bias -> penalties -> / temperature -> top_k -> top_p -> min_p -> race
 
-That is the order of Hugging Face transformers. In the race each token that is left gets a random time, exponential
-with its probability as the rate; the first wins, so each wins as often as it is likely ("Gumbel-max"). Randomness is a
-function of (seed, position, token) and of nothing else, and no row looks at another: a request gets the same tokens
-whatever else is in the batch and on whatever rank, and two models that agree nearly about what is likely mostly draw
-the same token, as a draft and its target should.
+The order is that of Hugging Face transformers. In the race each remaining token gets a random exponential time with its
+probability as the rate; the first wins, so each wins with its probability ("Gumbel-max"). Randomness is a function of
+(seed, position, token) only, and rows are independent: a request gets the same tokens in any batch and on any rank, and
+two models with similar probabilities mostly sample the same token, as a draft and its target should.
 
-Sorting a vocabulary costs a hundred times more than finding its likeliest few tokens. So filters are tried among those
-first; a row for which they do not decide is tried with more, and sorted whole in the end.
+Sorting a vocabulary costs a hundred times more than finding its likeliest few tokens. So filters are tried on those
+first; a row that they do not decide is tried with more, and sorted completely in the end.
 """
 
 # Shapes in this file: N rows, M rows that sample, V vocabulary, C candidates of a row, K alternatives to report.
@@ -28,19 +27,19 @@ from torch import Tensor
 
 from raycache.types import SamplingParams
 
-_NUM_CANDIDATES = (256, 8192)  # fixed, so that what is drawn cannot depend on the other rows
-_MIN_TEMPERATURE = 1e-6  # float32 still divides by it; below, the draw is greedy anyway
-_MOST_TIMES = {"cpu": 1 << 18, "cuda": 1 << 23}  # that are held at once: what a cache holds, or a bound on memory
+_NUM_CANDIDATES = (256, 8192)  # fixed, so that a sample cannot depend on other rows
+_MIN_TEMPERATURE = 1e-6  # float32 can divide by it; below, sampling is greedy in effect
+_MOST_TIMES = {"cpu": 1 << 18, "cuda": 1 << 23}  # race times held at once, to fit the CPU cache or bound GPU memory
 _STRIDE, _MIX_1, _MIX_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""Of SplitMix64 ("Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), as signed numbers."""
+"""Constants of SplitMix64 ("Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), as signed integers."""
 
 
 class TokenCounts:
-    """The distinct tokens of one request, and how often its output holds each: what penalties look at.
+    """The distinct tokens of one request, and how often its output contains each; input of penalties.
 
     Args:
         prompt: token ids.
-        output: token ids generated so far, when the request does not start with none.
+        output: token ids generated so far.
     """
 
     def __init__(self, prompt: npt.ArrayLike, output: Sequence[int] = ()) -> None:
@@ -58,11 +57,11 @@ class TokenCounts:
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """Per entry of `ids`, how often it is in the output; 0 for a token of the prompt alone."""
+        """Occurrences of each entry of `ids` in the output; 0 for a token that is only in the prompt."""
         return self._counts[: len(self._slot_of)]
 
     def copy(self) -> TokenCounts:
-        """Another one that can be added to."""
+        """Return an independent copy."""
         other = TokenCounts(())
         other._slot_of, other._ids, other._counts = dict(self._slot_of), self._ids.copy(), self._counts.copy()
         return other
@@ -81,12 +80,11 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What one row of logits is sampled with.
+    """Sampling parameters of one row of logits.
 
     Attributes:
-        sampling: of the request.
-        seed: theirs, or the one drawn for the request.
-        position: index of the token in the request's output, counted from its first one also after a preemption.
+        seed: the client's, or one chosen for the request.
+        position: index of the token in the request's output, also after a preemption.
         token_counts: needed when sampling.has_penalties, else None.
     """
 
@@ -100,9 +98,9 @@ class Logprobs(NamedTuple):
     """Log-probabilities, natural log, of the model's own distribution.
 
     Attributes:
-        token: [N] float32, of the given token.
+        token: [N] float32, log-probability of the given token.
         top_ids: [N, K] int64, the most likely tokens, most likely first.
-        top: [N, K] float32, theirs.
+        top: [N, K] float32, their log-probabilities.
     """
 
     token: Tensor
@@ -114,8 +112,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Choose one token per row.
 
     Args:
-        logits: [N, V] float32, left as it is.
-        rows: N of them.
+        logits: [N, V] float32, not modified.
     Returns:
         [N] int64 token ids, on the device of `logits`.
     """
@@ -136,7 +133,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, *, num_top: int) -> Logprobs:
     Args:
         logits: [N, V], raw.
         token_ids: [N] int64.
-        num_top: K, alternatives to report; 0 for none.
+        num_top: K, number of alternatives.
     """
     scores = logits.float().log_softmax(-1)
     top, top_ids = _largest(scores, min(num_top, scores.shape[-1]))
@@ -144,8 +141,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, *, num_top: int) -> Logprobs:
 
 
 def race_times(seeds: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
-    """Times of tokens in a race in which all are equally likely: exponential with rate 1, the same on every machine
-    but for rounding.
+    """Exponential times with rate 1, the same on every machine except for rounding.
 
     Args:
         seeds: M times seed and position, any integers.
@@ -155,21 +151,21 @@ def race_times(seeds: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
     """
     keys = [hashlib.blake2b(b"%d:%d" % seed, digest_size=8).digest() for seed in seeds]
     first = _on_device(np.frombuffer(b"".join(keys), "<i8"), torch.int64, ids.device)
-    # Each token takes its own number of the sequence that a row's key begins; products are modulo 2**64.
+    # The token id is the index into the random sequence that starts at the row's key; products are modulo 2**64.
     bits = ids * _STRIDE + first[:, None]
     bits = (bits ^ _shifted(bits, 30)) * _MIX_1
     bits = (bits ^ _shifted(bits, 27)) * _MIX_2
     bits ^= _shifted(bits, 31)
-    return (_shifted(bits, 12).double() + 0.5).mul_(2.0**-52).log_().neg_()  # of neither 0 nor 1
+    return (_shifted(bits, 12).double() + 0.5).mul_(2.0**-52).log_().neg_()  # log of a number in (0, 1)
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """Shifted to the right, with zeros from the left."""
+    """Logical shift to the right."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Apply logit_bias and penalties; a copy if any row has some."""
+    """Apply logit_bias and penalties; copies if any row has some."""
     changed = [index for index, row in enumerate(rows) if row.sampling.logit_bias or row.sampling.has_penalties]
     if not changed:
         return logits
@@ -181,7 +177,7 @@ def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _add_bias(logits: Tensor, sampling: SamplingParams) -> None:
-    """Add to one row of logits, [V], in place."""
+    """Add logit_bias to one row of logits, [V], in place."""
     if sampling.logit_bias:
         ids = _on_device(list(sampling.logit_bias), torch.int64, logits.device)
         logits[ids] += _on_device(list(sampling.logit_bias.values()), logits.dtype, logits.device)
@@ -226,7 +222,7 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _winners(scores: Tensor, ids: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Who wins the race of each row: logits [M, C] of tokens [M or 1, C] -> places [M]."""
+    """Winner of each row's race: logits [M, C] of tokens [M or 1, C] -> column indices [M]."""
     most = _MOST_TIMES.get(scores.device.type, _MOST_TIMES["cuda"])
     count = max(1, most // scores.shape[1])
     won = []
@@ -264,25 +260,25 @@ class _Filters(NamedTuple):
 
 
 def _kept(scores: Tensor, filters: _Filters, *, num_candidates: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which tokens filters keep, most likely first, equal ones by id.
+    """Apply filters to the likeliest tokens, most likely first, ties by id.
 
-    Every filter keeps a number of the first tokens in that order, so the kept ones are the fewest that any keeps.
+    Every filter keeps some number of first tokens in that order, so the smallest number decides.
 
     Args:
         scores: [M, V], logits over temperature.
-        num_candidates: C, how many of the most likely tokens to look at; V for all.
+        num_candidates: C, number of most likely tokens to consider; V for all.
     Returns:
-        Scores and ids of the candidates, [M, C] each; how many are kept, [M, 1]; whether that is what looking at all
-        tokens would have given, [M].
+        Scores and ids of the candidates, [M, C] each; how many are kept, [M, 1]; whether considering all tokens would
+        give the same result, [M].
     """
     vocab = scores.shape[-1]
     best, ids = _largest(scores, num_candidates)
     probs = scores.softmax(-1)
-    chance = probs.gather(-1, ids).double()  # of each candidate, before any filter
-    upto = chance.cumsum(-1)  # of it and all before it
+    chance = probs.gather(-1, ids).double()  # probability of each candidate, before any filter
+    upto = chance.cumsum(-1)  # cumulative, including the candidate
     all_mass = probs.sum(-1, keepdim=True, dtype=torch.float64)
 
-    # top_k keeps what equals the k-th, too. A filter that keeps every candidate may keep more than those.
+    # top_k also keeps ties with the k-th. A filter that keeps every candidate might keep more than those.
     kth = best.gather(-1, (filters.top_k.clamp(max=num_candidates) - 1).clamp(min=0))
     num_kept = torch.where(filters.top_k > 0, (best >= kth).sum(-1, keepdim=True), num_candidates)
     mass = torch.where(num_kept < num_candidates, upto.gather(-1, (num_kept - 1).clamp(min=0)), all_mass)
@@ -292,19 +288,19 @@ def _kept(scores: Tensor, filters: _Filters, *, num_candidates: int) -> tuple[Te
     by_top_p = torch.where(filters.top_p < 1, by_top_p, num_candidates)
     by_min_p = ((chance >= filters.min_p * chance[:, :1]) & (chance > 0)).sum(-1, keepdim=True)
     num_kept = torch.minimum(num_kept, torch.minimum(by_top_p, by_min_p)).clamp(min=1)
-    # Which of the tokens as likely as the last candidate are candidates is chance.
+    # Which of the tokens tied with the last candidate are candidates is arbitrary.
     is_known &= (num_kept < num_candidates) & (best.gather(-1, num_kept - 1) > best[:, -1:])
     return best, ids, num_kept, is_known[:, 0] | (num_candidates == vocab)
 
 
 def _on_device(values: npt.ArrayLike, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy there; a GPU is not waited for, as it would be with memory that is not pinned."""
+    """Copy to the device without waiting for a GPU, which needs pinned memory."""
     host = torch.tensor(np.asarray(values), dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row of [N, V] and their places, largest first, equal ones by place."""
+    """The `count` largest of each row of [N, V] and their indices, largest first, ties by index."""
     if count == values.shape[-1]:
         return values.sort(dim=-1, descending=True, stable=True)
     _, places = values.topk(count, dim=-1)

@@ -45,7 +45,7 @@ def test_a_seed_is_drawn_once_and_a_given_one_kept() -> None:
 def test_one_id_is_open_once() -> None:
     streams = Streams()
     first = opened(streams, "a")
-    with pytest.raises(RequestError, match="in use already"):
+    with pytest.raises(RequestError, match="already in use"):
         opened(streams, "a")
     streams.close(first)
     opened(streams, "a")

@@ -239,7 +239,7 @@ def test_more_cuda_ranks_than_gpus_are_refused(tiny: Path) -> None:
 
 def test_flashinfer_on_the_cpu_is_refused(tiny: Path) -> None:
     found = examined(tiny, attention="flashinfer")
-    assert refused(found) == {"attention"} and "ranks are on cpu" in found["attention"].text
+    assert refused(found) == {"attention"} and "ranks run on cpu" in found["attention"].text
 
 
 TOPOLOGY = """\

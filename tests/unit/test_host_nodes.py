@@ -334,7 +334,7 @@ def test_one_node_that_cannot_give_the_memory_says_so(served: Deployment) -> Non
     with host_services(2) as owners:
         with pytest.raises(ConfigError, match="does not fit"):
             opened_by(owners, served, host_memory="900TiB")
-        with pytest.raises(ConfigError, match="holds no page"):
+        with pytest.raises(ConfigError, match="is too small for this model"):
             opened_by(owners, served, host_memory="70KiB")
 
 

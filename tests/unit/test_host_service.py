@@ -142,7 +142,7 @@ def test_a_storage_that_cannot_work_does_not_cost_the_one_in_use(directory: Path
         name = service.attach(f"file://{tmp_path / 'a'}?size=8MiB")
         with pytest.raises(ConfigError, match="of no known kind"):
             service.attach("ftp://host/x")
-        with pytest.raises(ConfigError, match="attached already"):
+        with pytest.raises(ConfigError, match="already attached"):
             service.attach(f"file://{tmp_path / 'a'}?size=16MiB")
         assert service.status()["name"] == name == f"file:{tmp_path / 'a'}"
         assert service.attach(f"file://{tmp_path / 'b'}?size=8MiB") == f"file:{tmp_path / 'b'}"
