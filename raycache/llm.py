@@ -49,24 +49,24 @@ from raycache.types import (
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 _SETTLE_TIMEOUT_S = 60.0
-"""For pages on their way between tiers, before an operator's command is carried out."""
+"""Longest wait for page moves between tiers before an operator's command."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt.
+    """The output for one prompt.
 
     Attributes:
-        text: without special tokens, cut before a stop string.
-        token_ids: generated, an ending stop token included.
-        finish_reason: why it ended.
-        prompt_token_ids: what was continued.
-        cached_tokens: of the prompt, that were reused from the cache.
-        cached_by_tier: cached_tokens by the tier that they came from.
-        miss: why no more of the prompt was reused.
-        cut_by: the component, such as "state", whose missing rows kept more from being reused, or "".
-        logprobs: one per token, if asked for.
-        prompt_logprobs: one per prompt token, None for the first, if asked for.
+        text: output without special tokens, cut before a stop string.
+        token_ids: generated tokens, including a final stop token.
+        finish_reason: why generation ended.
+        prompt_token_ids: the prompt's token ids.
+        cached_tokens: prompt tokens reused from the cache.
+        cached_by_tier: cached_tokens by tier.
+        miss: why the rest of the prompt was not reused.
+        cut_by: component, such as "state", whose missing rows prevented more reuse, or "".
+        logprobs: one per token, if requested.
+        prompt_logprobs: one per prompt token (None for the first), if requested.
     """
 
     text: str
@@ -82,19 +82,19 @@ class Completion:
 
 
 class LLM:
-    """A model in this process, or with tp, pp or cp above 1 in processes that it starts.
+    """A model in this process, or in worker processes if tp, pp or cp is above 1.
 
-    A script that splits the model needs the usual `if __name__ == "__main__":` of multiprocessing.
+    Scripts that split the model need the usual `if __name__ == "__main__":` guard of multiprocessing.
 
     Args:
         model: directory of a Hugging Face model, or its name on the Hub, such as "Qwen/Qwen3-8B".
         settings: fields of `Config`, such as tp=2 or num_pages=512.
     Raises:
-        ConfigError: a setting or the model's directory cannot work.
+        ConfigError: a setting is invalid, or the model's directory cannot be served.
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        # A caller waits for all its prompts anyway: no bound on the queue unless asked for.
+        # The caller waits for all prompts anyway: no queue limit by default.
         wanted = pinned(Config.from_mapping({"model": str(model), "max_queue": 2**31 - 1, **settings}))
         with ProgressBar() as bar:
             fetch(wanted, on_progress=bar.show)
@@ -137,7 +137,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine itself, to add requests and run steps one by one."""
+        """The engine, to add requests and run single steps."""
         return self._engine
 
     @property
@@ -146,7 +146,7 @@ class LLM:
         return self._engine.info
 
     def stats(self) -> EngineStats:
-        """Counters of the engine, and what its pools hold now."""
+        """Counters of the engine, and current use of its pools."""
         return self._engine.stats()
 
     def check(self) -> None:
@@ -154,22 +154,21 @@ class LLM:
         self._engine.check()
 
     def cache(self, command: CacheCommand) -> dict[str, Any]:
-        """Carry out an operator's command on the tiers of the cache.
+        """Run an operator's command on the tiers of the cache.
 
-        Pages that are on their way between tiers get a moment to arrive first, so that nothing clears a tier and finds
-        pages there afterwards.
+        Waits briefly for page moves between tiers first, so that a cleared tier stays empty.
 
         Args:
             command: such as CacheCommand(CacheAction.CLEAR, tiers=("device",)).
         Returns:
-            What was done, as plain values: the JSON of the HTTP API's `POST /cache/...`.
+            The result as plain values: the JSON of the HTTP API's `POST /cache/...`.
         Raises:
-            ConfigError: it cannot be done; says what would work.
+            ConfigError: the command is not possible.
             RankLostError: a rank of a split model died.
             EngineStoppedError: the model is closed.
         """
         if self._is_closed:
-            raise EngineStoppedError("this LLM is closed; make another")
+            raise EngineStoppedError("this LLM is closed; create a new one")
         self._settle()
         done = self._command_storage(command) if command.kind in STORAGE_FIRST else {}
         answer = self._engine.admin(command)
@@ -185,25 +184,25 @@ class LLM:
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Continue prompts, all in one batch.
+        """Generate completions for prompts, all in one batch.
 
         Args:
             prompts: texts or token ids.
-            sampling: for all prompts, or one per prompt; default: the defaults of the OpenAI API.
+            sampling: parameters for all prompts, or one per prompt; default: those of the OpenAI API.
         Returns:
             One completion per prompt, in order.
         Raises:
-            RequestError: a prompt or its sampling is wrong; nothing was run.
+            RequestError: a prompt or its sampling parameters are invalid; nothing was run.
             RankLostError: a rank of a split model died.
             EngineStoppedError: the model is closed.
         """
         if self._is_closed:
-            raise EngineStoppedError("this LLM is closed; make another")
+            raise EngineStoppedError("this LLM is closed; create a new one")
         each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters", field="sampling")
         if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
-            raise RequestError("generate takes a list of prompts; put a single one into a list", field="prompt")
+            raise RequestError("generate takes a list of prompts; wrap a single prompt in a list", field="prompt")
         by_id: dict[str, _Run] = {}
         try:
             for prompt, params in zip(prompts, each, strict=True):
@@ -224,13 +223,13 @@ class LLM:
     def chat(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Answer conversations.
+        """Generate replies to conversations.
 
         Args:
-            conversations: each a list of messages with "role" and "content".
-            sampling: for all conversations.
+            conversations: lists of messages with "role" and "content".
+            sampling: parameters for all conversations.
         Raises:
-            RequestError: the model has no chat template, or the template refuses a conversation.
+            RequestError: the model has no chat template, or the template rejects a conversation.
         """
         template = ChatTemplate.load(self.tokenizer, path=self.config.chat_template)
         prompts = [
@@ -260,7 +259,7 @@ class LLM:
             self._host.close()
 
     def _open_host(self, deployment: Deployment) -> HostLink:
-        """Own a host tier, whose memory goes with this process."""
+        """Create a host tier, whose memory is freed with this process."""
         directory = SHARED_MEMORY / new_name()
         service = HostService(directory)
         try:
@@ -272,7 +271,7 @@ class LLM:
         return HostLink(opened.path, opened.spec.sizes, service.work, has_storage=bool(opened.spec.storage))
 
     def _settle(self) -> None:
-        """Wait for what moves between tiers, as long as nothing runs."""
+        """Wait for page moves between tiers, unless requests are running."""
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S
         while self._engine.has_work and not self._engine.has_requests and time.monotonic() < deadline:
             self._engine.step()
@@ -284,7 +283,7 @@ class LLM:
             return carry_out(command, self._host)
         if command.kind is CacheAction.CLEAR:
             return {}
-        raise ConfigError(f"{command.kind} needs a host tier, through which all that is stored goes; use host_memory")
+        raise ConfigError(f"{command.kind} needs a host tier, but there is none; set host_memory")
 
     def __enter__(self) -> LLM:
         return self
@@ -299,7 +298,7 @@ class LLM:
             self.close()
 
     def _abandon_step(self) -> None:
-        """After a step that did not end: an own rank starts anew with an empty cache, ranks of a gang are lost."""
+        """Recover from an interrupted step: restart a local rank with an empty cache; the ranks of a gang are lost."""
         if self._gang is None:
             self._executor.close()
             self._engine.restart(self._executor)
@@ -332,7 +331,7 @@ class LLM:
 
 @dataclass
 class _Run:
-    """A prompt under way."""
+    """A prompt in progress."""
 
     prompt: tuple[int, ...]
     text: OutputText
@@ -342,7 +341,7 @@ class _Run:
     prompt_logprobs: list[TokenLogprob | None]
 
     def completion(self) -> Completion:
-        assert self.text.finish_reason is not None, "only ended runs have a completion"
+        assert self.text.finish_reason is not None, "only a finished run has a completion"
         return Completion(
             text="".join(self.pieces),
             token_ids=tuple(self.token_ids),

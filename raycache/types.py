@@ -1,6 +1,6 @@
-"""The nouns that cross module borders: what a request asks, and what it gets back.
+"""Data types shared by all modules: requests, outputs and engine state.
 
-Plain frozen dataclasses with no behaviour but their own validation; they know neither pages nor ranks nor HTTP.
+Frozen dataclasses with no behaviour but their own validation, independent of pages, ranks and HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from raycache.errors import RequestError
 
 MAX_TOP_LOGPROBS = 20
-"""Most alternatives per position that `logprobs` may ask for (the limit of the OpenAI API)."""
+"""Maximum alternatives per position for `logprobs` (the limit of the OpenAI API)."""
 
 PackedTokens = bytes | bytearray
 """Token ids as packed little-endian int32: 4 bytes a token, compared with memcmp."""
@@ -24,33 +24,33 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end-of-sequence token, stop id or stop string
     LENGTH = "length"  # max_tokens or the model's context length
-    CANCELLED = "cancelled"  # the client went away
+    CANCELLED = "cancelled"  # the client disconnected or cancelled
     TIMEOUT = "timeout"  # its deadline passed
-    ERROR = "error"  # the engine failed while it ran
+    ERROR = "error"  # the engine failed while running it
 
 
 class Miss(StrEnum):
-    """Why more of a prompt was not taken from the cache; the first reason met behind its cached tokens.
+    """Why the rest of a prompt was not reused from the cache: the first reason after its cached tokens.
 
-    There is none for another tenant's salt: it would tell that somebody else has sent the same prompt.
+    None of them reveals a hit under another tenant's salt, that is, that somebody else has sent the same prompt.
     """
 
-    NONE = ""  # all that could be reused was
-    NEVER_SEEN = "never_seen"  # no tier has held it
-    SHORTER_THAN_PAGE = "shorter_than_page"  # only whole pages are kept
-    EVICTED_DEVICE = "evicted_device"  # it was there, and no lower tier took it
+    NONE = ""  # everything reusable was reused
+    NEVER_SEEN = "never_seen"  # no tier has ever held it
+    SHORTER_THAN_PAGE = "shorter_than_page"  # only whole pages are cached
+    EVICTED_DEVICE = "evicted_device"  # evicted, and no lower tier has it
     EVICTED_HOST = "evicted_host"
     EVICTED_STORAGE = "evicted_storage"
-    STATE_MISSING = "state_missing"  # the tokens are there, a component's state is not; see RequestOutput.cut_by
+    STATE_MISSING = "state_missing"  # pages are cached, a component's state is not; see RequestOutput.cut_by
     IDENTITY = "identity_mismatch"  # written for other weights, adapter or row format
     CHECKSUM = "checksum"  # the bytes found were not those written
-    TIMEOUT = "timeout"  # a tier did not give it in time
+    TIMEOUT = "timeout"  # a tier did not deliver it in time
     SLOWER = "slower_than_recompute"  # loading it would have taken longer than computing it
-    NO_ROOM = "no_room"  # the tier above could not take it
+    NO_ROOM = "no_room"  # no space in the tier above
 
 
 class CacheAction(StrEnum):
-    """What an operator can do to the tiers of a cache that serves."""
+    """Operator actions on the cache tiers of a running engine."""
 
     STATUS = "status"
     ATTACH = "attach"
@@ -63,22 +63,21 @@ class CacheAction(StrEnum):
 
 
 TIERS = ("device", "host", "storage")
-"""Tiers of the cache, the fastest first."""
+"""Tiers of the cache, fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCommand:
-    """An operator's command. The answer is a plain mapping, see AsyncEngine.admin in api/engine.py.
+    """An operator's command. The result is a plain mapping; see AsyncEngine.admin in api/engine.py.
 
     Attributes:
-        kind: which.
-        url: of the storage, for ATTACH.
-        size: bytes that the storage may take, for RESIZE.
-        tiers: which of TIERS, for CLEAR.
-        prompt: token ids, for INSPECT.
-        cache_salt: of the prompt's tenant, for INSPECT.
-        timeout_s: after which FLUSH and SCRUB answer with what they have done.
-        replica: name of the one that it goes to; empty for all.
+        url: for ATTACH: URL of the storage.
+        size: for RESIZE: size limit of the storage in bytes.
+        tiers: for CLEAR: which of TIERS.
+        prompt: for INSPECT: token ids.
+        cache_salt: for INSPECT: salt of the prompt's tenant.
+        timeout_s: for FLUSH and SCRUB: time limit, after which they report what they have done so far.
+        replica: name of the target replica; empty: all.
     """
 
     kind: CacheAction
@@ -93,26 +92,26 @@ class CacheCommand:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. The defaults are those of the OpenAI API.
+    """Sampling parameters of a request. Defaults are those of the OpenAI API.
 
     Attributes:
-        temperature: of sampling; 0 is greedy.
+        temperature: sampling temperature; 0: greedy.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
         min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1].
-        seed: the same seed gives the same tokens whatever else is in the batch; None draws one.
+        seed: the same seed gives the same tokens in any batch; None: chosen at random.
         repetition_penalty: > 0; divides positive (multiplies negative) logits of tokens seen in prompt or output
             ("CTRL", arXiv 1909.05858, section 4.1).
-        presence_penalty: in [-2, 2]; subtracted once from the logit of each token that the output holds.
+        presence_penalty: in [-2, 2]; subtracted once from the logit of each token in the output.
         frequency_penalty: in [-2, 2]; subtracted once per occurrence in the output.
         logit_bias: token id -> value in [-100, 100] added to its logit.
         stop: texts that end the output; they are not part of it.
         stop_token_ids: token ids that end the output like the end-of-sequence token does.
-        max_tokens: most tokens to generate; None is up to the context length.
-        ignore_eos: go on after the end-of-sequence token.
-        logprobs: None for none, else how many alternatives to report per generated token (0: the chosen one only).
-        prompt_logprobs: None for none, else how many alternatives to report per prompt token; such a request recomputes
-            its whole prompt.
+        max_tokens: maximum tokens to generate; None: up to the context length.
+        ignore_eos: continue after the end-of-sequence token.
+        logprobs: number of alternatives to report per generated token (0: only the chosen one); None: no logprobs.
+        prompt_logprobs: number of alternatives to report per prompt token, which recomputes the whole prompt; None: no
+            prompt logprobs.
     Raises:
         RequestError: a value is out of its range; `field` names it.
     """
@@ -149,7 +148,7 @@ class SamplingParams:
         if self.seed is not None:
             _in_range("seed", self.seed, -(2**63), 2**63 - 1)
         if any(not text for text in self.stop):
-            raise RequestError("stop must not hold an empty string", field="stop")
+            raise RequestError("stop must not contain an empty string", field="stop")
         if self.max_tokens is not None:
             _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
@@ -168,7 +167,7 @@ class SamplingParams:
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
-    # `not (low <= value)` instead of `value < low`, so that NaN is refused too.
+    # `not (low <= value)` instead of `value < low`, to reject NaN too.
     if not low <= value <= high:
         raise RequestError(f"{name} must be between {low} and {high}, got {value}", field=name)
 
@@ -178,15 +177,14 @@ class GenerateRequest:
     """One prompt for the engine.
 
     Attributes:
-        request_id: unique among the requests in flight.
+        request_id: unique among requests in progress.
         prompt: token ids, at least one.
-        sampling: how to continue it.
-        priority: smaller runs first; equal priorities run in order of arrival.
-        timeout_s: seconds from arrival after which it ends with FinishReason.TIMEOUT; None for none.
-        cache_salt: requests of different salts never share cached tokens; "" is one too.
-        cache_priority: its cached tokens go after those of lower priority, with eviction=priority.
-        cache_ttl_s: seconds after which that priority counts as 0 again; 0: never.
-        output: tokens generated before an engine was lost; the request goes on after them and gives only new ones.
+        priority: lower values run first; equal priorities run in order of arrival.
+        timeout_s: seconds from arrival after which it ends with FinishReason.TIMEOUT; None: no limit.
+        cache_salt: requests with different salts never share cached tokens; "" is a salt like any other.
+        cache_priority: with eviction=priority, its cached tokens are evicted after those of lower priority.
+        cache_ttl_s: seconds after which cache_priority counts as 0; 0: never.
+        output: tokens generated before an engine was lost; generation continues after them and returns only new ones.
     """
 
     request_id: str
@@ -217,21 +215,20 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step added to a request; the increments of a request come in order.
+    """Output increment of one step for one request; increments arrive in order.
 
     Attributes:
-        request_id: whose.
-        token_ids: tokens generated since the last increment (an ending stop token included).
-        logprobs: one per token in `token_ids`, if asked for.
-        prompt_logprobs: one per prompt token, in the first increment, if asked for; the first token has None.
+        token_ids: tokens generated since the last increment, including a final stop token.
+        logprobs: one per token in `token_ids`, if requested.
+        prompt_logprobs: in the first increment, one per prompt token (None for the first), if requested.
         finish_reason: set in the last increment.
-        cached_tokens: prompt tokens that were reused from the cache.
-        cut_by: the component, such as "state", that kept more cached tokens from being reused, or "".
-        cached_by_tier: where those tokens came from, one of TIERS -> tokens; adds up to cached_tokens.
-        miss: why no more of the prompt was reused.
-        queued_s: from its arrival at the engine until it first began to run.
-        num_starts: times that it has begun to run; more than one after it was preempted or its ranks were lost.
-        drafted_tokens, accepted_tokens: draft tokens that were verified, and those of them that were accepted.
+        cached_tokens: prompt tokens reused from the cache.
+        cut_by: component, such as "state", whose missing rows prevented more reuse, or "".
+        cached_by_tier: tier (of TIERS) -> tokens reused from it; adds up to cached_tokens.
+        miss: why the rest of the prompt was not reused.
+        queued_s: seconds from arrival at the engine to the first start.
+        num_starts: how often it was started; more than once after preemption or loss of its ranks.
+        drafted_tokens, accepted_tokens: draft tokens verified, and accepted.
         error: what failed, with FinishReason.ERROR.
     """
 
@@ -253,36 +250,34 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of the engine's counters and balances. Counters only grow while the engine lives.
+    """A snapshot of the engine's counters and gauges. Counters only grow while the engine lives.
 
     Attributes:
         steps: steps planned.
-        running, waiting: requests now.
+        running, waiting: current requests.
         prompt_tokens: prompt tokens of all requests that got their first token.
-        cached_tokens: those of them that came from the cache.
-        computed_tokens: tokens that the ranks were asked to compute.
+        cached_tokens: those of prompt_tokens that came from the cache.
+        computed_tokens: tokens submitted to the ranks.
         output_tokens: tokens generated.
-        drafted, accepted: position behind the last known token, from 1 -> drafts that were checked there, and those of
-            them that were right.
+        drafted, accepted: draft tokens verified, and accepted, by position after the last known token, from 1.
         finished: finish reason -> requests.
-        preemptions: times that a running request gave its pages back.
-        evicted_pages: cached pages freed to make room.
+        preemptions: times that a running request lost its pages to others.
+        evicted_pages: cached pages freed for others.
         pages_total, pages_free, pages_in_use, pages_cached: the device pool; the last three add up to the first.
         pages_locked: cached pages that running requests hold.
-        restore_points: positions that sequences with windows or recurrent states can be continued from.
-        evicted_restore_points: those that were given up to make room.
+        restore_points: cached positions from which sequences with windows or recurrent states can resume.
+        evicted_restore_points: restore points freed for others.
         spaces: window and state spaces -> (total, free) pages or slots.
-        cached_by_tier: cached_tokens by the tier that they came from.
+        cached_by_tier: cached_tokens by tier.
         misses: Miss -> requests whose reuse ended for that reason, NONE excepted.
-        tiers: host and storage -> their counters and balances by name, such as {"host": {"pages_total": 512}}.
+        tiers: host and storage -> counters and gauges by name, such as {"host": {"pages_total": 512}}.
         components: tier -> component space -> (total, free) units of it: pages, or slots of states.
-        warnings: what an operator should know, such as a tier that stores and never hits; one line each.
-        refused: requests that found the queue full.
-        epoch: of the gang that runs.
-        rebuilds: gangs that were lost and replaced.
-        engines_lost: engine processes that were lost and replaced.
-        replicas: name of each replica -> its own figures; the others are their sums. Empty for an engine that stands
-            alone.
+        warnings: one line each, such as about a tier that stores and never hits.
+        refused: requests rejected because the queue was full.
+        epoch: number of the running gang.
+        rebuilds: gangs lost and replaced.
+        engines_lost: engine processes lost and replaced.
+        replicas: name of each replica -> its own counters, of which the others are the sums. Empty without replicas.
     """
 
     steps: int = 0
@@ -319,18 +314,18 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a front end must know of the engine that it talks to.
+    """Facts about an engine for its front end.
 
     Attributes:
         model: name that clients use.
         model_dir: directory of config, weights and tokenizer.
         vocab_size: token ids lie in [0, vocab_size).
         eos_token_ids: tokens that end an output.
-        max_model_len: most tokens of prompt and output together.
+        max_model_len: limit of prompt plus output, in tokens.
         page_size: tokens per page.
         num_pages: pages of the device pool.
-        max_queue: requests that may wait.
-        ranks: one row per rank for people: rank, coords, node, device, kv bytes.
+        max_queue: maximum waiting requests.
+        ranks: one row per rank for status output: rank, coords, node, device, kv bytes.
         tiers: one of TIERS -> {"tokens": n, "bytes": n, "components": {name: bytes}}; storage has "name" and "bytes".
     """
 

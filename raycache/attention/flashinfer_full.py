@@ -139,7 +139,6 @@ class FullKernels:
         self._answers = self._answered(places)
 
     def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """See AttentionStep.attend."""
         inputs = self._layout.inputs
         owned = inputs.places[view.space].owned
         if inputs.ctx.cp.size == 1:

@@ -114,7 +114,7 @@ class LatentKernels:
         self._absorbed = self._planned_absorbed(places, range(len(self._layout.inputs.rows)))
 
     def attend(self, view: LatentView, q: Tensor, latent: Tensor, rope: Tensor, projection: LatentProjection) -> Tensor:
-        """See AttentionStep.attend_latent; of all earlier tokens."""
+        """Implements `AttentionStep.attend_latent` over all earlier tokens."""
         inputs = self._layout.inputs
         if not self._is_alone:
             both = inputs.exchange.gather(torch.cat([latent, rope], dim=1))

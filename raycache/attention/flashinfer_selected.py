@@ -111,7 +111,6 @@ class SelectedKernels:
         projection: LatentProjection,
         choice: SlotChoice,
     ) -> Tensor:
-        """See AttentionStep.attend_latent."""
         exchange = self._layout.inputs.exchange
         if not self._is_alone:
             both = exchange.gather(torch.cat([latent, rope], dim=1))

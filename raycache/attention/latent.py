@@ -75,7 +75,6 @@ class LatentAttention:
         self._expanded_bytes = expanded_bytes
 
     def attend(self, layer: LatentLayer, q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
-        """See AttentionStep.attend_latent."""
         inputs, layout = self._layout.inputs, self._layout
         places = inputs.places[layer.view.space]
         if inputs.ctx.cp.size > 1:

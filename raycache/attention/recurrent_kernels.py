@@ -57,13 +57,11 @@ class KernelRecurrence:
         self._readable: Recurrence | None = None
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See AttentionStep.convolve."""
         if x.dtype == torch.float64:
             return self._read("float64").convolve(view, name, x, weight, bias)
         return convolve(view.conv[name], self._rows, self._blocks, x, weight, bias, block_tokens=self._block_tokens)
 
     def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-        """See AttentionStep.scan."""
         if view.state.dtype == torch.float64:
             return self._read("float64").scan(view, q, k, v, g, beta)
         half = _half(q, k, v)

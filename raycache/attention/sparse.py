@@ -105,7 +105,6 @@ class Indexer:
         self._slots = {i: _slots(prefixes[i].runs, device) for i in layout.singles}
 
     def select(self, view: IndexView, q: Tensor, k: Tensor, weights: Tensor, *, top_k: int) -> TorchSelection:
-        """See AttentionStep.select."""
         inputs = self._layout.inputs
         places = inputs.places[view.space]
         keys = inputs.exchange.gather(k.to(view.key.dtype))

@@ -99,7 +99,7 @@ class KernelIndexer:
         self._tables.fill(inputs, places)
 
     def select(self, view: IndexView, q: Tensor, k: Tensor, weights: Tensor, *, top_k: int) -> SlotSelection:
-        """See AttentionStep.select; only where `missing_kernel` finds nothing."""
+        """Implements `AttentionStep.select`; only where `missing_kernel` returns ""."""
         exchange, places = self._inputs.exchange, self._inputs.places[view.space]
         keys = exchange.gather(k.to(view.key.dtype))
         view.write(places.slots, keys[places.owned])

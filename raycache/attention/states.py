@@ -47,7 +47,6 @@ class Recurrence:
         ]
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See AttentionStep.convolve."""
         states = view.conv[name].flatten(1, 2)
         taps, offset = weight.flatten(0, 1), None if bias is None else bias.flatten()
         inputs = x.flatten(1)
@@ -60,7 +59,6 @@ class Recurrence:
         return out.view(x.shape)
 
     def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-        """See AttentionStep.scan."""
         out = torch.empty_like(v)
         for wave in self._waves:
             new_q, new_k, new_v, new_g = (x[wave.tokens] for x in (q, k, v, g))

@@ -39,13 +39,13 @@ class CountedWeights:
         self.formats = Counter[Format]()
 
     def has(self, name: str) -> bool:
-        """See `WeightSource.has`; of random weights, only the usual names are there."""
+        """Whether a tensor exists; random weights have only the usual names."""
         return self._layouts is not None and self._layouts.has(name)
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """See `WeightSource.read`; on the meta device."""
+        """Return the slice on the meta device."""
         sizes = list(shape)
         if axis is not None:
             sizes[axis] = len(range(shape[axis])[start:stop])
@@ -55,7 +55,7 @@ class CountedWeights:
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> None:
-        """See `WeightSource.stored`; it is `read` that counts what is kept as well."""
+        """Return None, so that `read` counts the tensor."""
 
     def _count(self, name: str, shape: Sequence[int], *, taken: int) -> None:
         tensor = None if self._layouts is None else self._layouts.find(name, shape)

@@ -40,7 +40,7 @@ class QuantisedDummyWeights(DummyWeights):
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> StoredSlice | None:
-        """See `WeightSource.stored`; on the device."""
+        """Return the stored form on the device."""
         scheme = self._quantisation.schemes[0]
         if scheme.format not in self._kept or self._quantisation.excludes(name.removesuffix(".weight")):
             return None

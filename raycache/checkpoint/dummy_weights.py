@@ -37,13 +37,13 @@ class DummyWeights:
         self._dtype = dtype
 
     def has(self, name: str) -> bool:
-        """See `WeightSource.has`; False, so that a model has no more tensors than it must, under their first names."""
+        """Return False, so that a model gets only required tensors, under their first names."""
         return False
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """See `WeightSource.read`; on the device, in the dtype of the source, and the caller's own."""
+        """Return a new tensor on the device, in the dtype of the source."""
         if axis is None:
             return self._draw(name, shape)
         taken = range(shape[axis])[start:stop]
@@ -54,7 +54,7 @@ class DummyWeights:
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> StoredSlice | None:
-        """See `WeightSource.stored`; everything is plain."""
+        """Return None: no tensor is quantised."""
         return None
 
     def _draw(self, name: str, shape: Sequence[int]) -> Tensor:

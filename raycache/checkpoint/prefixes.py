@@ -53,19 +53,16 @@ class PrefixedSource:
         self._prefixes = prefixes
 
     def has(self, name: str) -> bool:
-        """See `WeightSource.has`."""
         return self._source.has(self._prefixes.published(name))
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """See `WeightSource.read`."""
         return self._source.read(self._prefixes.published(name), shape=shape, axis=axis, start=start, stop=stop)
 
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> StoredSlice | None:
-        """See `WeightSource.stored`."""
         return self._source.stored(self._prefixes.published(name), shape=shape, axis=axis, start=start, stop=stop)
 
 

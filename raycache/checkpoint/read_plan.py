@@ -14,9 +14,7 @@ from raycache.checkpoint.read_ahead import Read
 class PlannedSource(Protocol):
     """A weight source that can say what it would read."""
 
-    def has(self, name: str) -> bool:
-        """See `WeightSource.has`."""
-        ...
+    def has(self, name: str) -> bool: ...
 
     def planned(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
@@ -44,13 +42,12 @@ class ReadPlan:
         return sum(read.num_bytes for read in self.reads)
 
     def has(self, name: str) -> bool:
-        """See `WeightSource.has`."""
         return self._source.has(name)
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """See `WeightSource.read`; on the meta device."""
+        """Return the slice on the meta device."""
         read = self._source.planned(name, shape=shape, axis=axis, start=start, stop=stop)
         if read.num_bytes:
             self.reads.append(read)
@@ -62,4 +59,4 @@ class ReadPlan:
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> None:
-        """See `WeightSource.stored`: None, so that the caller reads the tensor, of which the same is read."""
+        """Return None, so that the caller uses `read`, which reads the same bytes."""

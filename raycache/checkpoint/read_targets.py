@@ -38,7 +38,7 @@ def target_on(device: torch.device) -> Target:
 
 
 class _Cpu:
-    """See `Target`."""
+    """Target in CPU memory."""
 
     def __init__(self) -> None:
         self._threads = threading.local()
@@ -56,7 +56,7 @@ class _Cpu:
 
 
 class _Gpu:
-    """See `Target`. Each thread reads into one of two buffers while the other one is copied."""
+    """Target in GPU memory: each thread reads into one of two buffers while the other is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

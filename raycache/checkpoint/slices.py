@@ -109,7 +109,7 @@ _AGAIN = "the file is damaged, download it again"
 
 
 def _read_codes(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> Tensor:
-    """See `StoredSlice.codes`."""
+    """Read the codes of a slice (`StoredSlice.codes`)."""
     wanted = codes_box(checkpoint, tensor, box)
     codes = checkpoint.read_box(tensor.codes, wanted)
     if tensor.format.per_byte == 1:

@@ -133,20 +133,18 @@ class Checkpoint:
         return not (self.model_dir / OUTLINE).exists()
 
     def has(self, name: str) -> bool:
-        """See `WeightSource.has`."""
         return name in self._tensors
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """See `WeightSource.read`."""
         self.check(name, shape)
         return self.read_box(name, _box(shape, axis, start, stop))
 
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> None:
-        """See `WeightSource.stored`; tensors are taken as plain."""
+        """Return None: tensors are unquantised."""
         self.check(name, shape)
 
     def read_box(self, name: str, box: Sequence[range]) -> Tensor:

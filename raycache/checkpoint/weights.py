@@ -50,13 +50,13 @@ class CheckpointWeights:
         self._kept = kept
 
     def has(self, name: str) -> bool:
-        """See `WeightSource.has`; of a quantised tensor the codes or the scales."""
+        """Whether a tensor exists; a quantised one as codes and scales."""
         return self._layouts.has(name)
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """See `WeightSource.read`. Only the codes and scales of the slice are read, a few rows at a time."""
+        """Read a slice; of a quantised tensor only its codes and scales, a few rows at a time."""
         tensor = self._layouts.find(name, shape)
         if tensor is None:
             return self._checkpoint.read(name, shape=shape, axis=axis, start=start, stop=stop)
@@ -78,13 +78,12 @@ class CheckpointWeights:
         return self._checkpoint.box(tensor.codes, box)
 
     def reading_ahead(self, ahead: ReadAhead) -> AbstractContextManager[None]:
-        """See `Checkpoint.reading_ahead`."""
         return self._checkpoint.reading_ahead(ahead)
 
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> StoredSlice | None:
-        """See `WeightSource.stored`; on the CPU."""
+        """Return the stored form on the CPU."""
         tensor = self._layouts.find(name, shape)
         if tensor is None:
             self._checkpoint.check(name, shape)
@@ -109,13 +108,12 @@ class CheckedNames:
         self._read: set[str] = set()
 
     def has(self, name: str) -> bool:
-        """See `WeightSource.has`."""
         return self._layouts.has(name)
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """See `WeightSource.read`; on the meta device."""
+        """Return the slice on the meta device."""
         self._check(name, shape)
         sizes = list(shape)
         if axis is not None:
@@ -125,7 +123,7 @@ class CheckedNames:
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> None:
-        """See `WeightSource.stored`; everything is taken as plain."""
+        """Return None: tensors count as unquantised."""
         self._check(name, shape)
 
     def _check(self, name: str, shape: Sequence[int]) -> None:

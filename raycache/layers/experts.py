@@ -82,7 +82,6 @@ class Experts:
         self._down_bias = down_bias
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """See `RoutedExperts`."""
         if not len(x):
             return torch.zeros_like(x)
         order = ids.flatten().argsort(stable=True)  # pairs of token and expert, by expert
@@ -161,7 +160,6 @@ class LatentExperts:
         self._experts = experts
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """See `RoutedExperts`."""
         return F.linear(self._experts(F.linear(x, self._into), weights, ids), self._back)
 
 
@@ -188,7 +186,6 @@ class NormedLatentExperts:
         self._group = group
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """See `RoutedExperts`."""
         latent = self._group.all_reduce(self._experts(F.linear(x, self._into), weights, ids))
         return F.linear(self._norm(latent)[:, self._taken], self._back)
 

@@ -133,7 +133,6 @@ class Indexer:
         self._scale = (heads * dim) ** -0.5
 
     def __call__(self, x: Tensor, source: Tensor, run: ForwardPass) -> Selection:
-        """See `Selector`."""
         turn = run.rotation(self._rotary, x.dtype)
         q = self._turned(self._query(source).view(x.shape[0], *self._shape), turn)
         k = F.layer_norm(self._key(x), self._shape[1:], *self._key_norm, eps=KEY_NORM_EPS)
@@ -159,7 +158,6 @@ class SharedSelection:
         self._source = source
 
     def __call__(self, x: Tensor, source: Tensor, run: ForwardPass) -> Selection:
-        """See `Selector`."""
         return run.selections[self._source]
 
 

@@ -27,7 +27,7 @@ _FEATURES_PER_PROGRAM = 1024  # 16 bytes per load of each of 128 threads
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, is_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """See fused.add_rms_norm; without a delta, x itself is the sum."""
+    """`fused.add_rms_norm`, or the norm of x alone if delta is None."""
     num_tokens, size = x.shape
     normed = x.new_empty(x.shape)
     total = x if delta is None else x.new_empty(x.shape)

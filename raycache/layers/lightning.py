@@ -133,7 +133,6 @@ class ActivatedHeads:
         self._shape = (num_heads, 3, head_dim)
 
     def __call__(self, qkv: Tensor, run: ForwardPass) -> Tensor:
-        """See `Heads`."""
         heads: Tensor = F.silu(qkv).unflatten(1, self._shape)
         return heads
 
@@ -153,7 +152,6 @@ class RotatedHeads:
         self._num_heads, self._head_dim = num_heads, head_dim
 
     def __call__(self, qkv: Tensor, run: ForwardPass) -> Tensor:
-        """See `Heads`."""
         rows = qkv.unflatten(1, (3 * self._num_heads, self._head_dim))
         qk = rows[:, : 2 * self._num_heads]
         run.rotation(self._rotary, qk.dtype)(qk, norm=self._norm, out=qk)

@@ -83,7 +83,6 @@ class ScaledRouter:
         self._factors = factors
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Router`."""
         weights, ids = self._router(self._norm(x))
         return weights * self._factors[ids], ids
 

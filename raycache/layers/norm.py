@@ -49,7 +49,6 @@ class CenteredNorm:
         return fused.rms_norm(x, self.weight, self._eps, is_centered=True)
 
     def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RMSNorm.add`."""
         return fused.add_rms_norm(hidden, delta, self.weight, self._eps, is_centered=True)
 
 

@@ -53,7 +53,7 @@ class Fp8Matrices:
         self._offset = offset
 
     def multiply(self, x: Tensor, routes: Routes, *, bias: Tensor | None, is_input: bool) -> Tensor:
-        """See `ExpertMatrices`; activations are rounded to FP8, with a scale per row and group."""
+        """Multiply with activations rounded to FP8, with a scale per row and group."""
         kernels = _kernels()
         codes, scales = kernels.quantise(x, num_rows=len(x), num_columns=self._codes.shape[2], offset=self._offset)
         product: Tensor = kernels.fp8_product(
@@ -86,7 +86,7 @@ class MxMatrices:
         self._offset = offset
 
     def multiply(self, x: Tensor, routes: Routes, *, bias: Tensor | None, is_input: bool) -> Tensor:
-        """See `ExpertMatrices`; the weights are exact, activations stay bfloat16."""
+        """Multiply with exact weights and bfloat16 activations."""
         kernels = _kernels()
         product: Tensor = kernels.mx_product(
             x, self._codes, self._scales, routes, offset=self._offset, bias=bias, is_input=is_input
@@ -136,7 +136,7 @@ class QuantisedExperts:
         self._down_bias = down_bias
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """See `Experts`; can be recorded."""
+        """Run the experts; can be captured in a CUDA graph."""
         if not len(x):
             return torch.zeros_like(x)
         routing = _routing()

@@ -41,7 +41,6 @@ class SoftmaxRouter:
         self._renormalise = renormalise
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Router`."""
         logits = precise(F.linear(x.to(self._weight.dtype), self._weight, self._bias))
         weights, ids = logits.softmax(dim=-1).topk(self._top_k, dim=-1)
         return (weights / weights.sum(dim=-1, keepdim=True) if self._renormalise else weights), ids
@@ -82,7 +81,6 @@ class SigmoidRouter:
         self._scale = scale
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Router`."""
         scores = F.linear(x.to(self._weight.dtype), self._weight).sigmoid()
         ids = self._limit(scores + self._correction).topk(self._top_k, dim=-1).indices
         weights = scores.gather(1, ids)

@@ -171,19 +171,15 @@ class DraftLayers:
         self._pool, self._first = pool, first
 
     def kv(self, layer: int) -> KVView:
-        """See DevicePool."""
         return self._pool.kv(self._first + layer)
 
     def latent(self, layer: int) -> LatentView:
-        """See DevicePool."""
         return self._pool.latent(self._first + layer)
 
     def index(self, layer: int) -> IndexView:
-        """See DevicePool."""
         return self._pool.index(self._first + layer)
 
     def state(self, layer: int) -> StateView:
-        """See DevicePool."""
         return self._pool.state(self._first + layer)
 
 

@@ -110,18 +110,18 @@ class AskedShapes:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def has(self, name: str) -> bool:
-        """See `WeightSource.has`; the names of published checkpoints are taken."""
+        """Whether published checkpoints have a tensor of this name."""
         return False
 
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> None:
-        """See `WeightSource.stored`; everything is taken as plain."""
+        """Return None: tensors count as unquantised."""
 
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """See `WeightSource.read`; on the meta device."""
+        """Return the slice on the meta device."""
         self.shapes[name] = tuple(shape)
         cut = list(shape)
         if axis is not None:

@@ -1,1 +1,1 @@
-"""A plan as arrays: what one rank computes, reads and writes in a step."""
+"""Turns a plan into arrays: what one rank computes, reads and writes in a step."""

@@ -1,4 +1,4 @@
-"""How the tokens of a step travel between cp ranks.
+"""Exchanges tokens of a step between cp ranks.
 
     plan rows    [ row 0: 5 new tokens ][ row 1: 1 ][ row 2: 1 ]        all tokens, T of them, row after row
     cp rank 0    [ 0 4             ][ row 1: 0 ]                        local tokens, in this order
@@ -8,7 +8,7 @@
     to_heads     local tokens, all heads of the rank  -> all tokens, 1 / cp of the heads (all-to-all)
     to_tokens    its inverse
 
-Local tokens are padded to one length to travel. With cp = 1 nothing moves.
+Local tokens are padded to equal length for transfer. With cp = 1 nothing is transferred.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from raycache.parallel.context import ParallelContext
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Of one step.
+    """The exchange of one step.
 
     Attributes:
-        cp: the group.
-        num_local: T_local, tokens of this rank.
-        padded_len: longest T_local of the cp ranks.
-        where: int64 [T]; place of each token among cp * padded_len gathered ones.
-        what: int64 [cp * padded_len]; its inverse, padding points at token 0.
+        cp: the context-parallel group.
+        num_local: T_local, number of this rank's tokens.
+        padded_len: maximum T_local of the cp ranks.
+        where: int64 [T]; index of each token among the cp * padded_len gathered ones.
+        what: int64 [cp * padded_len]; inverse of `where`, 0 for padding.
     """
 
     cp: Group
@@ -46,12 +46,11 @@ class Exchange:
     def between(
         cls, locals_: Sequence[Sequence[NDArray[np.int64]]], starts: NDArray[np.int64], ctx: ParallelContext
     ) -> Exchange:
-        """Lay the ways out.
+        """Compute the index arrays.
 
         Args:
-            locals_: per cp rank and row, the new tokens that the rank computes.
-            starts: of each row among all tokens, and their number T at the end.
-            ctx: of this rank.
+            locals_: per cp rank and row, indices of the new tokens that the rank computes.
+            starts: start of each row among all tokens, followed by T.
         """
         padded_len = max(sum(map(len, rows)) for rows in locals_)
         what = np.zeros(len(locals_) * padded_len, np.int64)
@@ -76,13 +75,13 @@ class Exchange:
         return self.cp.all_gather(self._padded(local)).flatten(0, 1)[self.where]
 
     def give_back(self, every: Tensor) -> Tensor:
-        """[T, ...], this rank's part of something about all tokens -> [cp, T_local, ...], all parts about its own."""
+        """This rank's partial results for all tokens, [T, ...] -> all ranks' for its tokens, [cp, T_local, ...]."""
         if self.cp.size == 1:
             return every[None]
         return self.cp.all_to_all(every[self.what].unflatten(0, (self.cp.size, self.padded_len)))[:, : self.num_local]
 
     def to_heads(self, local: Tensor) -> Tensor:
-        """[T_local, H, ...] -> [T, H / cp, ...]; with fewer heads than ranks, neighbours get the same one."""
+        """[T_local, H, ...] -> [T, H / cp, ...]; with fewer heads than ranks, neighbouring ranks get the same head."""
         size = self.cp.size
         if size == 1:
             return local
@@ -92,7 +91,7 @@ class Exchange:
         return self.cp.all_to_all(parts).flatten(0, 1)[self.where]
 
     def to_tokens(self, every: Tensor) -> Tensor:
-        """[T, H / cp, ...] -> [T_local, H, ...]; inverse of `to_heads` where heads were not repeated."""
+        """[T, H / cp, ...] -> [T_local, H, ...]; inverse of `to_heads` if heads were not repeated."""
         if self.cp.size == 1:
             return every
         parts = self.cp.all_to_all(every[self.what].unflatten(0, (self.cp.size, self.padded_len)))

@@ -1,10 +1,10 @@
-"""A plan as arrays, for one rank: which tokens it computes, where it writes, what it reads.
+"""A plan as arrays for one rank: tokens to compute, cache slots to write, pages to read.
 
     plan rows    [ row 0: 5 new tokens ][ row 1: 1 ][ row 2: 1 ]        all tokens, T of them, row after row
     cp rank 0    [ 0 4             ][ row 1: 0 ]                        local tokens, in this order
     cp rank 1    [ 1 2 3           ][ row 2: 0 ]
 
-How tokens travel between cp ranks is in exchange.py.
+exchange.py transfers tokens between cp ranks.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from raycache.step.exchange import Exchange
 from raycache.wire.plan import StepPlan, emitted, local_positions
 
 PageTables = Mapping[str, NDArray[np.int32]]
-"""Component space -> page id per page of the sequence; -1 for one that is not kept."""
+"""Component space -> page id per page of the sequence; -1 for a page that is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowInputs:
-    """One row, for attention.
+    """Attention inputs of one row.
 
     Attributes:
-        start: position of its first new token.
-        tokens: where its new tokens lie among all T of the step.
-        local: where this rank's new tokens of the row lie among its local tokens.
-        runs: this rank's new tokens of the row as runs of the chunk, in local order; none for a single token.
-        read_state, write_state, draft_states: slots of recurrent states, see plan.Row.
+        start: position in the sequence of its first new token.
+        tokens: range of its new tokens among all T of the step.
+        local: range of this rank's new tokens of the row among its local tokens.
+        runs: this rank's new tokens as runs of the chunk, in local order; empty for a single token.
+        read_state, write_state, draft_states: slots of recurrent states (see plan.Row).
     """
 
     start: int
@@ -50,11 +50,11 @@ class RowInputs:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What this rank's pages hold of a row: its tokens before the chunk; of a single new token, itself too.
+    """Cached tokens of a row on this rank: those before the chunk, and a single new token itself.
 
     Attributes:
         runs: slots, as (first, count) runs, oldest token first.
-        positions: int64 [L], of those tokens in the sequence.
+        positions: int64 [L], positions of those tokens in the sequence.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -63,17 +63,17 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages of this rank that hold what the queries of each row see; columns over n rows.
+    """This rank's pages that the queries of each row attend to; columns over n rows.
 
     All pages of a row but its last one are full, page_size / cp tokens on each rank.
 
     Attributes:
         indptr: int32 [n + 1]; row i has the pages ids[indptr[i]:indptr[i + 1]].
-        ids: int32, oldest first, up to the page of the last new token. The last ones may be still empty on this rank.
-        first: int32 [n]; index of a row's first one among the pages of its sequence. Not 0 where a window begins later.
-        cached: int32 [n]; tokens of this rank in them before the new ones. A single new token counts: it is written
-            before it is attended to.
-        total: int32 [n]; the same with all new tokens.
+        ids: int32, oldest first, up to the page of the last new token. The last ones may still be empty on this rank.
+        first: int32 [n]; index in the sequence of each row's first page; not 0 if a window begins later.
+        cached: int32 [n]; this rank's tokens in the pages before the new ones. Includes a single new token, which is
+            written before attention.
+        total: int32 [n]; the same including all new tokens.
     """
 
     indptr: NDArray[np.int32]
@@ -85,13 +85,13 @@ class Pages:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the rows of one component space are written and read.
+    """Where cache rows of one component space are written and read.
 
     Attributes:
-        owned: int64; those of the T tokens that this rank's cache keeps.
-        slots: int64; where they are written.
-        pages: that are read.
-        page_size, cp_rank, cp_size: how tokens lie in them.
+        owned: int64; indices of the T tokens that this rank's cache keeps.
+        slots: int64; cache slots to write them to.
+        pages: pages to read.
+        page_size, cp_rank, cp_size: determine which tokens are in this rank's part of a page.
     """
 
     owned: Tensor
@@ -103,7 +103,7 @@ class Places:
 
     @cached_property
     def prefixes(self) -> tuple[Prefix, ...]:
-        """The cached tokens of each row one by one, for readable backends: slow to make."""
+        """Cached tokens of each row, individually: slow to make, for simple backends."""
         return tuple(self._prefixes())
 
     def _prefixes(self) -> Iterator[Prefix]:
@@ -113,7 +113,7 @@ class Places:
             if not len(ids):
                 yield Prefix((), np.empty(0, np.int64))
                 continue
-            assert ids.min() >= 0, "a page that a query sees is not kept"
+            assert ids.min() >= 0, "a page that a query attends to is not kept"
             missing = len(ids) * share - count
             breaks = np.flatnonzero(np.diff(ids) != 1) + 1
             runs = [(int(part[0]) * share, len(part) * share) for part in np.split(ids, breaks)]
@@ -128,15 +128,13 @@ class StepInputs:
     """Everything that a rank's forward pass needs of a plan.
 
     Attributes:
-        ctx: of the rank.
         ids, positions: int64 [T_local].
-        num_tokens: T, of all cp ranks.
-        rows: of the plan.
-        exchange: tokens between cp ranks.
-        places: per component space.
-        read_states, write_states: int64 [rows]; as in `rows`, 0 where there is none.
-        logits: int64 [N]; the local tokens whose logits are used.
-        is_decode: every row has one new token.
+        num_tokens: T, over all cp ranks.
+        rows: one per row of the plan.
+        places: by component space.
+        read_states, write_states: int64 [rows]; as in `rows`, 0 for none.
+        logits: int64 [N]; local indices of the tokens whose logits are used.
+        is_decode: whether every row has one new token.
     """
 
     ctx: ParallelContext
@@ -160,7 +158,7 @@ def step_inputs(
     page_size: int,
     ctx: ParallelContext,
 ) -> StepInputs:
-    """As `build_inputs`, with tables of all slots by component space; only those of `windows` are laid out."""
+    """Like `build_inputs`, from page tables of all slots; only component spaces in `windows` are included."""
     of_slots = {row.slot: {space: tables[space].of(row.slot) for space in windows} for row in plan.rows}
     return build_inputs(plan, of_slots, page_size=page_size, windows=windows, ctx=ctx)
 
@@ -173,14 +171,12 @@ def build_inputs(
     windows: Mapping[str, int],
     ctx: ParallelContext,
 ) -> StepInputs:
-    """Lay a plan out for one rank.
+    """Build one rank's inputs from a plan.
 
     Args:
-        plan: the step.
-        page_tables: slot -> component space -> page ids, the plan's new pages included.
+        page_tables: slot -> component space -> page ids, including the plan's new pages.
         page_size: tokens per page.
-        windows: component space -> tokens that a query sees, itself included; 0 for all before it.
-        ctx: of the rank.
+        windows: component space -> tokens that a query attends to, including itself; 0: all before it.
     """
     cp_rank, cp_size = ctx.cp.rank, ctx.cp.size
     locals_ = [local_positions(plan, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
@@ -260,9 +256,9 @@ def _pages(
     cached: list[int] = []
     total: list[int] = []
     for row, table in zip(plan.rows, tables, strict=True):
-        # A single new token sees itself and all before it: it is part of what is in the pages, no causal part is left.
+        # A single new token attends to itself and all before it, all of them in pages: no causal part is left.
         seen, end = row.start + (row.num_tokens == 1), row.start + row.num_tokens
-        # Pages before the window may be others' by now.
+        # Pages before the window may have been reassigned.
         begin = max(0, row.start - window + 1) // page_size if window else 0
         ids.append(table[begin : -(-end // page_size)])
         first.append(begin)

@@ -1,4 +1,4 @@
-"""Page ids of the sequences that a rank serves."""
+"""Page tables of the sequences that a rank serves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _LEAST = 8
 
 
 class PageTables:
-    """Of one component space: a row per slot, all as wide as the longest so far.
+    """Page table of one component space: a row per slot, all as wide as the longest so far.
 
     Attributes:
-        ids: int32 [slots, width]; -1 for a page that is not kept, anything behind the end of a row.
-        num_pages: int64 [slots].
+        ids: int32 [slots, width]; -1 for a page that is not kept, arbitrary beyond the end of a row.
+        num_pages: int64 [slots]; length of each row.
     """
 
     def __init__(self) -> None:
@@ -23,27 +23,27 @@ class PageTables:
         self.num_pages: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def begin(self, slot: int, ids: Sequence[int]) -> None:
-        """A slot gets a new owner, with these pages."""
+        """Set the pages of a slot for a new request."""
         self._make_room(slot, 0)
         self.num_pages[slot] = 0
         self.append(slot, ids)
 
     def append(self, slot: int, ids: Sequence[int]) -> None:
-        """Add pages at the end of a row."""
+        """Append pages to a row."""
         count = int(self.num_pages[slot])
         self._make_room(slot, count + len(ids))
         self.ids[slot, count : count + len(ids)] = ids
         self.num_pages[slot] = count + len(ids)
 
     def of(self, slot: int) -> NDArray[np.int32]:
-        """The pages of a slot, a view."""
+        """Page ids of a slot, as a view."""
         return self.ids[slot, : self.num_pages[slot]]
 
     def _make_room(self, slot: int, width: int) -> None:
         slots, most = self.ids.shape
         if slot < slots and width <= most:
             return
-        # Twice of what is too small, so that growing costs little in all.
+        # Doubling keeps the amortised cost of growth low.
         size = (
             max(2 * slots, slot + 1, _LEAST) if slot >= slots else slots,
             max(2 * most, width, _LEAST) if width > most else most,

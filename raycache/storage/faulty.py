@@ -78,7 +78,6 @@ class FaultyStorage:
         self._counts = StorageStats()
 
     def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
-        """See `Storage.put`."""
         self._begin()
         with self._lock:
             end = self._end(len(keys))
@@ -94,7 +93,6 @@ class FaultyStorage:
         return stored
 
     def get(self, keys: Sequence[bytes], *, into: Sequence[Buffer]) -> list[Fetch]:
-        """See `Storage.get`."""
         self._begin()
         found = self._inner.get(keys, into=into)
         with self._lock:
@@ -110,42 +108,35 @@ class FaultyStorage:
         return found
 
     def contains(self, keys: Sequence[bytes], *, touch: bool) -> list[bool]:
-        """See `Storage.contains`."""
         self._begin()
         stored = self._inner.contains(keys, touch=touch)
         with self._lock:
             return [is_stored and key not in self._lost for key, is_stored in zip(keys, stored, strict=True)]
 
     def checksums(self, keys: Sequence[bytes]) -> list[int]:
-        """See `Storage.checksums`."""
         return self._inner.checksums(keys)
 
     def suffixes(self) -> set[bytes]:
-        """See `Storage.suffixes`."""
         self._begin()
         return self._inner.suffixes()
 
     def stats(self) -> StorageStats:
-        """See `Storage.stats`, with the faults."""
+        """Statistics of the wrapped storage, plus injected faults."""
         stats = astuple(self._inner.stats())
         with self._lock:
             return StorageStats(*(sum(pair) for pair in zip(stats, astuple(self._counts), strict=True)))
 
     def close(self) -> None:
-        """See `Storage.close`."""
         self._inner.close()
 
     def clear(self) -> None:
-        """See `Storage.clear`."""
         self._begin()
         self._inner.clear()
 
     def resize(self, max_bytes: int) -> None:
-        """See `Storage.resize`."""
         self._inner.resize(max_bytes)
 
     def scrub(self, *, until_s: float = math.inf) -> Scrub:
-        """See `Storage.scrub`."""
         return self._inner.scrub(until_s=until_s)
 
     def _begin(self) -> None:

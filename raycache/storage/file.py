@@ -93,7 +93,6 @@ class FileStorage:
         return stored
 
     def get(self, keys: Sequence[bytes], *, into: Sequence[Buffer]) -> list[Fetch]:
-        """See `Storage.get`."""
         found = [Fetch.MISSING] * len(keys)
         with self._lock:
             jobs = self._look_up(keys, [flat(buffer) for buffer in into], found)
@@ -105,7 +104,6 @@ class FileStorage:
         return found
 
     def contains(self, keys: Sequence[bytes], *, touch: bool) -> list[bool]:
-        """See `Storage.contains`."""
         with self._lock:
             shelves = [self._shelves.find(key) for key in keys]
             if touch:
@@ -115,18 +113,16 @@ class FileStorage:
         return [shelf is not None for shelf in shelves]
 
     def checksums(self, keys: Sequence[bytes]) -> list[int]:
-        """See `Storage.checksums`."""
         with self._lock:
             shelves = [self._shelves.find(key) for key in keys]
             return [0 if shelf is None else shelf.checksum(key) for shelf, key in zip(shelves, keys, strict=True)]
 
     def suffixes(self) -> set[bytes]:
-        """See `Storage.suffixes`: of all that was stored since it was opened or cleared, or found then."""
+        """Suffixes of all keys found at opening, or stored since it was opened or cleared."""
         with self._lock:
             return set(self._shelves.suffixes)
 
     def stats(self) -> StorageStats:
-        """See `Storage.stats`."""
         with self._lock:
             return replace(
                 self._counts,
@@ -136,7 +132,6 @@ class FileStorage:
             )
 
     def close(self) -> None:
-        """See `Storage.close`."""
         with self._lock:
             self._shelves.uses.save(self._shelves.segments())
             for segment in self._shelves.segments():
@@ -144,7 +139,6 @@ class FileStorage:
             os.close(self._marker_fd)
 
     def clear(self) -> None:
-        """See `Storage.clear`."""
         with self._lock:
             self._shelves.clear()
 
@@ -165,7 +159,6 @@ class FileStorage:
             self._shelves.bound(max_bytes)
 
     def scrub(self, *, until_s: float = math.inf) -> Scrub:
-        """See `Storage.scrub`."""
         start_s, checked, num_bytes, bad = time.monotonic(), 0, 0, 0
         is_whole = True
         for key in self.keys():

@@ -81,49 +81,45 @@ class Guarded:
         return self._opened is not None
 
     def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
-        """See `Storage.put`."""
         with self._ask() as storage:
             if storage is not None:
                 return storage.put(keys, payloads=payloads, checksums=checksums)
         return [False] * self._away(len(keys))
 
     def get(self, keys: Sequence[bytes], *, into: Sequence[Buffer]) -> list[Fetch]:
-        """See `Storage.get`."""
         with self._ask() as storage:
             if storage is not None:
                 return storage.get(keys, into=into)
         return [Fetch.UNAVAILABLE] * self._away(len(keys))
 
     def contains(self, keys: Sequence[bytes], *, touch: bool) -> list[bool]:
-        """See `Storage.contains`."""
         with self._ask() as storage:
             if storage is not None:
                 return storage.contains(keys, touch=touch)
         return [False] * self._away(len(keys))
 
     def checksums(self, keys: Sequence[bytes]) -> list[int]:
-        """See `Storage.checksums`; none is known while it is away."""
+        """Known checksums; none while the storage is unreachable."""
         with self._ask() as storage:
             if storage is not None:
                 return storage.checksums(keys)
         return [0] * len(keys)
 
     def suffixes(self) -> set[bytes]:
-        """See `Storage.suffixes`; none while it is away."""
+        """Key suffixes; none while the storage is unreachable."""
         with self._ask() as storage:
             if storage is not None:
                 return storage.suffixes()
         return set()
 
     def stats(self) -> StorageStats:
-        """See `Storage.stats`; the last that were seen, while it is away."""
+        """Statistics; the last known ones while the storage is unreachable."""
         with self._ask() as storage:
             if storage is not None:
                 self._last = storage.stats()
         return replace(self._last, unavailable=self._last.unavailable + self._num_unavailable)
 
     def close(self) -> None:
-        """See `Storage.close`."""
         with self._lock:
             self._is_closed = True
             opened, self._opened = self._opened, None

@@ -143,7 +143,7 @@ class ObjectStorage:
         return [put is not _Put.FAILED for put in done]
 
     def get(self, keys: Sequence[bytes], *, into: Sequence[Buffer]) -> list[Fetch]:
-        """See `Storage.get`. Raises OSError as `put`."""
+        """Read objects. Raises OSError, like `put`."""
         found = [Fetch.MISSING] * len(keys)
         views = [flat(buffer) for buffer in into]
         requests = [partial(self._get, key, len(view)) for key, view in zip(keys, views, strict=True)]
@@ -158,16 +158,16 @@ class ObjectStorage:
         return found
 
     def contains(self, keys: Sequence[bytes], *, touch: bool) -> list[bool]:
-        """See `Storage.contains`; `touch` does nothing. Raises OSError as `put`."""
+        """Whether objects exist; `touch` has no effect. Raises OSError, like `put`."""
         sizes = self._workers.run([partial(self._size, key) for key in keys])
         return [size is not None for size in sizes]
 
     def checksums(self, keys: Sequence[bytes]) -> list[int]:
-        """See `Storage.checksums`: the server would have to be asked."""
+        """None known, as that would need a request to the server."""
         return [0] * len(keys)
 
     def suffixes(self) -> set[bytes]:
-        """See `Storage.suffixes`; listed again after half a minute. Raises OSError as `put`."""
+        """Key suffixes, listed again after half a minute. Raises OSError, like `put`."""
         with self._lock:
             if time.monotonic() < self._suffixes_until_s:
                 return set(self._suffixes)
@@ -177,16 +177,15 @@ class ObjectStorage:
             return set(listed)
 
     def stats(self) -> StorageStats:
-        """See `Storage.stats`; what the bucket holds is not counted."""
+        """Statistics; the contents of the bucket are not counted."""
         with self._lock:
             return replace(self._counts)
 
     def close(self) -> None:
-        """See `Storage.close`."""
         self._workers.close()
 
     def clear(self) -> None:
-        """See `Storage.clear`: page by page, each within the timeout. Raises OSError as `put`."""
+        """Delete everything, one listing page at a time, each within the timeout. Raises OSError, like `put`."""
         for page in self._pages():
             self._workers.run([partial(self._delete, [path for path, _ in page])])
         with self._lock:
@@ -201,7 +200,7 @@ class ObjectStorage:
         raise ConfigError("a bucket is bounded by its lifecycle rules, not by RayCache; set an expiry there")
 
     def scrub(self, *, until_s: float = math.inf) -> Scrub:
-        """See `Storage.scrub`: in bounded parts, each within the timeout. Raises OSError as `put`."""
+        """Check objects in bounded parts, each within the timeout. Raises OSError, like `put`."""
         start_s, sizes, bad, is_whole = time.monotonic(), list[int](), 0, True
         for batch in _batches(self._pages()):
             if time.monotonic() >= until_s:

@@ -179,7 +179,7 @@ class RedisStorage:
         return stored
 
     def get(self, keys: Sequence[bytes], *, into: Sequence[Buffer]) -> list[Fetch]:
-        """See `Storage.get`. Raises OSError as `put`."""
+        """Read objects. Raises OSError, like `put`."""
         found = [Fetch.MISSING] * len(keys)
         views = [flat(buffer) for buffer in into]
         lengths = [len(view) for view in views]
@@ -197,21 +197,21 @@ class RedisStorage:
         return found
 
     def contains(self, keys: Sequence[bytes], *, touch: bool) -> list[bool]:
-        """See `Storage.contains`. Raises OSError as `put`."""
+        """Whether objects exist. Raises OSError, like `put`."""
         command = "TOUCH" if touch else "EXISTS"
         return [bool(number) for number in self._ask_each(command, keys)]
 
     def checksums(self, keys: Sequence[bytes]) -> list[int]:
-        """See `Storage.checksums`: the server would have to be asked."""
+        """None known, as that would need a request to the server."""
         return [0] * len(keys)
 
     def suffixes(self) -> set[bytes]:
-        """See `Storage.suffixes`; if the server evicts the set, it fills again as objects are put. Raises OSError."""
+        """Key suffixes; if the server evicts the set, it fills again as objects are put. Raises OSError."""
         (members,) = self._workers.run([partial(self._client.ask, "SMEMBERS", self._suffixes_key)])
         return set(members)
 
     def stats(self) -> StorageStats:
-        """See `Storage.stats`; what is stored and evicted is the whole database's and server's. Raises OSError."""
+        """Statistics; stored and evicted objects are those of the whole database and server. Raises OSError."""
         info = self._info()
         (num_objects,) = self._workers.run([partial(self._client.ask, "DBSIZE")])
         with self._lock:
@@ -224,12 +224,11 @@ class RedisStorage:
             )
 
     def close(self) -> None:
-        """See `Storage.close`."""
         self._workers.close()
         self._client.close()
 
     def clear(self) -> None:
-        """See `Storage.clear`: in parts, each within the timeout. Raises OSError as `put`."""
+        """Delete everything in parts, each within the timeout. Raises OSError, like `put`."""
         for keys in self._pages():
             self._workers.run([partial(self._client.ask, "UNLINK", *map(self._name_of, keys))])
         self._workers.run([partial(self._client.ask, "UNLINK", self._suffixes_key)])
@@ -243,7 +242,7 @@ class RedisStorage:
         raise ConfigError("a Redis server is bounded by its maxmemory, not by RayCache; set it there")
 
     def scrub(self, *, until_s: float = math.inf) -> Scrub:
-        """See `Storage.scrub`: in bounded parts, each within the timeout. Raises OSError as `put`."""
+        """Check objects in bounded parts, each within the timeout. Raises OSError, like `put`."""
         start_s, checked, num_bytes, bad, is_whole = time.monotonic(), 0, 0, 0, True
         for keys in self._pages():
             if time.monotonic() >= until_s:

@@ -79,11 +79,9 @@ class ByteTable:
         self.strip_start = strip_start
 
     def __getitem__(self, token_id: int) -> bytes:
-        """See `TokenBytes`."""
         return self._table.get(token_id, b"")
 
     def at_start(self, token_id: int) -> bytes:
-        """See `TokenBytes`."""
         return self[token_id]
 
 

@@ -43,14 +43,12 @@ class DecoderBytes:
         self._read(json.loads(backend.decoder.__getstate__()))
 
     def __getitem__(self, token_id: int) -> bytes:
-        """See `TokenBytes`."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._compute(token_id, drop="")
         return found
 
     def at_start(self, token_id: int) -> bytes:
-        """See `TokenBytes`."""
         return self._compute(token_id, drop=self._first_drops) if self._first_drops else self[token_id]
 
     def _compute(self, token_id: int, *, drop: str) -> bytes:

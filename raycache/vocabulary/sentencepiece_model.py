@@ -62,7 +62,7 @@ class SentencePieceModel:
         self._after = [model.eos_id()] if settings.get("add_eos_token", False) and model.eos_id() >= 0 else []
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See `Vocabulary`; SentencePiece releases the interpreter lock."""
+        """Encode texts; SentencePiece releases the interpreter lock."""
         ids: list[int] = []
         model = self._first
         for part in self._added.split(text):
@@ -74,7 +74,6 @@ class SentencePieceModel:
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def token_id(self, token: str) -> int | None:
-        """See `Vocabulary`."""
         return self._ids.get(token)
 
 

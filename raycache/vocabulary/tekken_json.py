@@ -60,12 +60,11 @@ class TekkenJson:
         self._bos = self.token_id("<s>")
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See `Vocabulary`; <s> is put before a text."""
+        """Encode with <s> before the text."""
         ids = self._pairs.encode(text)
         return [self._bos, *ids] if add_special_tokens and self._bos is not None else ids
 
     def token_id(self, token: str) -> int | None:
-        """See `Vocabulary`."""
         return self._pairs.token_id(token)
 
 

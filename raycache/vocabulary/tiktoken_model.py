@@ -69,11 +69,10 @@ class TiktokenModel:
         self.special_tokens: Mapping[str, str] = {"bos_token": "[BOS]", "eos_token": "[EOS]"}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See `Vocabulary`; nothing is put around a text."""
+        """Encode without adding special tokens."""
         return self._pairs.encode(text)
 
     def token_id(self, token: str) -> int | None:
-        """See `Vocabulary`."""
         return self._pairs.token_id(token)
 
 

@@ -59,11 +59,9 @@ class TokenizerJson:
         return cls(backend, description="none (one token per byte)")
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See `Vocabulary`."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def token_id(self, token: str) -> int | None:
-        """See `Vocabulary`."""
         found: int | None = self._backend.token_to_id(token)
         return found

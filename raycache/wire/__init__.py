@@ -1,1 +1,1 @@
-"""What the decider and the ranks say to each other."""
+"""Messages between the decider and the ranks."""

@@ -1,4 +1,4 @@
-"""The wire between decider and ranks: plans out by broadcast, results back from the last stage.
+"""Transport between decider and ranks: plans are broadcast, results come back from the last stage.
 
 A plan is framed as [length: 8 bytes | msgpack]. A frame of FRAME bytes holds the plans of nearly all decode steps,
 so that one broadcast is enough; a longer plan is followed by a second broadcast with the rest, which all ranks expect
@@ -21,18 +21,18 @@ from raycache.wire.plan import StepPlan, result_lens, result_width
 
 FRAME = 16 * 1024
 _POLL_S = 0.00002
-"""Between two looks at what is under way; other threads of the process want to run as well."""
+"""Poll interval of pending transfers, which leaves time for other threads."""
 _DECIDER = 0
 
 
 def broadcast_plan(plan: StepPlan, control: Group) -> Callable[[], None]:
-    """Start to send a plan to all ranks (decider's side).
+    """Start sending a plan to all ranks (decider's side).
 
-    Does not wait: a rank takes a plan when it is done with the one before, and the last stage is only done when its
-    results are taken, so a decider that waited here with several plans in flight would wait forever.
+    Does not wait: a rank receives a plan once it has finished the previous one, and the last stage finishes only when
+    its results are received. With several plans in flight, a decider that waited here would deadlock.
 
     Returns:
-        To be called once the plan's results are there: raises RankLostError if a rank did not take it.
+        A function to call once the plan's results have arrived; raises RankLostError if a rank did not receive it.
     """
     packed = plan.pack()
     frame = np.zeros(FRAME, np.uint8)
@@ -55,10 +55,9 @@ def receive_plan(control: Group, *, meanwhile: Callable[[], bool] = lambda: Fals
     """Wait for the next plan (a rank's side).
 
     Args:
-        control: the group.
-        meanwhile: called again and again while no plan comes, as long as it says that there is more to do.
+        meanwhile: called repeatedly while no plan arrives, as long as it returns True.
     Raises:
-        RankLostError: the decider is gone or has been silent for longer than the group's deadline.
+        RankLostError: the decider is gone, or silent for longer than the group's deadline.
     """
     head = torch.empty(FRAME, dtype=torch.uint8)
     started = control.ibroadcast(head, root=_DECIDER)
@@ -75,22 +74,22 @@ def receive_plan(control: Group, *, meanwhile: Callable[[], bool] = lambda: Fals
 
 
 def result_ranks(split: Split) -> list[int]:
-    """World ranks that send results, by cp rank: the last stage's, first tp rank."""
+    """World ranks that send results, by cp rank: tp rank 0 of the last stage."""
     return [split.rank(Coords(pp=split.pp - 1, cp=cp, tp=0)) for cp in range(split.cp)]
 
 
 def send_result(plan: StepPlan, result: NDArray[np.int64], control: Group) -> None:
-    """Send what a cp rank found to the decider.
+    """Send a cp rank's results to the decider.
 
     Args:
-        plan: that was executed; its number goes first, so that even an empty result tells that the step is done.
+        plan: the executed plan; its number is sent first, so that even an empty result reports completion.
         result: [result_len, result_width].
     """
     control.send(torch.from_numpy(np.concatenate([[plan.step], result.reshape(-1)])), to=_DECIDER)
 
 
 def receive_results(plan: StepPlan, control: Group, *, split: Split) -> list[NDArray[np.int64]]:
-    """Wait for the results of all cp ranks to a plan.
+    """Wait for the results of a plan from all cp ranks.
 
     Raises:
         RankLostError: a rank is gone, late, or sends the result of another step.
@@ -100,6 +99,6 @@ def receive_results(plan: StepPlan, control: Group, *, split: Split) -> list[NDA
     for rank, count in zip(result_ranks(split), result_lens(plan, cp_size=split.cp), strict=True):
         result = control.recv(torch.empty(1 + count * width, dtype=torch.int64), source=rank + 1).numpy()
         if result[0] != plan.step:
-            raise RankLostError(rank, str(split.coords(rank)), plan.step, f"its result is of step {result[0]}")
+            raise RankLostError(rank, str(split.coords(rank)), plan.step, f"it sent the result of step {result[0]}")
         results.append(result[1:].reshape(count, width))
     return results

@@ -1,17 +1,16 @@
-"""One numbered step: the only message from the decider to the ranks, and its results.
+"""One numbered step, the only message from the decider to the ranks, and its results.
 
-The plan travels as msgpack. Ranks keep a table of slots (page table, sampling state), so a plan holds only what
-changed:
+Plans are encoded as msgpack. Ranks keep a table of slots (page table, sampling state), so a plan has changes only:
 
     StepPlan 17
       admits  slot 3: pages of its cached prefix, sampling          overwrites what the slot held
-      saves   device page 7 -> host page 12, ...                    before anything of this step is written
+      saves   device page 7 -> host page 12, ...                    before this step writes any page
       loads   host page 3 -> device page 9, ...                     before a row reads them, layer by layer
       rows    slot 3: positions 128..383, 256 tokens, 4 new pages   a prefill chunk
               slot 0: position 901, 1 token                         decode
-              slot 5: position 77, fed                              decode, before its token is known here
-              slot 6: position 40, 1 token and 3 drafts             decode, up to 4 tokens may come of it
-                      3 next drafts                                 wanted behind those, for the next row
+              slot 5: position 77, fed                              decode, its token not yet known to the decider
+              slot 6: position 40, 1 token and 3 drafts             decode, yields up to 4 tokens
+                      3 next drafts                                 to be drafted for the next row
 """
 
 from __future__ import annotations
@@ -33,29 +32,28 @@ _NONE: NDArray[np.int64] = np.empty(0, np.int64)
 _FIRST: NDArray[np.int64] = np.zeros(1, np.int64)
 
 PageLists = Mapping[str, Sequence[int]]
-"""Component space -> page ids, in the order of the sequence; -1 stands for a page that is not kept."""
+"""Component space -> page ids, in sequence order; -1 for a page that is not kept."""
 
 NO_PAGES: PageLists = MappingProxyType({})
 
-_DRAFT_STATES = 10  # place of a row on the wire that is a tuple
+_DRAFT_STATES = 10  # index of the row field that is a tuple
 
 MAX_SCORED_TOKENS = 1024
-"""Of a step whose every position is scored: each takes several rows of the size of the vocabulary. Rows that find no
-room among them are scored token by token."""
+"""Limit of scored tokens per step, as each needs several rows of vocabulary size. Rows beyond it are scored token by
+token."""
 
 UNKNOWN: PackedTokens = (-1).to_bytes(4, "little", signed=True)
-"""Stands in a row that is fed for the token that the decider does not know yet."""
+"""Placeholder in a fed row for the token that the decider does not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """A slot gets a new owner.
+    """Assigns a slot to a new request.
 
     Attributes:
         slot: index into the ranks' table.
-        pages: of the cached prefix.
-        sampling: of the request.
-        seed: of its random numbers.
+        pages: pages of the cached prefix.
+        seed: seed of its random numbers.
         prompt, output: packed tokens so far; empty unless penalties need them.
     """
 
@@ -73,23 +71,23 @@ class Row:
 
     Attributes:
         slot: index into the ranks' table.
-        start: position of the first new token; so many tokens are in the pages already.
+        start: position of the first new token, equal to the number of tokens already in the pages.
         tokens: packed ids of the new tokens, at least one.
-        new_pages: to append to the slot's page tables first.
-        output_position: index of the token to sample after the last new one, or -1 to sample none.
-        targets: packed ids to report the log-probability of, the first for the distribution after the first new
-            token; empty for none.
+        new_pages: pages to append to the slot's page tables first.
+        output_position: index in the output of the token to sample after the last new one; -1: sample none.
+        targets: packed ids whose log-probability to report, the first for the distribution after the first new token;
+            empty for none.
         read_state: slot of the recurrent states after `start` tokens, -1 at the beginning of a sequence.
         write_state: slot for the states after the last new token; may be the same. -1 when the model has none.
-        is_fed: its one new token is the one that the plan before sampled for this slot; `tokens` is UNKNOWN.
-        num_drafts: how many of the new tokens, the last ones, are draft tokens. A token is sampled after the last that
-            is none, and after each draft token.
-        draft_states: slots for the states after each draft token; `write_state` then is for those after the last token
-            that is none. Empty when the model has none.
-        accepted: packed draft tokens of the row before that were accepted, where penalties count them.
-        num_next_drafts: tokens that the ranks' draft model should draft after the last accepted one. There are pages
-            for as many, wherever that is.
-        next_token: what follows the last new token, where that is known; -1 where it is sampled. For draft models.
+        is_fed: whether its one new token is the one sampled for this slot by the previous plan; `tokens` is UNKNOWN.
+        num_drafts: number of draft tokens at the end of `tokens`. One token is sampled after the last known token,
+            and one after each draft token.
+        draft_states: slots for the states after each draft token; `write_state` is then for the state after the last
+            known token. Empty when the model has none.
+        accepted: packed draft tokens of the previous row that were accepted, if penalties count them.
+        num_next_drafts: tokens that the ranks' draft model should draft after the last accepted one. There are
+            pages for them in any case.
+        next_token: token after the last new one, for draft models; -1 if it is to be sampled.
     """
 
     slot: int
@@ -109,17 +107,17 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the chunk."""
+        """Number of new tokens."""
         return len(self.tokens) // 4
 
     @property
     def num_targets(self) -> int:
-        """Positions to score."""
+        """Number of positions to score."""
         return len(self.targets) // 4
 
     @property
     def first_sampled(self) -> int:
-        """Position in the chunk behind which the first token is sampled, if any is; the drafts follow it."""
+        """Index in the chunk after which the first token is sampled, if any; draft tokens follow it."""
         return self.num_tokens - 1 - self.num_drafts
 
 
@@ -128,14 +126,14 @@ class StepPlan:
     """What every rank does next.
 
     Attributes:
-        step: number of the plan, without gaps from 1 within an epoch.
+        step: number of the plan, counted from 1 without gaps within an epoch.
         rows: the batch; empty for a heartbeat.
-        admits: slots that change owner first.
-        num_top: None when no row wants log-probabilities, else the most alternatives that one wants.
-        is_last: the ranks end after it.
+        admits: slots to reassign first.
+        num_top: maximum alternatives that a row requests; None if no row requests log-probabilities.
+        is_last: whether the ranks exit after this plan.
         saves: units to copy to the host; they were written in earlier steps.
-        loads: units to copy to the device; rows of this step read them.
-        is_saved_first: what is saved is overwritten in this step, so saves end before loads and rows begin.
+        loads: units to copy to the device, read by rows of this step.
+        is_saved_first: whether this step overwrites saved units, so that saves must end before loads and rows begin.
     """
 
     step: int
@@ -213,12 +211,12 @@ def _sampling(wire: dict[str, Any]) -> SamplingParams:
 
 
 def local_positions(plan: StepPlan, *, cp_rank: int, cp_size: int) -> list[NDArray[np.int64]]:
-    """Which new tokens of each row a cp rank computes: indices into the row's chunk, in the order of computation."""
+    """New tokens of each row that a cp rank computes: indices into the row's chunk, in order of computation."""
     return [_positions(row, cp_rank, cp_size, turn=i) for i, row in enumerate(plan.rows)]
 
 
 def emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of a rank's positions in a row whose logits are used: scored ones, and those that are sampled from."""
+    """Select those of a rank's positions in a row whose logits are used: scored and sampled ones."""
     if row.num_tokens == 1:
         return positions if row.targets or row.output_position >= 0 else _NONE
     wanted = positions < row.num_targets
@@ -228,10 +226,10 @@ def emitted(row: Row, positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, NDArray[np.int64]]]]:
-    """Per cp rank what its result holds: (row, positions in the row), in order, without rows that give nothing."""
+    """Contents of each cp rank's result: (row, positions in the row), in order, without empty rows."""
     found: list[list[tuple[int, NDArray[np.int64]]]] = [[] for _ in range(cp_size)]
     for i, row in enumerate(plan.rows):
-        # A single token is on one rank only: decode batches are walked once and not once per rank.
+        # A single token is on one rank only: iterate over decode batches once, not once per rank.
         ranks = (i % cp_size,) if row.num_tokens == 1 else range(cp_size)
         for rank in ranks:
             positions = emitted(row, _positions(row, rank, cp_size, turn=i))
@@ -241,7 +239,7 @@ def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, NDArray[n
 
 
 def drafting_rows(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
-    """Per cp rank the rows that it drafts the next tokens of, those with the most of them first."""
+    """Rows for which each cp rank drafts next tokens, those with the most draft tokens first."""
     rows = sorted(
         (i for i, row in enumerate(plan.rows) if row.num_next_drafts), key=lambda i: -plan.rows[i].num_next_drafts
     )
@@ -249,7 +247,7 @@ def drafting_rows(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
 
 
 def result_lens(plan: StepPlan, *, cp_size: int) -> list[int]:
-    """Lines of the result of each cp rank: one per emitted position, then one per next draft token."""
+    """Number of lines of each cp rank's result: one per emitted position, then one per next draft token."""
     emitted_counts = [sum(len(positions) for _, positions in places) for places in emissions(plan, cp_size=cp_size)]
     draft_counts = [sum(plan.rows[i].num_next_drafts for i in rows) for rows in drafting_rows(plan, cp_size=cp_size)]
     return [sum(counts) for counts in zip(emitted_counts, draft_counts, strict=True)]
@@ -269,13 +267,13 @@ def result_width(plan: StepPlan) -> int:
 
 @dataclass(slots=True)
 class RowResult:
-    """What came of a row.
+    """Result of a row.
 
     Attributes:
-        tokens: sampled ones, each behind a draft more; empty if none was wanted.
-        logprobs: theirs, if log-probabilities were wanted.
-        scores: of the targets, in their order.
-        next_drafts: by the ranks' draft model, after the last of the tokens that are accepted.
+        tokens: tokens sampled after the last known token and after each draft token; empty if none was requested.
+        logprobs: their log-probabilities, if requested.
+        scores: log-probabilities of the targets, in their order.
+        next_drafts: tokens drafted by the ranks' draft model after the last accepted token.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -284,18 +282,18 @@ class RowResult:
     next_drafts: list[int] = field(default_factory=list)
 
     def add(self, token: int, logprob: TokenLogprob | None) -> None:
-        """A sampled token, behind those before it."""
+        """Append a sampled token."""
         self.tokens.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
 
 
 def read_results(plan: StepPlan, by_cp_rank: Sequence[NDArray[np.int64]]) -> list[RowResult]:
-    """Join the results of the cp ranks to one per row.
+    """Merge the cp ranks' results into one per row.
 
     Args:
-        plan: that was executed.
-        by_cp_rank: each [result_len, result_width].
+        plan: the executed plan.
+        by_cp_rank: arrays [result_len, result_width].
     """
     results = [RowResult() for _ in plan.rows]
     scores: list[dict[int, TokenLogprob]] = [{} for _ in plan.rows]
@@ -310,7 +308,7 @@ def read_results(plan: StepPlan, by_cp_rank: Sequence[NDArray[np.int64]]) -> lis
                 line = next(lines)
                 entry = _read_line(line, num_top=plan.num_top)
                 if position < row.num_targets:
-                    assert entry is not None, "scored rows make the plan want log-probabilities"
+                    assert entry is not None, "a plan with scored rows must request log-probabilities"
                     scores[i][position] = entry
                 elif row.num_drafts:
                     behind_drafts.setdefault(i, []).append((position, int(line[0]), entry))

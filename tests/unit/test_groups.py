@@ -274,7 +274,7 @@ def test_an_answer_to_another_step_is_a_lost_rank(store: Store) -> None:
     def work(group: Group, member: int) -> None:
         if member == DECIDER:
             sent = broadcast_plan(StepPlan(8), group)
-            with pytest.raises(RankLostError, match="rank 0 .* lost at step 8: its result is of step 7"):
+            with pytest.raises(RankLostError, match="rank 0 .* lost at step 8: it sent the result of step 7"):
                 receive_results(StepPlan(8), group, split=split)
             sent()
             return
