@@ -1,4 +1,4 @@
-"""Answers of actors, with Ray's errors by our names."""
+"""Results of actor calls, with Ray's errors translated to RayCache's."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from raycache.errors import EngineStoppedError, RayCacheError
 
 
 class ActorLostError(EngineStoppedError):
-    """The actor died, or says nothing any more."""
+    """The actor died, or no longer responds."""
 
 
 async def answer(ref: Any, *, of: str, timeout_s: float | None) -> Any:
-    """Wait for an answer in an event loop.
+    """Await an actor call's result in an event loop.
 
     Args:
-        of: whom, for messages, such as "the engine actor".
-        timeout_s: after which it counts as lost; None for never.
+        of: name of the actor in messages, such as "the engine actor".
+        timeout_s: after this time the actor counts as lost; None: never.
     Raises:
-        ActorLostError: there will be none.
-        RayCacheError: what was raised there.
+        ActorLostError: the actor died or timed out.
+        RayCacheError: raised in the actor.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -37,7 +37,7 @@ async def answer(ref: Any, *, of: str, timeout_s: float | None) -> Any:
 
 
 def answer_now(ref: Any, *, of: str, timeout_s: float) -> Any:
-    """Wait for an answer in a thread; see `answer`."""
+    """Wait for an actor call's result in a thread; see `answer`."""
     try:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError as error:
@@ -49,12 +49,12 @@ def answer_now(ref: Any, *, of: str, timeout_s: float) -> Any:
 
 
 def ours(error: RayTaskError) -> Exception:
-    """The error that was raised there, if it is one that we raise on purpose."""
+    """The RayCacheError raised in the actor, or None for any other error."""
     return error.cause if isinstance(error.cause, RayCacheError) else error
 
 
 def _died(error: RayError, of: str) -> ActorLostError:
-    """One line: Ray adds the actor's ids, and the whole log of a constructor that failed."""
+    """Shorten Ray's message to one line, without actor ids and the log of a failed constructor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
     return ActorLostError(f"{of} died: {text.partition(' Some common causes')[0]}")

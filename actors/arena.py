@@ -1,8 +1,7 @@
-"""The owners of a gang's host tier, an actor on each of its nodes, that outlive engine and ranks.
+"""Actors that own a gang's host tier, one per node; they outlive engine and ranks.
 
-Ray starts one again when it dies; the one after finds arena and storage in its directory
-(raycache/host/directory.py). Until then its callers have misses. One whose node is lost does not come back: then all
-begin anew, because a page has rows on every node.
+Ray restarts an actor that dies; it then finds arena and storage in its directory (raycache/host/directory.py). Until
+then its callers get misses. If a node is lost, all owners start anew, because a page has rows on every node.
 
     front end -> Arenas: operators' commands -+-> ArenaActor on node a
     engine    -> RemoteOwner, one per node -+-> ArenaActor on node b
@@ -37,14 +36,14 @@ from raycache.types import CacheAction, CacheCommand
 OWNER = "the arena's owner"
 """What messages call it."""
 _COMMAND_TIMEOUT_S = 600.0
-"""For an operator's command; emptying a large storage takes a while."""
+"""Timeout of an operator's command; emptying a large storage takes a while."""
 _SCRUB_TIMEOUT_S = 3600.0
 _STATUS_TIMEOUT_S = 1.0
-"""For figures of the storage, without which an answer on health does as well."""
+"""Timeout of storage counters, which a health report can do without."""
 
 
 class ArenaActor(HostService):
-    """A `HostService`. Who calls what must not wait behind other calls names a concurrency group, see `_start`."""
+    """A `HostService` as an actor. Calls that must not queue behind others use a concurrency group; see `_start`."""
 
     def __init__(self, directory: Path, config: Config, replica: str) -> None:
         logs.set_up(config.log_format, replica=replica)
@@ -64,7 +63,7 @@ class ArenaActor(HostService):
 
     def scrub(self, *, timeout_s: float = math.inf) -> dict[str, Any]:
         if not self._scrubbing.acquire(blocking=False):
-            raise ConfigError("the storage is being scrubbed already; try again when that is done")
+            raise ConfigError("a scrub of the storage is already running; try again when it is done")
         try:
             return super().scrub(timeout_s=timeout_s)
         finally:
@@ -73,10 +72,10 @@ class ArenaActor(HostService):
 
 @dataclass(frozen=True)
 class Arenas:
-    """The owners of all nodes of a gang. Plain data: it travels to the engine actor.
+    """The owners on all nodes of a gang. Plain data, which is sent to the engine actor.
 
     Attributes:
-        actors: node id -> owner there, in the order of the nodes' lowest ranks.
+        actors: node id -> owner, in the order of the nodes' lowest ranks.
     """
 
     config: Config
@@ -85,19 +84,19 @@ class Arenas:
 
     @classmethod
     def start(cls, config: Config, nodes: Iterable[str], *, replica: str = "0") -> Arenas:
-        """Create an owner on each node; none where the service has no host tier.
+        """Create an owner on each node; none without a host tier.
 
         Args:
-            nodes: ids, perhaps with repetitions, such as one per rank.
+            nodes: node ids, possibly repeated, such as one per rank.
         """
         return cls(config, {}, replica).moved(nodes, timeout_s=0.0)
 
     def moved(self, nodes: Iterable[str], *, timeout_s: float) -> Arenas:
-        """Those of a gang that is on other nodes now: kept where it still is; the others are ended.
+        """Owners for a gang that has moved: kept on nodes that it still uses, ended on others.
 
         Args:
             nodes: as for `start`.
-            timeout_s: for an owner to end; one on a lost node is not waited for.
+            timeout_s: how long to wait for an owner to end; one on a lost node is not waited for.
         """
         wanted = dict.fromkeys(nodes) if self.config.has_host_tier else {}
         _end([actor for node, actor in self.actors.items() if node not in wanted], timeout_s=timeout_s)
@@ -110,15 +109,14 @@ class Arenas:
         return [RemoteOwner(actor, **timeouts) for actor in self.actors.values()]
 
     async def carry_out(self, command: CacheCommand) -> dict[str, Any]:
-        """Do the storage's part of an operator's command on all nodes.
+        """Execute the storage's part of an operator's command on all nodes.
 
         Raises:
-            ConfigError: it cannot be done; a storage that one node refuses is attached to none.
+            ConfigError: the command is not possible. If one node cannot attach a storage, none does.
         """
         if not self.actors and command.kind is not CacheAction.CLEAR:
             raise ConfigError(
-                f"{command.kind} needs a host tier, through which all that is stored goes; start the server with "
-                "--host-memory"
+                f"{command.kind} needs a host tier, but there is none; start the server with --host-memory"
             )
         if command.kind is CacheAction.SCRUB:
             command = replace(command, timeout_s=command.timeout_s or _SCRUB_TIMEOUT_S)
@@ -128,7 +126,7 @@ class Arenas:
         return _joined(done)
 
     async def status(self) -> dict[str, Any]:
-        """Figures of the storage, the sum of all nodes; empty without one, or while an owner is away."""
+        """Counters of the storage, summed over nodes; empty without one, or while an owner is away."""
         found = await self._answers(
             lambda actor: actor.status.options(concurrency_group="ask").remote(), timeout_s=_STATUS_TIMEOUT_S
         )
@@ -144,11 +142,11 @@ class Arenas:
         return _sum([answer_now(ref, of=OWNER, timeout_s=timeout_s) for ref in refs], count=len(refs))
 
     def close(self, *, timeout_s: float) -> None:
-        """End the owners; nothing of the host tier is left, or soon will be."""
+        """End the owners, which frees the host tier's memory now or soon after."""
         _end(list(self.actors.values()), timeout_s=timeout_s)
 
     async def _attach(self, command: CacheCommand) -> dict[str, Any]:
-        """Use a storage on all nodes, or, if one of them refuses it, go on as before."""
+        """Attach a storage on all nodes; if one of them fails, restore the previous state."""
         before = await self._ask(lambda actor: actor.spec.remote())
         found = await self._answers(partial(_told, command))
         refused = [each for each in found if isinstance(each, BaseException)]
@@ -173,7 +171,7 @@ class Arenas:
         return found
 
     async def _answers(self, call: Callable[[Any], Any], *, timeout_s: float = _COMMAND_TIMEOUT_S) -> list[Any]:
-        """Answers or errors of all, who are asked at the same time."""
+        """Call all owners concurrently; return their results or errors."""
         answers = [answer(call(actor), of=OWNER, timeout_s=timeout_s) for actor in self.actors.values()]
         return await asyncio.gather(*answers, return_exceptions=True)
 
@@ -199,7 +197,7 @@ def _told(command: CacheCommand, actor: Any) -> Any:
 
 
 def _end(actors: Sequence[Any], *, timeout_s: float) -> None:
-    """End owners. What one leaves behind that does not end in time is removed by its directory's watcher."""
+    """End owners. Files of one that does not end in time are removed by its directory's watcher."""
     closing = [actor.close.remote() for actor in actors]
     if closing:
         ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
@@ -209,14 +207,14 @@ def _end(actors: Sequence[Any], *, timeout_s: float) -> None:
 
 def _refusal(error: BaseException) -> BaseException:
     if isinstance(error, ActorLostError):
-        refusal = ConfigError(f"{error}; another one is on its way, try again")
+        refusal = ConfigError(f"{error}; it is being restarted, try again")
         refusal.__cause__ = error
         return refusal
     return error
 
 
 def _joined(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all nodes have done with a command, as one."""
+    """Merge the results of all nodes."""
     whole: dict[str, Any] = {}
     for name, first in done[0].items() if done else ():
         values = [each[name] for each in done]
@@ -235,7 +233,7 @@ def _joined(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _joined_names(names: Sequence[Any]) -> str:
-    """Of the storages of all nodes; one name where they are alike."""
+    """Names of all nodes' storages; one name if they are equal."""
     return ", ".join(dict.fromkeys(names))
 
 
@@ -251,8 +249,8 @@ class RemoteOwner:
 
     Args:
         actor: the `ArenaActor`.
-        start_timeout_s: for an arena to be made: the first touch of its memory can take seconds per GiB.
-        timeout_s: after which it counts as away when it has a command.
+        start_timeout_s: time limit to make an arena: touching its memory first can take seconds per GiB.
+        timeout_s: time limit of a command, after which the owner counts as away.
     """
 
     def __init__(self, actor: Any, *, start_timeout_s: float, timeout_s: float) -> None:

@@ -1,7 +1,7 @@
-"""Whether strangers can use the Ray cluster that a service is to run on.
+"""Checks that the Ray cluster does not accept connections without a token.
 
-Whoever reaches the ports of a Ray cluster can run any code on all its nodes, unless it asks for a token. So a cluster
-that other machines can reach must ask for one, or the operator must say that it need not.
+Anyone who can reach the ports of a Ray cluster can run code on all its nodes, unless it requires a token. So a cluster
+that other machines can reach must require one, or the operator must accept the risk explicitly.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _REMEDY = (
 
 
 def require_token(address: str, *, is_insecure_allowed: bool) -> None:
-    """Refuse a cluster that answers strangers from other machines.
+    """Reject a cluster that other machines can use without a token.
 
     Args:
-        address: of its GCS, HOST:PORT.
-        is_insecure_allowed: take it nevertheless.
+        address: HOST:PORT of its GCS.
+        is_insecure_allowed: accept it nevertheless.
     Raises:
-        ConfigError: it asks for no token, or it cannot be found out whether it does.
+        ConfigError: it requires no token, or that cannot be determined.
     """
     host = address.rpartition(":")[0].strip("[]")
     if is_insecure_allowed or _is_loopback(host):
@@ -46,8 +46,8 @@ def require_token(address: str, *, is_insecure_allowed: bool) -> None:
 
 
 def _answer_to_stranger(address: str) -> grpc.StatusCode:
-    """What the cluster answers to a question without a token."""
-    # A proxy from the environment is not for the cluster's own network.
+    """The cluster's response to a request without a token."""
+    # Ignore a proxy from the environment: the cluster is on our own network.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             channel.unary_unary(_QUESTION)(b"", timeout=_TIMEOUT_S, wait_for_ready=True)

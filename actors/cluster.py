@@ -1,4 +1,4 @@
-"""Ray itself: start or find a cluster, see what it has."""
+"""Starts or connects to a Ray cluster, and inspects it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from raycache.errors import ConfigError
 
 _LOOK_TIMEOUT_S = 20.0
 _SETTINGS = {"worker_niceness": 0}
-"""Of a cluster of our own. Ray would run ranks at niceness 15, where they wait for whatever else the machine does; on a
-cluster that was there RAY_worker_niceness=0 at `ray start` does the same."""
+"""Environment of a local cluster. Ray's default niceness of 15 would let any other process delay ranks; on an existing
+cluster, set RAY_worker_niceness=0 for `ray start`."""
 _WATCH = 'exec 3<&0; (read _ <&3; while [ -e "$1" ]; do rm -rf "$1"; sleep 2; done) &'
 """Shell script: when its input ends, remove a folder."""
 
@@ -35,9 +35,9 @@ class Cluster:
     """A connection to a cluster.
 
     Attributes:
-        address: of its GCS.
-        dashboard_url: or "" when there is none.
-        temp_dir: of a cluster that this process started, removed when it ends; None for one that was there.
+        address: HOST:PORT of its GCS.
+        dashboard_url: "" without a dashboard.
+        temp_dir: folder of a cluster started by this process, removed at its end; None for an existing cluster.
     """
 
     address: str
@@ -49,10 +49,10 @@ def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({
     """Start a local cluster (address "local") or connect to one.
 
     Args:
-        variables: of the environment, that its processes on a cluster that was there get; they win over what is set
-            there. In a local one all processes have those of this process.
+        variables: environment variables for processes on an existing cluster, overriding those set there. In a local
+            cluster all processes inherit this process's environment.
     Raises:
-        ConfigError: there is none at that address, it runs another version, or it cannot be started.
+        ConfigError: no cluster is at that address, it runs another version of Ray, or it cannot be started.
     """
     if ray.is_initialized():
         raise ConfigError("this process is connected to Ray already; disconnect with ray.shutdown() first")
@@ -106,7 +106,7 @@ def _temp_dir() -> Path:
 
 
 def _watch(folder: Path) -> None:
-    """Have a folder removed also when this process is killed. Ray's processes end then, their files would stay."""
+    """Have a folder removed even if this process is killed: Ray's processes would end but leave their files."""
     end, _ = os.pipe()  # the other end stays open, and this one unread, as long as this process lives
     command = ["sh", "-c", _WATCH, "sh", str(folder)]
     quiet = subprocess.DEVNULL
@@ -115,7 +115,7 @@ def _watch(folder: Path) -> None:
 
 
 def _look(address: str) -> None:
-    """Ask a cluster whether it would take this process: `ray.init` itself takes a quarter of an hour to say no."""
+    """Check that a cluster accepts this process: `ray.init` takes a quarter of an hour to fail."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "status"]
     if address != "auto":
         command += ["--address", address]
@@ -128,21 +128,21 @@ def _look(address: str) -> None:
 
 
 def disconnect(temp_dir: Path | None) -> None:
-    """Leave the cluster; one that this process started ends, and its files go."""
+    """Disconnect; a cluster started by this process is stopped and its files are removed."""
     ray.shutdown()
     if temp_dir is not None:
         shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 def device_type(config: Config) -> str:
-    """ "cuda" or "cpu", as set or as the cluster has it."""
+    """ "cuda" or "cpu", from the setting or by what the cluster has."""
     if config.device != "auto":
         return config.device
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
 
 
 def _code_paths() -> list[str]:
-    """Where workers find the packages: where this process found them, also in a checkout that is not installed.
+    """Import paths for workers: those of this process, also for a checkout that is not installed.
 
     Not PYTHONPATH in a runtime_env: with any, Ray starts each worker through another Python, which takes a second of
     CPU per rank.

@@ -1,9 +1,9 @@
-"""Nodes that leave: lost ones, and those that Ray drains, such as before a cloud takes a spot machine back.
+"""Finds departing nodes: lost ones, and those that Ray drains, for example before a spot machine is reclaimed.
 
     ray drain-node, the autoscaler, KubeRay -> GCS: node, deadline -> here, about once a second -> the front end moves
 
-A cloud's notice is not looked for here: who runs the nodes (autoscaler, KubeRay) sees it and drains the node. Ray has
-no public call that tells which nodes drain; `ray._private.state` is what its own libraries use.
+Cloud notices are not read here: the node provider (autoscaler, KubeRay) gets them and drains the node. Ray has no
+public API for draining nodes; `ray._private.state` is what its own libraries use.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class DepartingNodes:
     """Nodes of a gang that it cannot stay on.
 
     Attributes:
-        lost: ids of those that are dead.
-        draining: ids of those that are alive and will not be for long.
-        left_s: seconds until the first of those ends, by this machine's clock and the deadline of whoever drains it;
-            infinite if that was not said.
+        lost: ids of dead nodes.
+        draining: ids of nodes that are alive but draining.
+        left_s: seconds until the earliest deadline of a draining node, by this machine's clock; infinite if none is
+            set.
     """
 
     lost: frozenset[str] = frozenset()
@@ -41,10 +41,10 @@ class DepartingNodes:
 
 
 def departing_nodes(nodes: Iterable[str]) -> DepartingNodes:
-    """Which of some nodes leave; blocks while the GCS is away.
+    """Find which of `nodes` are departing; blocks while the GCS is away.
 
     Raises:
-        OSError: nobody can say: the GCS is away.
+        OSError: the GCS is away.
     """
     wanted = set(nodes)
     try:
@@ -58,10 +58,10 @@ def departing_nodes(nodes: Iterable[str]) -> DepartingNodes:
 
 
 def can_move(placement: Placement) -> bool:
-    """Whether the ranks would have room elsewhere now, if they gave up what they have.
+    """Whether the ranks would fit on other nodes now, if they released their current resources.
 
     Raises:
-        OSError: nobody can say.
+        OSError: the GCS is away.
     """
     try:
         nodes = [node for node in cluster_nodes() if not node.is_draining]

@@ -1,7 +1,7 @@
-"""The engine actor: owns the decider of one replica and the gangs that execute for it.
+"""The engine actor: owns the decider of one replica and its gangs.
 
-One thread runs the engine; the actor's methods only leave things in its inbox or read what it has put out, so that no
-caller ever waits for a step and no step for a caller.
+One thread runs the engine. The actor's methods only write to its inbox and read from its outbox, so that callers and
+steps never wait for each other.
 
     submit, cancel -> inbox -> [ engine thread: step, step, ... ] -> outbox -> poll
 """
@@ -33,7 +33,7 @@ from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateReques
 _log = logging.getLogger(__name__)
 
 Message = tuple[str, RequestOutput | RayCacheError | str]
-"""Request id, and an increment or why it was refused; or "", and a line for the operator."""
+"""(request id, increment or error), or ("", log line for the operator)."""
 
 T = TypeVar("T")
 
@@ -43,9 +43,9 @@ class EngineActor:
 
     Args:
         device: "cpu" or "cuda".
-        arenas: owners of the host tier on the nodes of the ranks.
-        epoch: of the last gang before this engine's first.
-        replica: name of this engine among others.
+        arenas: owners of the host tier on the ranks' nodes.
+        epoch: epoch of the last gang before this engine's first.
+        replica: name of this engine's replica.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="ask")
     def progress(self) -> tuple[str, float]:
-        """Phase of the start and its share done; ("ready", 1.0) at the end.
+        """Phase of startup and fraction done; ("ready", 1.0) at the end.
 
         Raises:
             RayCacheError: the start failed.
@@ -87,33 +87,33 @@ class EngineActor:
         """Facts of the engine.
 
         Raises:
-            EngineStoppedError: it is not ready or has failed.
+            EngineStoppedError: the engine is not ready or has failed.
         """
         return self._ready().info
 
     @ray.method(concurrency_group="ask")
     def stats(self) -> EngineStats:
-        """Counters and balances now."""
+        """Current counters and gauges."""
         return replace(self._ready().stats(), epoch=self._gangs.epoch, rebuilds=self._gangs.rebuilds)
 
     @ray.method(concurrency_group="ask")
     def check(self) -> None:
-        """Assert all balances, between two steps."""
+        """Assert that pages, slots and locks balance, between two steps."""
         self._between_steps(lambda engine: engine.check())
 
     @ray.method(concurrency_group="admin")
     def admin(self, command: CacheCommand) -> Mapping[str, Any]:
-        """Carry out a command on the tiers, between two steps; see `AsyncEngine.admin`.
+        """Run a command on the cache tiers, between two steps; see `AsyncEngine.admin`.
 
         Raises:
-            RayCacheError: it cannot be done.
+            RayCacheError: the command is not possible.
         """
         answer = self._between_steps(lambda engine: engine.admin(command))
         return _within(answer, timeout_s=self._config.rank_timeout_s + command.timeout_s)
 
     @ray.method(concurrency_group="submit")
     def submit(self, request: GenerateRequest) -> None:
-        """Queue a request; what comes of it is polled."""
+        """Queue a request; its output is polled."""
 
         def add() -> None:
             try:
@@ -125,37 +125,37 @@ class EngineActor:
 
     @ray.method(concurrency_group="submit")
     def cancel(self, request_id: str) -> None:
-        """End a request; its pages are free in the next step."""
+        """Cancel a request; its pages are freed in the next step."""
         self._post(lambda: self._ready().cancel(request_id))
 
     @ray.method(concurrency_group="poll")
     def poll(self, timeout_s: float) -> list[Message]:
-        """What happened since the last poll; waits for the first message.
+        """Messages since the last poll; waits for at least one.
 
         Args:
             timeout_s: after which an empty list is returned.
         Raises:
-            EngineStoppedError: nothing will ever come; an ActorLostError if another engine could go on.
+            EngineStoppedError: the engine has ended for good; an ActorLostError if another engine could take over.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._outbox or self._failure, timeout_s)
             messages, self._outbox = self._outbox, []
         if not messages and isinstance(self._failure, ActorLostError):
-            raise self._failure  # another engine may have more luck
+            raise self._failure  # another engine may succeed
         if not messages and self._failure is not None:
             raise EngineStoppedError(str(self._failure))
         return messages
 
     @ray.method(concurrency_group="ask")
     def stop(self, timeout_s: float) -> None:
-        """End engine and ranks in good order."""
+        """Stop engine and ranks gracefully."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
 
     def _between_steps(self, work: Callable[[Engine], T]) -> T:
-        """Result of work that the engine's thread does."""
+        """Run `work` on the engine's thread; return its result."""
         found: Future[T] = Future()
 
         def run() -> None:
@@ -190,7 +190,7 @@ class EngineActor:
                 self._turn(engine)
         except RayCacheError as cause:
             failure = cause
-        except Exception as cause:  # the thread's last resort: whoever polls must hear of it
+        except Exception as cause:  # last resort of the thread: pollers must be told
             _log.exception("the engine failed")
             failure = EngineStoppedError(f"{type(cause).__name__}: {cause}")
         with self._changed:
@@ -211,7 +211,7 @@ class EngineActor:
         )
 
     def _turn(self, engine: Engine) -> None:
-        """Take the inbox in, then make one step, or wait for something to do."""
+        """Process the inbox, then run one step or wait for work."""
         with self._changed:
             if not self._inbox and not engine.has_work and not self._is_stopping:
                 self._changed.wait(self._config.rank_timeout_s / 4)
@@ -229,7 +229,7 @@ class EngineActor:
                 on_progress=self._note_progress,
                 on_loss=lambda line: self._put([("", line)]),
             )
-            engine.restart(gang.executor)  # requests go on with the tokens that they have
+            engine.restart(gang.executor)  # requests continue with the tokens that they have
             self._progress = ("ready", 1.0)
             return
         if outputs:
@@ -247,7 +247,7 @@ class EngineActor:
             self._changed.notify_all()
 
     def _has_closed(self) -> bool:
-        """End the engine in good order; whether that was possible."""
+        """Stop the engine gracefully; returns whether that worked."""
         assert self._engine is not None, "it has run"
         try:
             self._engine.close()
@@ -261,4 +261,4 @@ def _within(found: Future[T], *, timeout_s: float) -> T:
     try:
         return found.result(timeout_s)
     except TimeoutError as cause:
-        raise EngineStoppedError("the engine did not carry out the command in time") from cause
+        raise EngineStoppedError("the engine did not run the command in time") from cause

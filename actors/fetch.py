@@ -1,6 +1,6 @@
-"""Models of the Hub on the nodes that need them: each node fetches its own copy, once for all of its ranks.
+"""Downloads Hub models to the nodes that need them: one copy per node, shared by its ranks.
 
-A download may take hours, and is given up only when it stands still.
+A download may take hours, and is abandoned only when it stalls.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ OnProgress = Callable[[str, float], None]
 
 
 def fetch_on(nodes: Collection[str], config: Config, *, on_progress: OnProgress) -> None:
-    """Have the files of a service's models on nodes; blocks.
+    """Download the models of a service to nodes; blocks.
 
     Args:
-        nodes: their ids.
-        config: of the service, pinned.
-        on_progress: told phase and share; what it raises ends the downloads.
+        nodes: node ids.
+        config: settings with pinned revisions.
+        on_progress: called with phase and fraction; an exception from it stops the downloads.
     Raises:
-        RayCacheError: a node does not get them, or gets nothing for start_timeout_s.
+        RayCacheError: a download failed, or made no progress for start_timeout_s.
     """
     if not pinned_models(config):
         return
@@ -45,7 +45,7 @@ def fetch_on(nodes: Collection[str], config: Config, *, on_progress: OnProgress)
 
 
 class FetchActor:
-    """Fetches on its node.
+    """Downloads on its node.
 
     Args:
         config: of the service, pinned.
@@ -68,12 +68,12 @@ class FetchActor:
 
     @ray.method(concurrency_group="ask")
     def progress(self) -> tuple[int, int]:
-        """Bytes that are there, and in all."""
+        """Bytes downloaded, and in total."""
         return self._bytes
 
     @ray.method(concurrency_group="ask")
     def stop(self) -> None:
-        """Have `fetch` clean up and end."""
+        """Make `fetch` clean up and return."""
         self._is_stopping = True
 
     def _note(self, done: int, total: int) -> None:
@@ -83,7 +83,7 @@ class FetchActor:
 
 
 class _Watch:
-    """Tells how far a download is, and ends one that stands still."""
+    """Reports progress of a download, and aborts one that stalls."""
 
     def __init__(self, timeout_s: float, *, num_nodes: int, on_progress: OnProgress) -> None:
         self._timeout_s, self._num_nodes, self._on_progress = timeout_s, num_nodes, on_progress

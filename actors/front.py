@@ -1,8 +1,8 @@
 """The engine actor as the HTTP server sees it: an `AsyncEngine` that outlives the actor and the nodes of its ranks.
 
-One task polls the actor and hands its messages to the requests that wait for them, so that a step costs one call and
-not one per request. When the actor dies, its supervisor starts another, which goes on with all open requests, each
-after the tokens that its client has; a client sees a pause.
+One task polls the actor and dispatches its messages to open requests, so that a step costs one call, not one per
+request. When the actor dies, its supervisor starts another, which continues all open requests after the tokens that
+their clients already have; clients see only a pause.
 
     generate -> Streams -> submit -> EngineActor -> poll -> Streams -> client
                    ` - - - - - - -> the next one, when it died
@@ -31,22 +31,22 @@ from raycache.types import CacheAction, CacheCommand, EngineInfo, EngineStats, G
 
 _log = logging.getLogger(__name__)
 _FIGURES_TIMEOUT_S = 60.0
-"""For figures of the storage when the service starts."""
+"""Timeout of storage counters at startup."""
 _EXPIRE_S = 0.1
-"""Between two looks for requests whose time is over, while no engine runs them."""
+"""Interval of checks for expired requests while no engine is running."""
 
 
 class RayEngine:
-    """Client of the engine actors that live one after another.
+    """Client of successive engine actors.
 
     Args:
         device: "cpu" or "cuda".
-        placement: of the ranks; the engine releases it.
-        replica: name of this engine among others.
+        placement: where the ranks run; the engine releases it.
+        replica: name of this engine's replica.
 
     Attributes:
         streams: all open requests.
-        away: why there is no engine to ask right now; empty if there is one.
+        away: why no engine is available right now; empty if one is.
     """
 
     def __init__(self, config: Config, *, device: str, placement: Placement, replica: str = "0") -> None:
@@ -62,10 +62,10 @@ class RayEngine:
         """Wait until the ranks run.
 
         Args:
-            timeout_s: after which the start has failed.
-            on_progress: told phase and share.
+            timeout_s: time limit of the start.
+            on_progress: called with phase and fraction.
         Raises:
-            RayCacheError: why the start failed.
+            RayCacheError: the start failed.
         """
         info = self._supervisor.wait_ready(timeout_s=timeout_s, on_progress=on_progress)
         return _with_storage_facts(info, self._supervisor.arenas.status_now(timeout_s=_FIGURES_TIMEOUT_S))
@@ -80,7 +80,7 @@ class RayEngine:
         return replace(stats, tiers=tiers, engines_lost=self._supervisor.num_lost)
 
     async def check(self) -> None:
-        """Assert all balances of the engine."""
+        """Assert that the engine's pages, slots and locks balance."""
         await self._ask("check")
 
     async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
@@ -88,7 +88,7 @@ class RayEngine:
         if command.kind in STORAGE_FIRST:
             done = await arenas.carry_out(command)
         if command.kind is CacheAction.SCRUB:
-            return done  # it may take hours, and does not concern the decider
+            return done  # it may take hours, and does not involve the decider
         self._require_engine()
         done |= await self._supervisor.engine.admin(command)
         if is_for_storage(command) and command.kind not in STORAGE_FIRST:
@@ -98,12 +98,12 @@ class RayEngine:
         return done
 
     async def watch(self) -> None:
-        """Wait as long as there is an engine.
+        """Wait until there is no engine left.
 
         Raises:
-            EngineStoppedError: there is none any more, for good.
+            EngineStoppedError: the engine has ended for good.
         """
-        # Not the polling itself: whoever gives up waiting here must not end it.
+        # Shielded: a cancelled wait here must not cancel the polling.
         await asyncio.shield(self._start_tasks())
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
@@ -125,12 +125,12 @@ class RayEngine:
                 self._supervisor.engine.cancel(request.request_id)
 
     def stop(self) -> None:
-        """End engine, ranks and host tier; returns when they are gone, or after a deadline."""
+        """Stop engine, ranks and host tier; returns when they are gone, or after a deadline."""
         self._is_stopping = True
         self._supervisor.stop()
 
     def _start_tasks(self) -> asyncio.Task[None]:
-        """Poll, and watch the nodes; the task that polls."""
+        """Start polling and watching nodes; returns the polling task."""
         if not self._tasks or self._tasks[0].done():
             loop = asyncio.get_running_loop()
             self._tasks = [loop.create_task(self._poll()), loop.create_task(self._nodes.run())]
@@ -162,7 +162,7 @@ class RayEngine:
             self._supervisor.engine.submit(request)
 
     async def _replace_engine(self, error: RayCacheError) -> None:
-        """Have another engine, and let it go on with all open requests; those whose time is over end meanwhile."""
+        """Start another engine and resume all open requests on it; meanwhile, requests whose deadline passes end."""
 
         def tell(phase: str, share: float) -> None:
             self.away = f"recovering, {phase}"
@@ -182,7 +182,7 @@ class RayEngine:
             self._supervisor.engine.submit(request)
 
     def _on_polling_over(self, task: asyncio.Task[None]) -> None:
-        """Whatever ended the polling, nobody may wait for ever."""
+        """Fail all open requests once polling has ended for any reason."""
         self._tasks[1].cancel()
         error = None if task.cancelled() else task.exception()
         self.streams.fail(EngineStoppedError(str(error or "the server is stopping")))

@@ -1,4 +1,4 @@
-"""The ranks of one epoch: created, met, loaded, watched, ended. A gang is never repaired: a new one takes its place."""
+"""The rank actors of one epoch, from creation to their end. A gang is never repaired but replaced by a new one."""
 
 from __future__ import annotations
 
@@ -35,20 +35,19 @@ class Gang:
     """Rank actors of one epoch.
 
     Args:
-        deployment: to serve.
-        config: the same settings with the model's name on the Hub, of which every node has its own copy.
-        epoch: number of this gang; handles of others are refused.
+        config: settings that name the model on the Hub, of which every node has its own copy.
+        epoch: number of this gang; handles of other epochs are rejected.
         replica: whose ranks they are.
         arenas: node id -> file of the host tier there, which only one gang at a time moves rows in; empty without one.
         on_progress: told phase and share (0 to 1) while the gang starts; what it raises ends the start.
     Raises:
-        RayCacheError: what kept a rank from starting; no actor is left behind.
+        RayCacheError: a rank failed to start; no actor is left behind.
 
     Attributes:
-        deployment: as the ranks have it, with the form of their weights.
-        executor: to hand to an engine.
-        num_pages: that every rank holds.
-        rows: one per rank, for people.
+        deployment: the ranks' deployment, including the form of their weights.
+        executor: pass it to an engine.
+        num_pages: pages per rank.
+        rows: one per rank, for status output.
     """
 
     def __init__(
@@ -103,13 +102,13 @@ class Gang:
         self.kill()
 
     def kill(self) -> None:
-        """Remove all ranks at once. They are gone when the next gang begins."""
+        """Kill all ranks. They are gone before the next gang starts."""
         self.executor.abandon()
         self._ranks.end()
 
 
 class _Ranks:
-    """The actors of a gang's ranks, in their order.
+    """The actors of a gang, by rank.
 
     Args:
         config: of the service.
@@ -139,9 +138,9 @@ class _Ranks:
         """Results of all ranks, within the start's deadline.
 
         Args:
-            method: of the actors.
-            arguments: for each of them, in their order.
-            phase: of the start.
+            method: name of the actor method.
+            arguments: one per rank.
+            phase: phase of the start, for progress.
             board: where they post how much they have loaded.
         """
         each = arguments or [()] * len(self._actors)
@@ -157,11 +156,11 @@ class _Ranks:
         return {**here, **{nodes[rank]: path for rank, path in zip(meeting.leaders, others, strict=True)}}
 
     def run(self) -> None:
-        """Let them execute plans."""
+        """Start the main loops, which execute plans."""
         self._running = [actor.run.remote() for actor in self._actors]
 
     def wait(self) -> Mapping[int, str]:
-        """Wait until some have ended: rank -> how, "" for one that ended because it lost another."""
+        """Wait until some have ended: rank -> cause; "" for one that ended because it lost a peer."""
         ended, others = ray.wait(self._running, num_returns=1)
         ended += ray.wait(others, num_returns=len(others), timeout=0)[0] if others else []
         return {rank: _how(run) for rank, run in enumerate(self._running) if run in ended}
@@ -171,7 +170,7 @@ class _Ranks:
         ray.wait(self._running, num_returns=len(self._running), timeout=timeout_s)
 
     def end(self) -> None:
-        """Remove all at once."""
+        """Kill all actors."""
         for actor in self._actors:
             ray.kill(actor)
 
@@ -202,7 +201,7 @@ class _Ranks:
             raise RankLostError(-1, "unknown", 0, f"answers were lost while {phase}") from cause
 
     def _tell(self, phase: str, board: AckBoard | None) -> None:
-        """Phase and share; of weights with bytes, once all ranks know how many they read."""
+        """Report phase and fraction; for weights also bytes, once all ranks know their totals."""
         loaded, to_load = (0, 0) if board is None else board.loaded()
         if to_load and not self._config.dummy_weights:
             phase += f": {human_bytes(loaded)} of {human_bytes(to_load)}"
@@ -210,7 +209,7 @@ class _Ranks:
 
 
 def _how(run: Any) -> str:
-    """How a rank ended that did not get its last plan."""
+    """How a rank ended that was not told to exit."""
     try:
         ray.get(run)
     except RayActorError as cause:

@@ -1,4 +1,4 @@
-"""The gangs of one engine, one epoch after another, and the host tier that they use."""
+"""Successive gangs of one engine, one per epoch, and their host tier."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from raycache.host.nodes import are_all_gone, open_all, work_on_all
 
 _log = logging.getLogger(__name__)
 _MAX_REBUILDS = 4
-"""Gangs that may be lost one after another without a step in between, before the engine gives up."""
+"""Successive gangs that may be lost without completing a step before the engine gives up."""
 _KILL_TIMEOUT_S = 60.0
-"""For a rank that was killed to be dead; Ray takes some seconds for one that does not answer it."""
+"""How long to wait for a killed rank to die; Ray takes some seconds if it does not respond."""
 _JOIN_S = 5.0
-"""For ranks to end after their last plan."""
+"""How long to wait for ranks to end after their last plan."""
 
 
 OnProgress = Callable[[str, float], None]
-"""Told the phase of a start and its share done; what it raises ends the start."""
+"""Called with the phase of a start and the fraction done; an exception from it aborts the start."""
 
 
 class Gangs:
-    """Starts gangs, never two at a time, each of an epoch above those before.
+    """Starts gangs, one at a time, with increasing epochs.
 
     Args:
-        config: of the service, with the model's name on the Hub, of which every node has its own copy.
+        config: settings that name the model on the Hub, of which every node has its own copy.
         arenas: owners of the host tier.
-        epoch: of the last gang before the first of these.
-        log_fields: of every line that this process logs.
+        epoch: epoch of the last gang before the first of these.
+        log_fields: added to every log line of this process.
 
     Attributes:
-        epoch: of the latest gang.
-        rebuilds: gangs that took the place of a lost one.
+        epoch: epoch of the latest gang.
+        rebuilds: number of gangs that replaced a lost one.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Gangs:
         self.rebuilds = 0
 
     def open_host(self, deployment: Deployment, *, on_progress: OnProgress) -> HostLink | None:
-        """Have the arena made, or find that of an engine before, whose size it keeps; None without a host tier."""
+        """Make the arena, or reuse a previous engine's with its size; None without a host tier."""
         if not self._owners:
             return None
         on_progress("making the host tier", 0.0)
@@ -84,13 +84,13 @@ class Gangs:
         """Start the gang of the next epoch.
 
         Raises:
-            RayCacheError: what kept a rank from starting.
+            RayCacheError: a rank failed to start.
         """
         self.epoch += 1
         self._log_fields["epoch"] = self.epoch
-        # Ranks of a lost gang end by themselves, but they may still be writing into an arena.
+        # Ranks of a lost gang end by themselves, but may still be writing to an arena.
         if self._files and not are_all_gone(self._owners, timeout_s=_KILL_TIMEOUT_S):
-            raise ActorLostError(f"ranks of the gang before still use the host tier after {_KILL_TIMEOUT_S:.0f} s")
+            raise ActorLostError(f"ranks of the previous gang still use the host tier after {_KILL_TIMEOUT_S:.0f} s")
         fixed = deployment.config
         config = replace(self._config, pp_layers=fixed.pp_layers, num_pages=fixed.num_pages, weights=fixed.weights)
         self._gang = Gang(
@@ -106,12 +106,12 @@ class Gangs:
         return self._gang
 
     def replace(self, error: RankLostError, *, on_progress: OnProgress, on_loss: Callable[[str], None]) -> Gang:
-        """End a lost gang, and start others until one starts whole: a rank can be lost while it starts, too.
+        """End a lost gang, and start new ones until one succeeds: ranks can also be lost during startup.
 
         Args:
-            on_loss: told what was lost, and what comes next.
+            on_loss: called with a message about the loss and the next attempt.
         Raises:
-            RankLostError: too many were lost.
+            RankLostError: too many gangs were lost.
         """
         lost = self._gang
         assert lost is not None, "steps come after the start"
@@ -131,7 +131,7 @@ class Gangs:
         raise error
 
     def note_step(self) -> None:
-        """The latest gang has done a step."""
+        """Record that the latest gang has completed a step."""
         self._losses = 0
 
     def end(self, *, has_last_plan: bool) -> None:
