@@ -1,13 +1,13 @@
-"""What every storage backend does, and how an object says what it is.
+"""The interface of storage backends, and the header of stored objects.
 
-A storage maps keys (raycache/cache/keys.py) to payloads. It is a cache: it may forget any object at any time, and an
-object that is bad, torn or foreign is a miss with a counter. What it returns as a hit is what was put.
+A storage maps keys (raycache/cache/keys.py) to payloads. It is a cache: it may drop any object at any time, and a
+damaged, torn or foreign object is a counted miss. A hit always returns what was put.
 
-An object is described by 96 bytes, kept beside the payload, or in front of it where there is one value per key:
+Each object has a header of 96 bytes, kept beside the payload, or before it if there is one value per key:
 
     magic 4 | version 2 | key length 2 | payload length 8 | checksum of payload 8 | key 64 | checksum of all before 8
 
-Checksums are XXH3-64: they find accidents, at memory speed. That nobody can make up a key is the key's business.
+Checksums are XXH3-64: they detect accidental damage, at memory speed. Protection from forgery is up to the keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 HEADER_BYTES = 96
 MAX_KEY_BYTES = 64
 SUFFIX_BYTES = 24
-"""Of a key: its row format and box, after the digest (keys.py)."""
+"""Bytes of a key after its digest: row format and box (keys.py)."""
 _MAGIC = b"RCob"
 _FIELDS = struct.Struct("<4sHHQQ64s")
 _CHECKSUM = struct.Struct("<Q")
@@ -33,21 +33,20 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass
 class StorageStats:
-    """What a storage has and what it did since it was opened.
+    """Contents of a storage, and counters since it was opened.
 
     Attributes:
-        objects: stored now, 0 where the medium does not count them (object.py).
-        bytes_used, bytes_limit: on the medium, with all that it takes to keep them; 0 where it does not say, limit 0
-            for none.
-        stored: objects taken in.
-        known: objects that were put and were there already.
-        hits, missing: objects asked for.
-        corrupt, foreign: objects that were there and not usable; they are misses too, and not counted as missing.
-        evicted: objects given up to make room.
-        refused: objects not taken because they are larger than the bound, or everything else is being written.
-        disk_full: objects not taken because the medium is full.
+        objects: stored objects; 0 if the medium does not count them (object.py).
+        bytes_used, bytes_limit: on the medium, including overhead; 0 if unknown; limit 0: none.
+        stored: objects written.
+        known: objects put that were already stored.
+        hits, missing: objects requested and found, or not found.
+        corrupt, foreign: objects found but unusable; misses as well, but not counted as missing.
+        evicted: objects dropped for others.
+        refused: objects rejected because they exceed the limit, or everything else is being written.
+        disk_full: objects rejected because the medium is full.
         io_errors: objects whose read or write failed otherwise.
-        unavailable: objects asked for or put while the storage could not be reached.
+        unavailable: objects requested or put while the storage could not be reached.
     """
 
     objects: int = 0
@@ -66,7 +65,7 @@ class StorageStats:
     unavailable: int = 0
 
     def count(self, found: Sequence[Fetch]) -> None:
-        """Add the answers of a `get`."""
+        """Count the results of a `get`."""
         self.hits += found.count(Fetch.HIT)
         self.missing += found.count(Fetch.MISSING)
         self.corrupt += found.count(Fetch.CORRUPT)
@@ -75,14 +74,14 @@ class StorageStats:
 
 @dataclass(frozen=True)
 class Scrub:
-    """What a check of all objects found.
+    """Result of checking all objects.
 
     Attributes:
         checked: objects read.
-        num_bytes: of their payloads.
-        bad: those that were not what was put; they are gone now.
-        seconds: that it took.
-        is_whole: whether that was all.
+        num_bytes: total bytes of their payloads.
+        bad: damaged objects, now deleted.
+        seconds: duration.
+        is_whole: whether all objects were checked.
     """
 
     checked: int
@@ -93,84 +92,81 @@ class Scrub:
 
 
 class Storage(Protocol):
-    """A backend. Safe to be called from several threads; what is wrong with an object is in the answer, never raised.
+    """A backend. Thread safe; problems with single objects are returned, never raised.
 
-    A backend that is not reachable as a whole raises OSError, which `Guarded` (guard.py) turns into misses. The engine
-    puts, gets and looks for objects; the last three methods are the operator's.
+    An unreachable backend raises OSError, which `Guarded` (guard.py) turns into misses. The engine puts, gets and looks
+    up objects; the last three methods serve operators.
     """
 
     def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
         """Store objects, parents before children; the first one is the last to be evicted.
 
         Args:
-            keys: at most 64 bytes each. One that is there already is not written again: equal keys mean equal state.
-            payloads: one per key, at least a byte each; not changed until the call returns.
-            checksums: of the payloads, as of when they were known to be right, 0 where there is none; empty for none
-                at all. They become the objects' own, so that a payload that was damaged since then is found corrupt by
-                whoever reads it. The others are taken now.
+            keys: at most 64 bytes each. Existing keys are not written again: equal keys mean equal state.
+            payloads: one per key, not empty; must not change until the call returns.
+            checksums: of the payloads, from when they were known to be right, so that later damage is found by readers;
+                0 or an empty sequence: computed now.
         Returns:
-            Which are stored now.
+            For each key, whether it is now stored.
         """
 
     def get(self, keys: Sequence[bytes], *, into: Sequence[Buffer]) -> list[Fetch]:
         """Read objects into buffers of exactly their length; counts as a use.
 
         Returns:
-            One answer per key. Only after HIT the buffer means anything.
+            One result per key. The buffer is valid only after HIT.
         """
 
     def contains(self, keys: Sequence[bytes], *, touch: bool) -> list[bool]:
         """Which keys are stored, without reading them.
 
         Args:
-            keys: to look for.
-            touch: count as a use, so that the prefix of something that was just stored does not leave before it. The
-                first key is then the last to be evicted.
+            touch: count as a use, so that the prefix of a new object is not evicted before it. The first key is then
+                the last to be evicted.
         """
 
     def checksums(self, keys: Sequence[bytes]) -> list[int]:
-        """Checksums of objects as they were put, 0 where the medium would have to be asked for it or there is none.
+        """Checksums of objects as put; 0 if there is none or it would take a request to the medium.
 
-        Between a `get` and this call another object may have taken the place of the one that was read.
+        Between a `get` and this call another object may have replaced the one read.
         """
 
     def suffixes(self) -> set[bytes]:
-        """The distinct `suffix_of` of the stored keys: which row formats and boxes there are, whoever wrote them.
+        """The distinct `suffix_of` of stored keys: all row formats and boxes, from any writer.
 
-        May lag behind what another process stores by some seconds, and name some whose objects have left since.
+        May lag some seconds behind other processes, and may include suffixes whose objects have been evicted.
         """
 
     def stats(self) -> StorageStats:
-        """A copy of the counters; a storage across the network may be asked for some."""
+        """A copy of the counters; may take a request across the network."""
 
     def close(self) -> None:
-        """Let go of the medium, once; nothing else may be called after."""
+        """Release the medium. Call once; nothing else may be called afterwards."""
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete everything."""
 
     def resize(self, max_bytes: int) -> None:
-        """Change the bound; what was used least recently goes until it holds.
+        """Change the size limit; evicts the least recently used objects until it holds.
 
         Raises:
-            ConfigError: it is too small, or the bound is not ours to set.
+            ConfigError: the limit is too small, or the storage's server sets it.
         """
 
     def scrub(self, *, until_s: float = math.inf) -> Scrub:
-        """Read every object and drop those that are not what was put; others may use the storage meanwhile.
+        """Read every object and delete damaged ones; the storage stays usable meanwhile.
 
         Args:
-            until_s: on the monotonic clock, when to stop even if there are more.
+            until_s: when to stop at the latest, on the monotonic clock.
         """
 
 
 class Header(NamedTuple):
-    """An object's description.
+    """The header of an object.
 
     Attributes:
-        key: of the object.
-        num_bytes: of the payload.
-        checksum: of the payload.
+        num_bytes: size of the payload.
+        checksum: XXH3-64 of the payload.
     """
 
     key: bytes
@@ -178,7 +174,7 @@ class Header(NamedTuple):
     checksum: int
 
     def packed(self) -> bytes:
-        """`HEADER_BYTES` bytes."""
+        """Encode into `HEADER_BYTES` bytes."""
         fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, len(self.key), self.num_bytes, self.checksum, self.key)
         return fields + _CHECKSUM.pack(checksum_of(fields))
 
@@ -187,7 +183,7 @@ def read_header(data: Buffer) -> Header | Fetch:
     """Unpack a header.
 
     Returns:
-        The header, or why there is none: MISSING (nothing was ever written here), FOREIGN or CORRUPT.
+        The header, or why it is invalid: MISSING (nothing was written here), FOREIGN or CORRUPT.
     """
     if len(data) < HEADER_BYTES:
         return Fetch.CORRUPT
@@ -203,12 +199,12 @@ def read_header(data: Buffer) -> Header | Fetch:
 
 
 def read_object(data: Buffer, *, key: bytes, num_bytes: int) -> memoryview | Fetch:
-    """Take a header and its payload apart, where they lie behind each other.
+    """Split a header and the payload after it.
 
     Args:
-        data: what the medium has for the key.
-        key: that was asked for.
-        num_bytes: of the payload that is expected.
+        data: the medium's value for the key.
+        key: the requested key.
+        num_bytes: expected size of the payload.
     Returns:
         The payload, a view of `data`, or why there is none.
     """
@@ -226,12 +222,12 @@ def read_object(data: Buffer, *, key: bytes, num_bytes: int) -> memoryview | Fet
 
 
 def pack_object(key: bytes, payload: memoryview, *, into: memoryview, checksum: int = 0) -> None:
-    """Write a header with its payload behind it into `HEADER_BYTES` more than the payload takes.
+    """Write a header followed by the payload.
 
     Args:
         key, payload: of the object.
-        into: memory for both.
-        checksum: of the payload, 0 to take it now.
+        into: memory of `HEADER_BYTES` plus the payload's size.
+        checksum: of the payload; 0: computed now.
     """
     into[:HEADER_BYTES] = Header(key, len(payload), checksum or checksum_of(payload)).packed()
     into[HEADER_BYTES:] = payload
@@ -243,7 +239,7 @@ def suffix_of(key: bytes) -> bytes:
 
 
 def check_objects(keys: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
-    """Refuse what no header can describe.
+    """Reject keys and payloads that a header cannot describe.
 
     Raises:
         ValueError: a key is empty or too long, or a payload is empty.

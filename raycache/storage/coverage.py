@@ -1,11 +1,10 @@
-"""Which objects of a storage fill the envelopes of a split, whoever wrote them.
+"""Finds stored objects, from any writer, that fill the envelopes of a split.
 
     wanted, pieces of tp=4     [ 0 ][ 1 ][ 2 ][ 3 ]
     stored under tp=2          [  0   1 ][  2   3 ]      cut
     stored under tp=8          [][][][][][][][]          joined
 
-Which boxes there are is known from the suffixes of the storage's keys; which of them there are of a page, only the
-storage knows.
+The suffixes of stored keys tell which boxes exist at all; which of them exist for a page, only the storage can tell.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class Place:
     """Where the rows of one object lie.
 
     Attributes:
-        rank: in whose slab.
-        piece: of its envelope.
-        span: of the piece in the envelope, bytes.
-        suffix: of the object's key.
-        is_whole: it is all of the envelope, so that both have the same checksum.
+        rank: rank whose slab holds them.
+        piece: index of the piece in its envelope.
+        span: byte range of the piece in the envelope.
+        suffix: suffix of the object's key.
+        is_whole: whether the piece is the whole envelope, so that both have the same checksum.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""A storage that fails on purpose, by a seed: what the tiers above must survive.
+"""A storage that fails on purpose, reproducibly by seed, to test the tiers above.
 
 It answers as a backend does that found the fault itself. So a hit is right, unless it is told to lie: no backend here
 does that, and if one did, checksums of the tiers above must hold.
@@ -25,7 +25,7 @@ _AMOUNTS = ("error_calls", "delay_s")
 
 @dataclass(frozen=True)
 class FaultRates:
-    """How often what goes wrong: each a probability from 0 to 1.
+    """Probabilities of faults, each from 0 to 1.
 
     Attributes:
         drop: an object that is put is not stored, and said so.

@@ -1,4 +1,4 @@
-"""Storage in files of one directory: bounded in bytes, least recently used out first, found again after a crash.
+"""Storage in files of one directory: bounded in bytes, evicts least recently used first, survives crashes.
 
     directory/  raycache-storage (a marker, locked by the process that uses it)  00000001.segment  00000002.segment ...
 
@@ -6,8 +6,7 @@ The index is in memory (shelves.py) and rebuilt from the files at start. Payload
 neighbouring slots in one call: a slot that is being written is in no index, and one that was overwritten while it was
 read shows by its checksum.
 
-Nothing is synced: after the process was killed all that was recorded is there, after a power cut what the checksums
-still find whole.
+Nothing is synced: a killed process loses no recorded object; after a power cut, objects with valid checksums remain.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MARKER = "raycache-storage"
 _MARKER_TEXT = b"RayCache storage, format 1\n"
 _MIN_BYTES = 1 << 20
 _REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
-"""What waiting does not mend, unlike a file system that is away."""
+"""Errors that waiting does not fix, unlike an unreachable file system."""
 
 
 class _Job(NamedTuple):
@@ -55,11 +54,11 @@ class FileStorage:
     """A bounded directory of objects, for one process.
 
     Args:
-        directory: made if it is not there; an empty one, or one of ours.
-        max_bytes: of all segments together, at least 1 MiB. Holds at every moment; with a smaller one than last time
-            segments that were used least recently go.
+        directory: made if missing; must be empty or hold a RayCache storage.
+        max_bytes: limit of all segments together, at least 1 MiB; never exceeded. If it is lower than last time, the
+            least recently used segments are deleted.
     Raises:
-        ConfigError: the bound is too small, the directory is somebody else's, or another process has it open.
+        ConfigError: the limit is too small, the directory has foreign files, or another process uses it.
         OSError: the directory cannot be made or read.
     """
 
@@ -290,13 +289,13 @@ def _check_bound(max_bytes: int) -> None:
 
 
 def _claim(directory: Path) -> int:
-    """Make sure that the directory is ours alone; the lock ends with the process, however that ends."""
+    """Lock the directory for this process; the lock ends with the process in any case."""
     marker = directory / _MARKER
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # In this order: another process may be making the marker now.
         if any(directory.iterdir()) and not marker.exists():
-            raise ConfigError(f"{directory} is not empty and no storage of RayCache; give it a directory of its own")
+            raise ConfigError(f"{directory} is not empty and not a RayCache storage; name an empty or new directory")
         fd = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno not in _REFUSALS:

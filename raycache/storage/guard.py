@@ -1,10 +1,9 @@
-"""A storage that may be away: at the start, now, or from now on. What cannot be reached is a miss.
+"""A storage that may be unreachable at any time; then every access is a miss.
 
-    up --OSError--> down: everything misses at once --pause over--> opened again by whoever comes next
+    up --OSError--> down: everything misses at once --pause over--> reopened by the next caller
 
-While it is down nobody waits for it. The operator reads of it once a minute and sees it in the counters. A backend that
-is given up closes when the last call that is in it has come back: a file number that is closed early may be another
-file's by then.
+While it is down nothing waits for it. Operators get a warning per minute and see it in the counters. An abandoned
+backend is closed when its last call has returned: a file descriptor closed early might be reused for another file.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class _Opened:
 
     Attributes:
         storage: the backend.
-        num_calls: that are in it.
-        is_over: nobody new may come in; whoever leaves last closes it.
+        num_calls: calls in progress.
+        is_over: whether it is abandoned; its last call closes it.
     """
 
     storage: Storage
@@ -42,7 +41,7 @@ class _Opened:
 
 
 class Guarded:
-    """A backend that never raises for being away, but to the operator who resizes or scrubs it.
+    """A backend that never raises for being unreachable, except to operators' commands.
 
     Args:
         open_storage: connects; raises OSError when there is nothing to connect to. ConfigError passes through the first
