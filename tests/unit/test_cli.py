@@ -187,8 +187,8 @@ def test_a_foreign_package_that_shadows_ours_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_package_of_ours_is_named(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "raycache", tmp_path / "raycache")
-    # -S: no site-packages, where this checkout may be installed.
-    done = python("-S", "-m", "raycache", "version", cwd=tmp_path)
+    # -S and -E: neither site-packages nor PYTHONPATH, where this checkout may be.
+    done = python("-S", "-E", "-m", "raycache", "version", cwd=tmp_path)
     assert done.returncode == 2 and f"'actors' is missing, it should be {tmp_path / 'actors'}" in done.stderr
 
 

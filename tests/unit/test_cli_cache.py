@@ -150,7 +150,7 @@ def test_json_is_the_whole_answer(engine: ScriptedEngine, order: Order, capsys: 
     ("arguments", "said"),
     [
         (["resize", "big"], "HTTP 400: size must be a number of bytes"),
-        (["attach", "file:///d?size=1B", "--size", "1B"], "send one of them"),
+        (["attach", "file:///d?size=1B", "--size", "1B"], "send only one of them"),
         (["detach"], "HTTP 400: nothing is attached"),
         (["inspect"], "either a PROMPT or --file FILE"),
         (["inspect", "x", "--file", "y"], "either a PROMPT or --file FILE"),

@@ -248,9 +248,9 @@ def test_penalties_equal_those_computed_from_the_logits_of_transformers(model: P
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_step_tokens", [0, 7])
+@pytest.mark.parametrize("max_step_tokens", ["auto", 7])
 def test_logprobs_of_prompt_and_output_equal_transformers(
-    model: Path, prompts: list[list[int]], max_step_tokens: int
+    model: Path, prompts: list[list[int]], max_step_tokens: int | str
 ) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2)
     with load(model, max_step_tokens=max_step_tokens) as llm:
