@@ -159,7 +159,7 @@ class ForcedExecutor:
         numbers, deadline = [moves.number for moves in plan.loads], time.monotonic() + TIMEOUT_S
         while numbers and self.acks().loads < numbers[-1]:
             if time.monotonic() > deadline:
-                raise RankFailedError(f"loads {numbers} are not acknowledged")
+                raise RankFailedError(f"loads {numbers} were not acknowledged")
             time.sleep(0.0001)
         return bool(numbers) and self.acks().bad_load >= numbers[0]
 

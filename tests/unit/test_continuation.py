@@ -65,5 +65,5 @@ def test_its_stop_tokens_are_as_before(llm: LLM) -> None:
 
 
 def test_one_that_has_everything_already_is_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="no room for more"):
+    with pytest.raises(RequestError, match="has reached its limit"):
         run(llm, GenerateRequest("full", PROMPT, replace(WHOLE, max_tokens=2), output=(7, 8)))
