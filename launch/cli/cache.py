@@ -138,10 +138,10 @@ def _show_inspected(answer: Mapping[str, Any]) -> str:
     num_tokens = answer.get("prompt_tokens", 0)
     tiers: Mapping[str, int] = answer.get("tiers", {})
     rows = [(tier, hit, f"{100 * hit / num_tokens:.1f} %" if num_tokens else "-") for tier, hit in tiers.items()]
-    why = answer.get("miss") or "nothing is missing"
     by = f" ({answer['cut_by']})" if answer.get("cut_by") else ""
+    why = f"not more because: {answer['miss']}{by}" if answer.get("miss") else "all whole pages are cached"
     table = render(("TIER", "TOKENS HIT", "OF THE PROMPT"), rows=rows)
-    return f"{num_tokens} tokens\n\n{table}\n\nnot more because: {why}{by}"
+    return f"{num_tokens} tokens\n\n{table}\n\n{why}"
 
 
 def summary(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -149,11 +149,12 @@ def summary(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = []
     for tier, facts in tiers.items():
         name, tokens, size = facts.get("name"), facts.get("tokens"), facts.get("bytes")
-        parts = ", ".join(f"{part} {human_bytes(count)}" for part, count in facts.get("components", {}).items())
+        components = facts.get("components", {})
+        parts = ", ".join(f"{part} {human_bytes(count)}" for part, count in components.items())
         told = [str(name)] if name else []
         told += [f"{tokens:,} tokens"] if tokens else []
         told += [human_bytes(size)] if size else []
-        lines.append(f"{tier:<9}  {', '.join(told)}" + (f" ({parts})" if parts else ""))
+        lines.append(f"{tier:<9}  {', '.join(told)}" + (f" ({parts})" if len(components) > 1 else ""))
     return lines
 
 

@@ -194,7 +194,7 @@ def _replicas(look: Look) -> Table:
 
 def _ranks(rows: Sequence[Mapping[str, Any]]) -> Table:
     if len(rows) <= _MOST_RANKS:
-        table = _table("rank", "place", "node", "device", "pages")
+        table = _table("rank", "position", "node", "device", "pages")
         for row in rows:
             table.add_row(*(str(row[name]) for name in ("rank", "coords", "node", "device", "pages")))
         return table

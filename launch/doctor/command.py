@@ -32,6 +32,8 @@ def run(settings: Mapping[str, Any]) -> int:
     print(render(("CHECK", "RESULT", "DETAILS"), rows=[(one.check, one.outcome, one.text) for one in results]))
     failed, warnings = (sum(one.outcome is kind for one in results) for kind in (Outcome.FAILED, Outcome.WARNING))
     if failed:
+        if any(one.check == "settings" for one in results):
+            print("\nthe other checks ran without the settings that failed")
         print(f"\n{failed} of {len(results)} checks failed: launch would not start")
     else:
         print(f"\nno check failed, {counted(warnings, 'warning')}" if warnings else "\nall checks passed")

@@ -54,7 +54,7 @@ def _host(config: Config, page_bytes: int, taken: int) -> str:
             f"device tier, in memory and in {_SHARED_MEMORY}; use host_memory=auto"
         )
     if wanted < page_bytes:
-        raise ConfigError(f"host_memory={config.host_memory} holds no page; one takes {human_bytes(page_bytes)}")
+        raise ConfigError(f"host_memory of {human_bytes(wanted)} holds no page; one takes {human_bytes(page_bytes)}")
     return f"at most {wanted // page_bytes * config.page_size} tokens, {each}"
 
 

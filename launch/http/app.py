@@ -283,7 +283,8 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    where = "; GET /openapi.json lists the paths" if error.status_code == 404 else ""
+    message = f"{request.method} {request.url.path}: {error.detail}{where}"
     return problem_response(Problem(error.status_code, message, headers=error.headers or {}))
 
 

@@ -112,7 +112,7 @@ def test_all_refusals_are_shown_and_not_the_first_only(tiny: Path, capsys: pytes
     for name in ("tp=3", "pp=5", "cp=7", "max_model_len=5000", "max_body", "/nowhere"):
         assert name in texts
     assert run({"model": str(tiny), **wrong}) == 1
-    assert re.search(r"\n6 of \d+ checks failed: launch would not start\n$", capsys.readouterr().out)
+    assert re.search(r"\nthe other .*\n\n6 of \d+ checks failed: launch would not start\n$", capsys.readouterr().out)
 
 
 def test_settings_that_only_together_do_not_work_are_refused_once(tiny: Path) -> None:
