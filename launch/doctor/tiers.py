@@ -77,7 +77,7 @@ def _directory(url: str, name: str) -> CheckResult:
     parts = urlsplit(url)
     size, directory = dict(parse_qsl(parts.query)).get("size"), Path(unquote(parts.path))
     if size is None or not directory.is_absolute():
-        raise ConfigError(f"storage {name} needs a whole path and a bound, such as file:///DIRECTORY?size=50GiB")
+        raise ConfigError(f"storage {name} needs an absolute path and a size, such as file:///DIRECTORY?size=50GiB")
     wanted = parse_bytes(f"size of storage {name}", size)
     near = next(place for place in (directory, *directory.parents) if place.is_dir())
     held = sum(file.stat().st_size for file in directory.glob("*.segment"))

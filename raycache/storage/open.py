@@ -112,7 +112,7 @@ def _file(place: _Url) -> Callable[[], Storage]:
             f"storage {place.name}: a directory is written with three slashes, file:///var/cache/raycache"
         )
     if "size" not in place.options:
-        raise ConfigError(f"storage {place.name} has no bound; add one that its disk can hold, such as ?size=50GiB")
+        raise ConfigError(f"storage {place.name} has no size; add one that fits on its disk, such as ?size=50GiB")
     max_bytes = parse_bytes(f"size of storage {place.name}", place.options["size"])
     return lambda: FileStorage(directory, max_bytes=max_bytes)
 
