@@ -155,5 +155,5 @@ def test_a_storage_that_is_emptied_gets_nothing_that_was_ordered_before() -> Non
 
 
 def test_there_is_nothing_to_flush_to_without_a_storage() -> None:
-    with pytest.raises(ConfigError, match="attach one first"):
+    with pytest.raises(ConfigError, match="attach one with"):
         tiers_of(has_storage=False).engine.admin(CacheCommand(CacheAction.FLUSH, timeout_s=1.0))
