@@ -102,6 +102,7 @@ class Wanted:
     tokens: list[int]
     got: list[int] = field(default_factory=list)
     is_cancelled: bool = False
+    num_losses: int = 0  # of gangs, since it was added
 
 
 class Story:
@@ -242,6 +243,8 @@ class Story:
             try:
                 self._take(self.tiers.engine.step())
             except RankLostError:
+                for wanted in self.wanted.values():
+                    wanted.num_losses += 1
                 return
 
     def _take(self, outputs: Sequence[RequestOutput]) -> None:
@@ -254,6 +257,8 @@ class Story:
                 continue
             if output.finish_reason is FinishReason.CANCELLED:
                 assert wanted.is_cancelled
+            elif output.finish_reason is FinishReason.ERROR:
+                assert wanted.num_losses >= 3, output  # it may be the cause
             else:
                 assert output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP), output
                 assert wanted.got == wanted.tokens, f"cut short: {wanted}"
