@@ -74,6 +74,10 @@ class SequenceCache:
         """Device pages that are free or evictable."""
         return self.device.num_obtainable
 
+    def reusable_len(self, num_tokens: int) -> int:
+        """Most tokens of a sequence that can be cached: whole pages, with at least one token left to compute."""
+        return (num_tokens - 1) // self.page_size * self.page_size
+
     def begin(self, tokens: PackedTokens, *, is_matched: bool, now: int, use: Use = PLAIN_USE) -> Holding:
         """Lock the longest resumable prefix.
 

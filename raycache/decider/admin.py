@@ -100,8 +100,7 @@ def _inspect(command: CacheCommand, cache: SequenceCache, *, root: bytes, now: i
     reached = {"device": device.length}
     if cache.host.is_present:
         reached["host"] = max(device.length, host.length)
-    cached = max(reached.values())
-    wanted = (len(command.prompt) - 1) // cache.page_size * cache.page_size
+    cached, wanted = max(reached.values()), cache.reusable_len(len(command.prompt))
     miss, cut_by = explain(wanted, cached, device, host, None)
     holding.end(tokens, now=now)
     if not (isinstance(cache.storage, StorageTier) and cache.storage.is_attached):

@@ -10,10 +10,9 @@ from raycache.decider.ahead import PlanAhead
 from raycache.decider.batch import Batch
 from raycache.decider.hits import CacheReport
 from raycache.decider.queues import Clock, RequestQueues
-from raycache.decider.request import Request
+from raycache.decider.request import Request, Run
 from raycache.decider.restore_points import RestorePointPlanner
 from raycache.decider.rows import RowPlanner
-from raycache.decider.run import Run
 from raycache.wire.plan import Admit
 
 _MAX_SET_ASIDE = 32
@@ -104,8 +103,8 @@ class Admission:
 
     def _has_on_device(self, request: Request) -> bool:
         """Whether no part of its prompt would be fetched from a lower tier."""
-        wanted = (request.num_tokens - 1) // self.cache.page_size * self.cache.page_size
-        return self.cache.device_len(request.tokens, use=request.spec.use, now=self.clock.step) >= wanted
+        cached_len = self.cache.device_len(request.tokens, use=request.spec.use, now=self.clock.step)
+        return cached_len >= self.cache.reusable_len(request.num_tokens)
 
     def _awaits_prefetch(self, request: Request) -> bool:
         prefetch = request.prefetch
@@ -136,7 +135,12 @@ class Admission:
         if request.num_admissions == 0:
             request.queued_s = max(0.0, self.clock.now_s - request.spec.arrival_s)
             request.report = CacheReport.of(
-                request, holding, cached_len=start, is_load_worth=is_worth, page_size=cache.page_size
+                holding,
+                request.prefetch,
+                wanted=cache.reusable_len(request.num_tokens),
+                cached_len=start,
+                may_load=request.may_load,
+                is_load_worth=is_worth,
             )
         restore_at = self.points.plan(holding, start, request.num_tokens)
         run = queues.start(request, holding, num_computed=start, restore_at=restore_at)

@@ -20,7 +20,7 @@ from enum import Enum
 
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.drafts import Drafts
-from raycache.decider.run import Run
+from raycache.decider.request import Run
 
 
 class Blocker(Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raycache.decider.run import Run
+from raycache.decider.request import Run
 from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
 
 

@@ -16,7 +16,7 @@ from raycache.cache.held_units import Capacity
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.batch import Batch
 from raycache.decider.drafts import Drafts
-from raycache.decider.run import Run
+from raycache.decider.request import Run
 from raycache.types import FinishReason, PackedTokens
 from raycache.wire.plan import Row, RowResult
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from raycache.cache.holding import Holding
 from raycache.cache.prefetches import Prefetch
 from raycache.cache.storage_commands import Fetch
 from raycache.cache.tree import PrefixHandle
 from raycache.types import TIERS, Miss
-
-if TYPE_CHECKING:
-    from raycache.decider.request import Request
 
 _LEAST_REQUESTS = 50
 """Requests before a tier without hits is reported."""
@@ -50,24 +46,23 @@ class CacheReport:
     @classmethod
     def of(
         cls,
-        request: Request,
         holding: Holding,
+        prefetch: Prefetch | None,
         *,
+        wanted: int,
         cached_len: int,
+        may_load: bool,
         is_load_worth: bool,
-        page_size: int,
     ) -> CacheReport:
-        """Report which tokens a starting request takes from which tier, and why not more."""
-        prefetch = request.prefetch
+        """Report which of `wanted` reusable tokens a starting request takes from which tier, and why not more."""
         on_device = cached_len if holding.load is None else holding.load.num_device
         fetched = 0
         if prefetch is not None:
             fetched = max(0, min(cached_len, prefetch.end) - max(on_device, prefetch.begin))
         counts = dict(zip(TIERS, (on_device, cached_len - on_device - fetched, fetched), strict=True))
-        wanted = (request.num_tokens - 1) // page_size * page_size
         host = holding.cursor.found
         cut_by = ""
-        if not request.may_load and cached_len < wanted:
+        if not may_load and cached_len < wanted:
             miss = Miss.CHECKSUM
         elif host.length > cached_len:
             miss = Miss.NO_ROOM if is_load_worth else Miss.SLOWER

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from raycache.cache.holding import Holding
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.batch import Batch
-from raycache.decider.request import Phase, Request
-from raycache.decider.run import Run
+from raycache.decider.request import Phase, Request, Run
 from raycache.decider.waiting import WaitingQueue
 from raycache.types import FinishReason, RequestOutput
 

@@ -1,21 +1,26 @@
-"""A request inside the engine: its specification, its tokens and its output increments."""
+"""A request inside the engine: its specification, its tokens and outputs, and what it holds while it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
 
-from raycache.cache.holding import PLAIN_USE, Use
+from raycache.cache.held_units import Capacity
+from raycache.cache.holding import PLAIN_USE, Holding, Use
 from raycache.cache.prefetches import Prefetch
 from raycache.decider.drafts import DraftState
 from raycache.decider.hits import CacheReport
 from raycache.errors import RequestError
-from raycache.types import FinishReason, GenerateRequest, RequestOutput, SamplingParams, TokenLogprob
-
-if TYPE_CHECKING:
-    from raycache.decider.run import Run
+from raycache.types import (
+    FinishReason,
+    GenerateRequest,
+    PackedTokens,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+from raycache.wire.plan import NO_PAGES, UNKNOWN, Row
 
 
 class Phase(Enum):
@@ -183,4 +188,86 @@ class Request:
             drafted_tokens=drafts.num_drafted,
             accepted_tokens=drafts.num_accepted,
             error="the ranks were lost each time this request ran" if reason is FinishReason.ERROR else None,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """What a request holds from admission until everything is released, and its progress.
+
+    tokens    [ prompt ......................... | output ... ]
+    computed  [ cached | chunks done so far ]                      their state is in its pages
+    planned   [ .............................. | rows in flight ]  up to one token behind `tokens`: the next one
+
+    Attributes:
+        slot: index of its per-request state on the ranks.
+        num_planned: value of num_computed once the rows in flight are done.
+        restore_at: ascending token positions at which a chunk must end and leave a restore point.
+        num_in_flight: plans in flight with a row of it, up to 2.
+    """
+
+    request: Request
+    slot: int
+    holding: Holding
+    num_computed: int
+    num_planned: int
+    restore_at: list[int]
+    num_in_flight: int = 0
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled; 1 in decode."""
+        return self.request.num_tokens - self.num_computed
+
+    @property
+    def next_start(self) -> int:
+        """Position of the first token of the next row."""
+        return self.num_planned if self.num_in_flight else self.num_computed
+
+    @property
+    def num_next(self) -> int:
+        """Value of `remaining` once the rows in flight are done."""
+        return max(self.request.num_tokens - self.next_start, 1)
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether the input token of the next row is still being sampled."""
+        return self.num_in_flight > 0 and self.num_planned == self.request.num_tokens
+
+    @property
+    def wants_row(self) -> bool:
+        """Whether it needs another row, as far as is known: the token being sampled may still end it."""
+        request = self.request
+        is_last_sampled = self.is_fed and request.num_tokens + 1 >= request.spec.max_len
+        return request.phase is Phase.RUNNING and request.ending is None and not is_last_sampled
+
+    @property
+    def has_more_to_load(self) -> bool:
+        """Whether storage has fetched prompt tokens beyond those computed."""
+        prefetch = self.request.prefetch
+        return prefetch is not None and prefetch.end > self.next_start and self.num_next > 1 and self.request.may_load
+
+    def next_row(self, count: int, capacity: Capacity, drafts: PackedTokens = b"", *, num_next_drafts: int = 0) -> Row:
+        """Make the row of the next `count` tokens, followed by packed draft tokens; `capacity` covers both."""
+        request = self.request
+        start, is_fed = self.next_start, self.is_fed
+        stop = start + count
+        is_sampled = stop >= request.num_tokens
+        self.num_planned, num_drafts = stop, len(drafts) // 4
+        accepted = request.drafts.plan(num_drafts, num_next_drafts)
+        return Row(
+            slot=self.slot,
+            start=start,
+            tokens=UNKNOWN if is_fed else request.packed(start, stop) + drafts,
+            new_pages=capacity.new_pages or NO_PAGES,
+            output_position=request.num_output + is_fed if is_sampled else -1,
+            targets=request.packed(start + 1, min(stop + 1, request.spec.prompt_len)) if request.is_scored else b"",
+            read_state=capacity.read_state,
+            write_state=capacity.write_state,
+            is_fed=is_fed,
+            num_drafts=num_drafts,
+            draft_states=capacity.draft_states,
+            accepted=accepted if request.spec.sampling.has_penalties else b"",
+            num_next_drafts=num_next_drafts,
+            next_token=-1 if is_sampled else int.from_bytes(request.packed(stop, stop + 1), "little"),
         )

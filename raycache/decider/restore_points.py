@@ -15,8 +15,7 @@ import numpy as np
 
 from raycache.cache.holding import Holding
 from raycache.cache.sequences import SequenceCache
-from raycache.decider.request import Request
-from raycache.decider.run import Run
+from raycache.decider.request import Request, Run
 
 
 class RestorePointPlanner:

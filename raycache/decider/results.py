@@ -10,9 +10,8 @@ from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.hits import Hits
 from raycache.decider.queues import Clock, RequestQueues
-from raycache.decider.request import Phase
+from raycache.decider.request import Phase, Run
 from raycache.decider.restore_points import RestorePointPlanner
-from raycache.decider.run import Run
 from raycache.parallel.board import Acks
 from raycache.types import FinishReason, RequestOutput, TokenLogprob
 from raycache.wire.plan import Row, RowResult

@@ -10,8 +10,8 @@ from raycache.decider.ahead import PlanAhead
 from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.queues import Clock, RequestQueues
+from raycache.decider.request import Run
 from raycache.decider.restore_points import RestorePointPlanner
-from raycache.decider.run import Run
 from raycache.wire.plan import Row
 
 
@@ -88,9 +88,9 @@ class RowPlanner:
             run.num_computed = run.holding.load_more(request.tokens, start, now=self.clock.step)
 
     def _report_fetched(self, run: Run, num_tokens: int) -> None:
-        request, page_size = run.request, self.cache.page_size
+        request = run.request
         if request.num_output == 0:
-            is_all = run.num_computed >= (request.num_tokens - 1) // page_size * page_size
+            is_all = run.num_computed >= self.cache.reusable_len(request.num_tokens)
             request.report = request.report.with_fetched(num_tokens, is_all=is_all)
 
     def _chunk_len(self, run: Run, batch: Batch) -> int:
