@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from raycache.cache.sequences import SequenceCache
-from raycache.decider.drafts import Drafts
+from raycache.decider.drafts import DraftStep
 from raycache.decider.request import Run
 
 
@@ -45,12 +45,12 @@ class PlanAhead:
         is_on: whether planning ahead is possible at all.
     """
 
-    def __init__(self, cache: SequenceCache, drafts: Drafts, *, num_stages: int) -> None:
+    def __init__(self, cache: SequenceCache, *, num_stages: int) -> None:
         self.is_on = num_stages == 1
-        self._cache, self._drafts = cache, drafts
+        self._cache = cache
 
-    def blocker(self, run: Run) -> Blocker | None:
-        """Return what keeps a request in flight from getting another row, or None."""
+    def blocker(self, run: Run, step: DraftStep) -> Blocker | None:
+        """Return what keeps a request in flight from getting another row, or None; `step` is the last one planned."""
         request = run.request
         sampling, drafts, is_fed = request.spec.sampling, request.drafts, run.is_fed
         if self._cache.has_points:
@@ -65,17 +65,17 @@ class PlanAhead:
             return Blocker.DRAFTS
         if drafts.num_asked > 0:
             return Blocker.NEXT_DRAFTS
-        if is_fed and self._drafts.wanted(drafts.rate) > 0:
+        if is_fed and step.wanted(drafts.rate) > 0:
             return Blocker.WANTS_DRAFTS
         return Blocker.MORE_TO_LOAD if run.has_more_to_load else None
 
-    def holds_up(self, running: Sequence[Run]) -> bool:
+    def holds_up(self, running: Sequence[Run], step: DraftStep) -> bool:
         """Whether any request in flight must complete before its next row is planned.
 
         The others then wait for it: in a separate plan they would alternate with it from then on.
         """
         return self.is_on and any(
-            run.wants_row and self.blocker(run) is not None for run in running if run.num_in_flight
+            run.wants_row and self.blocker(run, step) is not None for run in running if run.num_in_flight
         )
 
     def ready(self, running: Sequence[Run]) -> list[Run]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from raycache.decider.drafts import DraftStep
 from raycache.decider.request import Run
 from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
 
@@ -25,6 +26,7 @@ class Batch:
 
     budget: int
     max_rows: int
+    drafting: DraftStep
     scored_budget: int = MAX_SCORED_TOKENS
     draft_budget: int = 0
     next_draft_budget: int = 0

@@ -53,7 +53,7 @@ class DraftedRows:
         if self._drafts.are_from_ranks and run.num_next == count:
             useful = max(self._most(run, start + count + accepted) for accepted in range(num_drafts + 1))
             most = min(request.spec.max_len - stop, batch.next_draft_budget, useful)
-            num_next_drafts = self._drafts.ask(request.drafts.rate, most=most)
+            num_next_drafts = batch.drafting.ask(request.drafts.rate, most=most)
         if not num_drafts and not num_next_drafts:
             return None
         capacity = run.holding.reserve(start, stop, num_drafts=num_drafts, num_next_drafts=num_next_drafts)
@@ -105,7 +105,7 @@ class DraftedRows:
         if run.num_in_flight:
             request.drafts.rate.num_idle += 1
             return b""
-        return self._drafts.draft(request.tokens, request.drafts.rate, most=most)
+        return batch.drafting.draft(request.tokens, request.drafts.rate, most=most)
 
     def _most(self, run: Run, start: int) -> int:
         """Most draft tokens for a decode row that begins at `start`."""

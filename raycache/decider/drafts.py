@@ -13,6 +13,7 @@ The draft length follows from the acceptance rate and from what an additional to
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -168,7 +169,7 @@ class _Fit:
 
 @dataclass
 class Drafts:
-    """Chooses how many tokens to draft for each request, and counts those accepted.
+    """Drafting over all steps: its costs, and how many draft tokens are accepted.
 
     Attributes:
         drafter: None without drafts, or if the ranks run a draft model.
@@ -189,9 +190,6 @@ class Drafts:
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
     _rate: AcceptanceRate = field(default_factory=AcceptanceRate)
-    _num_steps: int = 0
-    _trial: int | None = None
-    _seconds: list[float] = field(default_factory=list)
 
     @property
     def num_drafted(self) -> int:
@@ -207,35 +205,54 @@ class Drafts:
         """State of a new request; starts with the acceptance rate over all requests."""
         return DraftState(AcceptanceRate(self._rate.value))
 
-    def begin_step(self, num_rows: int) -> None:
-        """Begin a plan of up to `num_rows` rows.
+    def step(self, num_rows: int, *, num_decodes: int) -> DraftStep:
+        """Choose draft lengths for a plan of up to `num_rows` rows, the first after `num_decodes` plans of decode rows.
 
         While costs are unknown, and later at intervals, all rows get the same draft length for some steps, so that
         the cost of each length is measured."""
-        if not (self.most and self.is_adaptive and num_rows):
-            return
+        if not (self.most and self.is_adaptive):
+            return DraftStep(self)
         length = _TRIAL_STEPS * self.stages
         every = _TRIAL_EVERY * self.stages if self.costs.are_known else length
-        turn, place = divmod(self._num_steps, every)
-        self._trial = turn % (self.most + 1) if place < length else None
-        self._seconds = []
-        if self.costs.are_known:
-            counts = range(self.most + 1)
-            self._seconds = [
-                self.costs.seconds(num_rows, n, num_passes=n if self.are_from_ranks else 0) for n in counts
-            ]
+        turn, place = divmod(num_decodes, every)
+        trial = turn % (self.most + 1) if place < length else None
+        if not self.costs.are_known:
+            return DraftStep(self, trial)
+        counts = range(self.most + 1)
+        seconds = [self.costs.seconds(num_rows, n, num_passes=n if self.are_from_ranks else 0) for n in counts]
+        return DraftStep(self, trial, seconds)
 
-    def end_step(self) -> None:
-        """Note that the plan has decode rows only, so its time will be measured."""
-        self._num_steps += 1
+    def note(self, state: DraftState, num_accepted: int, num_drafts: int) -> None:
+        """Take in how many of a row's draft tokens were accepted."""
+        state.num_drafted += num_drafts
+        state.num_accepted += num_accepted
+        state.rate.note(num_accepted, num_drafts)
+        self._rate.note(num_accepted, num_drafts, weight=_SHARED_WEIGHT)
+        self.drafted_at.update(range(1, num_drafts + 1))
+        self.accepted_at.update(range(1, num_accepted + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """Drafts for the rows of one step.
+
+    Attributes:
+        trial: draft length of all rows, if the step is to measure its cost.
+        seconds: estimated time of the step by draft length; empty while costs are unknown.
+    """
+
+    drafts: Drafts
+    trial: int | None = None
+    seconds: Sequence[float] = ()
 
     def draft(self, tokens: bytearray, rate: AcceptanceRate, *, most: int) -> PackedTokens:
         """Draft up to `most` next tokens of a decoding sequence; packed, as are `tokens`."""
         count = min(most, self.wanted(rate))
-        if self.drafter is None or count <= 0:
+        drafter = self.drafts.drafter
+        if drafter is None or count <= 0:
             rate.num_idle += 1
             return b""
-        found = self.drafter.draft(tokens, count)
+        found = drafter.draft(tokens, count)
         rate.num_idle, rate.num_vain = 0, 0 if found else rate.num_vain + 1
         return found
 
@@ -247,28 +264,19 @@ class Drafts:
 
     def wanted(self, rate: AcceptanceRate) -> int:
         """Preferred number of draft tokens for a request's next row."""
-        if not self.most or rate.num_idle < min(rate.num_vain, _LONGEST_PAUSE):
+        if not self.drafts.most or rate.num_idle < min(rate.num_vain, _LONGEST_PAUSE):
             return 0
-        return self._worth(rate) if self.is_adaptive else self.most
-
-    def note(self, state: DraftState, num_accepted: int, num_drafts: int) -> None:
-        """Take in how many of a row's draft tokens were accepted."""
-        state.num_drafted += num_drafts
-        state.num_accepted += num_accepted
-        state.rate.note(num_accepted, num_drafts)
-        self._rate.note(num_accepted, num_drafts, weight=_SHARED_WEIGHT)
-        self.drafted_at.update(range(1, num_drafts + 1))
-        self.accepted_at.update(range(1, num_accepted + 1))
+        return self._worth(rate) if self.drafts.is_adaptive else self.drafts.most
 
     def _worth(self, rate: AcceptanceRate) -> int:
         """Number of draft tokens that maximises a row's expected tokens per second."""
         rarely = 1 if rate.num_idle >= _TRY_EVERY else 0
-        if not self._seconds:
-            return (self._trial or 0) if rate.value > _HOPELESS else rarely
-        best = max(range(self.most + 1), key=lambda count: _expected(rate.value, count) / self._seconds[count])
+        if not self.seconds:
+            return (self.trial or 0) if rate.value > _HOPELESS else rarely
+        best = max(range(self.drafts.most + 1), key=lambda count: _expected(rate.value, count) / self.seconds[count])
         if not best:
             return rarely
-        return best if self._trial is None else self._trial
+        return best if self.trial is None else self.trial
 
 
 def _expected(rate: float, num_drafts: int) -> float:

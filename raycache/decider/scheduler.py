@@ -25,7 +25,7 @@ from raycache.decider.admission import Admission
 from raycache.decider.ahead import PlanAhead
 from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
-from raycache.decider.drafts import Drafts
+from raycache.decider.drafts import Drafts, DraftStep
 from raycache.decider.queues import Clock, RequestQueues
 from raycache.decider.request import Phase, Request, RequestSpec
 from raycache.decider.restore_points import RestorePointPlanner
@@ -68,9 +68,10 @@ class Scheduler:
         self.cache, self.drafts = cache, drafts
         self._clock = clock = Clock()
         self.queues = queues = RequestQueues(cache, clock, max_running=max_running)
-        self.ahead = PlanAhead(cache, drafts, num_stages=micro_batches)
+        self.ahead = PlanAhead(cache, num_stages=micro_batches)
         self._max_step_tokens, self._micro_batches = max_step_tokens, micro_batches
-        self._num_computed = 0
+        self._num_computed = self._num_decodes = 0
+        self._drafting = DraftStep(drafts)
         drafted = DraftedRows(drafts, cache, eos_token_ids=eos_token_ids)
         points = RestorePointPlanner(cache, interval=restore_interval)
         self._rows = RowPlanner(cache, queues, clock, self.ahead, drafted, points)
@@ -116,11 +117,13 @@ class Scheduler:
 
     def _plan(self) -> Batch | None:
         queues = self.queues
-        if self.ahead.holds_up(queues.running):
+        if self.ahead.holds_up(queues.running, self._drafting):
             return None
-        batch = Batch(budget=self._max_step_tokens, max_rows=max(1, -(-queues.num_busy // self._micro_batches)))
+        max_rows = max(1, -(-queues.num_busy // self._micro_batches))
+        if queues.running:
+            self._drafting = self.drafts.step(min(len(queues.running), max_rows), num_decodes=self._num_decodes)
+        batch = Batch(budget=self._max_step_tokens, max_rows=max_rows, drafting=self._drafting)
         queues.running.sort(key=lambda run: run.request.spec.order)
-        self.drafts.begin_step(min(len(queues.running), batch.max_rows))
         if not self._admission.make_way(batch):
             return None
         self._rows.continue_running(batch)
@@ -141,8 +144,7 @@ class Scheduler:
         )
         for run in batch.runs:
             run.num_in_flight += 1
-        if batch.is_decode:
-            self.drafts.end_step()
+        self._num_decodes += batch.is_decode
         return batch
 
     def heartbeat(self, *, is_last: bool = False) -> StepPlan:

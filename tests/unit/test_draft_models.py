@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycache.decider.drafts import AcceptanceRate
+from raycache.decider.drafts import AcceptanceRate, DraftStep
 from raycache.llm import LLM
 from raycache.types import CacheAction, CacheCommand, SamplingParams
 from tests.oracle.draft_models import (
@@ -411,18 +411,18 @@ def test_a_draft_with_fewer_tokens_bears_wishes_about_the_others(tmp_path: Path,
         assert llm.stats().drafted
 
 
-def test_a_draft_that_nobody_asks_for_long_catches_up(pairs: dict[str, Pair]) -> None:
+def test_a_draft_that_nobody_asks_for_long_catches_up(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     pair = pairs["small"]
     with pair.open() as llm:
-        rows, drafts = watch(llm), llm.engine._scheduler.drafts
-        random, ask = np.random.default_rng(0), drafts.ask
+        rows = watch(llm)
+        random, ask = np.random.default_rng(0), DraftStep.ask
         drafter = llm._rank.drafter  # type: ignore[union-attr]
         assert drafter is not None and drafter.may_lag
 
-        def now_and_then(rate: AcceptanceRate, *, most: int) -> int:
-            return ask(rate, most=most) if random.random() < 0.15 else 0
+        def now_and_then(step: DraftStep, rate: AcceptanceRate, *, most: int) -> int:
+            return ask(step, rate, most=most) if random.random() < 0.15 else 0
 
-        drafts.ask = now_and_then  # type: ignore[method-assign]
+        monkeypatch.setattr(DraftStep, "ask", now_and_then)
         longest = 0
         for _ in range(2):  # the second time from the pages that the first has left
             texts = complete(llm, PROMPTS)

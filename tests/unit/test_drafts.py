@@ -58,20 +58,14 @@ def test_bytes_that_lie_across_two_tokens_are_no_match() -> None:
 # --- how many ---------------------------------------------------------------------------------------------------------
 
 
-def count(drafts: Drafts, rate: AcceptanceRate, *, num_rows: int = 1, most: int = 100) -> int:
-    drafts.begin_step(num_rows)
-    drafts.end_step()
-    return len(drafts.draft(bytearray(packed([1, 2] * 60)), rate, most=most)) // 4
+def count(drafts: Drafts, rate: AcceptanceRate, *, num_decodes: int = 0) -> int:
+    step = drafts.step(1, num_decodes=num_decodes)
+    return len(step.draft(bytearray(packed([1, 2] * 60)), rate, most=100)) // 4
 
 
 def wanted_in(drafts: Drafts, rate: AcceptanceRate, steps: int, *, num_rows: int = 1) -> list[int]:
     """Draft tokens wanted in so many steps."""
-    found = []
-    for _ in range(steps):
-        drafts.begin_step(num_rows)
-        found.append(drafts.wanted(rate))
-        drafts.end_step()
-    return found
+    return [drafts.step(num_rows, num_decodes=number).wanted(rate) for number in range(steps)]
 
 
 def with_costs(*, fixed: float, per_token: float, jump: float = 0.0, per_pass: float = 0.0) -> Drafts:
@@ -115,13 +109,12 @@ def test_until_costs_are_known_all_numbers_are_tried_for_some_steps_each() -> No
 def test_costs_become_known_with_any_number_of_requests_and_stages(num_requests: int, stages: int) -> None:
     """Each stage has requests of its own in a plan."""
     drafts, last = Drafts(most=4, are_from_ranks=True, stages=stages), [0] * stages
-    for step in range(24 * stages):
-        drafts.begin_step(num_requests)
-        (asked,) = {drafts.ask(AcceptanceRate(), most=8) for _ in range(num_requests)}
-        drafts.end_step()
-        num_tokens = num_requests * (1 + last[step % stages])
+    for number in range(24 * stages):
+        step = drafts.step(num_requests, num_decodes=number)
+        (asked,) = {step.ask(AcceptanceRate(), most=8) for _ in range(num_requests)}
+        num_tokens = num_requests * (1 + last[number % stages])
         drafts.costs.note(1 + 0.01 * num_tokens + 0.1 * asked, num_tokens, num_rows=num_requests, num_passes=asked)
-        last[step % stages] = asked
+        last[number % stages] = asked
     assert drafts.costs.are_known
 
 
@@ -150,7 +143,7 @@ def test_now_and_then_another_number_is_drafted_so_that_costs_stay_known() -> No
 
 def test_where_it_does_not_pay_it_is_tried_now_and_then() -> None:
     drafts, rate = with_costs(fixed=0.0, per_token=1.0), AcceptanceRate(0.1)
-    assert [count(drafts, rate) for _ in range(34)] == [*([0] * 16), 1, *([0] * 16), 1]
+    assert [count(drafts, rate, num_decodes=number) for number in range(34)] == [*([0] * 16), 1, *([0] * 16), 1]
 
 
 def test_who_had_no_idea_is_asked_less_often() -> None:
