@@ -23,7 +23,7 @@ from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.answers import ActorLostError, answer, answer_now
-from raycache.cache.storage_commands import StorageAnswer, StorageCommand
+from raycache.cache.storage_commands import StorageCommand, StorageResult
 from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.host import directory as host_directory
@@ -55,7 +55,7 @@ class ArenaActor(HostService):
         """What the Ray dashboard and logs call it."""
         return self._name
 
-    def work(self, command: StorageCommand) -> StorageAnswer:
+    def work(self, command: StorageCommand) -> StorageResult:
         return super().work(command.received())
 
     def carry_out(self, command: CacheCommand) -> dict[str, Any]:
@@ -275,11 +275,11 @@ class RemoteOwner:
         found: Opened = self._ask(self._actor.open.remote(spec, epoch=epoch))
         return found
 
-    def work(self, command: StorageCommand) -> StorageAnswer:
+    def work(self, command: StorageCommand) -> StorageResult:
         """Raises OSError while the owner or its storage is away."""
         try:
             ref = self._actor.work.options(concurrency_group="work").remote(command.sent())
-            found: StorageAnswer = answer_now(ref, of=OWNER, timeout_s=self._timeout_s)
+            found: StorageResult = answer_now(ref, of=OWNER, timeout_s=self._timeout_s)
         except (ActorLostError, RayTaskError) as cause:
             raise OSError(str(cause)) from cause
         return found

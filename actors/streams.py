@@ -86,7 +86,7 @@ class Streams:
             RequestError: another one has its id.
         """
         if request.request_id in self._by_id:
-            raise RequestError(f"request_id {request.request_id!r} is already in use", field="request_id")
+            raise RequestError.id_in_use(request.request_id)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=self._random.getrandbits(62)))
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s

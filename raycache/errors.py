@@ -41,6 +41,11 @@ class RequestError(RayCacheError, ValueError):
         self.message = message
         self.field = field
 
+    @classmethod
+    def id_in_use(cls, request_id: str) -> RequestError:
+        """The error for a second request with the id of one in progress."""
+        return cls(f"request_id {request_id!r} is already in use by a request in progress", field="request_id")
+
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword arguments do not survive the default pickling between processes.
         return (_rebuild_request_error, (type(self), self.message, self.field))

@@ -46,7 +46,7 @@ class Miss(StrEnum):
     CHECKSUM = "checksum"  # the bytes found were not those written
     TIMEOUT = "timeout"  # a tier did not deliver it in time
     SLOWER = "slower_than_recompute"  # loading it would have taken longer than computing it
-    NO_ROOM = "no_room"  # no space in the tier above
+    NO_CAPACITY = "no_capacity"  # no free pages in the tier above
 
 
 class CacheAction(StrEnum):

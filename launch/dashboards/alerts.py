@@ -121,8 +121,8 @@ ALERTS = (
         "A tier of {{ $labels.model_name }} stores and never hits; `raycache cache status` says why.",
     ),
     Alert(
-        "RayCacheTierAway",
-        _more("tier_unavailable_orders", within="5m"),
+        "RayCacheTierUnavailable",
+        _more("tier_unavailable_requests", within="5m"),
         60,
         True,
         "The storage of {{ $labels.model_name }} cannot be reached. Requests are computed instead; check the medium "

@@ -162,7 +162,7 @@ _TIERS = (
         tuple(
             (rate(name), legend)
             for name, legend in (
-                ("tier_unavailable_orders", "away"),
+                ("tier_unavailable_requests", "unavailable"),
                 ("tier_objects_corrupt", "corrupt"),
                 ("tier_objects_foreign", "foreign"),
                 ("tier_io_errors", "read or write failed"),

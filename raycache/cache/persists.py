@@ -11,7 +11,7 @@ import numpy as np
 
 from raycache.cache.host_tier import Entered, HostTier
 from raycache.cache.node import RestorePoint
-from raycache.cache.storage_commands import CommandKind, StorageAnswer, StorageClient, StoredUnit
+from raycache.cache.storage_commands import CommandKind, StorageClient, StorageResult, StoredUnit
 from raycache.cache.tree import PrefixHandle
 from raycache.memory.component import FULL
 from raycache.memory.pages import PageIds
@@ -118,17 +118,17 @@ class Persists:
         self._open[number] = _Persist(handle.clone(), pages, point, self._storage)
         return number
 
-    def take(self, answer: StorageAnswer) -> None:
+    def take(self, result: StorageResult) -> None:
         """Apply the result of a persist command."""
-        persist = self._open.pop(answer.number)
-        self.counts["persisted_bytes"] += answer.num_bytes
-        self.seconds += answer.seconds
-        stored = np.asarray(answer.stored[: len(persist.pages)], np.bool_)
+        persist = self._open.pop(result.number)
+        self.counts["persisted_bytes"] += result.num_bytes
+        self.seconds += result.seconds
+        stored = np.asarray(result.stored[: len(persist.pages)], np.bool_)
         self.counts["persisted_pages"] += int(np.count_nonzero(stored))
         is_same = persist.storage == self._storage  # not replaced or emptied meanwhile
         self._is_stored[persist.pages] &= stored & is_same
         persist.handle.release()
         if persist.point is not None:
-            if not (is_same and all(answer.stored[len(persist.pages) :])):
+            if not (is_same and all(result.stored[len(persist.pages) :])):
                 persist.point.storage = 0
             self._host.tier.let_go(persist.point)

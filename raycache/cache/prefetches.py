@@ -17,7 +17,7 @@ from raycache.cache.host_tier import HostTier
 from raycache.cache.keys import chain_digests
 from raycache.cache.node import RestorePoint
 from raycache.cache.persists import Persists
-from raycache.cache.storage_commands import CommandKind, Fetch, Found, Outcome, StorageAnswer, StorageClient, StoredUnit
+from raycache.cache.storage_commands import CommandKind, Fetch, Found, Outcome, StorageClient, StorageResult, StoredUnit
 from raycache.cache.tree import PrefixHandle
 from raycache.memory.component import FULL
 from raycache.memory.pages import PageIds
@@ -43,13 +43,13 @@ class Chunk:
     Attributes:
         pages, digests: host pages to fill, consecutive in the sequence, and their digests.
         point: the restore point after them; only in the last fetch of a prefetch.
-        answers: result per unit, pages first; None until the command has completed.
+        results: result per unit, pages first; None until the command has completed.
     """
 
     pages: PageIds
     digests: list[bytes]
     point: RestorePoint | None = None
-    answers: Sequence[Fetch] | None = None
+    results: Sequence[Fetch] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -178,17 +178,17 @@ class Prefetches:
             prefetch.is_abandoned = True
             self._commands.cancel(prefetch.owner)
 
-    def take_found(self, answer: StorageAnswer, *, now: int) -> None:
+    def take_found(self, result: StorageResult, *, now: int) -> None:
         """Fetch what the storage has beyond the host, as far as it fits."""
-        prefetch = self._finds.pop(answer.number)
-        if answer.outcome is not Outcome.DONE:
+        prefetch = self._finds.pop(result.number)
+        if result.outcome is not Outcome.DONE:
             prefetch.worst = Fetch.UNAVAILABLE
             prefetch.finish()
             return
         prefetch.is_known = True
         size = self._host.page_size
-        stop = self._reachable(answer.found, prefetch)
-        if answer.found.is_foreign and stop * size <= prefetch.num_stored:
+        stop = self._reachable(result.found, prefetch)
+        if result.found.is_foreign and stop * size <= prefetch.num_stored:
             prefetch.worst = Fetch.FOREIGN
         usable, prefetch.num_stored = prefetch.num_stored, max(prefetch.num_stored, stop * size)
         if stop * size <= usable or prefetch.is_abandoned:
@@ -200,22 +200,22 @@ class Prefetches:
         if not prefetch.chunks:
             prefetch.finish()
 
-    def take_fetched(self, answer: StorageAnswer, *, now: int) -> None:
+    def take_fetched(self, result: StorageResult, *, now: int) -> None:
         """Put fetched pages into the host tree, in order; pages after a missing one are dropped."""
-        prefetch, answered = self._fetches.pop(answer.number)
-        answered.answers = answer.fetches
-        self.counts["prefetched_bytes"] += answer.num_bytes
-        self.seconds += answer.seconds
-        self._costs.fetch.note(answer.seconds, answer.fetches.count(Fetch.HIT) * self._host.page_size)
-        while prefetch.chunks and (answers := prefetch.chunks[0].answers) is not None:
+        prefetch, chunk = self._fetches.pop(result.number)
+        chunk.results = result.fetches
+        self.counts["prefetched_bytes"] += result.num_bytes
+        self.seconds += result.seconds
+        self._costs.fetch.note(result.seconds, result.fetches.count(Fetch.HIT) * self._host.page_size)
+        while prefetch.chunks and (results := prefetch.chunks[0].results) is not None:
             chunk = prefetch.chunks.popleft()
             self.num_reserved -= len(chunk.pages)
-            bad = [answer for answer in answers if answer is not Fetch.HIT]
+            bad = [fetch for fetch in results if fetch is not Fetch.HIT]
             if prefetch.worst is Fetch.HIT and bad:
                 prefetch.worst = bad[0]
             num_good = len(chunk.pages)
             if bad:
-                num_good = next((i for i, answer in enumerate(answers) if answer is not Fetch.HIT), 0)
+                num_good = next((i for i, fetch in enumerate(results) if fetch is not Fetch.HIT), 0)
                 num_good = min(num_good, len(chunk.pages))
             if prefetch.is_done:
                 num_good = 0
@@ -238,7 +238,7 @@ class Prefetches:
         pages = self._reserve(missing)
         point = host.tier.new_point(position, host.tier.part_counts(position)) if host.tier.has_points else None
         if pages is None or (host.tier.has_points and point is None):
-            prefetch.why_short = Miss.NO_ROOM
+            prefetch.why_short = Miss.NO_CAPACITY
             if pages is not None:
                 self.num_reserved -= len(pages)
                 host.give_back(pages)

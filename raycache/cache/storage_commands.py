@@ -113,9 +113,9 @@ class StorageCommand:
         """Convert back from `sent`, to this machine's clock."""
         return replace(self, deadline_s=self.deadline_s + time.monotonic())
 
-    def not_done(self, outcome: Outcome, error: str = "") -> StorageAnswer:
+    def not_done(self, outcome: Outcome, error: str = "") -> StorageResult:
         """The result of a command that was not done."""
-        return StorageAnswer(
+        return StorageResult(
             self.number,
             self.kind,
             self.owner,
@@ -127,7 +127,7 @@ class StorageCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class StorageAnswer:
+class StorageResult:
     """Result of a command.
 
     Attributes:
@@ -159,7 +159,7 @@ class StorageWorkers(Protocol):
     def post(self, command: StorageCommand) -> None:
         """Queue a command; does not block."""
 
-    def answers(self) -> list[StorageAnswer]:
+    def results(self) -> list[StorageResult]:
         """Results since the last call."""
 
     def cancel(self, owner: str) -> None:

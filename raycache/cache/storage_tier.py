@@ -115,17 +115,17 @@ class StorageTier:
 
     def poll(self, *, now: int, now_s: float) -> None:
         """Apply completed commands."""
-        for answer in self._lanes.answers():
-            self._num_unavailable += answer.outcome is Outcome.UNAVAILABLE
-            if answer.number in self._asked:
-                is_known = answer.outcome is Outcome.DONE
-                self._asked.pop(answer.number)(answer.found.point_pages * self._host.page_size if is_known else None)
-            elif answer.kind is CommandKind.FIND:
-                self._prefetches.take_found(answer, now=now)
-            elif answer.kind is CommandKind.FETCH:
-                self._prefetches.take_fetched(answer, now=now)
+        for result in self._lanes.results():
+            self._num_unavailable += result.outcome is Outcome.UNAVAILABLE
+            if result.number in self._asked:
+                is_known = result.outcome is Outcome.DONE
+                self._asked.pop(result.number)(result.found.point_pages * self._host.page_size if is_known else None)
+            elif result.kind is CommandKind.FIND:
+                self._prefetches.take_found(result, now=now)
+            elif result.kind is CommandKind.FETCH:
+                self._prefetches.take_fetched(result, now=now)
             else:
-                self.persists.take(answer)
+                self.persists.take(result)
         self._attended = [work for work in self._attended if not work(now_s)]
 
     def close(self, timeout_s: float) -> None:
@@ -137,10 +137,10 @@ class StorageTier:
 
     def counts(self) -> dict[str, float]:
         """Current counters, for status output and metrics."""
-        counts = self._prefetches.counts + self.persists.counts + Counter(unavailable_orders=self._num_unavailable)
+        counts = self._prefetches.counts + self.persists.counts + Counter(unavailable_requests=self._num_unavailable)
         return {name: float(counts[name]) for name in _COUNTERS} | {
             "prefetching_pages": self._prefetches.num_reserved,
-            "open_orders": self.num_open,
+            "open_requests": self.num_open,
             "prefetch_s": self._prefetches.seconds,
             "persist_s": self.persists.seconds,
         }
@@ -187,5 +187,5 @@ _COUNTERS = (
     "persisted_bytes",
     "unpersisted_pages",
     "refused_prefetches",
-    "unavailable_orders",
+    "unavailable_requests",
 )

@@ -249,9 +249,7 @@ class Engine:
     def _validate(self, request: GenerateRequest) -> None:
         vocab, longest = self.info.vocab_size, self.info.max_model_len
         if request.request_id in self._scheduler.queues:
-            raise RequestError(
-                f"request_id {request.request_id!r} is already in use by a request in progress", field="request_id"
-            )
+            raise RequestError.id_in_use(request.request_id)
         if len(request.prompt) == 0:
             raise RequestError("prompt is empty; send at least one token", field="prompt")
         if len(request.prompt) >= longest:

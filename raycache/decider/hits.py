@@ -36,12 +36,17 @@ _CAUSES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """Cached tokens of a request by tier, as of its first admission."""
+    """Cached tokens of a request by tier, as of its first admission.
+
+    Attributes:
+        above: miss and component if storage turns out to hold nothing more.
+    """
 
     cached_len: int = 0
     by_tier: dict[str, int] = field(default_factory=dict)
     miss: Miss = Miss.NONE
     cut_by: str = ""
+    above: tuple[Miss, str] = (Miss.NONE, "")
 
     @classmethod
     def of(
@@ -61,20 +66,27 @@ class CacheReport:
             fetched = max(0, min(cached_len, prefetch.end) - max(on_device, prefetch.begin))
         counts = dict(zip(TIERS, (on_device, cached_len - on_device - fetched, fetched), strict=True))
         host = holding.cursor.found
-        cut_by = ""
+        cut_by, above = "", (Miss.NONE, "")
         if not may_load and cached_len < wanted:
             miss = Miss.CHECKSUM
         elif host.length > cached_len:
-            miss = Miss.NO_ROOM if is_load_worth else Miss.SLOWER
+            miss = Miss.NO_CAPACITY if is_load_worth else Miss.SLOWER
         else:
             miss, cut_by = explain(wanted, cached_len, holding.handle, host, prefetch)
-        return cls(cached_len, {tier: count for tier, count in counts.items() if count}, miss, cut_by)
+            above = _missed_above(cached_len, holding.handle, host, has_storage=prefetch is not None)
+        return cls(cached_len, {tier: count for tier, count in counts.items() if count}, miss, cut_by, above)
 
     def with_fetched(self, num_tokens: int, *, is_all: bool) -> CacheReport:
         """Add tokens that storage fetched while earlier ones were computed; `is_all`: every whole page is cached."""
         by_tier = {**self.by_tier, "storage": self.by_tier.get("storage", 0) + num_tokens}
         miss = Miss.NONE if is_all else self.miss
         return replace(self, cached_len=self.cached_len + num_tokens, by_tier=by_tier, miss=miss)
+
+    def at_first_token(self, prefetch: Prefetch | None) -> CacheReport:
+        """Replace a timeout if storage has replied since admission and holds nothing more."""
+        if self.miss is not Miss.TIMEOUT or prefetch is None or _missed_in_storage(prefetch, self.cached_len):
+            return self
+        return replace(self, miss=self.above[0], cut_by=self.above[1])
 
 
 class Hits:
@@ -122,10 +134,15 @@ def explain(
         return (Miss.NONE if wanted else Miss.SHORTER_THAN_PAGE), ""
     if prefetch is not None and (miss := _missed_in_storage(prefetch, cached)) is not None:
         return miss, ""
+    return _missed_above(cached, device, host, has_storage=prefetch is not None)
+
+
+def _missed_above(cached: int, device: PrefixHandle, host: PrefixHandle, *, has_storage: bool) -> tuple[Miss, str]:
+    """Return the reason if storage holds nothing beyond `cached` tokens."""
     if max(device.known_length, host.known_length) > cached:
         return Miss.STATE_MISSING, device.cut_by or host.cut_by
     if host.known_length >= device.known_length and host.was_evicted:
-        return (Miss.EVICTED_HOST if prefetch is None else Miss.EVICTED_STORAGE), ""
+        return (Miss.EVICTED_STORAGE if has_storage else Miss.EVICTED_HOST), ""
     return (Miss.EVICTED_DEVICE if device.was_evicted else Miss.NEVER_SEEN), ""
 
 

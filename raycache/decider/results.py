@@ -93,6 +93,7 @@ class Results:
         if request.num_output == 0:
             self.queues.abandon_prefetch(request)
             self.counts["prompt_tokens"] += spec.prompt_len
+            request.report = request.report.at_first_token(request.prefetch)
             self.counts["cached_tokens"] += request.report.cached_len
             self.hits.count(request.report)
         request.append(tokens[-1])

@@ -13,7 +13,7 @@ from raycache.parallel.board import AckBoard, Acks
 from raycache.parallel.collectives import Group
 from raycache.parallel.relay import BoardReceiver
 from raycache.parallel.sharding import Split
-from raycache.rank.answer import PendingAnswer
+from raycache.rank.pending_result import PendingResult
 from raycache.rank.rank import Rank
 from raycache.wire.control import broadcast_plan, receive_results
 from raycache.wire.plan import RowResult, StepPlan, read_results
@@ -36,7 +36,7 @@ class LocalExecutor:
     def __init__(self, rank: Rank, board: AckBoard | None = None, *, plans_ahead: bool = False) -> None:
         self._rank = rank
         self._board = board
-        self._started: deque[tuple[StepPlan, PendingAnswer]] = deque()
+        self._started: deque[tuple[StepPlan, PendingResult]] = deque()
         self.depth = 2 if plans_ahead else 1
 
     def submit(self, plan: StepPlan) -> None:
@@ -44,9 +44,9 @@ class LocalExecutor:
             self._started.append((plan, self._rank.start(plan)))
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
-        started, answer = self._started.popleft()
+        started, pending = self._started.popleft()
         assert started is plan, "plans are collected in order"
-        return read_results(plan, [answer.answer()])
+        return read_results(plan, [pending.wait()])
 
     def acks(self) -> Acks:
         return Acks() if self._board is None else self._board.acks()
@@ -54,7 +54,7 @@ class LocalExecutor:
     def close(self) -> None:
         """Discard results in flight, after waiting for them and for page moves."""
         while self._started:
-            self._started.popleft()[1].answer()
+            self._started.popleft()[1].wait()
         if self._rank.mover is None:
             return
         saves, loads = self._rank.mover.last_numbers

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from raycache.cache.storage_commands import CommandKind, StorageAnswer, StorageCommand
+from raycache.cache.storage_commands import CommandKind, StorageCommand, StorageResult
 from raycache.errors import ConfigError
 from raycache.host.spec import HostSpec
 from raycache.memory.arena import Arena
@@ -41,16 +41,16 @@ class AttachedStorage:
         """URL of the storage, without passwords."""
         return self._storage.name
 
-    def work(self, command: StorageCommand) -> StorageAnswer:
+    def work(self, command: StorageCommand) -> StorageResult:
         """Execute one command of a storage lane.
 
         Raises:
             OSError: the storage cannot be reached.
         """
-        answer = self._worker.work(command)
+        result = self._worker.work(command)
         if command.kind is CommandKind.FIND and not self._storage.is_up:
             raise OSError(f"storage {self.name} cannot be reached")  # not to be confused with finding nothing
-        return answer
+        return result
 
     def fence(self, epoch: int) -> bool:
         return self._worker.fence(epoch, timeout_s=FENCE_TIMEOUT_S)

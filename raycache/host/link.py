@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from raycache.cache.storage_commands import StorageAnswer, StorageCommand
+from raycache.cache.storage_commands import StorageCommand, StorageResult
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class HostLink:
 
     path: Path
     sizes: Mapping[str, int]
-    work: Callable[[StorageCommand], StorageAnswer]
+    work: Callable[[StorageCommand], StorageResult]
     has_storage: bool
     epoch: int = 0
     nodes: tuple[int, ...] = ()

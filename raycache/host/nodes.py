@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from raycache.cache.storage_commands import CommandKind, Fetch, Found, Outcome, StorageAnswer, StorageCommand
+from raycache.cache.storage_commands import CommandKind, Fetch, Found, Outcome, StorageCommand, StorageResult
 from raycache.deployment.deployment import Deployment
 from raycache.errors import EngineStoppedError, RankLostError
 from raycache.host.plan import host_sizes
@@ -30,7 +30,7 @@ _WORST_LAST = list(Fetch)
 S = TypeVar("S")
 T = TypeVar("T")
 
-Work = Callable[[StorageCommand], StorageAnswer]
+Work = Callable[[StorageCommand], StorageResult]
 """Executes a storage command; raises OSError if the storage or its owner cannot be reached."""
 
 
@@ -52,7 +52,7 @@ class Owner(Protocol):
     def open(self, spec: HostSpec, *, epoch: int) -> Opened:
         """Make the arena, or keep the open one if it is compatible. Raises ConfigError."""
 
-    def work(self, command: StorageCommand) -> StorageAnswer:
+    def work(self, command: StorageCommand) -> StorageResult:
         """Execute one command of a storage lane. Raises OSError."""
 
 
@@ -121,24 +121,24 @@ def _suits(spec: HostSpec, wanted: HostSpec) -> bool:
     return spec.suits(wanted) and spec.sizes == wanted.sizes
 
 
-def _work_on_all(works: Sequence[Work], command: StorageCommand) -> StorageAnswer:
-    answers = _of_all(works, lambda work, node: work(command))
-    for answer in answers:
-        if answer.outcome is not Outcome.DONE:
-            return command.not_done(answer.outcome, answer.error)
+def _work_on_all(works: Sequence[Work], command: StorageCommand) -> StorageResult:
+    results = _of_all(works, lambda work, node: work(command))
+    for result in results:
+        if result.outcome is not Outcome.DONE:
+            return command.not_done(result.outcome, result.error)
     joined = replace(
-        answers[0],
-        seconds=max(answer.seconds for answer in answers),
-        num_bytes=sum(answer.num_bytes for answer in answers),
+        results[0],
+        seconds=max(result.seconds for result in results),
+        num_bytes=sum(result.num_bytes for result in results),
     )
     match command.kind:
         case CommandKind.FIND:
-            return replace(joined, found=_found_by_all(works, command, [answer.found for answer in answers]))
+            return replace(joined, found=_found_by_all(works, command, [result.found for result in results]))
         case CommandKind.FETCH:
-            fetches = zip(*(answer.fetches for answer in answers), strict=True)
+            fetches = zip(*(result.fetches for result in results), strict=True)
             return replace(joined, fetches=tuple(max(each, key=_WORST_LAST.index) for each in fetches))
         case CommandKind.PERSIST:
-            stored = zip(*(answer.stored for answer in answers), strict=True)
+            stored = zip(*(result.stored for result in results), strict=True)
             return replace(joined, stored=tuple(all(each) for each in stored))
 
 
@@ -153,9 +153,9 @@ def _found_by_all(works: Sequence[Work], command: StorageCommand, found: Sequenc
             return Found(num_pages, 0, is_foreign)
         longer = [node for node, length in enumerate(points) if length > shortest]
         less = replace(command, digests=command.digests[:shortest])
-        answers = _of_all([partial(works[node], less) for node in longer], lambda ask, _: ask())
-        for node, answer in zip(longer, answers, strict=True):
-            points[node] = answer.found.point_pages  # 0 if the command was not done
+        results = _of_all([partial(works[node], less) for node in longer], lambda ask, _: ask())
+        for node, result in zip(longer, results, strict=True):
+            points[node] = result.found.point_pages  # 0 if the command was not done
     return Found(num_pages, points[0], is_foreign)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raycache.cache.storage_commands import StorageAnswer, StorageCommand
+from raycache.cache.storage_commands import StorageCommand, StorageResult
 from raycache.errors import ConfigError
 from raycache.host import directory as host_directory
 from raycache.host.attached_storage import AttachedStorage
@@ -106,7 +106,7 @@ class HostService:
             self._arena.epoch = epoch
             return Opened(self.path, self._opened(), is_fresh)
 
-    def work(self, command: StorageCommand) -> StorageAnswer:
+    def work(self, command: StorageCommand) -> StorageResult:
         """Execute one command of a storage lane.
 
         Raises:

@@ -289,7 +289,7 @@ _FIGURES = {
     "disk_full": ("tier_objects_disk_full", "Objects not stored because the medium is full.", Kind.COUNTER),
     "io_errors": ("tier_io_errors", "Objects whose read or write failed.", Kind.COUNTER),
     "unavailable": ("tier_unavailable", "Objects read or written while the tier was unavailable.", Kind.COUNTER),
-    "unavailable_orders": ("tier_unavailable_orders", "Calls to the tier while it was unavailable.", Kind.COUNTER),
+    "unavailable_requests": ("tier_unavailable_requests", "Calls to the tier while it was unavailable.", Kind.COUNTER),
 }
 _SHOWN = {*_FIGURES, "saved_bytes", "loaded_bytes", "prefetched_bytes", "persisted_bytes"}
 _SHOWN |= {"save_s", "load_s", "prefetch_s", "persist_s"}

@@ -32,8 +32,8 @@ from raycache.memory.device import DevicePool
 from raycache.memory.streams import Event, Passed, after_compute
 from raycache.models.drafts.base import DraftModel
 from raycache.parallel.context import ParallelContext
-from raycache.rank.answer import PendingAnswer
 from raycache.rank.graphs import DecodeGraphs, GraphLayers
+from raycache.rank.pending_result import PendingResult
 from raycache.rank.sampler import SampleRow, sample
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
@@ -180,7 +180,7 @@ class Drafter:
         sampled = self._gather(plan, step.tokens)  # runs while the draft follows
         emitted = self._follow(step)
         rows = [of_rank[turn] for turn in range(len(in_turn[0])) for of_rank in in_turn if turn < len(of_rank)]
-        starts = self._starts(plan, rows, _by_position(plan, sampled.answer()))
+        starts = self._starts(plan, rows, _by_position(plan, sampled.wait()))
         mine = starts[cp.rank :: cp.size]
         drafted: list[Tensor] = []  # one per pass; sequences with fewer draft tokens come last
         if self.model.num_features:
@@ -258,14 +258,14 @@ class Drafter:
             starts.append(_Start(row, num_right, behind[num_right], state, spare))
         return starts
 
-    def _gather(self, plan: StepPlan, tokens: Tensor) -> PendingAnswer:
+    def _gather(self, plan: StepPlan, tokens: Tensor) -> PendingResult:
         """Gather tokens sampled at emitted positions of all cp ranks, padded: [cp, longest M]. Collective over cp."""
         if self.ctx.cp.size == 1:
-            return PendingAnswer(tokens[None])
+            return PendingResult(tokens[None])
         counts = [sum(len(found) for _, found in of_rank) for of_rank in emissions(plan, cp_size=self.ctx.cp.size)]
         padded = tokens.new_zeros(max(counts))
         padded[: len(tokens)] = tokens
-        return PendingAnswer(self.ctx.cp.all_gather(padded))
+        return PendingResult(self.ctx.cp.all_gather(padded))
 
     def _behind(self, plan: StepPlan, rows: Sequence[int], starts: Sequence[_Start], emitted: Tensor) -> Tensor:
         """Select features at the last accepted token of each row: [M, F] -> [G_local, F]. Collective over cp."""

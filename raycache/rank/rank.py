@@ -22,10 +22,10 @@ from raycache.memory.mover import Mover
 from raycache.memory.streams import Event, Passed, after_compute
 from raycache.models.base import Model, ModelConfig
 from raycache.parallel.context import ParallelContext
-from raycache.rank.answer import PendingAnswer
 from raycache.rank.drafter import Drafter, Followed
 from raycache.rank.graphs import DecodeGraphs, for_draft, in_single_rows
 from raycache.rank.last_tokens import LastTokens
+from raycache.rank.pending_result import PendingResult
 from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, sample
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
@@ -113,7 +113,7 @@ class Rank:
         Returns:
             The results, [result_len, result_width]; empty on ranks before the last stage.
         """
-        return self.start(plan).answer()
+        return self.start(plan).wait()
 
     def close(self) -> None:
         """Detach from the host tier."""
@@ -121,12 +121,12 @@ class Rank:
             self.mover.close()
 
     @torch.inference_mode()
-    def start(self, plan: StepPlan) -> PendingAnswer:
+    def start(self, plan: StepPlan) -> PendingResult:
         """Launch one step on the device; on a CPU it is complete on return."""
         done = self._run(plan)
         if done.logits is None:
-            return PendingAnswer(torch.empty((0, result_width(plan)), dtype=torch.int64))
-        return PendingAnswer(self._answer(plan, done))
+            return PendingResult(torch.empty((0, result_width(plan)), dtype=torch.int64))
+        return PendingResult(self._results(plan, done))
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor | None:
@@ -206,7 +206,7 @@ class Rank:
             self._unsent = self.ctx.pp.isend(together, to=self.ctx.pp.rank + 1)
         return hidden, run
 
-    def _answer(self, plan: StepPlan, done: _Done) -> Tensor:
+    def _results(self, plan: StepPlan, done: _Done) -> Tensor:
         """Sampled, scored and drafted tokens: int64 [result_len, result_width]."""
         logits = done.logits
         assert logits is not None, "only the last stage has results"

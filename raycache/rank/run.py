@@ -8,8 +8,8 @@ from collections import deque
 from raycache.deployment.memory_use import refusing_out_of_memory
 from raycache.errors import RankLostError
 from raycache.parallel.board import Lane
-from raycache.rank.answer import PendingAnswer
 from raycache.rank.member import Member
+from raycache.rank.pending_result import PendingResult
 from raycache.rank.rank import Rank
 from raycache.wire.control import receive_plan, result_ranks, send_result
 from raycache.wire.plan import StepPlan
@@ -50,28 +50,28 @@ class _Plans:
 
     def __init__(self, rank: Rank, member: Member) -> None:
         self._rank, self._member = rank, member
-        self._is_answering = member.spec.rank in result_ranks(rank.ctx.split)
-        self._unanswered: deque[tuple[StepPlan, PendingAnswer]] = deque()
+        self._sends_results = member.spec.rank in result_ranks(rank.ctx.split)
+        self._unsent: deque[tuple[StepPlan, PendingResult]] = deque()
         self.step = 0
 
     def execute_all(self) -> None:
         """Execute plans until the last one."""
         ctx = self._rank.ctx
         while True:
-            plan = receive_plan(ctx.control, meanwhile=self._answer_ready)
+            plan = receive_plan(ctx.control, meanwhile=self._send_ready)
             self.step = plan.step
             with refusing_out_of_memory(ctx.device, doing=f"running step {plan.step}"):
-                answer = self._rank.start(plan)
-            self._unanswered.append((plan, answer))
-            self._answer_ready()
+                pending = self._rank.start(plan)
+            self._unsent.append((plan, pending))
+            self._send_ready()
             if plan.is_last:
                 return
 
-    def _answer_ready(self) -> bool:
+    def _send_ready(self) -> bool:
         """Send results of steps that the device has finished, in order; returns whether any are left."""
-        while self._unanswered and self._unanswered[0][1].is_ready():
-            plan, answer = self._unanswered.popleft()
-            if self._is_answering and not plan.is_last:
-                send_result(plan, answer.answer(), self._rank.ctx.control)
+        while self._unsent and self._unsent[0][1].is_ready():
+            plan, pending = self._unsent.popleft()
+            if self._sends_results and not plan.is_last:
+                send_result(plan, pending.wait(), self._rank.ctx.control)
             self._member.post(Lane.STEP, plan.step)
-        return bool(self._unanswered)
+        return bool(self._unsent)

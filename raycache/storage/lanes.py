@@ -1,6 +1,6 @@
 """Threads that do the decider's commands to the storage, so that it never waits for one.
 
-    post -> finding and fetching:  [ owner a: 1 4 ] [ owner b: 2 ] ...  -> lanes -> answers
+    post -> finding and fetching:  [ owner a: 1 4 ] [ owner b: 2 ] ...  -> lanes -> results
             persisting:            [ owner c: 3 5 ] ...
 
 Owners take turns, so that a long prompt does not keep a short one waiting. Finding and fetching go before persisting,
@@ -17,11 +17,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from raycache.cache.storage_commands import CommandKind, Outcome, StorageAnswer, StorageCommand
+from raycache.cache.storage_commands import CommandKind, Outcome, StorageCommand, StorageResult
 
 
 class StorageLanes:
-    """Does commands side by side and collects the answers: exactly one for each command.
+    """Does commands side by side and collects the results: exactly one for each command.
 
     Args:
         work: does one command; called from several threads. Raises OSError if there is nobody who can.
@@ -29,16 +29,16 @@ class StorageLanes:
         name: of the threads.
     """
 
-    def __init__(self, work: Callable[[StorageCommand], StorageAnswer], *, num_lanes: int, name: str) -> None:
+    def __init__(self, work: Callable[[StorageCommand], StorageResult], *, num_lanes: int, name: str) -> None:
         assert num_lanes >= 1, f"{num_lanes} lanes do no commands"
         self._work, self._name = work, name
         self._lock = threading.Lock()
-        self._may_begin, self._has_answer = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._may_begin, self._has_result = threading.Condition(self._lock), threading.Condition(self._lock)
         self._urgent, self._persists = _Turns(), _Turns()
         self._most_persists = max(1, num_lanes - 1)
         self._num_persists = self._num_open = 0
         self._next_deadline_s = math.inf
-        self._answers: list[StorageAnswer] = []
+        self._results: list[StorageResult] = []
         self._is_closed = False
         self._lanes = dict[int, threading.Thread]()
         for lane in range(num_lanes):
@@ -46,7 +46,7 @@ class StorageLanes:
 
     @property
     def num_open(self) -> int:
-        """Commands whose answers were not taken yet."""
+        """Commands whose results were not taken yet."""
         return self._num_open
 
     def post(self, command: StorageCommand) -> None:
@@ -61,13 +61,13 @@ class StorageLanes:
             self._next_deadline_s = min(self._next_deadline_s, command.deadline_s)
             self._may_begin.notify()
 
-    def answers(self) -> list[StorageAnswer]:
+    def results(self) -> list[StorageResult]:
         """Answers that have come since the last call; never blocks."""
         with self._lock:
             self._give_up_late()
-            answers, self._answers = self._answers, []
-            self._num_open -= len(answers)
-        return answers
+            results, self._results = self._results, []
+            self._num_open -= len(results)
+        return results
 
     def cancel(self, owner: str) -> None:
         """Answer those commands of an owner as cancelled that did not begin."""
@@ -82,15 +82,15 @@ class StorageLanes:
                 self._give_up(turns.remove(lambda command: command.kind is kind), Outcome.CANCELLED)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is an answer; False if there was none in time."""
+        """Wait until there is an result; False if there was none in time."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             while True:
                 self._give_up_late()
                 left_s = end_s - time.monotonic()
-                if self._answers or left_s <= 0:
-                    return bool(self._answers)
-                self._has_answer.wait(min(left_s, max(0.0, self._next_deadline_s - time.monotonic())))
+                if self._results or left_s <= 0:
+                    return bool(self._results)
+                self._has_result.wait(min(left_s, max(0.0, self._next_deadline_s - time.monotonic())))
 
     def close(self, timeout_s: float) -> bool:
         """Begin nothing more, and wait for what has begun.
@@ -142,18 +142,18 @@ class StorageLanes:
 
     def _do(self, command: StorageCommand) -> None:
         start_s = time.monotonic()
-        answer = command.not_done(Outcome.UNAVAILABLE, "a defect: the lane ended, see its traceback")
+        result = command.not_done(Outcome.UNAVAILABLE, "a defect: the lane ended, see its traceback")
         try:
-            answer = replace(self._work(command), seconds=time.monotonic() - start_s)
+            result = replace(self._work(command), seconds=time.monotonic() - start_s)
         except OSError as error:
-            answer = command.not_done(Outcome.UNAVAILABLE, str(error) or type(error).__name__)
+            result = command.not_done(Outcome.UNAVAILABLE, str(error) or type(error).__name__)
         finally:
             with self._lock:
                 if command.kind is CommandKind.PERSIST:
                     self._num_persists -= 1
                     self._may_begin.notify()
-                self._answers.append(answer)
-                self._has_answer.notify_all()
+                self._results.append(result)
+                self._has_result.notify_all()
 
     def _give_up_late(self) -> None:
         now_s = time.monotonic()
@@ -164,8 +164,8 @@ class StorageLanes:
         self._next_deadline_s = min(self._urgent.next_deadline_s(), self._persists.next_deadline_s())
 
     def _give_up(self, commands: Iterable[StorageCommand], outcome: Outcome) -> None:
-        self._answers += [command.not_done(outcome) for command in commands]
-        self._has_answer.notify_all()
+        self._results += [command.not_done(outcome) for command in commands]
+        self._has_result.notify_all()
 
 
 class _Turns:

@@ -5,7 +5,7 @@
     fetch      objects -> slots of units
 
 Lives with the owner of the host memory (the arena). What it is told to move belongs to the one who told it until it
-answers: nobody else writes or reuses those slots.
+results: nobody else writes or reuses those slots.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from raycache.cache.storage_commands import (
     Fetch,
     Found,
     Outcome,
-    StorageAnswer,
     StorageCommand,
+    StorageResult,
     StoredUnit,
 )
 from raycache.memory.arena import Arena
@@ -73,7 +73,7 @@ class StorageWorker:
         self._working: set[int] = set()
         self._changed = threading.Condition()
 
-    def work(self, command: StorageCommand) -> StorageAnswer:
+    def work(self, command: StorageCommand) -> StorageResult:
         """Do one command."""
         if command.deadline_s <= time.monotonic():
             return command.not_done(Outcome.LATE)
@@ -82,12 +82,12 @@ class StorageWorker:
             return command.not_done(Outcome.CANCELLED, f"of epoch {command.epoch}, now is {self._epoch}")
         start_s = time.monotonic()
         try:
-            answer = self._do(command)
+            result = self._do(command)
         except OSError as error:
-            answer = command.not_done(Outcome.UNAVAILABLE, str(error) or type(error).__name__)
+            result = command.not_done(Outcome.UNAVAILABLE, str(error) or type(error).__name__)
         finally:
             self._leave(turn)
-        return replace(answer, seconds=time.monotonic() - start_s)
+        return replace(result, seconds=time.monotonic() - start_s)
 
     def fence(self, epoch: int, *, timeout_s: float) -> bool:
         """Refuse commands of earlier epochs from now on, and wait for those that are being done.
@@ -162,18 +162,18 @@ class StorageWorker:
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _do(self, command: StorageCommand) -> StorageAnswer:
-        answer = StorageAnswer(command.number, command.kind, command.owner, Outcome.DONE)
+    def _do(self, command: StorageCommand) -> StorageResult:
+        result = StorageResult(command.number, command.kind, command.owner, Outcome.DONE)
         match command.kind:
             case CommandKind.FIND:
-                return replace(answer, found=self.find(command.digests))
+                return replace(result, found=self.find(command.digests))
             case CommandKind.FETCH:
                 fetches = self.fetch(command.units)
                 are_hits = [fetch is Fetch.HIT for fetch in fetches]
-                return replace(answer, fetches=tuple(fetches), num_bytes=self._num_bytes(command.units, are_hits))
+                return replace(result, fetches=tuple(fetches), num_bytes=self._num_bytes(command.units, are_hits))
             case CommandKind.PERSIST:
                 stored = self.persist(command.units)
-                return replace(answer, stored=tuple(stored), num_bytes=self._num_bytes(command.units, stored))
+                return replace(result, stored=tuple(stored), num_bytes=self._num_bytes(command.units, stored))
 
     def _num_bytes(self, units: Sequence[StoredUnit], counted: Sequence[bool]) -> int:
         spaces = [unit.space for unit, is_counted in zip(units, counted, strict=True) if is_counted]

@@ -62,7 +62,7 @@ async def ask(service: Service, name: str) -> tuple[list[int], dict[str, int]]:
 
 async def clear(service: Service, *tiers: str) -> None:
     """Forget what tiers hold, once no page is on its way: those are kept."""
-    while (stats := await service.engine.stats()).pages_locked or stats.tiers["storage"]["open_orders"]:
+    while (stats := await service.engine.stats()).pages_locked or stats.tiers["storage"]["open_requests"]:
         await asyncio.sleep(0.05)
     await service.engine.admin(CacheCommand(CacheAction.CLEAR, tiers=tiers))
 

@@ -13,8 +13,8 @@ from raycache.cache.storage_commands import (
     Fetch,
     Found,
     Outcome,
-    StorageAnswer,
     StorageCommand,
+    StorageResult,
     StoredUnit,
 )
 from raycache.memory.component import FULL
@@ -74,7 +74,7 @@ class TwinStorage:
         self._host, self._random, self._most = host, random or Random(0), most
         self._page_size, self._windows, self._state_space = page_size, dict(windows), state_space
 
-    def work(self, order: StorageCommand) -> StorageAnswer:
+    def work(self, order: StorageCommand) -> StorageResult:
         if self._happens(self.trouble.errors):
             raise OSError("the twin's storage is away")
         answer = {CommandKind.FIND: self._find, CommandKind.FETCH: self._fetch, CommandKind.PERSIST: self._persist}
@@ -84,13 +84,13 @@ class TwinStorage:
         """Lose everything, or all of one space."""
         self.objects = {key: held for key, held in self.objects.items() if space is not None and key[0] != space}
 
-    def _find(self, order: StorageCommand) -> StorageAnswer:
+    def _find(self, order: StorageCommand) -> StorageResult:
         # A page vouches for those before it, as galloping takes it.
         stored = [n for n, digest in enumerate(order.digests, start=1) if (FULL, digest) in self.objects]
         num_pages = max(stored, default=0)
         points = [n for n in range(1, num_pages + 1) if self._is_point(order.digests, n)]
         found = Found(num_pages, max(points, default=0), self._happens(self.trouble.foreign))
-        return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE, found=found)
+        return StorageResult(order.number, order.kind, order.owner, Outcome.DONE, found=found)
 
     def _is_point(self, digests: Sequence[bytes], length: int) -> bool:
         needed = [(self._state_space, digests[length - 1])] if self._state_space else []
@@ -99,9 +99,9 @@ class TwinStorage:
             needed += [(space, digest) for digest in digests[first:length]]
         return all(key in self.objects for key in needed)
 
-    def _fetch(self, order: StorageCommand) -> StorageAnswer:
+    def _fetch(self, order: StorageCommand) -> StorageResult:
         fetches = tuple(self._fetch_one(unit) for unit in order.units)
-        return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE, fetches=fetches)
+        return StorageResult(order.number, order.kind, order.owner, Outcome.DONE, fetches=fetches)
 
     def _fetch_one(self, unit: StoredUnit) -> Fetch:
         self._host.slots.pop((unit.space, unit.host), None)
@@ -115,11 +115,11 @@ class TwinStorage:
         self._host.slots[unit.space, unit.host] = Slot(unit.tag, self.objects[key])
         return Fetch.HIT
 
-    def _persist(self, order: StorageCommand) -> StorageAnswer:
+    def _persist(self, order: StorageCommand) -> StorageResult:
         stored = tuple(self._persist_one(unit) for unit in order.units)
         while len(self.objects) > self._most:
             del self.objects[next(iter(self.objects))]
-        return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE, stored=stored)
+        return StorageResult(order.number, order.kind, order.owner, Outcome.DONE, stored=stored)
 
     def _persist_one(self, unit: StoredUnit) -> bool:
         if not self._host.holds(unit.space, unit.host, unit.tag):
@@ -152,7 +152,7 @@ class TwinLanes:
     def __init__(self, storage: TwinStorage, *, random: Random | None = None) -> None:
         self._storage, self._random = storage, random or Random(0)
         self._turns: list[_Turn] = []
-        self._answers: list[StorageAnswer] = []
+        self._answers: list[StorageResult] = []
 
     @property
     def num_open(self) -> int:
@@ -162,7 +162,7 @@ class TwinLanes:
         ticks = self._random.randint(0, self._storage.trouble.most_ticks)
         self._turns.append(_Turn(order, self._random.randint(0, ticks), ticks))
 
-    def answers(self) -> list[StorageAnswer]:
+    def results(self) -> list[StorageResult]:
         self._random.shuffle(self._turns)
         for turn in self._turns:
             turn.begins_in -= 1

@@ -145,7 +145,7 @@ def test_a_smaller_hit_than_expected_says_how_far_a_cache_reaches_back() -> None
     assert known == [0, 0, 0, 40, 40, 40, 40, 40, 40, 40]
 
 
-@pytest.mark.parametrize("miss", [Miss.STATE_MISSING, Miss.TIMEOUT, Miss.NO_ROOM, Miss.SLOWER, Miss.NONE])
+@pytest.mark.parametrize("miss", [Miss.STATE_MISSING, Miss.TIMEOUT, Miss.NO_CAPACITY, Miss.SLOWER, Miss.NONE])
 def test_pages_that_were_there_and_not_used_are_not_forgotten(miss: Miss) -> None:
     router = router_of("a", "b")
     for group in range(3):

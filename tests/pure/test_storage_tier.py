@@ -10,7 +10,7 @@ import pytest
 
 from raycache.cache.host_tier import WritePolicy
 from raycache.cache.prefetches import Waiting
-from raycache.cache.storage_commands import CommandKind, StorageAnswer, StorageCommand
+from raycache.cache.storage_commands import CommandKind, StorageCommand, StorageResult
 from raycache.memory.component import FULL
 from raycache.types import CacheAction, CacheCommand, FinishReason, GenerateRequest, RequestOutput, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
@@ -46,7 +46,7 @@ def orders_of(tiers: Tiered) -> list[StorageCommand]:
     orders: list[StorageCommand] = []
     work = tiers.storage.work
 
-    def remember(order: StorageCommand) -> StorageAnswer:
+    def remember(order: StorageCommand) -> StorageResult:
         orders.append(order)
         return work(order)
 
@@ -188,7 +188,7 @@ def test_a_storage_that_is_too_slow_to_take_what_is_saved_keeps_no_host_page_for
         tiers.engine.add(GenerateRequest(f"r{start}", TEXT[start : start + 9], ONE_TOKEN))
         first_output(tiers)
     counts = tiers.storage_tier.counts()
-    assert counts["open_orders"] < 1000
+    assert counts["open_requests"] < 1000
     assert counts["unpersisted_pages"] + tiers.counts()["unsaved_pages"] > 0
     tiers.engine.check()
 

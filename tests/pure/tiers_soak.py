@@ -50,7 +50,7 @@ _FIGURES = (
     "prefetched_points",
     "persisted_pages",
     "refused_prefetches",
-    "unavailable_orders",
+    "unavailable_requests",
 )
 
 

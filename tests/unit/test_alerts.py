@@ -41,7 +41,7 @@ _TROUBLE: dict[str, dict[str, str]] = {
         'raycache_time_to_first_token_seconds_bucket{model_name="m",le="+Inf"}': "0+5x60",
     },
     "RayCacheTierNeverHits": {f"raycache_cache_warnings{_REPLICA}": "1x60"},
-    "RayCacheTierAway": {f"raycache_tier_unavailable_orders_total{_STORAGE}": "0+1x60"},
+    "RayCacheTierUnavailable": {f"raycache_tier_unavailable_requests_total{_STORAGE}": "0+1x60"},
     "RayCacheStorageCorrupt": {f"raycache_tier_objects_corrupt_total{_STORAGE}": "0x56 1x3"},
     "RayCacheStorageFull": {f"raycache_tier_objects_disk_full_total{_STORAGE}": "0x56 1x3"},
     "RayCacheMovesFail": {f"raycache_tier_failed_loads_total{_HOST}": "0x56 1x3"},

@@ -8,7 +8,7 @@ import pytest
 from raycache.cache.costs import ENOUGH, Costs
 from raycache.cache.host_tier import WritePolicy
 from raycache.cache.prefetches import Waiting
-from raycache.cache.storage_commands import CommandKind, Fetch, StorageAnswer, StorageCommand
+from raycache.cache.storage_commands import CommandKind, Fetch, StorageCommand, StorageResult
 from raycache.decider.hits import CacheReport, Hits
 from raycache.types import CacheAction, CacheCommand, GenerateRequest, Miss, RequestOutput, SamplingParams
 from tests.oracle.tiered import Setup, Tiered
@@ -35,11 +35,11 @@ class OneFault:
     def __init__(self, storage: TwinStorage, fetch: Fetch) -> None:
         self._work, self._fetch = storage.work, fetch
 
-    def work(self, order: StorageCommand) -> StorageAnswer:
+    def work(self, order: StorageCommand) -> StorageResult:
         answer = self._work(order)
         if order.kind is not CommandKind.FETCH:
             return answer
-        return StorageAnswer(
+        return StorageResult(
             order.number, order.kind, order.owner, answer.outcome, fetches=(self._fetch,) * len(order.units)
         )
 
@@ -55,6 +55,13 @@ def stored(**values: object) -> Tiered:
 def test_a_prompt_that_nobody_sent_was_never_seen() -> None:
     for tiers in (tiers_of(), tiers_of(has_storage=True)):
         assert told(tiers.ask(PROMPT)) == ({}, Miss.NEVER_SEEN, "")
+
+
+def test_an_empty_storage_that_replies_while_the_prompt_is_computed_is_no_timeout() -> None:
+    slow = StorageTrouble(most_ticks=1)
+    for seed in (0, 5, 7):  # the reply comes after the request has started
+        tiers = tiers_of(has_storage=True, waiting=Waiting.BEST_EFFORT, storage_trouble=slow, seed=seed)
+        assert told(tiers.ask(TEXT[:60])) == ({}, Miss.NEVER_SEEN, "")
 
 
 def test_the_rest_of_a_prompt_whose_begin_is_cached_was_never_seen() -> None:
@@ -194,18 +201,18 @@ def test_a_storage_that_is_slower_than_it_was_is_not_waited_for_longer_than_comp
     assert costs.is_wait_worth(10_000, waited_s=0.15)
 
 
-def test_a_prefetch_that_finds_no_pages_on_the_host_has_no_room() -> None:
+def test_a_prefetch_that_finds_no_pages_on_the_host_has_no_capacity() -> None:
     tiers = stored(prefetch_share=0.05)
-    assert told(tiers.ask(PROMPT)) == ({}, Miss.NO_ROOM, "")
+    assert told(tiers.ask(PROMPT)) == ({}, Miss.NO_CAPACITY, "")
 
 
-def test_a_prefetched_restore_point_without_a_slot_on_the_host_has_no_room() -> None:
+def test_a_prefetched_restore_point_without_a_slot_on_the_host_has_no_capacity() -> None:
     tiers = tiers_of(has_state=True, has_storage=True, host_points=1)
     tiers.ask(PROMPT)
     tiers.forget("device", "host")
     held = tiers.host.tier.new_point(0, {"state": 1})
     tiers.engine.add(GenerateRequest("r", PROMPT, SamplingParams(temperature=0.0, max_tokens=1)))
-    assert held and told(tiers.settle()[0]) == ({}, Miss.NO_ROOM, "")
+    assert held and told(tiers.settle()[0]) == ({}, Miss.NO_CAPACITY, "")
 
 
 def test_another_salt_is_told_nothing() -> None:

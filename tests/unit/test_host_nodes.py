@@ -18,8 +18,8 @@ from raycache.cache.storage_commands import (
     Fetch,
     Found,
     Outcome,
-    StorageAnswer,
     StorageCommand,
+    StorageResult,
     StoredUnit,
 )
 from raycache.config import Config
@@ -37,15 +37,15 @@ from tests.unit.test_storage_worker import CHAIN, PAGE, UNITS, Node
 
 UNIT = StoredUnit("full", 0, CHAIN[0])
 
-Work = Callable[[StorageCommand], StorageAnswer]
+Work = Callable[[StorageCommand], StorageResult]
 
 
 def order(kind: CommandKind, *, units: Sequence[StoredUnit] = (), digests: Sequence[bytes] = ()) -> StorageCommand:
     return StorageCommand(kind, 7, "somebody", units=tuple(units), digests=tuple(digests))
 
 
-def done(asked: StorageCommand, **more: object) -> StorageAnswer:
-    return replace(StorageAnswer(asked.number, asked.kind, asked.owner, Outcome.DONE), **more)  # type: ignore[arg-type]
+def done(asked: StorageCommand, **more: object) -> StorageResult:
+    return replace(StorageResult(asked.number, asked.kind, asked.owner, Outcome.DONE), **more)  # type: ignore[arg-type]
 
 
 # --- answers of several are one answer --------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def done(asked: StorageCommand, **more: object) -> StorageAnswer:
 def finder(num_pages: int, points: set[int], is_foreign: bool = False) -> Work:
     """A node that has so many pages of every prefix, and can continue from some lengths."""
 
-    def work(asked: StorageCommand) -> StorageAnswer:
+    def work(asked: StorageCommand) -> StorageResult:
         limit = min(num_pages, len(asked.digests))
         point = max((length for length in points if length <= limit), default=0)
         return done(asked, found=Found(limit, point, is_foreign and limit < len(asked.digests)))
@@ -78,7 +78,7 @@ def test_what_is_found_is_what_all_nodes_have(nodes: list[tuple[int, set[int], b
 def test_a_prefix_is_not_searched_for_longer_than_its_deadline() -> None:
     rounds = []
 
-    def slow(asked: StorageCommand) -> StorageAnswer:
+    def slow(asked: StorageCommand) -> StorageResult:
         rounds.append(asked)
         time.sleep(0.05)
         return finder(UNITS, {length for length in range(1, UNITS + 1) if length % 2})(asked)
@@ -108,7 +108,7 @@ def test_a_unit_is_stored_when_all_nodes_have_stored_it(nodes: list[list[bool]])
     assert answer.stored == tuple(all(node[unit] for node in nodes) for unit in range(5))
 
 
-def away(asked: StorageCommand) -> StorageAnswer:
+def away(asked: StorageCommand) -> StorageResult:
     raise OSError("nobody is there")
 
 
@@ -118,10 +118,10 @@ def test_with_one_owner_away_nothing_can_be_asked() -> None:
 
 
 def test_an_order_that_one_node_refuses_is_refused() -> None:
-    def refuse(asked: StorageCommand) -> StorageAnswer:
+    def refuse(asked: StorageCommand) -> StorageResult:
         return asked.not_done(Outcome.CANCELLED, "of epoch 1, now is 2")
 
-    def fetch(asked: StorageCommand) -> StorageAnswer:
+    def fetch(asked: StorageCommand) -> StorageResult:
         return done(asked, fetches=(Fetch.HIT,))
 
     asked = order(CommandKind.FETCH, units=[UNIT])
@@ -131,7 +131,7 @@ def test_an_order_that_one_node_refuses_is_refused() -> None:
 def test_nodes_are_asked_at_the_same_time() -> None:
     all_are_here = threading.Barrier(4, timeout=30)
 
-    def together(asked: StorageCommand) -> StorageAnswer:
+    def together(asked: StorageCommand) -> StorageResult:
         all_are_here.wait()
         return done(asked, stored=(True,), seconds=0.3)
 

@@ -17,8 +17,8 @@ from raycache.cache.storage_commands import (
     Fetch,
     Found,
     Outcome,
-    StorageAnswer,
     StorageCommand,
+    StorageResult,
     StoredUnit,
 )
 from raycache.storage.lanes import StorageLanes
@@ -46,14 +46,14 @@ class Desk:
         self._may_end = threading.Semaphore(0)
         self._changed = threading.Condition()
 
-    def work(self, order: StorageCommand) -> StorageAnswer:
+    def work(self, order: StorageCommand) -> StorageResult:
         with self._changed:
             self.begun.append(order.number)
             self._changed.notify_all()
         assert self._may_end.acquire(timeout=WAIT_S)
         if order.number in self.errors:
             raise self.errors[order.number]
-        return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE, found=Found(order.number))
+        return StorageResult(order.number, order.kind, order.owner, Outcome.DONE, found=Found(order.number))
 
     def let_end(self, count: int = 1) -> None:
         self._may_end.release(count)
@@ -64,7 +64,7 @@ class Desk:
 
 
 @contextmanager
-def lanes_of(work: Callable[[StorageCommand], StorageAnswer], num_lanes: int = 1) -> Iterator[StorageLanes]:
+def lanes_of(work: Callable[[StorageCommand], StorageResult], num_lanes: int = 1) -> Iterator[StorageLanes]:
     lanes = StorageLanes(work, num_lanes=num_lanes, name="test")
     try:
         yield lanes
@@ -72,20 +72,20 @@ def lanes_of(work: Callable[[StorageCommand], StorageAnswer], num_lanes: int = 1
         lanes.close(0)
 
 
-def take(lanes: StorageLanes, count: int) -> list[StorageAnswer]:
+def take(lanes: StorageLanes, count: int) -> list[StorageResult]:
     """The next answers, as many as that."""
-    answers: list[StorageAnswer] = []
+    answers: list[StorageResult] = []
     while len(answers) < count:
         assert lanes.wait(WAIT_S)
-        answers += lanes.answers()
+        answers += lanes.results()
     assert len(answers) == count
     return answers
 
 
 def test_every_order_is_answered_once() -> None:
-    def work(order: StorageCommand) -> StorageAnswer:
+    def work(order: StorageCommand) -> StorageResult:
         time.sleep(random.random() / 2000)
-        return StorageAnswer(order.number, order.kind, order.owner, Outcome.DONE)
+        return StorageResult(order.number, order.kind, order.owner, Outcome.DONE)
 
     with lanes_of(work, num_lanes=4) as lanes:
         for number in range(200):
@@ -94,7 +94,7 @@ def test_every_order_is_answered_once() -> None:
         answers = take(lanes, 200)
         assert sorted(answer.number for answer in answers) == list(range(200))
         assert all(answer.outcome is Outcome.DONE and answer.seconds > 0 for answer in answers)
-        assert lanes.num_open == 0 and lanes.answers() == []
+        assert lanes.num_open == 0 and lanes.results() == []
         assert lanes.close(WAIT_S)
 
 
@@ -179,13 +179,13 @@ def test_what_does_not_begin_in_time_is_late_even_if_all_lanes_hang() -> None:
         lanes.post(order(1, "b", deadline_s=now_s + 60))
         lanes.post(order(2, "b", deadline_s=now_s + 0.05))
         lanes.post(order(3, "c"))
-        assert lanes.answers() == []
+        assert lanes.results() == []
         (late,) = take(lanes, 1)
         assert (late.number, late.outcome) == (2, Outcome.LATE)
         assert 0.05 <= time.monotonic() - now_s < WAIT_S
         assert lanes.num_open == 3
         lanes.post(order(4, deadline_s=now_s))
-        assert [answer.number for answer in lanes.answers()] == [4], "nobody has to wait for it"
+        assert [answer.number for answer in lanes.results()] == [4], "nobody has to wait for it"
         desk.let_end(3)
         assert {answer.outcome for answer in take(lanes, 3)} == {Outcome.DONE}
     assert desk.begun == [0, 1, 3]
@@ -241,15 +241,15 @@ def test_closing_answers_all_and_does_not_wait_for_what_hangs() -> None:
             lanes.post(order(number))
         desk.wait_for(2)
         assert not lanes.close(0.05)
-        assert [(answer.number, answer.outcome) for answer in lanes.answers()] == [
+        assert [(answer.number, answer.outcome) for answer in lanes.results()] == [
             (2, Outcome.CANCELLED),
             (3, Outcome.CANCELLED),
         ]
         lanes.post(order(4))
-        assert [answer.outcome for answer in lanes.answers()] == [Outcome.CANCELLED]
+        assert [answer.outcome for answer in lanes.results()] == [Outcome.CANCELLED]
         desk.let_end(2)
         assert lanes.close(WAIT_S)
-        assert sorted(answer.number for answer in lanes.answers()) == [0, 1]
+        assert sorted(answer.number for answer in lanes.results()) == [0, 1]
         assert lanes.num_open == 0
 
 

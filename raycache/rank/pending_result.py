@@ -1,4 +1,4 @@
-"""The results of a step on a rank, possibly still being computed on the device."""
+"""Step results that the device may still be computing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-class PendingAnswer:
-    """The pending results of one plan.
+class PendingResult:
+    """Results of one plan, copied to the host in the background.
 
     Args:
         numbers: int64 [result_len, result_width], on the rank's device.
@@ -24,11 +24,11 @@ class PendingAnswer:
             self._copied = torch.cuda.current_stream(numbers.device).record_event()
 
     def is_ready(self) -> bool:
-        """Whether `answer` returns without waiting."""
+        """Whether `wait` returns at once."""
         return self._copied is None or self._copied.query()
 
-    def answer(self) -> NDArray[np.int64]:
-        """Wait for the device, and return the numbers."""
+    def wait(self) -> NDArray[np.int64]:
+        """Wait for the device and return the numbers."""
         if self._copied is not None:
             self._copied.synchronize()
         found: NDArray[np.int64] = self._numbers.numpy()
