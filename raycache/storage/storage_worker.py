@@ -4,8 +4,8 @@
     find       chain of digests -> how much of the prefix is stored, under whatever split
     fetch      objects -> slots of units
 
-Lives with the owner of the host memory (the arena). What it is told to move belongs to the one who told it until it
-results: nobody else writes or reuses those slots.
+Runs where the host memory (the arena) is. The sender of a command owns its slots until the result has arrived:
+nobody else writes or reuses them.
 """
 
 from __future__ import annotations
