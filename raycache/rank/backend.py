@@ -1,4 +1,4 @@
-"""Chooses the attention backend of a rank."""
+"""Choice of the attention backend."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from raycache.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 OLDEST = (0, 7, 2)
-"""FlashInfer versions covered by tests/gpu; before the oldest, planning took other arguments."""
-NEWEST = (0, 7)
+"""Oldest supported FlashInfer version; the arguments of its plan functions differ in earlier ones."""
+NEWEST = (0, 7)  # newest version covered by tests/gpu
 _LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
 
 
 def choose_backend(deployment: Deployment, device: torch.device) -> AttentionBackend:
-    """Choose FlashInfer if it works here and is not disabled, else torch.
+    """Choose FlashInfer where it works, else torch; the setting `attention` overrides the choice.
 
-    Args:
-        deployment: its setting `attention` overrides the choice.
     Raises:
-        ConfigError: FlashInfer is required by the settings and does not work here.
+        ConfigError: attention=flashinfer, and FlashInfer does not work here.
     """
     config = deployment.config
     if config.attention == "torch":
@@ -44,7 +42,7 @@ def choose_backend(deployment: Deployment, device: torch.device) -> AttentionBac
 
 
 def device_obstacle(device: torch.device, dtype: torch.dtype) -> str:
-    """Why FlashInfer cannot run on a device with a dtype, or ""."""
+    """Why FlashInfer cannot run on a device with this dtype, or ""."""
     if device.type != "cuda":
         return f"it needs CUDA, but ranks run on {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -55,14 +53,14 @@ def device_obstacle(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def package_obstacle() -> str:
-    """Why the installed FlashInfer cannot be used, or ""; a version newer than tested only logs a warning."""
+    """Why the installed FlashInfer cannot be used, or ""; warns about versions newer than the tested ones."""
     wanted = f"pip install 'flashinfer-python>={_dotted(OLDEST)}'"
     try:
         from flashinfer import __version__ as version
     except ModuleNotFoundError as cause:
         return f"{cause}; {wanted} (or raycache[gpu])"
     except (ImportError, OSError, RuntimeError) as cause:
-        # Importing it loads CUDA libraries and compares the versions of its packages.
+        # Importing flashinfer loads CUDA libraries and checks that the versions of its packages match.
         return f"flashinfer cannot be imported: {_first_line(cause)}; {wanted}"
     if (number := version_number(version)) < OLDEST:
         return f"flashinfer {version} is too old; {wanted}"

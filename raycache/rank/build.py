@@ -1,8 +1,8 @@
 """Builds a rank in three phases.
 
-load      read this rank's slices of the weights
-measure   determine how many pages fit beside them
-build     make the pool, with the number of pages that all ranks agreed on, and record CUDA graphs
+load      read this rank's share of the weights
+measure   compute how many pages fit beside them
+build     allocate the pool, with the number of pages that all ranks agreed on, and record CUDA graphs
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from raycache.rank.rank import Rank
 _log = logging.getLogger(__name__)
 
 STAGING_BYTES = 512 << 20
-"""GPU memory kept for page moves until they allocate it, besides four units: four buffers of 32 MiB (or of a unit, if
-larger) and checksums of up to 320 MiB."""
+"""GPU memory reserved for page moves, besides that of four units: four buffers of 32 MiB (or of a unit, if larger) and
+up to 320 MiB of checksums."""
 
 
 def load(deployment: Deployment, member: Member) -> LoadedRank:
@@ -45,7 +45,7 @@ def load(deployment: Deployment, member: Member) -> LoadedRank:
 
     Raises:
         CheckpointError: the model's directory is damaged.
-        ConfigError: the weights do not fit into the GPU.
+        ConfigError: the weights do not fit into GPU memory.
     """
     device = member.ctx.device
     backend = choose_backend(deployment, device)
@@ -62,12 +62,11 @@ def load(deployment: Deployment, member: Member) -> LoadedRank:
 
 @dataclass(frozen=True)
 class LoadedRank:
-    """A rank whose weights are in memory.
+    """A rank whose weights are loaded.
 
     Attributes:
-        model: this rank's share of the model.
+        model: this rank's share.
         draft: this rank's share of the draft model; None without one, and before the last stage.
-        backend: attention backend.
     """
 
     deployment: Deployment
@@ -77,7 +76,7 @@ class LoadedRank:
     backend: AttentionBackend
 
     def measure(self) -> int:
-        """Pages that fit into this rank's memory. Collective: on GPUs all ranks run the largest step.
+        """Compute how many pages fit into memory. Collective on GPUs, where all ranks run the largest steps.
 
         Raises:
             ConfigError: not even one sequence fits.
@@ -98,8 +97,8 @@ class LoadedRank:
         """Allocate the pool and everything that uses it.
 
         Args:
-            num_pages: size of the pool; the same on all ranks.
-            arena: file of this node's host tier, or None without one.
+            num_pages: the same on all ranks.
+            arena: file of this node's host tier, if there is one.
         """
         member, mover = self.member, None
         pool = self._new_pool(self.deployment.pool_sizes(num_pages))
@@ -111,7 +110,7 @@ class LoadedRank:
             return self._build_around(pool, mover)
         except BaseException:
             if mover is not None:
-                mover.close()  # or the host tier would stay pinned in this process
+                mover.close()  # unpins the host tier
             raise
 
     def _build_around(self, pool: DevicePool, mover: Mover | None) -> Rank:
@@ -234,7 +233,7 @@ class LoadedRank:
 
     @property
     def _graph_sizes(self) -> tuple[list[int], list[int]]:
-        """Batch sizes to record: of steps, with one row per token; and of draft passes, with one row per request."""
+        """Batch sizes to record: of steps, with one row per token; of draft passes, with one row per request."""
         config, cp = self.deployment.config, self.member.ctx.cp.size
         most = config.max_running
         tokens = most * (1 + config.most_drafts) if cp == 1 else most
@@ -242,7 +241,7 @@ class LoadedRank:
 
     @property
     def _staging_bytes(self) -> int:
-        """Most GPU memory that page moves allocate, in bytes."""
+        """Upper bound of the GPU memory that page moves allocate."""
         units, ctx = Counter[str](), self.member.ctx
         for part in self.deployment.components:
             units[part.space] += self.deployment.unit_bytes(part, ctx.split, ctx.coords)

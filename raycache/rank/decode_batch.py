@@ -1,9 +1,9 @@
-"""A decode batch with inputs at fixed device addresses, as read by a recorded CUDA graph.
+"""A decode batch whose inputs stay at fixed device addresses, as CUDA graphs require.
 
     rows of the plan    [ row 0 ] ... [ row n - 1 ]                     one new token each
     rows of the batch   [ row 0 ] ... [ row n - 1 ][ padding ] ...      `size` of them
 
-Padding reads and writes the pool's scratch unit. All arrays travel in one copy.
+Padding rows read and write the pool's scratch unit. All inputs are copied to the device at once.
 
 Shapes in this file: B rows of the batch, n of the plan, L = B / cp of this rank.
 """
@@ -32,11 +32,11 @@ class DecodeBatch:
 
     Args:
         size: B, a multiple of cp.
-        pool: with scratch units.
+        pool: must have scratch units.
     Attributes:
-        inputs: set by the last `fill`; before it, all rows are padding.
+        inputs: of the last `fill`; initially all rows are padding.
         slots: int64 [L]; slot of each of this rank's tokens, 0 for padding.
-        num_local: rows of the plan whose tokens this rank computes.
+        num_local: number of rows of the plan whose tokens this rank computes.
     """
 
     def __init__(self, size: int, pool: DevicePool, ctx: ParallelContext) -> None:
@@ -55,10 +55,10 @@ class DecodeBatch:
         self.fill(StepPlan(0), {space: PageTables() for space in pool.windows})
 
     def fill(self, plan: StepPlan, tables: Mapping[str, PageTables]) -> None:
-        """Copy in the rows of a plan; the previous copy must be done.
+        """Set the inputs from a plan. The copy to the device of the previous call must have ended.
 
         Args:
-            plan: at most `size` rows, each of one new token.
+            plan: at most `size` rows, each with one new token.
             tables: page tables, including the plan's new pages.
         """
         rows, columns = plan.rows, self._columns
@@ -89,7 +89,7 @@ class DecodeBatch:
     def _pages(
         self, starts: NDArray[np.int64], table: NDArray[np.int32], *, space: str, window: int
     ) -> tuple[Pages, NDArray[np.int64]]:
-        """Pages of B rows, and where each new token is written; tokens of other cp ranks go to the scratch page."""
+        """Pages of B rows, and the cache slot of each new token; tokens of other cp ranks go to the scratch page."""
         size, scratch = self._pool.page_size, self._pool.sizes[space]
         share, rank = size // self._ctx.cp.size, self._ctx.cp.rank
         page, offset = np.divmod(starts, size)
@@ -108,9 +108,9 @@ class DecodeBatch:
         real = int(indptr[len(starts)])
         row_of = np.repeat(rows, counts[: len(starts)])
         ids[:real] = table[row_of, np.arange(real) - indptr[row_of] + first[row_of]]
-        held = np.concatenate([cached, np.ones(padding, np.int64)]).astype(np.int32)
+        lengths = np.concatenate([cached, np.ones(padding, np.int64)]).astype(np.int32)
         begin = np.concatenate([first, np.zeros(padding, np.int64)]).astype(np.int32)
-        return Pages(indptr=indptr, ids=ids, first=begin, cached=held, total=held), written
+        return Pages(indptr=indptr, ids=ids, first=begin, cached=lengths, total=lengths), written
 
     def _new_inputs(self) -> StepInputs:
         size, cp, device = self._size, self._ctx.cp, self._ctx.device

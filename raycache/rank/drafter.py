@@ -1,18 +1,18 @@
 """Runs a draft model on the ranks of the last stage: one pass over the target's rows, then one pass per draft token.
 
-    row       s  d1 d2 d3        the last token and three draft tokens; sampled after each of them:  d1 d2 x y
-    known     s  d1 d2 x         two were accepted, x is the token after them
+    row       s  d1 d2 d3        the last token and three draft tokens; the target samples  d1 d2 x y  after them
+    known     s  d1 d2 x         two draft tokens were accepted, x follows them
     follow    s  d1 d2 d3        the draft model runs the same row, so that its cache is as long as the target's
-    draft     x -> e1 -> e2      each pass takes one token per sequence, after the last accepted one
+    draft     x -> e1 -> e2      each pass takes one token per sequence, beginning with x
 
-A draft model that takes features gets them together with the next token: it follows with d1 d2 x and already yields e1.
-The target's next row is x e1 e2; the draft model follows it even where it wrote draft tokens before.
+A draft model that takes features gets those of a token together with the token after it: it follows with d1 d2 x, which
+already yields e1. The target's next row is x e1 e2; the draft model follows it although it has run some of its tokens.
 
-While no draft tokens are requested, a model that takes only tokens may lag, at most to the end of a page: then it runs
-all missed tokens at once, before other sequences can resume from that page.
+While no draft tokens are requested, a draft model without features may lag behind, at most to the end of a page: it
+then runs all missed tokens at once, before other sequences can reuse that page.
 
 Cache entries of rejected tokens are never read: the next row overwrites them. A recurrent draft model keeps a state
-after each draft token of a row, as the target does; while it drafts, its states are in a spare slot.
+after each draft token of a row, like the target; while drafting, it keeps its states in a spare slot.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from raycache.types import PackedTokens
 from raycache.wire.plan import UNKNOWN, Row, StepPlan, drafting_rows, emissions, local_positions
 
 DraftRow = Callable[[Row, int], SampleRow]
-"""(row, offset) -> sampling parameters of the row's slot, `offset` positions after the first sampled one."""
+"""(row, offset) -> parameters for sampling the token `offset` positions after the row's first sampled one."""
 
 # Shapes in this file: T_local new tokens of this rank, M its emitted positions, G rows to draft for on all cp
 # ranks, G_local of this one, C hidden size of the target, F features of the draft.
@@ -53,39 +53,39 @@ class _Start:
 
     Attributes:
         row: the sequence's row in the plan.
-        num_right: accepted draft tokens of the row.
+        num_accepted: accepted draft tokens of the row.
         token: the token sampled after them.
         state: slot of the draft model's state before that token, -1 for none.
-        spare: slot of its states while drafting.
+        spare: slot of its state while drafting.
     """
 
     row: Row
-    num_right: int
+    num_accepted: int
     token: int
     state: int
     spare: int
 
     @property
     def position(self) -> int:
-        """Of the token."""
-        return self.row.start + self.row.first_sampled + 1 + self.num_right
+        """Position of the token in the sequence."""
+        return self.row.start + self.row.first_sampled + 1 + self.num_accepted
 
 
 @dataclass(frozen=True)
 class Followed:
-    """A step of the target model, to be followed.
+    """A step of the target model.
 
     Attributes:
         tokens: int64 [M], sampled after the emitted positions.
-        found: target features for the draft, [T_local, C] per layer.
-        inputs: the step's inputs; None if it was replayed.
-        recorded: the replayed graph, or None.
+        outputs: the target's features for the draft model, [T_local, C] per recorded layer.
+        inputs: None if a graph was replayed.
+        recorded: the graphs that were replayed, or None.
         tables: page tables by component space.
     """
 
     plan: StepPlan
     tokens: Tensor
-    found: Tensor
+    outputs: Tensor
     inputs: StepInputs | None
     recorded: DecodeGraphs | None
     tables: Mapping[str, PageTables]
@@ -93,11 +93,11 @@ class Followed:
 
 @dataclass(frozen=True)
 class DraftGraphs:
-    """Recorded passes of a draft model.
+    """CUDA graphs of a draft model.
 
     Attributes:
-        passes: passes of one token per sequence.
-        following: passes that follow the target's recorded steps.
+        passes: draft a token per sequence.
+        following: follow the target's graphs.
     """
 
     passes: DecodeGraphs
@@ -115,7 +115,7 @@ class DraftGraphs:
         has_states: bool,
         dtype: torch.dtype,
     ) -> DraftGraphs:
-        """Record passes of these batch sizes, and passes that follow the target's recorded steps."""
+        """Record passes of these batch sizes, and one that follows each of the target's graphs."""
         features = None
         if model.num_features:
             features = torch.empty((0, model.num_features), dtype=dtype, device=target.ctx.device)
@@ -129,24 +129,22 @@ class DraftGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory that the graphs keep."""
+        """Device memory used by the graphs."""
         return self.passes.num_bytes + self.following.num_bytes
 
 
 @dataclass
 class Drafter:
-    """The draft model of one rank.
+    """Runs the draft model of one rank.
 
     Attributes:
         model: this rank's share of the draft model.
-        pool: pages shared by target and draft.
-        windows: component space of the draft -> window in tokens (see `build_inputs`).
-        backend: attention backend.
-        has_states: whether the draft is recurrent.
-        may_lag: whether it may run decoded tokens later: all its state is in pages, rows are not fed ahead, and step
-            memory is not being measured.
-        graphs: recorded passes, or None.
-        planned: event after the copies of its plans, and of the preceding step's.
+        pool: shared by target and draft model.
+        windows: component space of the draft model -> window in tokens (see `build_inputs`).
+        has_states: whether the draft model is recurrent.
+        may_lag: whether it may run decoded tokens later. Requires that all its state is in pages and that the host
+            knows every row's tokens.
+        planned: event after the copies of its attention plans, and of those of the step before.
     """
 
     model: DraftModel
@@ -161,14 +159,12 @@ class Drafter:
     _missed: dict[int, tuple[int, PackedTokens]] = field(default_factory=dict)  # slot -> (position, tokens)
 
     def forget(self, slot: int) -> None:
-        """Forget missed tokens of a slot that has a new owner."""
+        """Forget the missed tokens of a slot that gets a new request."""
         self._missed.pop(slot, None)
 
     def draft(self, step: Followed, row_of: DraftRow) -> Tensor:
-        """Follow a step, and draft the tokens that its rows request. Collective over tp and cp.
+        """Follow a step and draft the tokens that its rows request. Collective over tp and cp.
 
-        Args:
-            row_of: gives the sampling parameters of a row.
         Returns:
             int64, draft tokens of this cp rank's rows, concatenated in the order of `drafting_rows`.
         """
@@ -177,7 +173,7 @@ class Drafter:
         if not in_turn[0]:
             self._follow(step)
             return step.tokens[:0]
-        sampled = self._gather(plan, step.tokens)  # runs while the draft follows
+        sampled = self._gather(plan, step.tokens)  # overlaps with following
         emitted = self._follow(step)
         rows = [of_rank[turn] for turn in range(len(in_turn[0])) for of_rank in in_turn if turn < len(of_rank)]
         starts = self._starts(plan, rows, _by_position(plan, sampled.wait()))
@@ -205,8 +201,8 @@ class Drafter:
             if plan.rows:
                 late = step_inputs(plan, step.tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
                 self._run(late.ids, None, late)
-            return step.found  # unused by a draft without features
-        features = self.model.features(step.found) if self.model.num_features else None
+            return step.outputs  # ignored: lagging models take no features
+        features = self.model.features(step.outputs) if self.model.num_features else None
         if step.recorded is not None and self.graphs is not None:
             self.graphs.following.prepare_behind(step.recorded)
             (found,) = self.graphs.following.replay(
@@ -218,12 +214,12 @@ class Drafter:
         return self._run(ids, features, step.inputs)[step.inputs.logits]
 
     def _without_lag(self, plan: StepPlan) -> StepPlan:
-        """Rows that the draft must follow now, extended by missed tokens; the same plan if none were missed."""
+        """Rows that must be followed now, with the tokens missed before; the same plan if nothing lags."""
         rows = []
         for row in plan.rows:
             start, missed = self._missed.pop(row.slot, (row.start, b""))
             if start + len(missed) // 4 != row.start:
-                start, missed = row.start, b""  # pages were loaded since, and include the draft's
+                start, missed = row.start, b""  # loaded pages took their place, and hold the draft model's cache too
             is_page_end = (row.start + row.num_tokens) % self.pool.page_size == 0
             if row.num_tokens == 1 and not row.num_next_drafts and not is_page_end:
                 self._missed[row.slot] = start, missed + row.tokens
@@ -233,33 +229,33 @@ class Drafter:
         return plan if is_same else StepPlan(0, rows)
 
     def _next_ids(self, step: Followed, inputs: StepInputs) -> Tensor:
-        """The token that follows each of this rank's tokens: int64 [T_local]."""
+        """The token after each of this rank's tokens: int64 [T_local]."""
         found = [np.empty(0, np.int64)]
         locals_ = local_positions(step.plan, cp_rank=self.ctx.cp.rank, cp_size=self.ctx.cp.size)
         for row, mine in zip(step.plan.rows, locals_, strict=True):
-            # Sampled and scored positions are filled in below.
+            # Emitted positions are overwritten below.
             found.append(np.append(np.frombuffer(row.tokens, np.int32)[1:], max(row.next_token, 0))[mine])
         ids = self.ctx.on_device(np.concatenate(found).astype(np.int64))
         ids[inputs.logits] = step.tokens
         return ids
 
     def _starts(self, plan: StepPlan, rows: Sequence[int], sampled: Mapping[tuple[int, int], int]) -> list[_Start]:
-        """Compare sampled tokens with the draft tokens of each row."""
+        """Find out which draft tokens of each row were accepted."""
         starts = []
         for i in rows:
             row = plan.rows[i]
             drafts = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist()
             behind = [sampled[i, row.first_sampled + k] for k in range(row.num_drafts + 1)]
-            num_right = next((k for k, draft in enumerate(drafts) if behind[k] != draft), len(drafts))
+            num_accepted = next((k for k, draft in enumerate(drafts) if behind[k] != draft), len(drafts))
             state, spare = -1, -1
             if self.has_states:
-                state = (row.write_state, *row.draft_states)[num_right]
+                state = (row.write_state, *row.draft_states)[num_accepted]
                 spare = self.pool.first_spare_state + row.slot
-            starts.append(_Start(row, num_right, behind[num_right], state, spare))
+            starts.append(_Start(row, num_accepted, behind[num_accepted], state, spare))
         return starts
 
     def _gather(self, plan: StepPlan, tokens: Tensor) -> PendingResult:
-        """Gather tokens sampled at emitted positions of all cp ranks, padded: [cp, longest M]. Collective over cp."""
+        """Gather the tokens sampled by all cp ranks, padded: [cp, longest M]. Collective over cp."""
         if self.ctx.cp.size == 1:
             return PendingResult(tokens[None])
         counts = [sum(len(found) for _, found in of_rank) for of_rank in emissions(plan, cp_size=self.ctx.cp.size)]
@@ -268,23 +264,23 @@ class Drafter:
         return PendingResult(self.ctx.cp.all_gather(padded))
 
     def _behind(self, plan: StepPlan, rows: Sequence[int], starts: Sequence[_Start], emitted: Tensor) -> Tensor:
-        """Select features at the last accepted token of each row: [M, F] -> [G_local, F]. Collective over cp."""
+        """Select the features of each row's last accepted token: [M, F] -> [G_local, F]. Collective over cp."""
         mine = emissions(plan, cp_size=self.ctx.cp.size)[self.ctx.cp.rank]
         index = [(i, position) for i, positions in mine for position in positions.tolist()]
         line_of = {key: line for line, key in enumerate(index)}
-        wanted = [line_of.get((i, p.row.first_sampled + p.num_right), -1) for i, p in zip(rows, starts, strict=True)]
+        last = [line_of.get((i, p.row.first_sampled + p.num_accepted), -1) for i, p in zip(rows, starts, strict=True)]
         if self.ctx.cp.size == 1:
-            return emitted[self.ctx.on_device(np.array(wanted, np.int64))]
-        here = [k for k, line in enumerate(wanted) if line >= 0]
+            return emitted[self.ctx.on_device(np.array(last, np.int64))]
+        here = [k for k, line in enumerate(last) if line >= 0]
         every = emitted.new_zeros(len(rows), emitted.shape[1])
         if here:
-            lines = self.ctx.on_device(np.array([wanted[k] for k in here], np.int64))
+            lines = self.ctx.on_device(np.array([last[k] for k in here], np.int64))
             every[self.ctx.on_device(np.array(here, np.int64))] = emitted[lines]
         return self.ctx.cp.all_reduce(every)[self.ctx.cp.rank :: self.ctx.cp.size]
 
     def _next_plan(self, starts: Sequence[_Start], turn: int) -> StepPlan:
-        """Plan a pass with one further token per sequence."""
-        offset = turn - bool(self.model.num_features)  # with features, a row is one position before its token
+        """Plan the next pass of one token per sequence."""
+        offset = turn - bool(self.model.num_features)  # features are those of the position before the token
         states = [(start.spare if offset else start.state, start.spare) for start in starts]
         return StepPlan(
             0,
@@ -309,7 +305,7 @@ class Drafter:
         return self._run(ids, features, inputs)
 
     def _run(self, ids: Tensor, features: Tensor | None, inputs: StepInputs) -> Tensor:
-        self.planned.synchronize()  # the next plan overwrites the memory from which this one is copied
+        self.planned.synchronize()  # the next plan overwrites the buffer that the last one is copied from
         run = ForwardPass(self.backend.plan(inputs), self.pool.behind(), inputs.positions)
         found = self.model.forward(ids, features, run)
         self.planned = after_compute(self.ctx.device)
@@ -330,15 +326,13 @@ class Drafter:
         return found
 
     def _choose(self, found: Tensor, starts: Sequence[_Start], turn: int, row_of: DraftRow) -> Tensor:
-        """Sample from the draft's logits with the request's sampler and seed: equal logits give equal tokens."""
-        logits = self.model.logits(
-            found
-        ).nan_to_num()  # after a failed load there may be NaNs; the decider discards such rows
-        return sample(logits, [row_of(start.row, start.num_right + 1 + turn) for start in starts])
+        """Sample with the request's parameters and seed: logits equal to the target's give equal tokens."""
+        logits = self.model.logits(found).nan_to_num()  # of a failed load; the decider discards such rows
+        return sample(logits, [row_of(start.row, start.num_accepted + 1 + turn) for start in starts])
 
 
 def _by_position(plan: StepPlan, tokens: NDArray[np.int64]) -> dict[tuple[int, int], int]:
-    """Map (row, position in it) to the token sampled there, from all cp ranks' [cp, longest M]."""
+    """(row, position in the row) -> token sampled there; `tokens` are those of all cp ranks, [cp, longest M]."""
     found: dict[tuple[int, int], int] = {}
     for of_rank, values in zip(emissions(plan, cp_size=len(tokens)), tokens.tolist(), strict=True):
         keys = [(i, position) for i, positions in of_rank for position in positions.tolist()]

@@ -1,10 +1,11 @@
-"""Decode steps as CUDA graphs: recorded at startup, one per batch size, and replayed with new rows.
+"""Decode steps as CUDA graphs, recorded at startup, one per batch size.
 
 A decode step launches about ten small kernels per layer, which take longer to launch than to run. A graph launches them
-all at once. A recorded step reads and writes fixed addresses: its inputs (decode_batch.py), its attention plan
-(StaticStep), the pool, and its outputs, which the next replay overwrites.
+all at once. It reads and writes fixed addresses: its inputs (decode_batch.py), its attention plan (StaticStep), the
+pool, and its outputs, which the next replay overwrites.
 
-A row with draft tokens runs as one row per token: each is written before attention and attends only up to itself.
+A row with draft tokens runs as one row per token: each is written to the cache before attention and attends only up to
+itself.
 """
 
 from __future__ import annotations
@@ -27,24 +28,23 @@ from raycache.step.page_tables import PageTables
 from raycache.wire.plan import Row, StepPlan
 
 WARM_UPS = 2
-"""Warm-up runs before a recording, as first-use allocations and builds must not be recorded."""
+"""Warm-up runs before a recording: allocation and compilation at first use must not be recorded."""
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 Layers = Callable[[Tensor, Tensor | None, ForwardPass], tuple[Tensor, ...]]
-"""The recorded function: token ids [L], and target features [L, F] for a draft that takes them, -> outputs."""
+"""The recorded function: token ids [L], and target features [L, F] if the draft model takes them -> outputs."""
 
 
 @dataclass(frozen=True)
 class GraphLayers:
-    """The layers that a graph runs: a whole model, or its draft.
+    """The layers that a graph runs: a whole model, or its draft model.
 
     Attributes:
-        forward: runs the layers.
-        views: the pool's pages of these layers.
-        records: layers whose outputs are kept (see `ForwardPass`).
-        features: empty tensor [0, F] with the shape of the target features that the layers take, or None.
+        views: cache of these layers.
+        records: layers to record for a draft model (see `ForwardPass`).
+        features: empty tensor [0, F] with the width and dtype of the target features that the layers take, or None.
     """
 
     forward: Layers
@@ -54,7 +54,7 @@ class GraphLayers:
 
 
 def whole_model(model: Model) -> Layers:
-    """A single-stage model: logits [T, vocab], and features for a draft."""
+    """The layers of a model with one stage: outputs logits [T, vocab] and features for a draft model."""
 
     def forward(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
         hidden = model.forward(model.embed(ids), run)
@@ -64,18 +64,18 @@ def whole_model(model: Model) -> Layers:
 
 
 def for_draft(hidden: Tensor, run: ForwardPass) -> Tensor:
-    """Features for a draft: outputs of the recorded layers, or of the last one."""
+    """Features for a draft model: outputs of the recorded layers, else of the last one."""
     return torch.cat(run.recorded, dim=-1) if run.recorded else hidden
 
 
 def batch_sizes(most: int, *, cp: int) -> list[int]:
-    """Batch sizes to record, up to `most` rows, all multiples of cp; larger batches run without graphs."""
+    """Batch sizes to record, in rows, up to `most` and multiples of cp; larger batches run without graphs."""
     sizes = {-(-min(size, most) // cp) * cp for size in _SIZES}
     return sorted(sizes)
 
 
 def in_single_rows(plan: StepPlan) -> StepPlan:
-    """The same tokens with one row each; for models without recurrent states."""
+    """Split rows into rows of one token; only for models without recurrent states."""
     if all(row.num_tokens == 1 for row in plan.rows):
         return plan
     rows = [
@@ -88,34 +88,33 @@ def in_single_rows(plan: StepPlan) -> StepPlan:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """The recording of one batch size.
+    """The graph of one batch size, and the buffers that it reads and writes.
 
     Attributes:
-        batch: fixed inputs.
-        step: fixed attention plan.
-        found: outputs of the graph, [L, ...] each.
-        features: input features, [L, F], or None.
+        step: attention plan.
+        outputs: [L, ...] each.
+        features: [L, F], or None.
     """
 
     batch: DecodeBatch
     step: StaticStep
     graph: torch.cuda.CUDAGraph
-    found: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
     features: Tensor | None
 
 
 class DecodeGraphs:
-    """Recorded decode steps of one rank. Recording them is collective over tp and cp.
+    """CUDA graphs of decode steps on one rank. Recording is collective over tp and cp.
 
     Args:
         sizes: batch sizes to record, in rows.
-        pool: with scratch units.
-        backend: attention backend that supports graph capture.
+        pool: must have scratch units.
+        backend: must support graph capture.
         has_states: whether the layers are recurrent.
-        last: last sampled tokens, for rows fed on the device; or None.
-        target: graphs of the same sizes, always replayed before these, whose inputs are shared.
+        last: last sampled tokens, for rows that take their token from the device; or None.
+        target: graphs of the same sizes that share their inputs with these and are always replayed before.
     Attributes:
-        num_bytes: device memory that the graphs keep.
+        num_bytes: device memory used by the graphs.
     Raises:
         NotRecordableError: the layers cannot be recorded.
     """
@@ -138,7 +137,7 @@ class DecodeGraphs:
         self._next: _Recorded | None = None
         before, _ = torch.cuda.mem_get_info(ctx.device)
         memory = torch.cuda.graph_pool_handle()
-        # Largest first: the others reuse its memory.
+        # Largest first, so that the others fit into its memory.
         self._recorded = {size: self._record(size, memory, target) for size in sorted(sizes, reverse=True)}
         after, _ = torch.cuda.mem_get_info(ctx.device)
         self.num_bytes = before - after
@@ -149,19 +148,19 @@ class DecodeGraphs:
         return list(self._recorded)
 
     def can_run(self, plan: StepPlan) -> bool:
-        """Whether a plan of single-token rows fits a recorded batch size."""
+        """Whether a plan can be replayed once its rows are split (`in_single_rows`)."""
         if plan.loads or sum(row.num_tokens for row in plan.rows) > max(self._recorded, default=0):
             return False
         return all(self._is_plain(row) for row in plan.rows)
 
     def prepare(self, plan: StepPlan, tables: Mapping[str, PageTables]) -> None:
-        """Copy the inputs of the next replay; rows must have one token each."""
+        """Set the inputs of the next replay from a plan with one token per row."""
         self._next = self._recorded[min(size for size in self._recorded if size >= len(plan.rows))]
         self._next.batch.fill(plan, tables)
         self._next.step.replan(self._next.batch.inputs)
 
     def prepare_behind(self, other: DecodeGraphs) -> None:
-        """Prepare to replay for the rows that `other` was prepared with."""
+        """Prepare to replay with the inputs of `other`, its target."""
         assert other._next is not None, "`other` must be prepared first"
         self._next = next(mine for mine in self._recorded.values() if mine.batch is other._next.batch)
 
@@ -169,10 +168,10 @@ class DecodeGraphs:
         """Replay the prepared graph.
 
         Args:
-            ids: int64 [rows of this cp rank]; None: token ids of the plan.
-            features: [rows of this cp rank, F], if the layers take features.
+            ids: int64 [rows of this cp rank]; None for the token ids of the plan.
+            features: [rows of this cp rank, F], if the layers take them.
         Returns:
-            Outputs, [rows of this cp rank, ...] each; the next replay overwrites them.
+            Outputs, [rows of this cp rank, ...] each, valid until the next replay.
         """
         assert self._next is not None, "call prepare first"
         count = self._next.batch.num_local
@@ -181,12 +180,12 @@ class DecodeGraphs:
         if features is not None and self._next.features is not None:
             self._next.features[:count].copy_(features)
         self._next.graph.replay()
-        return tuple(part[:count] for part in self._next.found)
+        return tuple(part[:count] for part in self._next.outputs)
 
     def _is_plain(self, row: Row) -> bool:
         if row.first_sampled or row.output_position < 0 or row.targets:
             return False
-        # Single rows differ in how tokens are spread over cp ranks, and in the states kept after each token.
+        # Splitting a row changes which cp rank computes which token, and cannot keep a state after each token.
         is_single = row.num_tokens == 1
         return (is_single or self.ctx.cp.size == 1) if not self._has_states else is_single and row.read_state >= 0
 
@@ -208,13 +207,13 @@ class DecodeGraphs:
         torch.cuda.current_stream(self.ctx.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory):
-            found = self._run(batch, step, features)
-        return _Recorded(batch, step, graph, found, features)
+            outputs = self._run(batch, step, features)
+        return _Recorded(batch, step, graph, outputs, features)
 
     def _run(self, batch: DecodeBatch, step: StaticStep, features: Tensor | None) -> tuple[Tensor, ...]:
         ids = batch.inputs.ids
         if self._last is not None:
-            # A token not yet known to the host is -1; filled in here, also for graphs replayed after this one.
+            # Tokens that the host does not know yet are -1. Written in place: the draft's graph reads the same inputs.
             ids.copy_(torch.where(ids < 0, self._last.tokens[batch.slots], ids))
         run = ForwardPass(step, self._layers.views, batch.inputs.positions, self._layers.records)
         return self._layers.forward(ids, features, run)

@@ -1,4 +1,4 @@
-"""The last sampled token of each slot, kept on the device, so that a row can start before the decider knows it."""
+"""The last sampled token of each slot, kept on the device so that its next step can start before the host has it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from raycache.wire.plan import Row, StepPlan, emissions
 
 
 class LastTokens:
-    """Last sampled tokens on one rank; the same on all ranks of a stage.
+    """Last sampled token of each slot; identical on all ranks of a stage.
 
-    A row after one with draft tokens is never fed: the rank does not know which token is the last.
+    After a row with draft tokens the next row gets its token from the host: this class does not know which drafts were
+    accepted.
 
-    Args:
-        num_slots: number of slots.
     Attributes:
         tokens: int64 [num_slots].
     """
@@ -32,22 +31,18 @@ class LastTokens:
         self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=ctx.device)
 
     def fill(self, plan: StepPlan, inputs: StepInputs) -> None:
-        """Insert the tokens into the inputs of fed rows."""
+        """Write the last tokens into the inputs of rows that take their token from the device."""
         fed = [
             (mine.local.start, row.slot)
             for row, mine in zip(plan.rows, inputs.rows, strict=True)
             if row.is_fed and len(mine.local)
         ]
         if fed:
-            places, slots = self._on_device([place for place, _ in fed]), self._on_device([slot for _, slot in fed])
-            inputs.ids[places] = self.tokens[slots]
+            where, slots = self._on_device([index for index, _ in fed]), self._on_device([slot for _, slot in fed])
+            inputs.ids[where] = self.tokens[slots]
 
     def keep(self, plan: StepPlan, tokens: Tensor) -> None:
-        """Record sampled tokens of a step. Collective over cp.
-
-        Args:
-            tokens: int64 [M], in the order of the step's results.
-        """
+        """Record the tokens sampled in a step, int64 [M] in result order. Collective over cp."""
         slots = sampled_slots(plan, cp_size=self._ctx.cp.size)
         longest = max(map(len, slots))
         if not longest:
@@ -72,7 +67,7 @@ def sampled_slots(plan: StepPlan, *, cp_size: int) -> list[list[int]]:
 
 
 def _num_sampled(row: Row, positions: NDArray[np.int64]) -> int:
-    """Number of a rank's emitted positions of a row that are sampled."""
+    """How many of a row's positions emitted by one rank are sampled, not scored."""
     if row.output_position < 0:
         return 0
     return int((positions >= row.first_sampled).sum()) if row.num_tokens > 1 else 1

@@ -1,4 +1,4 @@
-"""Reads a rank's weights: first plans all reads, so that threads can read ahead."""
+"""Reads a rank's weights: plans all reads first, so that threads can read ahead."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Loaded = tuple[Model, DraftModel | None]
 def load_weights(
     deployment: Deployment, ctx: ParallelContext, *, num_threads: int, on_progress: Callable[[int, int], None]
 ) -> Loaded:
-    """Read a rank's share of a model, and of its draft on the last stage.
+    """Read a rank's share of a model and, on the last stage, of its draft model.
 
     Args:
         num_threads: threads that read files.
@@ -123,7 +123,7 @@ class _Loading:
 
 
 def _random_weights(deployment: Deployment, ctx: ParallelContext) -> DummyWeights:
-    """A source of random weights, quantised where the model's weights are kept quantised."""
+    """A source of random weights, quantised like those of the checkpoint if they stay quantised on the device."""
     quantisation = read_quantisation(Path(deployment.config.model))
     if quantisation is None:
         return DummyWeights(ctx.device, deployment.dtype)
@@ -132,4 +132,4 @@ def _random_weights(deployment: Deployment, ctx: ParallelContext) -> DummyWeight
 
 
 def _ignore(done: int, total: int) -> None:
-    """Ignore progress in layers; it is reported in bytes."""
+    """Ignore progress in layers: it is reported in bytes."""

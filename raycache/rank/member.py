@@ -1,4 +1,4 @@
-"""A rank as a member of its gang: its device, its process groups and its progress board."""
+"""What connects a rank to its gang: its device, its process groups and its progress board."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Invitation:
     """What a rank needs to join a gang. Plain data.
 
     Attributes:
-        config: settings, the same on all ranks.
+        config: settings, identical on all ranks.
         handles: rendezvous of the gang's process groups.
         epoch: the gang's epoch; members of another epoch are rejected.
         board: progress board of this rank's node; its lowest rank forwards it to a decider on another node.
@@ -58,12 +58,12 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Member:
-    """A rank that can reach all others of its gang.
+    """A rank that is connected to all others of its gang.
 
     Attributes:
         ctx: coordinates and process groups.
         board: where it posts its progress.
-        sender: forwards the board, on the lowest rank of a node other than the decider's.
+        sender: forwards the board to the decider; only on the lowest rank of each other node.
         use: memory use of its GPU; None on a CPU.
     """
 
@@ -74,11 +74,11 @@ class Member:
     use: MemoryUse | None = None
 
     def post(self, lane: Lane, value: int) -> None:
-        """Set a lane of this rank's line on the board."""
+        """Post a value on this rank's line of the board."""
         self.board.post(self.spec.rank, lane, value)
 
     def post_loaded(self, loaded: int, total: int) -> None:
-        """Post the share of the weights that is loaded."""
+        """Post loading progress, in bytes or layers."""
         self.post(Lane.LOADED, loaded)
         self.post(Lane.TO_LOAD, total)
 
@@ -89,10 +89,10 @@ class Member:
 
 
 def join(invitation: Invitation) -> Member:
-    """Become a member of a gang.
+    """Join a gang.
 
     Raises:
-        RankLostError: another member did not join in time, or has another epoch.
+        RankLostError: another rank did not join in time, or belongs to another epoch.
         ConfigError: the GPU does not exist.
     """
     spec, handles, split = invitation.spec, invitation.handles, invitation.config.split
@@ -109,7 +109,7 @@ def join(invitation: Invitation) -> Member:
 
 
 def alone(*, device: str = "cpu") -> Member:
-    """Make the only rank of a gang, in the decider's process.
+    """Make the only member of a gang of one rank, in the decider's process.
 
     Raises:
         ConfigError: the GPU does not exist.
@@ -122,13 +122,13 @@ def alone(*, device: str = "cpu") -> Member:
 
 
 def _take(device: torch.device, *, num_threads: int) -> MemoryUse | None:
-    """Prepare this process to compute on a device."""
+    """Prepare this process to compute on a device; returns the memory use of a GPU."""
     if num_threads:
         torch.set_num_threads(num_threads)
     if device.type != "cuda":
         return None
-    # Page-move threads launch small pieces of work all the time; with Python's default switch interval of 5 ms each
-    # would wait for the thread that launches the step.
+    # Threads that move pages launch many short operations. With Python's default switch interval of 5 ms, each would
+    # wait for the thread that launches the step.
     sys.setswitchinterval(SWITCH_S)
     require_gpus((device.index or 0) + 1)
     torch.cuda.set_device(device)

@@ -1,8 +1,9 @@
-"""Measures the peak memory of a step, besides weights and pages, by running the largest steps on the real model.
+"""Measures the peak activation memory of a step by running the largest steps on the loaded model.
 
-The steps are synthetic: all their pages are the same one, so that the longest prefix needs no memory. Results are
-meaningless, but memory use is that of a real step of the same shape. Two shapes are run, since either can be larger: as
-many new and scored tokens as a step may have, after the longest prefix; and a full decode batch.
+The steps are synthetic: all their pages are one and the same, so that even the longest prefix needs no memory. The
+results are meaningless, but memory use equals that of real steps of the same shape. Two shapes are run, since either
+can need more: a prefill with the maximum number of new and scored tokens after the longest prefix, and a full decode
+batch.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from raycache.types import MAX_TOP_LOGPROBS, SamplingParams
 from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
 
 _GRAPH_BYTES = 32 << 20
-"""Bytes per recorded step besides shared memory: the driver's, and its attention plan (measured: 32 MiB)."""
+"""Bytes per CUDA graph besides the memory that graphs share: driver structures and the attention plan (measured)."""
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest steps of a service.
+    """Limits of a service's steps, and the largest steps within them.
 
     Attributes:
-        tokens: token budget of a step.
-        rows: maximum rows of a step.
-        drafts: maximum draft tokens of a row.
-        longest: maximum tokens of a sequence.
+        tokens: per step.
+        rows: per step.
+        drafts: draft tokens per row.
+        longest: tokens per sequence.
         page_size: tokens per page.
         spaces: component spaces of pages.
     """
@@ -47,7 +48,7 @@ class Largest:
 
     @classmethod
     def of(cls, deployment: Deployment) -> Largest:
-        """Derive from the settings."""
+        """Read the limits from the settings."""
         config, longest = deployment.config, deployment.max_model_len
         if config.num_pages != "auto":
             longest = min(longest, config.num_pages * config.page_size)
@@ -64,7 +65,7 @@ class Largest:
         )
 
     def prefill(self) -> StepPlan:
-        """Chunks that end at the maximum sequence length, with as many scored tokens as a step allows."""
+        """Chunks that end at the maximum sequence length, with the maximum number of scored tokens."""
         rows: list[Row] = []
         left, scores_left = self.tokens, MAX_SCORED_TOKENS + self.rows
         while left and len(rows) < self.rows:
@@ -77,7 +78,7 @@ class Largest:
         return self._plan(rows)
 
     def decode(self) -> StepPlan:
-        """A full batch of sampled decode rows, plus one row per possible draft token, as in recorded steps."""
+        """A full batch of sampled decode rows, plus one row per possible draft token, as CUDA graphs run them."""
         last, most = np.zeros(1, np.int32).tobytes(), self.rows * (1 + self.drafts)
         return self._plan([self._row(slot, self.longest - 1, last) for slot in range(min(most, self.tokens))])
 
@@ -92,21 +93,21 @@ class Largest:
 
 
 def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_graphs: int) -> None:
-    """Run the largest steps, and reserve the memory that they take. Collective over all ranks of a gang.
+    """Run the largest steps and reserve the memory that they need. Collective over all ranks of a gang.
 
-    Also triggers everything that is built or allocated at first use, which is noted as "kernels".
+    Also triggers compilation and allocation at first use, which is accounted as "kernels".
 
     Args:
         rank: on a GPU, with a temporary pool of one page and one slot.
         use: memory use of the GPU; gets reservations for "activations" and "graphs".
-        num_graphs: decode steps to be recorded. They share the memory of one decode step; those of a draft share
-            another.
+        num_graphs: CUDA graphs to be recorded. Those of the model share the memory of one decode step, those of the
+            draft model that of another.
     Raises:
         ConfigError: the largest step does not fit beside the weights.
     """
     for part in deployment.components:
         for rows in rank.pool.rows(part.name).values():
-            rows.view(torch.uint8).zero_()  # NaNs would take other paths through the model
+            rows.view(torch.uint8).zero_()  # uninitialised memory may hold NaNs, which change the course of a step
     largest = Largest.of(deployment)
     plans = {"prefill": largest.prefill(), "decode": largest.decode()}
     for kind, plan in plans.items():
@@ -122,9 +123,9 @@ def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_grap
 
 
 def _peak(rank: Rank, plan: StepPlan) -> int:
-    """Bytes that torch reserves on the GPU for a step, at least its peak use."""
+    """Bytes that torch reserves on the GPU for a step; an upper bound of its peak use."""
     device = rank.ctx.device
-    free_bytes(device)  # releases what earlier steps have cached
+    free_bytes(device)  # also empties torch's cache of freed memory
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
     rank.execute(plan)

@@ -31,5 +31,5 @@ class PendingResult:
         """Wait for the device and return the numbers."""
         if self._copied is not None:
             self._copied.synchronize()
-        found: NDArray[np.int64] = self._numbers.numpy()
-        return found
+        numbers: NDArray[np.int64] = self._numbers.numpy()
+        return numbers

@@ -1,7 +1,7 @@
-"""A rank: executes plans, decides nothing.
+"""A rank: executes plans and makes no decisions.
 
-Holds its part of the weights, its part of every page, and the table of slots that plans refer to. A plain class, run by
-an actor, a process or the caller itself.
+It holds its share of the weights and of every page, and the slots that plans refer to. It runs in an actor, in a
+process of its own, or in the caller's process.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from raycache.wire.plan import Admit, Row, StepPlan, emissions, result_width
 
 @dataclass(slots=True)
 class Slot:
-    """Per-request state of a rank.
+    """State of a request on a rank.
 
     Attributes:
-        counts: token counts so far; None unless penalties need them.
-        num_counted: tokens of the sequence included in `counts`.
+        counts: None without penalties.
+        num_counted: how many tokens of the sequence `counts` includes.
     """
 
     sampling: SamplingParams
@@ -48,7 +48,7 @@ class Slot:
     num_counted: int = 0
 
     def count(self, row: Row) -> None:
-        """Count output tokens that return as input; under cp another rank may have sampled them."""
+        """Count output tokens as they come back as input: with cp, another rank may have sampled them."""
         if self.counts is not None:
             first = row.start - len(row.accepted) // 4
             known = np.frombuffer(row.accepted + row.tokens, np.int32)[: row.start - first + row.first_sampled + 1]
@@ -58,7 +58,7 @@ class Slot:
             self.num_counted += len(tokens)
 
     def counts_before(self, row: Row, num_drafts: int) -> TokenCounts | None:
-        """Token counts for penalties after `num_drafts` draft tokens of a counted row."""
+        """Token counts for sampling after the first `num_drafts` draft tokens of a row that has been counted."""
         if self.counts is None or not num_drafts:
             return self.counts
         counts = self.counts.copy()
@@ -74,19 +74,17 @@ class Slot:
 
 @dataclass
 class Rank:
-    """Executor of one rank.
+    """Executes the steps of one rank.
 
     Attributes:
         ctx: coordinates and process groups.
-        config: the model's configuration.
-        model: this rank's stage and shard of the model.
-        pool: this rank's part of the pages.
-        backend: attention backend.
-        dtype: dtype of activations.
+        model: this rank's stage and shard.
+        pool: this rank's share of the pages.
+        dtype: of activations.
         mover: moves pages between pool and host; None without a host tier.
-        last: last sampled tokens of slots; None unless rows may be fed on the device.
-        graphs: recorded decode steps, or None.
-        drafter: draft model, or None; only on the last stage.
+        last: last sampled tokens; None unless the decider plans a step before it has the tokens of the last one.
+        graphs: decode steps as CUDA graphs, or None.
+        drafter: only on the last stage, or None.
     """
 
     ctx: ParallelContext
@@ -108,11 +106,7 @@ class Rank:
         self._tables = {space: PageTables() for space in self.pool.windows}
 
     def execute(self, plan: StepPlan) -> NDArray[np.int64]:
-        """Run one step.
-
-        Returns:
-            The results, [result_len, result_width]; empty on ranks before the last stage.
-        """
+        """Run one step and return its results, [result_len, result_width]; empty before the last stage."""
         return self.start(plan).wait()
 
     def close(self) -> None:
@@ -122,7 +116,7 @@ class Rank:
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> PendingResult:
-        """Launch one step on the device; on a CPU it is complete on return."""
+        """Launch one step on the device; on a CPU it has ended when this returns."""
         done = self._run(plan)
         if done.logits is None:
             return PendingResult(torch.empty((0, result_width(plan)), dtype=torch.int64))
@@ -133,7 +127,7 @@ class Rank:
         """Run the model.
 
         Returns:
-            Logits [N, vocab] in float32 of the positions that this cp rank emits; None before the last stage.
+            Logits of the positions that this cp rank emits, [N, vocab] float32; None before the last stage.
         """
         return self._run(plan).logits
 
@@ -152,14 +146,14 @@ class Rank:
             self._slots[row.slot].count(row)
         if not plan.rows:
             return _Done()
-        # Kernel plans are copied from memory that the next plan overwrites. In an eager step they are made at the first
-        # layer of each kind, so only the end of such a step is safe.
+        # Attention plans are copied to the device from buffers that the next plan overwrites. A step without a graph
+        # makes them at the first layer of each kind, so it must have ended.
         self._planned.synchronize()
         if self.graphs is not None and self.graphs.can_run(plan):
             self.graphs.prepare(in_single_rows(plan), self._tables)
             self._planned = after_compute(self.ctx.device)
-            logits, found = self.graphs.replay()
-            return _Done(logits, found, recorded=self.graphs)
+            logits, features = self.graphs.replay()
+            return _Done(logits, features, recorded=self.graphs)
         done = self._run_layers(plan)
         self._planned = after_compute(self.ctx.device)
         return done
@@ -174,7 +168,7 @@ class Rank:
         return _Done(self.model.logits(hidden[inputs.logits]), for_draft(hidden, run), inputs)
 
     def _move(self, plan: StepPlan) -> None:
-        """Start the plan's page moves. Views wait for the loads of their layer."""
+        """Start the plan's page moves; a layer's view of the pool waits until its pages are loaded."""
         if not (plan.saves or plan.loads):
             return
         assert self.mover is not None, "a plan has page moves, but there is no host tier"
@@ -186,7 +180,7 @@ class Rank:
             self.mover.load(moves)
 
     def _run_stage(self, inputs: StepInputs) -> tuple[Tensor, ForwardPass]:
-        """Hidden states after this stage's layers, and the pass, which holds recorded states for a draft."""
+        """Hidden states after this stage's layers, and the pass with the states recorded for a draft model."""
         records = () if self.config.draft is None else self.config.draft.recorded
         run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records)
         if self.ctx.is_first_stage:
@@ -200,7 +194,7 @@ class Rank:
             hidden, *run.recorded = (part.contiguous() for part in together.split(widths, dim=1))
         hidden = self.model.forward(hidden, run)
         if not self.ctx.is_last_stage and len(inputs.ids):
-            # One send stays in flight, so that this stage starts the next micro-batch while the next stage is busy.
+            # One send may stay in flight, so that this stage starts its next step while the next stage is busy.
             self._unsent()
             together = torch.cat([hidden, *run.recorded], dim=1) if run.recorded else hidden
             self._unsent = self.ctx.pp.isend(together, to=self.ctx.pp.rank + 1)
@@ -211,7 +205,7 @@ class Rank:
         logits = done.logits
         assert logits is not None, "only the last stage has results"
         if plan.loads:
-            # A failed load leaves arbitrary data. The decider discards such rows, but sampling must not fail on them.
+            # A failed load leaves arbitrary data in pages. The decider discards such rows; sampling must not raise.
             logits = logits.nan_to_num()
         tokens = self._tokens(plan, logits)
         drafted = self._draft(plan, done, tokens)
@@ -223,22 +217,22 @@ class Rank:
         return torch.cat([lines, F.pad(drafted[:, None], (0, lines.shape[1] - 1))])
 
     def _draft(self, plan: StepPlan, done: _Done, tokens: Tensor) -> Tensor:
-        """Run the draft model, and draft the requested tokens."""
-        if self.drafter is None or done.found is None:
+        """Run the draft model; returns the requested draft tokens."""
+        if self.drafter is None or done.features is None:
             return tokens[:0]
         self.drafter.planned = self._planned
-        step = Followed(plan, tokens, done.found, done.inputs, done.recorded, self._tables)
+        step = Followed(plan, tokens, done.features, done.inputs, done.recorded, self._tables)
         drafted = self.drafter.draft(step, self._draft_row)
         self._planned = self.drafter.planned
         return drafted
 
     def _draft_row(self, row: Row, behind: int) -> SampleRow:
         slot = self._slots[row.slot]
-        # Without penalties for the newest tokens: a draft token may be rejected.
+        # Counts exclude the tokens of this step: draft tokens may be rejected.
         return SampleRow(slot.sampling, seed=slot.seed, position=row.output_position + behind, token_counts=slot.counts)
 
     def _tokens(self, plan: StepPlan, logits: Tensor) -> Tensor:
-        """Sampled token or scored target of each emitted position: int64 [emitted]."""
+        """The sampled token, or the target to be scored, of each emitted position: int64 [emitted]."""
         if all(not row.targets and self._slots[row.slot].is_plain for row in plan.rows):
             tokens = sampled_tokens = logits.argmax(-1)
         else:
@@ -253,16 +247,16 @@ class Rank:
         return tokens
 
     def _emissions(self, plan: StepPlan) -> tuple[list[int], list[int], list[SampleRow]]:
-        """Targets of emitted positions (0: to be sampled); which positions are sampled, and with which parameters."""
+        """Target of each emitted position (0 if it is sampled); indices and parameters of the sampled ones."""
         targets: list[int] = []
         sampled: list[int] = []
         rows: list[SampleRow] = []
         for i, positions in emissions(plan, cp_size=self.ctx.cp.size)[self.ctx.cp.rank]:
             row = plan.rows[i]
-            wanted = np.frombuffer(row.targets, np.int32)
+            given = np.frombuffer(row.targets, np.int32)
             for position in positions.tolist():
-                if position < len(wanted):
-                    targets.append(int(wanted[position]))
+                if position < len(given):
+                    targets.append(int(given[position]))
                     continue
                 slot, num_drafts = self._slots[row.slot], position - row.first_sampled
                 sampled.append(len(targets))
@@ -284,13 +278,13 @@ class _Done:
 
     Attributes:
         logits: [N, vocab].
-        found: features for a draft, [T_local, C] per layer.
-        inputs: the step's inputs; None if it was replayed.
-        recorded: the replayed graph, or None.
+        features: for a draft model, [T_local, C] per recorded layer.
+        inputs: None if a graph was replayed.
+        recorded: the graphs that were replayed, or None.
     """
 
     logits: Tensor | None = None
-    found: Tensor | None = None
+    features: Tensor | None = None
     inputs: StepInputs | None = None
     recorded: DecodeGraphs | None = None
 

@@ -1,4 +1,4 @@
-"""Main loop of a rank: executes plans until the last one, or until the decider is gone."""
+"""Main loop of a rank: executes plans until the last one, or until the connection to the decider is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(rank: Rank, member: Member) -> None:
     """Execute plans until the last one, then leave the gang.
 
     Raises:
-        RankLostError: the decider or a peer is gone or late.
+        RankLostError: the decider or another rank exited or timed out.
     """
     plans, number, has_lost = _Plans(rank, member), member.spec.rank, True
     try:
@@ -35,14 +35,14 @@ def run(rank: Rank, member: Member) -> None:
         _log.exception("rank %d (%s) failed at step %d", number, rank.ctx.coords, plans.step)
         raise
     finally:
-        member.ctx.close()  # peers waiting for this rank fail now instead of at their deadline
+        member.ctx.close()  # ranks waiting for this one fail now instead of timing out
         rank.close()
         if member.sender is not None:
             member.sender.close(has_lost=has_lost)
 
 
 class _Plans:
-    """Plans received by a rank, in order of steps.
+    """Executes plans in order and sends their results.
 
     Attributes:
         step: number of the last plan received.
@@ -68,7 +68,7 @@ class _Plans:
                 return
 
     def _send_ready(self) -> bool:
-        """Send results of steps that the device has finished, in order; returns whether any are left."""
+        """Send the results of finished steps, in order; returns whether any steps are unfinished."""
         while self._unsent and self._unsent[0][1].is_ready():
             plan, pending = self._unsent.popleft()
             if self._sends_results and not plan.is_last:

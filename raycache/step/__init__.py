@@ -1,1 +1,1 @@
-"""Turns a plan into arrays: what one rank computes, reads and writes in a step."""
+"""Arrays of a step on one rank, made from its plan."""

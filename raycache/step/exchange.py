@@ -1,4 +1,4 @@
-"""Exchanges tokens of a step between cp ranks.
+"""Exchange of a step's tokens between cp ranks.
 
     plan rows    [ row 0: 5 new tokens ][ row 1: 1 ][ row 2: 1 ]        all tokens, T of them, row after row
     cp rank 0    [ 0 4             ][ row 1: 0 ]                        local tokens, in this order
@@ -8,7 +8,7 @@
     to_heads     local tokens, all heads of the rank  -> all tokens, 1 / cp of the heads (all-to-all)
     to_tokens    its inverse
 
-Local tokens are padded to equal length for transfer. With cp = 1 nothing is transferred.
+Local tokens are padded to the same length on all ranks. With cp = 1 nothing is transferred.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Exchange:
     """The exchange of one step.
 
     Attributes:
-        cp: the context-parallel group.
         num_local: T_local, number of this rank's tokens.
         padded_len: maximum T_local of the cp ranks.
         where: int64 [T]; index of each token among the cp * padded_len gathered ones.
@@ -57,9 +56,9 @@ class Exchange:
         where = np.zeros(int(starts[-1]), np.int64)
         for rank, rows in enumerate(locals_):
             tokens = np.concatenate([np.empty(0, np.int64), *(mine + starts[i] for i, mine in enumerate(rows))])
-            places = rank * padded_len + np.arange(len(tokens))
-            what[places] = tokens
-            where[tokens] = places
+            padded = rank * padded_len + np.arange(len(tokens))
+            what[padded] = tokens
+            where[tokens] = padded
         return cls(
             cp=ctx.cp,
             num_local=sum(map(len, locals_[ctx.cp.rank])),
@@ -75,7 +74,7 @@ class Exchange:
         return self.cp.all_gather(self._padded(local)).flatten(0, 1)[self.where]
 
     def give_back(self, every: Tensor) -> Tensor:
-        """This rank's partial results for all tokens, [T, ...] -> all ranks' for its tokens, [cp, T_local, ...]."""
+        """This rank's partial results for all tokens, [T, ...] -> all ranks' for this rank's, [cp, T_local, ...]."""
         if self.cp.size == 1:
             return every[None]
         return self.cp.all_to_all(every[self.what].unflatten(0, (self.cp.size, self.padded_len)))[:, : self.num_local]

@@ -1,4 +1,4 @@
-"""A plan as arrays for one rank: tokens to compute, cache slots to write, pages to read.
+"""A plan as arrays on one rank: tokens to compute, cache slots to write, pages to read.
 
     plan rows    [ row 0: 5 new tokens ][ row 1: 1 ][ row 2: 1 ]        all tokens, T of them, row after row
     cp rank 0    [ 0 4             ][ row 1: 0 ]                        local tokens, in this order
@@ -24,7 +24,7 @@ from raycache.step.exchange import Exchange
 from raycache.wire.plan import StepPlan, emitted, local_positions
 
 PageTables = Mapping[str, NDArray[np.int32]]
-"""Component space -> page id per page of the sequence; -1 for a page that is not kept."""
+"""Component space -> ids of the pages of a sequence; -1 for a page that is no longer held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class RowInputs:
     """Attention inputs of one row.
 
     Attributes:
-        start: position in the sequence of its first new token.
-        tokens: range of its new tokens among all T of the step.
-        local: range of this rank's new tokens of the row among its local tokens.
-        runs: this rank's new tokens as runs of the chunk, in local order; empty for a single token.
+        start: position of its first new token in the sequence.
+        tokens: its new tokens, as a range of the step's T tokens.
+        local: its new tokens on this rank, as a range of the rank's local tokens.
+        runs: its new tokens on this rank, as runs of the chunk in local order; empty for a single token.
         read_state, write_state, draft_states: slots of recurrent states (see plan.Row).
     """
 
@@ -50,11 +50,11 @@ class RowInputs:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Cached tokens of a row on this rank: those before the chunk, and a single new token itself.
+    """Cached tokens of a row on this rank: those before the chunk; if it has one new token, that too.
 
     Attributes:
-        runs: slots, as (first, count) runs, oldest token first.
-        positions: int64 [L], positions of those tokens in the sequence.
+        runs: cache slots as (first, count) runs, oldest token first.
+        positions: int64 [L], positions of these tokens in the sequence.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -63,17 +63,17 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """This rank's pages that the queries of each row attend to; columns over n rows.
+    """Pages that the n rows of a step attend to, and how many of their tokens are on this rank.
 
-    All pages of a row but its last one are full, page_size / cp tokens on each rank.
+    All pages of a row but the last are full: page_size / cp tokens on each rank.
 
     Attributes:
         indptr: int32 [n + 1]; row i has the pages ids[indptr[i]:indptr[i + 1]].
         ids: int32, oldest first, up to the page of the last new token. The last ones may still be empty on this rank.
-        first: int32 [n]; index in the sequence of each row's first page; not 0 if a window begins later.
-        cached: int32 [n]; this rank's tokens in the pages before the new ones. Includes a single new token, which is
-            written before attention.
-        total: int32 [n]; the same including all new tokens.
+        first: int32 [n]; index of the row's first page in its sequence; above 0 if its window begins later.
+        cached: int32 [n]; this rank's tokens before the new ones, and a single new token, which is written before
+            attention.
+        total: int32 [n]; this rank's tokens including all new ones.
     """
 
     indptr: NDArray[np.int32]
@@ -85,13 +85,13 @@ class Pages:
 
 @dataclass(frozen=True)
 class Places:
-    """Where cache rows of one component space are written and read.
+    """Where the cache of one component space is written and read.
 
     Attributes:
-        owned: int64; indices of the T tokens that this rank's cache keeps.
+        owned: int64; indices of those of the T tokens that this rank stores.
         slots: int64; cache slots to write them to.
-        pages: pages to read.
-        page_size, cp_rank, cp_size: determine which tokens are in this rank's part of a page.
+        pages: to read.
+        page_size: tokens per page; cp ranks hold page_size / cp_size consecutive tokens of a page each.
     """
 
     owned: Tensor
@@ -103,7 +103,7 @@ class Places:
 
     @cached_property
     def prefixes(self) -> tuple[Prefix, ...]:
-        """Cached tokens of each row, individually: slow to make, for simple backends."""
+        """Cached tokens of each row, for backends without paged attention; slow."""
         return tuple(self._prefixes())
 
     def _prefixes(self) -> Iterator[Prefix]:
@@ -113,7 +113,7 @@ class Places:
             if not len(ids):
                 yield Prefix((), np.empty(0, np.int64))
                 continue
-            assert ids.min() >= 0, "a page that a query attends to is not kept"
+            assert ids.min() >= 0, "a page that a query attends to is no longer held"
             missing = len(ids) * share - count
             breaks = np.flatnonzero(np.diff(ids) != 1) + 1
             runs = [(int(part[0]) * share, len(part) * share) for part in np.split(ids, breaks)]
@@ -125,15 +125,15 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Everything that a rank's forward pass needs of a plan.
+    """Everything that a forward pass on one rank needs of a plan.
 
     Attributes:
         ids, positions: int64 [T_local].
         num_tokens: T, over all cp ranks.
         rows: one per row of the plan.
         places: by component space.
-        read_states, write_states: int64 [rows]; as in `rows`, 0 for none.
-        logits: int64 [N]; local indices of the tokens whose logits are used.
+        read_states, write_states: int64 [rows]; as in `rows`, with 0 for none.
+        logits: int64 [N]; local indices of the tokens whose logits are needed.
         is_decode: whether every row has one new token.
     """
 
@@ -158,7 +158,7 @@ def step_inputs(
     page_size: int,
     ctx: ParallelContext,
 ) -> StepInputs:
-    """Like `build_inputs`, from page tables of all slots; only component spaces in `windows` are included."""
+    """Build one rank's inputs from a plan and the page tables of all slots; see `build_inputs`."""
     of_slots = {row.slot: {space: tables[space].of(row.slot) for space in windows} for row in plan.rows}
     return build_inputs(plan, of_slots, page_size=page_size, windows=windows, ctx=ctx)
 
@@ -174,9 +174,9 @@ def build_inputs(
     """Build one rank's inputs from a plan.
 
     Args:
-        page_tables: slot -> component space -> page ids, including the plan's new pages.
+        page_tables: by slot, including the plan's new pages.
         page_size: tokens per page.
-        windows: component space -> tokens that a query attends to, including itself; 0: all before it.
+        windows: component space -> number of tokens that a query attends to, including itself; 0 for no limit.
     """
     cp_rank, cp_size = ctx.cp.rank, ctx.cp.size
     locals_ = [local_positions(plan, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
@@ -256,9 +256,9 @@ def _pages(
     cached: list[int] = []
     total: list[int] = []
     for row, table in zip(plan.rows, tables, strict=True):
-        # A single new token attends to itself and all before it, all of them in pages: no causal part is left.
+        # A single new token is read from its page like those before it, so that no causal part is left.
         seen, end = row.start + (row.num_tokens == 1), row.start + row.num_tokens
-        # Pages before the window may have been reassigned.
+        # Pages before the window may have been freed.
         begin = max(0, row.start - window + 1) // page_size if window else 0
         ids.append(table[begin : -(-end // page_size)])
         first.append(begin)

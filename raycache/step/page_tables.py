@@ -1,4 +1,4 @@
-"""Page tables of the sequences that a rank serves."""
+"""Page tables of all slots of a rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LEAST = 8
 
 
 class PageTables:
-    """Page table of one component space: a row per slot, all as wide as the longest so far.
+    """Page tables of one component space: a row per slot, all as wide as the longest so far.
 
     Attributes:
-        ids: int32 [slots, width]; -1 for a page that is not kept, arbitrary beyond the end of a row.
+        ids: int32 [slots, width]; -1 for a page that is no longer held, arbitrary beyond the end of a row.
         num_pages: int64 [slots]; length of each row.
     """
 
@@ -23,15 +23,15 @@ class PageTables:
         self.num_pages: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def begin(self, slot: int, ids: Sequence[int]) -> None:
-        """Set the pages of a slot for a new request."""
-        self._make_room(slot, 0)
+        """Assign a slot to a new request with these pages."""
+        self._grow(slot, 0)
         self.num_pages[slot] = 0
         self.append(slot, ids)
 
     def append(self, slot: int, ids: Sequence[int]) -> None:
-        """Append pages to a row."""
+        """Append pages to the row of a slot."""
         count = int(self.num_pages[slot])
-        self._make_room(slot, count + len(ids))
+        self._grow(slot, count + len(ids))
         self.ids[slot, count : count + len(ids)] = ids
         self.num_pages[slot] = count + len(ids)
 
@@ -39,7 +39,7 @@ class PageTables:
         """Page ids of a slot, as a view."""
         return self.ids[slot, : self.num_pages[slot]]
 
-    def _make_room(self, slot: int, width: int) -> None:
+    def _grow(self, slot: int, width: int) -> None:
         slots, most = self.ids.shape
         if slot < slots and width <= most:
             return

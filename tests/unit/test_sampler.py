@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, race_times, sample
+from raycache.rank.sampler import SampleRow, TokenCounts, exponential_noise, logprobs, sample
 from raycache.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -72,7 +72,7 @@ def drawn_by_transformers(logits: Tensor, rows: Sequence[SampleRow], *, tokens: 
     """Filter with transformers, then let all tokens race: a token's time over its probability, the least wins."""
     scores = processors(rows[0].sampling)(torch.tensor([list(tokens)] * len(rows)), logits.clone())
     chances = scores.double().softmax(-1)
-    times = race_times([(row.seed, row.position) for row in rows], torch.arange(logits.shape[-1])[None])
+    times = exponential_noise([(row.seed, row.position) for row in rows], torch.arange(logits.shape[-1])[None])
     return (times / chances).argmin(-1)
 
 
@@ -232,17 +232,17 @@ def test_tokens_are_as_frequent_as_they_are_likely(wanted: Mapping[str, Any], vo
 
 def test_times_are_those_of_a_slow_twin() -> None:
     rows = [SampleRow(SamplingParams(), seed=seed, position=i) for i, seed in enumerate([0, 1, 2**63, -(2**70), 7])]
-    found = race_times([(row.seed, row.position) for row in rows], torch.arange(500)[None])
+    found = exponential_noise([(row.seed, row.position) for row in rows], torch.arange(500)[None])
     torch.testing.assert_close(found, torch.stack([slow_times(row, 500) for row in rows]), rtol=1e-14, atol=0)
     some = torch.tensor([[3, 499, 0]] * len(rows))
-    assert torch.equal(race_times([(row.seed, row.position) for row in rows], some), found[:, some[0]])
+    assert torch.equal(exponential_noise([(row.seed, row.position) for row in rows], some), found[:, some[0]])
 
 
 @pytest.mark.parametrize(
     "seeds", [[(7, i) for i in range(2000)], [(i, 7) for i in range(2000)]], ids=["places", "seeds"]
 )
 def test_times_are_exponential_and_do_not_depend_on_each_other(seeds: list[tuple[int, int]]) -> None:
-    times = race_times(seeds, torch.arange(10)[None])
+    times = exponential_noise(seeds, torch.arange(10)[None])
     cells = (torch.exp(-times) * 8).long()  # even, if the times are exponential
     assert cells.min() >= 0 and cells.max() < 8
     assert chi_square_excess(cells.flatten(), torch.full((8,), 1 / 8)) < 5
@@ -251,7 +251,7 @@ def test_times_are_exponential_and_do_not_depend_on_each_other(seeds: list[tuple
 
 
 def test_times_stay_what_they_are_from_release_to_release() -> None:
-    (found,) = race_times([(1, 23)], torch.tensor([[0, 1, 151_000]])).tolist()
+    (found,) = exponential_noise([(1, 23)], torch.tensor([[0, 1, 151_000]])).tolist()
     assert found == pytest.approx([3.5096350372786964, 0.8348045305214322, 0.39748270254071755], rel=1e-14)
 
 
