@@ -1,11 +1,10 @@
-"""Threads that do the decider's commands to the storage, so that it never waits for one.
+"""Threads that execute the decider's storage commands, so that the decider never blocks on storage.
 
-    post -> finding and fetching:  [ owner a: 1 4 ] [ owner b: 2 ] ...  -> lanes -> results
-            persisting:            [ owner c: 3 5 ] ...
+    post -> find and fetch:  [ owner a: 1 4 ] [ owner b: 2 ] ...  -> lanes -> results
+            persist:         [ owner c: 3 5 ] ...
 
-Owners take turns, so that a long prompt does not keep a short one waiting. Finding and fetching go before persisting,
-which leaves one lane free for them where there are several. What has not begun can be cancelled, and is late after its
-deadline even if all lanes hang in a slow storage.
+Owners are served round-robin, so a long prompt does not delay a short one. Finds and fetches go before persists, and of
+several lanes one never persists. Queued commands can be cancelled, and expire at their deadline even if all lanes hang.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from raycache.cache.storage_commands import CommandKind, Outcome, StorageCommand
 
 
 class StorageLanes:
-    """Does commands side by side and collects the results: exactly one for each command.
+    """Executes commands concurrently and collects exactly one result for each.
 
     Args:
-        work: does one command; called from several threads. Raises OSError if there is nobody who can.
-        num_lanes: commands at once.
-        name: of the threads.
+        work: executes one command; called from several threads. Raises OSError if the storage is unreachable.
+        num_lanes: number of threads.
+        name: prefix of their names.
     """
 
     def __init__(self, work: Callable[[StorageCommand], StorageResult], *, num_lanes: int, name: str) -> None:
-        assert num_lanes >= 1, f"{num_lanes} lanes do no commands"
+        assert num_lanes >= 1, f"num_lanes={num_lanes}"
         self._work, self._name = work, name
         self._lock = threading.Lock()
         self._may_begin, self._has_result = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -46,11 +45,11 @@ class StorageLanes:
 
     @property
     def num_open(self) -> int:
-        """Commands whose results were not taken yet."""
+        """Commands whose results have not been collected yet."""
         return self._num_open
 
     def post(self, command: StorageCommand) -> None:
-        """Have a command done."""
+        """Queue a command; does not block."""
         with self._lock:
             self._num_open += 1
             if self._is_closed:
@@ -62,7 +61,7 @@ class StorageLanes:
             self._may_begin.notify()
 
     def results(self) -> list[StorageResult]:
-        """Answers that have come since the last call; never blocks."""
+        """Results since the last call; does not block."""
         with self._lock:
             self._give_up_late()
             results, self._results = self._results, []
@@ -70,19 +69,19 @@ class StorageLanes:
         return results
 
     def cancel(self, owner: str) -> None:
-        """Answer those commands of an owner as cancelled that did not begin."""
+        """Drop an owner's commands that have not started; their results say CANCELLED."""
         with self._lock:
             for turns in (self._urgent, self._persists):
                 self._give_up(turns.remove(lambda command: command.owner == owner), Outcome.CANCELLED)
 
     def cancel_kind(self, kind: CommandKind) -> None:
-        """The same for all commands of a kind."""
+        """Drop commands of one kind that have not started; their results say CANCELLED."""
         with self._lock:
             for turns in (self._urgent, self._persists):
                 self._give_up(turns.remove(lambda command: command.kind is kind), Outcome.CANCELLED)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is an result; False if there was none in time."""
+        """Wait for the next result; returns whether there is one."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             while True:
@@ -93,10 +92,10 @@ class StorageLanes:
                 self._has_result.wait(min(left_s, max(0.0, self._next_deadline_s - time.monotonic())))
 
     def close(self, timeout_s: float) -> bool:
-        """Begin nothing more, and wait for what has begun.
+        """Drop queued commands and wait for running ones.
 
         Returns:
-            Whether all of that ended in time. What did not is of no use to anybody: its threads end with the process.
+            Whether all of them ended in time. Threads that did not are abandoned and end with the process.
         """
         end_s = time.monotonic() + timeout_s
         with self._lock:
@@ -120,13 +119,13 @@ class StorageLanes:
             while (command := self._begin()) is not None:
                 self._do(command)
         finally:
-            # An error that is ours ends the thread and shows; the next one goes on, so that nobody waits for ever.
+            # A bug ends the thread with a traceback; a new thread takes its place, so that no caller waits for ever.
             with self._lock:
                 if not self._is_closed:
                     self._start(lane)
 
     def _begin(self) -> StorageCommand | None:
-        """Wait for a command; None at the end."""
+        """Wait for a command; None after `close`."""
         with self._lock:
             while True:
                 self._give_up_late()
@@ -142,7 +141,7 @@ class StorageLanes:
 
     def _do(self, command: StorageCommand) -> None:
         start_s = time.monotonic()
-        result = command.not_done(Outcome.UNAVAILABLE, "a defect: the lane ended, see its traceback")
+        result = command.not_done(Outcome.UNAVAILABLE, "internal error: the lane died; see its traceback")
         try:
             result = replace(self._work(command), seconds=time.monotonic() - start_s)
         except OSError as error:
@@ -169,17 +168,17 @@ class StorageLanes:
 
 
 class _Turns:
-    """Commands that wait, by owner; the owner whose turn it is comes first."""
+    """Queued commands by owner; the next owner to be served comes first."""
 
     def __init__(self) -> None:
         self._by_owner: OrderedDict[str, deque[StorageCommand]] = OrderedDict()
 
     def add(self, command: StorageCommand) -> None:
-        """After those of its owner; an owner without any comes last."""
+        """Append to its owner's commands; a new owner is served last."""
         self._by_owner.setdefault(command.owner, deque()).append(command)
 
     def take(self) -> StorageCommand | None:
-        """The next command."""
+        """Remove and return the next command; None if there is none."""
         if not self._by_owner:
             return None
         owner, commands = self._by_owner.popitem(last=False)
@@ -189,7 +188,7 @@ class _Turns:
         return command
 
     def remove(self, is_over: Callable[[StorageCommand], bool]) -> list[StorageCommand]:
-        """Take out all that are over, whosever turn it is."""
+        """Remove and return the commands for which `is_over` is true."""
         over = []
         for owner, commands in list(self._by_owner.items()):
             gone = [command for command in commands if is_over(command)]
@@ -201,7 +200,7 @@ class _Turns:
         return over
 
     def next_deadline_s(self) -> float:
-        """The first of all deadlines, infinite for none."""
+        """The earliest deadline; infinity if nothing is queued."""
         return min(
             (command.deadline_s for commands in self._by_owner.values() for command in commands), default=math.inf
         )

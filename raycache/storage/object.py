@@ -1,12 +1,12 @@
-"""Storage in a bucket of an object store: S3 and what speaks like it, Google Cloud Storage, Azure Blob Storage.
+"""Storage in an object store: S3 and compatible servers, Google Cloud Storage, Azure Blob Storage.
 
     prefix/objects-1/<suffix of the key in hex>/<the rest in hex>        header and payload (base.py)
 
-The last part of a key, its row format and box, comes first in the path, so one listing by folder tells which there are.
+The suffix of a key, its row format and box, comes first in the path, so a single listing returns all stored suffixes.
 
-There is no index here and no bound: how much a bucket keeps and for how long is for its lifecycle rules, and neither
-reads nor `touch` count as a use there. Requests of one call are made side by side, so a child can be stored when its
-parent is not; that is found out when the prefix is loaded.
+There is no index and no size limit: the bucket's lifecycle rules decide what expires, and neither reads nor `touch`
+count as uses. The requests of one call run concurrently, so a child can be stored without its parent; fetching the
+prefix then ends before it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _SCRUB_BYTES = 64 << 20
 
 
 class _Put(Enum):
-    """What became of an object that was put."""
+    """Result of putting one object."""
 
     STORED = "stored"
     KNOWN = "known"
@@ -64,16 +64,16 @@ class _Put(Enum):
 
 
 def open_bucket(url: str, *, endpoint: str, region: str, is_anonymous: bool, timeout_s: float) -> ObjectStore:
-    """A client for s3://, gs:// or az://; asks nobody yet, but takes credentials from the environment.
+    """Create a client for s3://, gs:// or az:// with credentials from the environment; does not connect yet.
 
     Args:
         url: bucket and prefix.
-        endpoint: of an S3-compatible server, empty for the provider's own; over http:// nothing is encrypted.
-        region: of the bucket, empty for the environment's.
-        is_anonymous: sign nothing.
-        timeout_s: of each request, connecting included; requests are not repeated.
+        endpoint: URL of an S3-compatible server; empty: the provider's. http:// is not encrypted.
+        region: empty: from the environment.
+        is_anonymous: whether to send unsigned requests.
+        timeout_s: limit of each request, including connecting; requests are not retried.
     Raises:
-        ConfigError: the client does not take the URL or the environment's settings.
+        ConfigError: the client rejects the URL or the environment's settings.
     """
     limit = timedelta(seconds=timeout_s)
     client: ClientConfig = {"timeout": limit, "connect_timeout": limit, "allow_http": endpoint.startswith("http://")}
@@ -96,40 +96,40 @@ def open_bucket(url: str, *, endpoint: str, region: str, is_anonymous: bool, tim
 
 
 class ObjectStorage:
-    """Objects under a prefix of a bucket, for any number of processes.
+    """Objects under a prefix of a bucket, shared by any number of processes.
 
     Args:
-        bucket: the client, which adds the prefix.
-        name: for errors.
-        timeout_s: of each call.
+        bucket: client that adds the prefix.
+        name: shown in errors.
+        timeout_s: limit of each call.
     Raises:
-        ConfigError: there is no such bucket, or it may not be listed.
-        OSError: it cannot be reached.
+        ConfigError: the bucket does not exist, or the credentials do not permit listing it.
+        OSError: the bucket cannot be reached.
     """
 
     def __init__(self, bucket: ObjectStore, *, name: str, timeout_s: float) -> None:
         self._bucket = bucket
         self._counts = StorageStats()
         self._lock = threading.Lock()
-        self._key_locks = [threading.Lock() for _ in range(_NUM_KEY_LOCKS)]  # nobody writes an object twice at once
+        self._key_locks = [threading.Lock() for _ in range(_NUM_KEY_LOCKS)]  # no object is written twice at once
         self._suffixes, self._suffixes_until_s = set[bytes](), 0.0
         self._workers, self._scratch = Workers(_NUM_THREADS, timeout_s=timeout_s, name=name), Scratch()
         try:
             self.suffixes()
         except PermissionError as error:
             raise ConfigError(
-                f"storage {name} may not be listed with the credentials of the environment ({error}); "
-                "give others there, or add ?anonymous=true for a public bucket"
+                f"storage {name}: the credentials in the environment do not permit listing it ({error}); "
+                "set others, or add ?anonymous=true for a public bucket"
             ) from error
         except FileNotFoundError as error:
-            raise ConfigError(f"storage {name}: there is no such bucket; make it or name another") from error
+            raise ConfigError(f"storage {name}: there is no such bucket; create it or name another") from error
 
     def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
-        """See `Storage.put`.
+        """Store objects.
 
         Raises:
             ValueError: a key is empty or too long, or a payload is empty.
-            OSError: the bucket did not answer, or not in time.
+            OSError: the bucket did not reply in time.
         """
         views = [flat(payload) for payload in payloads]
         check_objects(keys, views)
@@ -192,12 +192,8 @@ class ObjectStorage:
             self._suffixes.clear()
 
     def resize(self, max_bytes: int) -> None:
-        """See `Storage.resize`.
-
-        Raises:
-            ConfigError: always; a bucket's bound is its own.
-        """
-        raise ConfigError("a bucket is bounded by its lifecycle rules, not by RayCache; set an expiry there")
+        """Raise ConfigError: lifecycle rules limit a bucket."""
+        raise ConfigError("the size of a bucket is not limited by RayCache; set an expiry in its lifecycle rules")
 
     def scrub(self, *, until_s: float = math.inf) -> Scrub:
         """Check objects in bounded parts, each within the timeout. Raises OSError, like `put`."""
@@ -213,7 +209,7 @@ class ObjectStorage:
             self._counts.corrupt += bad
         return Scrub(len(sizes), sum(sizes), bad, time.monotonic() - start_s, is_whole)
 
-    # Requests. Each runs in a thread of the workers.
+    # Requests, each run in a worker thread.
 
     def _put(self, key: bytes, payload: memoryview, checksum: int) -> _Put:
         with self._key_locks[hash(key) % _NUM_KEY_LOCKS]:
@@ -223,7 +219,7 @@ class ObjectStorage:
         if self._size(key) == HEADER_BYTES + len(payload):
             return _Put.KNOWN
         try:
-            with self._scratch.hold(HEADER_BYTES + len(payload)) as packed, _answers():
+            with self._scratch.hold(HEADER_BYTES + len(payload)) as packed, _os_errors():
                 pack_object(key, payload, into=packed, checksum=checksum)
                 obstore.put(self._bucket, _path_of(key), packed, use_multipart=False)
         except PermissionError:
@@ -233,15 +229,15 @@ class ObjectStorage:
     def _get(self, key: bytes, num_bytes: int) -> memoryview | Fetch:
         path = _path_of(key)
         try:
-            with _answers():
-                answer = obstore.get(self._bucket, path)
-                if answer.meta["size"] > HEADER_BYTES + num_bytes:
+            with _os_errors():
+                reply = obstore.get(self._bucket, path)
+                if reply.meta["size"] > HEADER_BYTES + num_bytes:
                     return Fetch.FOREIGN
-                data = memoryview(answer.bytes())
+                data = memoryview(reply.bytes())
         except FileNotFoundError:
             return Fetch.MISSING
         payload = read_object(data, key=key, num_bytes=num_bytes)
-        # What has the right size would be taken for known by the next `put`.
+        # The next `put` would take an object of the right size for intact.
         if isinstance(payload, Fetch) and len(data) == HEADER_BYTES + num_bytes:
             with suppress(OSError):
                 self._delete([path])
@@ -249,37 +245,37 @@ class ObjectStorage:
 
     def _size(self, key: bytes) -> int | None:
         try:
-            with _answers():
+            with _os_errors():
                 return obstore.head(self._bucket, _path_of(key))["size"]
         except FileNotFoundError:
             return None
 
     def _delete(self, paths: Sequence[str]) -> None:
-        with _answers():
+        with _os_errors():
             obstore.delete(self._bucket, paths)
 
     def _list_suffixes(self) -> set[bytes]:
-        with _answers():
+        with _os_errors():
             folders = obstore.list_with_delimiter(self._bucket, _OBJECTS)["common_prefixes"]
         names = [folder.rpartition("/")[2] for folder in folders]
         return {bytes.fromhex(name) for name in names if _is_hex(name)}
 
     def _pages(self) -> Iterator[list[tuple[str, int]]]:
-        """(path, bytes) of all objects that are ours."""
-        with _answers():
+        """Iterate over listing pages: (path, bytes) of each object in our key format."""
+        with _os_errors():
             for page in obstore.list(self._bucket, _OBJECTS, chunk_size=_PAGE):
                 yield [(item["path"], item["size"]) for item in page if _is_ours(item["path"])]
 
 
 @contextmanager
-def _answers() -> Iterator[None]:
-    """Where the client's errors get our names: all of them are OSError from here on."""
+def _os_errors() -> Iterator[None]:
+    """Convert the client's exceptions to subclasses of OSError."""
     try:
         yield
     except (PermissionDeniedError, UnauthenticatedError) as error:
         raise PermissionError(_first_line(error)) from error
     except BaseError as error:
-        # A listing has no error of its own for these.
+        # Listings raise no specific exception for these.
         if re.search(r"status code: 40[13]\b", str(error)):
             raise PermissionError(_first_line(error)) from error
         if "NoSuchBucket" in str(error):
@@ -288,7 +284,7 @@ def _answers() -> Iterator[None]:
 
 
 def _batches(pages: Iterator[list[tuple[str, int]]]) -> Iterator[list[tuple[str, int]]]:
-    """The same in parts of about `_SCRUB_BYTES`."""
+    """Split pages into batches of about `_SCRUB_BYTES`."""
     for page in pages:
         batch, num_bytes = list[tuple[str, int]](), 0
         for path, size in page:

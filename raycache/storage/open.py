@@ -1,12 +1,12 @@
-"""Storages by URL, as operators name them.
+"""Opens storages by URL.
 
     file:///var/cache/raycache?size=50GiB
-    s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1     credentials from AWS_*, or the host's role
-    gs://bucket/prefix, az://container/prefix                              likewise from GOOGLE_* and AZURE_*
+    s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1     credentials from AWS_*, or the instance role
+    gs://bucket/prefix, az://container/prefix                              credentials from GOOGLE_* and AZURE_*
     redis://user:password@127.0.0.1:6379/0?prefix=raycache                 rediss:// for TLS
-    faulty+file:///tmp/x?size=1GiB&seed=1&corrupt=0.01                     with faults, for tests (faulty.py)
+    faulty+file:///tmp/x?size=1GiB&seed=1&corrupt=0.01                     injects faults, for tests (faulty.py)
 
-The clients of object stores and of Redis are optional and imported when a URL asks for them.
+The clients for object stores and Redis are optional dependencies, imported when a URL needs them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 class _Url(NamedTuple):
-    """A URL of a storage: its name for people, its parts, and its options."""
+    """A parsed storage URL.
+
+    Attributes:
+        name: URL without credentials and options.
+    """
 
     name: str
     parts: SplitResult
@@ -47,16 +51,13 @@ class _Url(NamedTuple):
 
 
 def open_storage(url: str, *, timeout_s: float, retry_s: float = 5.0) -> Guarded:
-    """Open the storage that a URL names; one that cannot be reached now is opened when it can be.
+    """Open a storage; one that is unreachable is opened later, once it can be reached.
 
     Args:
-        url: as at the top of this file.
-        timeout_s: after which a call to a storage across the network gives up, and the storage counts as away for a
-            while.
-        retry_s: that while.
+        timeout_s: limit of each call to a remote storage; after a timeout the storage counts as unavailable.
+        retry_s: how long it then stays so before the next attempt.
     Raises:
-        ConfigError: the URL cannot work, its client is not installed, or the storage is there and refuses us; says
-            what would work.
+        ConfigError: the URL is invalid, its client is not installed, or the storage denies access.
     """
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s must be above 0, got {timeout_s}")
@@ -70,7 +71,7 @@ def storage_name(url: str) -> str:
 
 
 def _opener(url: str, timeout_s: float) -> Callable[[], Storage]:
-    """What connects to the storage; everything that is wrong with the URL itself is found here."""
+    """Validate the URL and return a function that connects to the storage."""
     if url.startswith(_FAULTY):
         return _faulty(url.removeprefix(_FAULTY), timeout_s)
     place = _split(url)
@@ -87,20 +88,20 @@ def _split(url: str) -> _Url:
     name = storage_name(url)
     scheme = url.partition("://")[0]
     if scheme not in _OPTIONS:
-        raise ConfigError(f"storage {name!r} is of no known kind; use one of {_EXAMPLES}")
+        raise ConfigError(f"storage {name!r} has an unknown scheme; use one of {_EXAMPLES}")
     try:
         parts = urlsplit(url)
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         _ = parts.port
     except ValueError as error:
-        # Its text may quote a password that holds a delimiter.
-        raise ConfigError(f"a {scheme}:// URL of a storage cannot be read; write it as {_EXAMPLES}") from error
+        # The name may contain part of a password that includes a delimiter.
+        raise ConfigError(f"invalid {scheme}:// storage URL; use one of {_EXAMPLES}") from error
     options = dict(pairs)
     unknown = sorted(options.keys() - set(_OPTIONS[scheme]))
     if unknown or len(options) < len(pairs) or parts.fragment:
         known = ", ".join(_OPTIONS[scheme]) or "none"
         raise ConfigError(
-            f"storage {name}: {unknown or 'a repeated option'} is no option of {scheme}://; known: {known}"
+            f"storage {name}: {unknown or 'a repeated option'} is not valid for {scheme}://; options: {known}"
         )
     return _Url(name, parts, options)
 
@@ -109,7 +110,7 @@ def _file(place: _Url) -> Callable[[], Storage]:
     directory = Path(unquote(place.parts.path))
     if place.parts.netloc not in ("", "localhost") or not directory.is_absolute():
         raise ConfigError(
-            f"storage {place.name}: a directory is written with three slashes, file:///var/cache/raycache"
+            f"storage {place.name}: write a directory with three slashes, such as file:///var/cache/raycache"
         )
     if "size" not in place.options:
         raise ConfigError(f"storage {place.name} has no size; add one that fits on its disk, such as ?size=50GiB")
@@ -122,7 +123,7 @@ def _object(place: _Url, timeout_s: float) -> Callable[[], Storage]:
     if not parts.netloc or "@" in parts.netloc or ":" in parts.netloc:
         raise ConfigError(
             f"storage {place.name}: write {parts.scheme}://BUCKET/PREFIX; credentials come from the environment, "
-            "another host goes into ?endpoint=http://HOST:PORT"
+            "set another host with ?endpoint=http://HOST:PORT"
         )
     endpoint, anonymous = options.get("endpoint", ""), options.get("anonymous", "false")
     if endpoint and not re.match(r"https?://[^/@]+/?$", endpoint):
@@ -171,10 +172,10 @@ def _not_installed(place: _Url, error: ModuleNotFoundError) -> ConfigError:
 
 
 def _faulty(url: str, timeout_s: float) -> Callable[[], Storage]:
-    """Opens the inner storage with faults; each opening goes on with other ones."""
-    from raycache.storage.faulty import FaultyStorage, read_rates  # nothing that serves needs it
+    """Wrap a storage in injected faults; each time it is opened, the seed is one higher."""
+    from raycache.storage.faulty import FaultyStorage, read_rates  # not needed in production
 
     inner_url, seed, rates = read_rates(url)
     open_inner, seeds = _opener(inner_url, timeout_s), itertools.count(seed)
-    _LOG.warning("storage %s fails on purpose: %s", storage_name(inner_url), rates)
+    _LOG.warning("storage %s injects faults: %s", storage_name(inner_url), rates)
     return lambda: FaultyStorage(open_inner(), seed=next(seeds), rates=rates)

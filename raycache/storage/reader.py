@@ -1,10 +1,10 @@
-"""Reads units from the storage into the slabs of a split, whatever split wrote them.
+"""Reads units from storage into host memory, including units written under another split.
 
-An object whose box is that of a piece is read where it belongs. The others go by way of scratch memory:
+An object with the same box as a piece is read in place. Objects with other boxes are read into scratch memory and cut:
 
-    object of a stored box    k [L, T, H, D], v [L, T, H, D]  --its part of each field-->  piece in a slab
+    object with another box    k [L, T, H, D], v [L, T, H, D]  --overlap of each field-->  piece in a slab
 
-A slot's header is cleared before anything is written there, and says what the slot holds when all of it is there.
+A slot's header is cleared before the slot is written, and set once all of its content has arrived.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ _Slot = tuple[int, str, int]
 
 
 class _Want(NamedTuple):
-    """One piece that is to be filled.
+    """One piece to read.
 
     Attributes:
-        item: number of the unit in the call.
-        unit: it.
-        group, place: of the piece.
+        item: index of the unit in the call.
     """
 
     item: int
@@ -50,26 +48,32 @@ class _Want(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Some rows of a field: the field is an array [layers, tokens, heads, bytes of a row of one head] at an offset."""
+    """A slice of a field.
+
+    Attributes:
+        shape: of the whole field: [layers, tokens, heads, bytes per row of one head].
+        offset: of the field in the object or envelope, in bytes.
+        part: slices of layers, tokens and heads.
+    """
 
     shape: tuple[int, ...]
     offset: int
     part: tuple[slice, slice, slice]
 
     def of(self, data: memoryview) -> npt.NDArray[np.uint8]:
-        """A view of them."""
+        """Return a view into an object or envelope."""
         array: npt.NDArray[np.uint8] = np.ndarray(self.shape, np.uint8, data, self.offset)[self.part]
         return array
 
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """A stored object that a part of a piece is cut from.
+    """A stored object that overlaps a piece.
 
     Attributes:
-        suffix: of its key.
-        num_bytes: of it.
-        copies: per field, rows of the object and where they go in the envelope.
+        suffix: end of its key.
+        num_bytes: size of its payload.
+        copies: per field, (slice of the object, slice of the envelope).
     """
 
     suffix: bytes
@@ -78,22 +82,20 @@ class _Source:
 
 
 class _Join(NamedTuple):
-    """A piece and what it is joined from."""
+    """A piece and the objects it is assembled from."""
 
     want: _Want
     sources: tuple[_Source, ...]
 
     def objects(self) -> dict[bytes, int]:
-        """Bytes of the objects, by key."""
+        """Sizes of the objects in bytes, by key."""
         return {self.want.unit.digest + source.suffix: source.num_bytes for source in self.sources}
 
 
 class UnitReader:
-    """Fills the slots of units. Safe to be used by several threads, for different units.
+    """Reads units into their slots. Thread safe for distinct units.
 
     Args:
-        arena: of the node.
-        storage: to read from.
         coverage: of the same storage.
         groups: component space -> groups.
     """
@@ -107,15 +109,15 @@ class UnitReader:
         self._slabs = {(rank, space): arena.slab(rank, space) for rank, space in places}
         self._headers = {(rank, space): arena.headers(rank, space) for rank, space in places}
         self._sources = lru_cache(4096)(partial(_sources, coverage))
-        self._scratch = deque[bytearray]()  # touched memory is kept: first touches cost more than copies
+        self._scratch = deque[bytearray]()  # reused: page faults of fresh memory cost more than the copy
 
     def read(self, units: Sequence[StoredUnit]) -> list[Fetch]:
         """Read units into their slots.
 
         Returns:
-            Per unit the worst answer of all its pieces. Only after HIT the headers say that the slot holds it.
+            For each unit, the worst result of its pieces. Its slots' headers are set only for HIT.
         Raises:
-            OSError: the storage cannot be reached; the slots hold nothing.
+            OSError: the storage cannot be reached; all slots are marked empty.
         """
         for unit in units:
             for rank in self._ranks.get(unit.space, ()):
@@ -126,48 +128,48 @@ class UnitReader:
             for group in self._groups.get(unit.space, ())
             for place in group.places
         ]
-        answers, checksums = self._read_own(wants)
-        lacking = [i for i, answer in enumerate(answers) if answer not in (Fetch.HIT, Fetch.UNAVAILABLE)]
+        fetches, checksums = self._read_own(wants)
+        lacking = [i for i, fetch in enumerate(fetches) if fetch not in (Fetch.HIT, Fetch.UNAVAILABLE)]
         for i, joined in zip(lacking, self._read_joined([wants[i] for i in lacking]), strict=True):
-            answers[i] = joined if joined is Fetch.HIT else _worst(answers[i], joined)
+            fetches[i] = joined if joined is Fetch.HIT else _worst(fetches[i], joined)
         found = [Fetch.HIT] * len(units)
-        for want, answer in zip(wants, answers, strict=True):
-            found[want.item] = _worst(found[want.item], answer)
-        for unit, answer in zip(units, found, strict=True):
-            if answer is Fetch.HIT:
+        for want, fetch in zip(wants, fetches, strict=True):
+            found[want.item] = _worst(found[want.item], fetch)
+        for unit, fetch in zip(units, found, strict=True):
+            if fetch is Fetch.HIT:
                 self._write_headers(unit, checksums)
         return found
 
     def _read_own(self, wants: Sequence[_Want]) -> tuple[list[Fetch], dict[_Slot, int]]:
-        """Read the pieces whose very box is stored where they belong; and checksums of what they fill, if known."""
+        """Read pieces whose box is stored directly into place; also returns known checksums of filled slots."""
         known = {group: set(self._coverage.boxes(group)) for group in {want.group for want in wants}}
         own = [i for i, want in enumerate(wants) if want.place.piece.box in known[want.group]]
         keys = [wants[i].unit.digest + wants[i].place.suffix for i in own]
         into = [self._envelope(wants[i])[wants[i].place.span] for i in own]
-        answers = [Fetch.MISSING] * len(wants)
-        for i, answer in zip(own, self._storage.get(keys, into=into) if keys else (), strict=True):
-            answers[i] = answer
-        whole = [i for i in own if answers[i] is Fetch.HIT and wants[i].place.is_whole]
+        fetches = [Fetch.MISSING] * len(wants)
+        for i, fetch in zip(own, self._storage.get(keys, into=into) if keys else (), strict=True):
+            fetches[i] = fetch
+        whole = [i for i in own if fetches[i] is Fetch.HIT and wants[i].place.is_whole]
         slots = [(wants[i].place.rank, wants[i].unit.space, wants[i].unit.host) for i in whole]
         checksums = self._storage.checksums([wants[i].unit.digest + wants[i].place.suffix for i in whole])
-        return answers, dict(zip(slots, checksums, strict=True))
+        return fetches, dict(zip(slots, checksums, strict=True))
 
     def _read_joined(self, wants: Sequence[_Want]) -> list[Fetch]:
-        """Read pieces from objects of other boxes."""
+        """Assemble pieces from objects with other boxes."""
         stored = self._coverage.present(self._others(wants))
-        answers, joins = [Fetch.MISSING] * len(wants), dict[int, _Join]()
+        fetches, joins = [Fetch.MISSING] * len(wants), dict[int, _Join]()
         for i, want in enumerate(wants):
             boxes = stored.get((want.group, want.unit.digest))
             sources = self._sources(want.group, want.place, boxes) if boxes else ()
             if sources:
                 joins[i] = _Join(want, sources)
         for batch in _batches(joins):
-            for i, answer in zip(batch, self._join([joins[i] for i in batch]), strict=True):
-                answers[i] = answer
-        return answers
+            for i, fetch in zip(batch, self._join([joins[i] for i in batch]), strict=True):
+                fetches[i] = fetch
+        return fetches
 
     def _others(self, wants: Sequence[_Want]) -> dict[Group, tuple[list[bytes], set[Box]]]:
-        """Which units to look for, and in which boxes that a part of the wanted pieces is in."""
+        """For each group, the digests to look up and the stored boxes that overlap a wanted piece."""
         digests: dict[Group, dict[bytes, None]] = {}
         pieces: dict[Group, set[Box]] = {}
         for want in wants:
@@ -183,7 +185,7 @@ class UnitReader:
         return others
 
     def _join(self, joins: Sequence[_Join]) -> list[Fetch]:
-        """Read the objects of some pieces, each once, and cut the pieces out of them."""
+        """Read the objects of some pieces, each once, and copy their overlaps into place."""
         sizes = {key: size for join in joins for key, size in join.objects().items()}
         scratch = self._take_scratch(sum(sizes.values()))
         views, start = dict[bytes, memoryview](), 0
@@ -191,21 +193,21 @@ class UnitReader:
             views[key] = memoryview(scratch)[start : start + size]
             start += size
         found = dict(zip(views, self._storage.get(list(views), into=list(views.values())), strict=True))
-        answers = []
+        fetches = []
         for join in joins:
-            answers.append(_worst(*(found[key] for key in join.objects())))
-            if answers[-1] is Fetch.HIT:
+            fetches.append(_worst(*(found[key] for key in join.objects())))
+            if fetches[-1] is Fetch.HIT:
                 envelope = self._envelope(join.want)
                 for key, source in zip(join.objects(), join.sources, strict=True):
                     for taken, place in source.copies:
                         place.of(envelope)[...] = taken.of(views[key])
         self._scratch.append(scratch)
-        return answers
+        return fetches
 
     def _take_scratch(self, num_bytes: int) -> bytearray:
         try:
             scratch = self._scratch.pop()
-        except IndexError:  # as many as there are threads
+        except IndexError:  # all in use: at most one per thread
             return bytearray(num_bytes)
         return scratch if len(scratch) >= num_bytes else bytearray(num_bytes)
 
@@ -216,23 +218,23 @@ class UnitReader:
     def _write_headers(self, unit: StoredUnit, known: Mapping[_Slot, int]) -> None:
         for rank in self._ranks.get(unit.space, ()):
             header = self._headers[rank, unit.space][unit.host]
-            # One that is not of these bytes, because the object was replaced since, fails when the slot is loaded.
+            # If the object was replaced meanwhile, the checksum is wrong, and loading the slot fails.
             checksum = known.get((rank, unit.space, unit.host), 0)
             header[1] = checksum or checksum_of(self._slabs[rank, unit.space][unit.host].data)
-            header[0] = unit.tag  # last: from here on it counts
+            header[0] = unit.tag  # last: makes the slot valid
 
 
 def ranks_of(groups: Sequence[Group]) -> list[int]:
-    """Ranks that hold anything of a space's groups."""
+    """Ranks that hold a part of these groups."""
     return sorted({place.rank for group in groups for place in group.places})
 
 
-def _worst(*answers: Fetch) -> Fetch:
-    return max(answers, key=_WORST_LAST.index)
+def _worst(*fetches: Fetch) -> Fetch:
+    return max(fetches, key=_WORST_LAST.index)
 
 
 def _sources(coverage: Coverage, group: Group, place: Place, stored: frozenset[Box]) -> tuple[_Source, ...]:
-    """What a piece is joined from where these boxes are stored; nothing if they do not fill it."""
+    """The objects that cover a piece, given the stored boxes; empty if they do not cover it completely."""
     parts: dict[Box, list[Box]] = {}
     for box, part in coverage.fill(group, place.piece.box, stored):
         parts.setdefault(box, []).append(part)
@@ -256,7 +258,7 @@ def _rows(field: FieldPlace, part: tuple[slice, slice, slice]) -> _Rows:
 
 
 def _batches(joins: Mapping[int, _Join]) -> Iterator[list[int]]:
-    """Parts of about `_SCRATCH_BYTES` of objects; pieces of one unit's group share objects and stay together."""
+    """Split into batches of about `_SCRATCH_BYTES`; pieces of one unit and group share objects and stay together."""
     together: dict[tuple[bytes, Group], list[int]] = {}
     for i, join in joins.items():
         together.setdefault((join.want.unit.digest, join.want.group), []).append(i)

@@ -1,10 +1,10 @@
 """Storage in a Redis or Valkey server: one value per object, header and payload (base.py).
 
     <prefix>:o1:<key>        an object
-    <prefix>:suffixes1       a set, the suffixes of the keys
+    <prefix>:suffixes1       set of key suffixes
 
-What leaves when memory is full is the server's to decide: give it `maxmemory` and `maxmemory-policy allkeys-lru`. Reads
-and `touch` count as uses there, and the parents of a batch are used last. One server, not a cluster of them.
+The server evicts: set `maxmemory` and `maxmemory-policy allkeys-lru` there. Reads and `touch` count as uses; in a
+batch, parents are used after their children, so they are evicted later. Redis Cluster is not supported.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ _BATCH_KEYS = 1000
 
 @dataclass(frozen=True)
 class RedisServer:
-    """Where a server is and who we are there.
+    """Address and credentials of a server.
 
     Attributes:
-        host, port: of the server.
-        database: number of it.
+        database: number.
         username, password: empty for none.
-        is_tls: encrypt, and check the server's certificate.
+        is_tls: use TLS, and verify the server's certificate.
     """
 
     host: str
@@ -66,13 +65,12 @@ class RedisServer:
 
 
 class RedisClient:
-    """Requests to a server, each in one round trip. It connects when it is asked something, and tries once.
+    """Sends requests to a server, each in one round trip; connects on demand and does not retry.
 
     Args:
-        server: to connect to.
-        timeout_s: of each request.
+        timeout_s: limit of each request.
     Raises:
-        OSError: from each method, if the server cannot be reached, does not answer in time or refuses us.
+        OSError: from each method: the server cannot be reached, does not reply in time or denies access.
     """
 
     def __init__(self, server: RedisServer, *, timeout_s: float) -> None:
@@ -90,22 +88,22 @@ class RedisClient:
         )
 
     def ask(self, *command: Any) -> Any:
-        """The answer to a command."""
-        with _answers():
+        """Return the reply to a command."""
+        with _os_errors():
             return self._redis.execute_command(*command)
 
     def ask_all(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Answers to commands; errors of the server are among them."""
-        with _answers(), self._redis.pipeline(transaction=False) as pipeline:
+        """Return the replies to commands; a failed command's is the server's error."""
+        with _os_errors(), self._redis.pipeline(transaction=False) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
-            answers: list[Any] = pipeline.execute(raise_on_error=False)
-        return answers
+            replies: list[Any] = pipeline.execute(raise_on_error=False)
+        return replies
 
     def info(self) -> dict[str, Any]:
-        """What the server says of its memory and evictions; empty where it does not tell us."""
+        """The server's memory and eviction statistics; empty if it denies INFO."""
         try:
-            with _answers():
+            with _os_errors():
                 self._redis.ping()
                 return {**self._redis.info("memory"), **self._redis.info("stats")}
         except PermissionError as error:
@@ -119,16 +117,15 @@ class RedisClient:
 
 
 class RedisStorage:
-    """Objects in a database of a server, for any number of processes.
+    """Objects in a database of a server, shared by any number of processes.
 
     Args:
-        server: to connect to.
-        name: for messages.
-        prefix: of all keys there.
-        timeout_s: of each call.
+        name: shown in messages.
+        prefix: start of all keys.
+        timeout_s: limit of each call.
     Raises:
-        ConfigError: the server refuses us, or has no such database.
-        OSError: it cannot be reached.
+        ConfigError: the server denies access, or has no such database.
+        OSError: the server cannot be reached.
     """
 
     def __init__(self, server: RedisServer, *, name: str, prefix: str, timeout_s: float) -> None:
@@ -141,21 +138,21 @@ class RedisStorage:
         try:
             info = self._info()
         except (PermissionError, FileNotFoundError) as error:
-            raise ConfigError(f"storage {name} refuses us: {error}") from error
+            raise ConfigError(f"storage {name} denies access: {error}") from error
         self._evicted_before = info.get("evicted_keys", 0)
         if info.get("maxmemory_policy") == "noeviction":
             _LOG.warning(
-                "storage %s evicts nothing and takes nothing more when it is full; "
+                "storage %s evicts nothing, so a full one stores nothing more; "
                 "set maxmemory and maxmemory-policy allkeys-lru on the server",
                 name,
             )
 
     def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
-        """See `Storage.put`.
+        """Store objects.
 
         Raises:
             ValueError: a key is empty or too long, or a payload is empty.
-            OSError: the server did not answer, or not in time.
+            OSError: the server did not reply in time.
         """
         views = [flat(payload) for payload in payloads]
         check_objects(keys, views)
@@ -168,9 +165,9 @@ class RedisStorage:
         requests = [partial(self._set, [objects[i] for i in part]) for part in parts]
         num_full = 0
         for which, done in self._workers.each(requests):
-            for i, answer in zip(parts[which], done, strict=True):
-                stored[i] = answer is None
-                num_full += isinstance(answer, exceptions.OutOfMemoryError)
+            for i, error in zip(parts[which], done, strict=True):
+                stored[i] = error is None
+                num_full += isinstance(error, exceptions.OutOfMemoryError)
         with self._lock:
             self._counts.known += num_known
             self._counts.stored += sum(stored) - num_known
@@ -202,16 +199,16 @@ class RedisStorage:
         return [bool(number) for number in self._ask_each(command, keys)]
 
     def checksums(self, keys: Sequence[bytes]) -> list[int]:
-        """None known, as that would need a request to the server."""
+        """Return zeros: checksums would take a request to the server."""
         return [0] * len(keys)
 
     def suffixes(self) -> set[bytes]:
-        """Key suffixes; if the server evicts the set, it fills again as objects are put. Raises OSError."""
+        """Key suffixes; a set that the server evicted is refilled by later puts. Raises OSError."""
         (members,) = self._workers.run([partial(self._client.ask, "SMEMBERS", self._suffixes_key)])
         return set(members)
 
     def stats(self) -> StorageStats:
-        """Statistics; stored and evicted objects are those of the whole database and server. Raises OSError."""
+        """Statistics; `objects` counts the whole database, `bytes_*` and `evicted` the server. Raises OSError."""
         info = self._info()
         (num_objects,) = self._workers.run([partial(self._client.ask, "DBSIZE")])
         with self._lock:
@@ -234,12 +231,8 @@ class RedisStorage:
         self._workers.run([partial(self._client.ask, "UNLINK", self._suffixes_key)])
 
     def resize(self, max_bytes: int) -> None:
-        """See `Storage.resize`.
-
-        Raises:
-            ConfigError: always; a server's bound is its own.
-        """
-        raise ConfigError("a Redis server is bounded by its maxmemory, not by RayCache; set it there")
+        """Raise ConfigError: the server's maxmemory is the limit."""
+        raise ConfigError("the size of a Redis server is not limited by RayCache; set maxmemory on the server")
 
     def scrub(self, *, until_s: float = math.inf) -> Scrub:
         """Check objects in bounded parts, each within the timeout. Raises OSError, like `put`."""
@@ -259,25 +252,24 @@ class RedisStorage:
         return Scrub(checked, num_bytes, bad, time.monotonic() - start_s, is_whole)
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int]:
-        """Bytes of the values, 0 where there is none."""
+        """Sizes of values in bytes; 0: not stored."""
         return [length if isinstance(length, int) else 0 for length in self._ask_each("STRLEN", keys)]
 
     def _ask_each(self, command: str, keys: Sequence[bytes]) -> list[Any]:
-        """One command for each key, the first key last; an answer can be an error of the server."""
+        """Send one command per key, the first key last, and return the replies by key; some may be errors."""
         names = [self._name_of(key) for key in reversed(keys)]
         parts = [names[first : first + _BATCH_KEYS] for first in range(0, len(names), _BATCH_KEYS)]
-        answers = self._workers.run(
+        replies = self._workers.run(
             [partial(self._client.ask_all, [(command, name) for name in part]) for part in parts]
         )
-        return [answer for part in answers for answer in part][::-1]
+        return [reply for part in replies for reply in part][::-1]
 
     def _info(self) -> dict[str, Any]:
-        """What the server says of its memory and evictions; empty where it does not tell us."""
         (info,) = self._workers.run([self._client.info])
         return info
 
     def _pages(self) -> Iterator[list[bytes]]:
-        """All keys of ours, in parts; some may come twice."""
+        """Iterate over all stored keys, in batches; a key may come twice."""
         pattern, cursor = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"*", 0
         while True:
             request = partial(self._client.ask, "SCAN", cursor, "MATCH", pattern, "COUNT", _BATCH_KEYS)
@@ -290,18 +282,18 @@ class RedisStorage:
     def _name_of(self, key: bytes) -> bytes:
         return self._prefix + key
 
-    # Requests. Each runs in a thread of the workers.
+    # Requests, each run in a worker thread.
 
     def _set(self, objects: Sequence[tuple[bytes, memoryview, int]]) -> list[RedisError | None]:
-        """Store (key, payload, checksum or 0)."""
+        """Store (key, payload, checksum or 0); returns the error of each, or None."""
         commands: list[tuple[Any, ...]] = [("SADD", self._suffixes_key, *{suffix_of(key) for key, *_ in objects})]
         with self._scratch.hold(sum(HEADER_BYTES + len(payload) for _, payload, _ in objects)) as rest:
             for key, payload, checksum in objects:
                 packed, rest = rest[: HEADER_BYTES + len(payload)], rest[HEADER_BYTES + len(payload) :]
                 pack_object(key, payload, into=packed, checksum=checksum)
                 commands.append(("SET", self._name_of(key), packed))
-            _, *answers = self._client.ask_all(commands)
-        return [answer if isinstance(answer, RedisError) else None for answer in answers]
+            _, *replies = self._client.ask_all(commands)
+        return [reply if isinstance(reply, RedisError) else None for reply in replies]
 
     def _get(self, keys: Sequence[bytes], lengths: Sequence[int]) -> list[memoryview | Fetch]:
         values = self._client.ask("MGET", *map(self._name_of, keys))
@@ -309,7 +301,7 @@ class RedisStorage:
         for key, value, length in zip(keys, values, lengths, strict=True):
             payload = Fetch.MISSING if value is None else read_object(value, key=key, num_bytes=length)
             payloads.append(payload)
-            # What has the right size would be taken for known by the next `put`.
+            # The next `put` would take an object of the right size for intact.
             if value is not None and isinstance(payload, Fetch) and len(value) == HEADER_BYTES + length:
                 bad.append(self._name_of(key))
         if bad:
@@ -319,8 +311,8 @@ class RedisStorage:
 
 
 @contextmanager
-def _answers() -> Iterator[None]:
-    """Where the client's errors get our names: all of them are OSError from here on."""
+def _os_errors() -> Iterator[None]:
+    """Convert the client's exceptions to subclasses of OSError."""
     try:
         yield
     except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
@@ -334,7 +326,7 @@ def _answers() -> Iterator[None]:
 
 
 def _batches(items: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Items in parts of about `_BATCH_BYTES`; `lengths` are by item."""
+    """Split items into batches of about `_BATCH_BYTES`; `lengths` is indexed by item."""
     batch, num_bytes = list[int](), 0
     for item in items:
         batch.append(item)

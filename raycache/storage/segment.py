@@ -1,12 +1,10 @@
-"""One file of equal slots: the unit in which the file tier takes and gives back disk.
+"""A file of equally sized slots, the unit in which the file backend allocates disk space.
 
     [ head 4096 | uses 8 x n | records 128 x n | pad | slot 0 | slot 1 | ... | slot n-1 ]
 
-The record of a slot is the object's header (base.py) and the number of the use that wrote it; later uses are saved from
-time to time. The payload is written before its record, and both carry a checksum: whatever a crash leaves of either is
-found out. The whole file is reserved when it is made, so a disk that is full says so then.
-
-Records lie apart from payloads so that the index is rebuilt from one short read per file.
+A slot's record holds the object's header (base.py) and the use number of the write; later uses are saved periodically.
+A payload is written before its record and both have checksums, so a torn write is detected after a crash. The whole
+file is allocated on creation, so a full disk fails then. All records are contiguous: one short read rebuilds the index.
 """
 
 from __future__ import annotations
@@ -27,38 +25,36 @@ ALIGN = 4096
 SUFFIX = ".segment"
 UNFINISHED = ".new"
 _RECORD_BYTES = 128
-_HEAD = struct.Struct("<8sQQQ")  # magic, slot bytes, slots, checksum of those before
+_HEAD = struct.Struct("<8sQQQ")  # magic, bytes per slot, number of slots, checksum of the preceding fields
 _MAGIC = b"RCseg\x00\x00\x01"
-_UNIT_BYTES = 512 << 10  # of one write or read: still in the core's cache when its checksum is taken
+_UNIT_BYTES = 512 << 10  # per write or read: still in the CPU cache when the checksum is computed
 _NO_RECORD = bytes(_RECORD_BYTES)
 _USE = struct.Struct("<Q")
 _ZEROS = memoryview(bytes(ALIGN))
 
 
 def slot_bytes_for(num_bytes: int) -> int:
-    """The slot that a payload takes; whole blocks, so that the system never has to read one to change a part of it."""
+    """Slot size for a payload: whole blocks, so that writes never have to read a block first."""
     return -(-num_bytes // ALIGN) * ALIGN
 
 
 def segment_bytes_for(slot_bytes: int, *, num_slots: int) -> int:
-    """The file that so many slots take."""
+    """File size for a number of slots."""
     return _data_start(num_slots) + num_slots * slot_bytes
 
 
 class Segment:
-    """An open segment. Not thread safe but for `write` and `read` of different slots.
+    """An open segment. Not thread safe, except for `write` and `read` of distinct slots.
 
     Attributes:
-        number: its name.
-        slot_bytes: of each slot.
-        num_slots: in it.
-        num_bytes: of the file.
+        number: the file's name.
+        num_bytes: size of the file.
         used: number of the last use, per slot.
-        lengths: bytes of the payload per slot, 0 for an empty slot.
+        lengths: payload size in bytes per slot; 0: empty.
         checksums: of the payload, per slot.
-        num_held: slots that are being written or read.
-        last_used: newest of `used`.
-        is_dropped: its file is gone, and it closes when nobody holds a slot.
+        num_held: slots being written or read.
+        last_used: maximum of `used`.
+        is_dropped: the file is deleted; it is closed once no slot is held.
     """
 
     def __init__(self, path: Path, fd: int, *, slot_bytes: int, num_slots: int) -> None:
@@ -75,7 +71,7 @@ class Segment:
 
     @classmethod
     def create(cls, path: Path, *, slot_bytes: int, max_bytes: int) -> Segment:
-        """Make a file of as many slots as fit `max_bytes`, at least one.
+        """Create a file with as many slots as fit into `max_bytes`, at least one.
 
         Raises:
             OSError: the disk is full.
@@ -97,9 +93,9 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path) -> Segment | None:
-        """Open a file that is there; None when it is no segment that this version can read.
+        """Open an existing file; None if it is not a segment in this version's format.
 
-        A file that was cut short becomes whole again, with zeros that no checksum matches.
+        A truncated file is extended with zeros, which fail the checksums.
 
         Raises:
             OSError: the file cannot be read.
@@ -117,7 +113,7 @@ class Segment:
         return None
 
     def recover(self) -> Iterator[tuple[int, Header | Fetch]]:
-        """What the records say, for every slot that was ever written; fills `used`, `lengths` and `checksums`."""
+        """Read the records into `used`, `lengths` and `checksums`; yields the slots that were ever written."""
         self.used = array("Q", os.pread(self._fd, self._records_start - ALIGN, ALIGN))
         table = os.pread(self._fd, self.num_slots * _RECORD_BYTES, self._records_start)
         for slot in range(self.num_slots):
@@ -133,16 +129,16 @@ class Segment:
                 yield slot, header
 
     def touch(self, slot: int, use: int) -> None:
-        """Note a use; it reaches the disk with `save_uses`, and is forgotten by a crash."""
+        """Count a use; lost in a crash before the next `save_uses`."""
         self.used[slot] = self.last_used = use
         self._are_uses_stale = True
 
     def forget(self, slot: int) -> None:
-        """The slot is free; the record on disk stays until the slot is written again."""
+        """Free a slot; its record on disk stays until the slot is reused."""
         self.lengths[slot] = 0
 
     def erase(self, slot: int) -> None:
-        """Free the slot on disk too, so that a bad object does not come back."""
+        """Free a slot on disk too, so that a damaged object does not reappear after a restart."""
         self.forget(slot)
         os.pwrite(self._fd, _NO_RECORD, self._records_start + slot * _RECORD_BYTES)
 
@@ -151,12 +147,12 @@ class Segment:
 
         Args:
             slots: ascending.
-            payloads: one per slot, of at most `slot_bytes`.
-            known: their checksums, 0 where it is to be computed.
+            payloads: one per slot, at most `slot_bytes` each.
+            known: their checksums; 0: computed here.
         Returns:
-            Their checksums.
+            The payloads' checksums.
         Raises:
-            OSError: of the disk; any of these slots may be spoilt.
+            OSError: the write failed; any of these slots may be damaged.
         """
         if self.slot_bytes > _UNIT_BYTES:
             jobs = zip(slots, payloads, known, strict=True)
@@ -169,12 +165,12 @@ class Segment:
         return checksums
 
     def record(self, slots: Sequence[int], headers: Sequence[Header], *, uses: Sequence[int]) -> None:
-        """Say on disk and here what `write` put into slots, and by which uses.
+        """Record what `write` put into the slots, on disk and in memory, with the numbers of these uses.
 
         Raises:
-            OSError: of the disk.
+            OSError: the write failed.
         """
-        run, run_start = list[bytes](), 0  # of neighbours
+        run, run_start = list[bytes](), 0  # consecutive slots
         for slot, header, use in zip(slots, headers, uses, strict=True):
             if not run or slot != run_start + len(run):
                 _write_all(self._fd, run, self._records_start + run_start * _RECORD_BYTES)
@@ -188,11 +184,11 @@ class Segment:
 
         Args:
             slots: ascending.
-            into: buffers of the payloads' lengths.
+            into: one buffer of the payload's size per slot.
         Returns:
-            Checksums of what the buffers hold then; a file that ends too early leaves them as they were.
+            Checksums of the buffers; where the file ends too early, they keep their former content.
         Raises:
-            OSError: of the disk.
+            OSError: the read failed.
         """
         if self.slot_bytes > _UNIT_BYTES:
             return [self._read_large(slot, buffer) for slot, buffer in zip(slots, into, strict=True)]
@@ -203,24 +199,24 @@ class Segment:
         return checksums
 
     def save_uses(self) -> None:
-        """Bring the numbers of last uses to disk, if any is new.
+        """Write the use numbers to disk if they have changed.
 
         Raises:
-            OSError: of the disk.
+            OSError: the write failed.
         """
         if self._are_uses_stale:
             self._are_uses_stale = False
             _write_all(self._fd, [memoryview(self.used).cast("B")], ALIGN)
 
     def drop(self) -> None:
-        """Give the disk space back; the file closes when nobody holds a slot."""
+        """Delete the file; it is closed once no slot is held."""
         self.path.unlink(missing_ok=True)
         self.is_dropped = True
         if not self.num_held:
             self.close()
 
     def release(self) -> None:
-        """A slot is no longer written or read."""
+        """End the read or write of a slot."""
         self.num_held -= 1
         if self.is_dropped and not self.num_held:
             self.close()
@@ -236,7 +232,7 @@ class Segment:
         self.last_used = max(self.last_used, use)
 
     def _runs(self, slots: Sequence[int], views: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
-        """Neighbouring slots together, up to a unit: (offset in the file, views)."""
+        """Group consecutive slots, up to `_UNIT_BYTES`: (offset in the file, views)."""
         run, run_bytes, next_slot = list[memoryview](), 0, -1
         for slot, view in zip(slots, views, strict=True):
             if run and (slot != next_slot or run_bytes >= _UNIT_BYTES):
@@ -249,7 +245,7 @@ class Segment:
             yield self._data_start + (next_slot - len(run)) * self.slot_bytes, run
 
     def _whole_slots(self, run: list[memoryview], rest: memoryview) -> list[memoryview]:
-        """Payloads with what lies between them, for which part of a block will do."""
+        """Pad each payload to its slot with a part of `rest`, one block."""
         if all(len(payload) == self.slot_bytes for payload in run):
             return run
         return [part for payload in run for part in (payload, rest[: self.slot_bytes - len(payload)])]
@@ -279,7 +275,7 @@ def _data_start(num_slots: int) -> int:
 
 
 def _write_all(fd: int, parts: Sequence[bytes | bytearray | memoryview], start: int) -> None:
-    """Write parts one after the other; a short write is continued, so that its cause is raised."""
+    """Write consecutive parts; a short write is continued, so that its cause is raised."""
     wanted = sum(map(len, parts))
     if wanted and (written := os.pwritev(fd, parts, start)) < wanted:
         rest = b"".join(parts)[written:]

@@ -1,10 +1,10 @@
-"""Which object lies where in the files, and which leaves when there is no room. Moves no payload; not thread safe.
+"""Allocation and eviction of objects in a directory of segments. Moves no payloads; not thread safe.
 
-Objects of one slot size share a shelf, whose slots come in segments (segment.py). The least recently used object of a
-shelf makes room for a new one. When a whole segment of another shelf has been of no use for longer than that object,
-the segment goes instead, so that sizes share the disk by use and the bound holds at every moment.
+Objects with the same slot size share a shelf, whose slots come in segments (segment.py). A new object replaces the
+least recently used one of its shelf; if all of another shelf's segment was used before that one, the segment is dropped
+instead. So the sizes share the disk according to use, and the limit always holds.
 
-A place is one int: segment number << 24 | slot.
+A place is an int: segment number << 24 | slot.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from raycache.storage.segment import SUFFIX, UNFINISHED, Segment, segment_bytes_
 
 SLOT_MASK = (1 << 24) - 1
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_SEGMENTS = 64  # that the bound is divided into, so few files are open
-_MIN_SEGMENT_BYTES = 256 << 10  # its first blocks take 8 KiB
+_SEGMENTS = 64  # target number of files at the limit: few are open
+_MIN_SEGMENT_BYTES = 256 << 10  # of which up to 8 KiB are overhead
 _MAX_SEGMENT_BYTES = 4 << 30
 _DISK_FULL_PAUSE_S = 5.0
 _SAVE_USES_S = 30.0
@@ -31,15 +31,14 @@ _SAVE_USES_S = 30.0
 
 @dataclass(eq=False)
 class Shelf:
-    """Objects of one slot size.
+    """Objects with the same slot size.
 
     Attributes:
-        slot_bytes: of each.
         index: key -> place, least recently used first.
-        free: places that hold nothing and are written by nobody; the last one is taken first.
+        free: empty places that are not being written; taken from the end.
         segments: by number.
-        look_again: use number at which other shelves are looked at again for a colder segment.
-        least_bytes: of a segment, with one slot.
+        look_again: use number from which other shelves are searched again for a colder segment.
+        least_bytes: size of a segment with one slot.
     """
 
     slot_bytes: int
@@ -62,18 +61,18 @@ class Shelf:
         return segment.lengths[slot]
 
     def checksum(self, key: bytes) -> int:
-        """Of an object's payload."""
+        """Checksum of an object's payload."""
         segment, slot = self.at(self.index[key])
         return segment.checksums[slot]
 
 
 class Uses:
-    """Numbers that order objects by their last use, and that are written down now and then.
+    """Numbers uses, for LRU eviction, and saves the numbers to disk periodically.
 
     Args:
-        counts: where failures to do so are counted.
+        counts: counts failures to save them.
     Attributes:
-        next: number.
+        next: number of the next use.
     """
 
     def __init__(self, counts: StorageStats) -> None:
@@ -82,18 +81,18 @@ class Uses:
         self._save_at_s = time.monotonic() + _SAVE_USES_S
 
     def take(self, count: int = 1) -> int:
-        """The first of so many new numbers."""
+        """Take consecutive numbers; returns the first."""
         first = self.next
         self.next += count
         return first
 
     def save_sometimes(self, segments: Iterable[Segment]) -> None:
-        """Write down the numbers in segments, if that has not been done for a while."""
+        """Save the use numbers of segments, if the last time was `_SAVE_USES_S` ago."""
         if time.monotonic() >= self._save_at_s:
             self.save(segments)
 
     def save(self, segments: Iterable[Segment]) -> None:
-        """Write down the numbers in segments."""
+        """Save the use numbers of segments; failures are counted."""
         self._save_at_s = time.monotonic() + _SAVE_USES_S
         try:
             for segment in segments:
@@ -103,18 +102,16 @@ class Uses:
 
 
 class Shelves:
-    """All that is stored in a directory, up to a bound.
+    """All objects in a directory, up to a size limit.
 
     Args:
-        directory: of the segments that are there already.
-        max_bytes: of all files.
-        counts: where evictions and damage are counted.
-
+        directory: existing segments in it are recovered.
+        max_bytes: limit for all files together.
+        counts: counts evictions and damaged objects.
     Attributes:
-        num_bytes: of the files now.
-        is_disk_full: the last new segment found no room on the disk.
-        uses: of objects.
-        suffixes: of all keys that there are or were since the start or the last `clear` (base.py).
+        num_bytes: current size of all files.
+        is_disk_full: whether the disk was too full for the latest new segment.
+        suffixes: key suffixes (base.py) present at the start or stored since, up to the last `clear`.
     """
 
     def __init__(self, directory: Path, *, max_bytes: int, counts: StorageStats) -> None:
@@ -131,36 +128,36 @@ class Shelves:
 
     @property
     def num_objects(self) -> int:
-        """Objects that can be found."""
+        """Number of stored objects."""
         return sum(len(shelf.index) for shelf in self._shelves.values())
 
     def keys(self) -> list[bytes]:
-        """Of all objects, in no order."""
+        """Keys of all objects, in no particular order."""
         return [key for shelf in self._shelves.values() for key in shelf.index]
 
     def segments(self) -> Iterator[Segment]:
-        """All of them."""
+        """Iterate over the segments of all shelves."""
         for shelf in self._shelves.values():
             yield from shelf.segments.values()
 
     def find(self, key: bytes) -> Shelf | None:
-        """The shelf that has an object."""
+        """Return the shelf that holds an object; None if it is not stored."""
         for shelf in self._shelves.values():
             if key in shelf.index:
                 return shelf
         return None
 
     def touch(self, shelf: Shelf, key: bytes) -> None:
-        """It is now the most recently used."""
+        """Make an object the most recently used."""
         segment, slot = shelf.at(shelf.index[key])
         shelf.index.move_to_end(key)
         segment.touch(slot, self.uses.take())
 
     def take(self, num_bytes: int) -> tuple[Shelf, int] | None:
-        """A place for a payload, which nobody else has and no key leads to; evicts for it.
+        """Reserve a place for a payload, evicting if necessary.
 
         Returns:
-            Shelf and place, to be given to `publish` or `give_back`; None when there can be none now.
+            Shelf and place, to be passed to `publish` or `give_back`; None if nothing can be evicted.
         """
         slot_bytes = slot_bytes_for(num_bytes)
         shelf = self._shelves.get(slot_bytes) or self._shelves.setdefault(slot_bytes, Shelf(slot_bytes))
@@ -171,7 +168,7 @@ class Shelves:
         if not shelf.index and self._push_out(shelf) and self._grow(shelf):
             return shelf, shelf.free.pop()
         if not shelf.index:
-            return None  # nothing of this size may leave, and no other size may give way
+            return None  # nothing of this size can be evicted, and no segment of another size dropped
         _, place = shelf.index.popitem(last=False)
         segment, slot = shelf.at(place)
         segment.forget(slot)
@@ -179,7 +176,7 @@ class Shelves:
         return shelf, place
 
     def publish(self, shelf: Shelf, place: int, key: bytes) -> None:
-        """A key now leads to a written place; to the one that was there first if somebody else was faster."""
+        """Index a written place under its key, or free it if the key has been stored meanwhile."""
         if key in shelf.index:
             self.give_back(shelf, place)
         else:
@@ -187,35 +184,35 @@ class Shelves:
             self.suffixes.add(suffix_of(key))
 
     def give_back(self, shelf: Shelf, place: int) -> None:
-        """A taken place was not used after all."""
+        """Free a place; does nothing if its segment has been dropped."""
         if place >> 24 in shelf.segments:
             segment, slot = shelf.at(place)
             segment.forget(slot)
             shelf.free.append(place)
 
     def erase(self, shelf: Shelf, key: bytes) -> None:
-        """Forget an object, on disk too."""
+        """Delete an object, on disk too."""
         place = shelf.index.pop(key)
         segment, slot = shelf.at(place)
         segment.erase(slot)
         shelf.free.append(place)
 
     def bound(self, max_bytes: int) -> None:
-        """Change the bound; segments used least recently go until it holds."""
+        """Change the limit; drops the least recently used segments until it holds."""
         self._max_bytes = max_bytes
         while self.num_bytes > max_bytes:
             self._drop(min(self.segments(), key=_last_used))
 
     def clear(self) -> None:
-        """Give up everything."""
+        """Drop all segments."""
         for segment in list(self.segments()):
             self._drop(segment, is_eviction=False)
         self.suffixes.clear()
 
     def _make_room(self, shelf: Shelf) -> bool:
-        """Whether the bound leaves room for a segment; gives up those of other shelves that are colder than all here.
+        """Drop segments of other shelves that are colder than this one, and return whether a new segment now fits.
 
-        Looking costs a pass over the segments, so a full shelf does it once in a while only.
+        This takes a pass over all segments, so a full shelf does it only every 64 uses.
         """
         needed = shelf.least_bytes
         if self.num_bytes + needed <= self._max_bytes:
@@ -237,7 +234,7 @@ class Shelves:
         return False
 
     def _push_out(self, shelf: Shelf) -> bool:
-        """On a full disk, let the coldest segment of another shelf go for the first one of this."""
+        """On a full disk, drop the coldest large enough segment of another shelf for the first one of this shelf."""
         others = [segment for segment in self.segments() if segment.slot_bytes != shelf.slot_bytes]
         free = [segment for segment in others if not segment.num_held and segment.num_bytes >= shelf.least_bytes]
         if not free or not self.is_disk_full:
@@ -247,7 +244,7 @@ class Shelves:
         return True
 
     def _grow(self, shelf: Shelf) -> bool:
-        """Add a segment to a shelf, if the disk has room."""
+        """Add a segment to a shelf; False if the disk is full."""
         if self.is_disk_full and time.monotonic() < self._grow_again_s:
             return False
         size = min(max(self._max_bytes // _SEGMENTS, _MIN_SEGMENT_BYTES), _MAX_SEGMENT_BYTES)
@@ -286,7 +283,7 @@ class Shelves:
         segment.drop()
 
     def _recover(self) -> None:
-        """Rebuild the index from the records of all segments; what is not readable is given up and counted."""
+        """Rebuild the index from the records of all segments; unreadable ones are counted and freed."""
         found: list[tuple[int, bytes, Shelf, int]] = []
         for path in self._directory.glob(f"*{UNFINISHED}"):
             path.unlink()
@@ -309,7 +306,7 @@ class Shelves:
             self.uses.next = max(self.uses.next, use + 1)
 
     def _recover_segment(self, shelf: Shelf, segment: Segment) -> list[tuple[int, bytes, Shelf, int]]:
-        """(use, key, shelf, place) of its objects; its other slots become free."""
+        """Return (use, key, shelf, place) of each object in a segment; its other slots are freed."""
         found, first = [], segment.number << 24
         for slot, header in segment.recover():
             if isinstance(header, Header):

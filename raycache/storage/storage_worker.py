@@ -1,11 +1,11 @@
-"""Carries units between the host tier and a storage, for all ranks of a node; decides nothing.
+"""Executes storage commands for all ranks of a node.
 
     persist    slots of units -> objects, one per piece
-    find       chain of digests -> how much of the prefix is stored, under whatever split
+    find       chain of digests -> length of the stored prefix, under any split
     fetch      objects -> slots of units
 
-Runs where the host memory (the arena) is. The sender of a command owns its slots until the result has arrived:
-nobody else writes or reuses them.
+Runs in the process that owns the host memory (the arena). The sender of a command must leave the slots of its units
+alone until the result has arrived.
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ _FOREIGN_SUFFIXES = 64
 
 
 class StorageWorker:
-    """Safe to be called from several threads, for different units.
+    """Moves units between the host memory of a node and a storage. Thread safe for distinct units.
 
     Args:
-        arena: slabs and headers of the node.
-        layout: of its envelopes.
-        storage: to write to and read from.
+        layout: of the arena's envelopes.
         page_size: tokens per page.
         windows: space -> window in tokens.
-        state_space: of recurrent states, empty for none.
-        epoch: of the decider whose commands it does; earlier ones' are refused.
+        state_space: space of recurrent states; empty: none.
+        epoch: of the current decider; commands of earlier ones are refused.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class StorageWorker:
         self._groups = {space: groups_of(layout, space) for space in layout.spaces}
         self._formats = formats_of(layout)
         known = {FULL, *windows, state_space}
-        assert set(layout.spaces) <= known, f"spaces {layout.spaces}, of which only {known} are explained"
+        assert set(layout.spaces) <= known, f"spaces {layout.spaces}, but only {known} have a known reuse rule"
         self._coverage = Coverage(storage)
         self._reader = UnitReader(arena, storage, coverage=self._coverage, groups=self._groups)
         self._epoch, self._num_begun = epoch, 0
@@ -74,7 +72,7 @@ class StorageWorker:
         self._changed = threading.Condition()
 
     def work(self, command: StorageCommand) -> StorageResult:
-        """Do one command."""
+        """Execute one command; failures are reported in the result."""
         if command.deadline_s <= time.monotonic():
             return command.not_done(Outcome.LATE)
         turn = self._enter(command.epoch)
@@ -90,31 +88,32 @@ class StorageWorker:
         return replace(result, seconds=time.monotonic() - start_s)
 
     def fence(self, epoch: int, *, timeout_s: float) -> bool:
-        """Refuse commands of earlier epochs from now on, and wait for those that are being done.
+        """Refuse commands of earlier epochs from now on, and wait for running ones.
 
-        Whoever takes over from a decider that died calls this before it uses any slot.
+        The successor of a lost decider calls this before it uses any slot.
 
         Returns:
-            Whether they are done.
+            Whether they ended in time.
         """
         with self._changed:
             self._epoch = max(self._epoch, epoch)
             return self._changed.wait_for(lambda: not self._working, timeout_s)
 
     def settle(self, *, timeout_s: float) -> bool:
-        """Wait for the commands that are being done now; whether they are done."""
+        """Wait for the commands now running; returns whether they ended in time."""
         with self._changed:
             begun = set(self._working)
             return self._changed.wait_for(lambda: begun.isdisjoint(self._working), timeout_s)
 
     def persist(self, units: Sequence[StoredUnit]) -> list[bool]:
-        """Store units; pieces that are there already are not written again.
+        """Store units; pieces already stored are not written again.
+
+        An object that is a whole envelope keeps the slot's checksum, so readers detect damage from before the write.
 
         Args:
             units: parents before children; the first ones are the last to be evicted.
         Returns:
-            Which are stored whole now. Not those whose slots hold something else, by their headers. Where an object is
-            a whole envelope its checksum goes along, and what was damaged is found out by whoever reads it.
+            For each unit, whether it is now stored whole; False if its slot's header is of another unit.
         Raises:
             OSError: the storage cannot be reached.
         """
@@ -128,8 +127,8 @@ class StorageWorker:
                     payload = envelope[place.span].data
                     header = self._arena.headers(place.rank, unit.space)[unit.host]
                     payloads.append(payload)
-                    # Taken now, while the slot is known to hold it: a storage that is so slow that the slot is reused
-                    # before it has read it stores what its checksum then disowns.
+                    # Computed now, while the slot holds the unit. If a slow storage reads the slot only after its
+                    # reuse, the checksum does not match what it stores.
                     checksums.append(int(header[1]) if place.is_whole else checksum_of(payload))
                     items.append(item)
         done = self._storage.put(keys, payloads=payloads, checksums=checksums) if keys else []
@@ -139,10 +138,10 @@ class StorageWorker:
         return stored
 
     def find(self, digests: Sequence[bytes]) -> Found:
-        """How much of a prefix is stored, whoever wrote it; counts as a use of what is found.
+        """Find how much of a prefix is stored, under any split; counts as a use.
 
         Args:
-            digests: of all pages of the prefix, from its first one on.
+            digests: of all pages of the prefix, from the first on.
         Raises:
             OSError: the storage cannot be reached.
         """
@@ -157,7 +156,7 @@ class StorageWorker:
         return Found(num_pages, point_pages, is_foreign)
 
     def fetch(self, units: Sequence[StoredUnit]) -> list[Fetch]:
-        """Read units into their slots, from objects of whatever boxes; see `UnitReader.read`."""
+        """Read units into their slots, from objects of any boxes; returns the worst result for each unit."""
         return self._reader.read(units)
 
     # --- commands -----------------------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ class StorageWorker:
         return sum(self._layout.unit_bytes(space) for space in spaces if space in self._groups)
 
     def _enter(self, epoch: int) -> int:
-        """Number of the command that begins, 0 if it is refused."""
+        """Start a command; returns a number for `_leave`, or 0 if its epoch is refused."""
         with self._changed:
             if epoch < self._epoch:
                 return 0
@@ -193,10 +192,10 @@ class StorageWorker:
             self._working.remove(turn)
             self._changed.notify_all()
 
-    # --- how ----------------------------------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------------------
 
     def _is_held(self, unit: StoredUnit) -> bool:
-        """Whether the slots of all ranks hold a unit; and undamaged, where their checksums do not go along."""
+        """Whether the slots of all ranks hold a unit, undamaged where readers could not detect damage later."""
         groups = self._groups.get(unit.space, ())
         whole = {place.rank for group in groups for place in group.places if place.is_whole}
         for rank in ranks_of(groups):
@@ -208,13 +207,13 @@ class StorageWorker:
         return True
 
     def _longest_point(self, digests: Sequence[bytes], num_pages: int, lookup: Lookup) -> int:
-        """The longest of the lengths up to `num_pages` that the model can continue from."""
+        """The longest length up to `num_pages` from which the model can resume."""
         if not self._windows and not self._state_space:
             return num_pages
         end, count = num_pages, _FIRST_POSITIONS
         while end > 0:
             lengths = range(end, max(0, end - count), -1)
-            # Points are few: whether their last parts are there leaves hardly any.
+            # Restore points are sparse: checking only their last parts rules out most lengths.
             last = [[(space, digests[page]) for space, page in self._parts(n) if page == n - 1] for n in lengths]
             lookup.are_stored(part for parts in last for part in parts)
             left = [n for n, parts in zip(lengths, last, strict=True) if all(lookup.are_stored(parts))]
@@ -227,7 +226,7 @@ class StorageWorker:
         return 0
 
     def _parts(self, length: int) -> Iterator[tuple[str, int]]:
-        """(space, page number) of what continuing after `length` pages needs beside the pages of the sequence."""
+        """(space, page number) of all units besides "full" pages that resuming after `length` pages needs."""
         for space, window in self._windows.items():
             first = first_window_page(length * self._page_size, window=window, page_size=self._page_size)
             yield from ((space, page) for page in range(first, length))
@@ -235,14 +234,14 @@ class StorageWorker:
             yield self._state_space, length - 1
 
     def _is_foreign(self, digest: bytes) -> bool:
-        """Whether a page is stored, but not in rows that this model reads."""
+        """Whether a page is stored in a row format that this model does not read."""
         others = sorted(suffix for suffix in self._coverage.suffixes if not suffix.startswith(self._formats))
         return bool(others) and any(
             self._storage.contains([digest + suffix for suffix in others[:_FOREIGN_SUFFIXES]], touch=False)
         )
 
     def _touch(self, digests: Sequence[bytes], num_pages: int, point_pages: int, lookup: Lookup) -> None:
-        """Count a use of what was found, so that no prefix leaves before what was stored after it."""
+        """Count a use of the objects found, so that a prefix is not evicted before its continuations."""
         keys = list(self._keys(FULL, digests[:num_pages], lookup))
         if point_pages:
             for space, page in self._parts(point_pages):
@@ -251,7 +250,7 @@ class StorageWorker:
             self._storage.contains(keys, touch=True)
 
     def _keys(self, space: str, digests: Sequence[bytes], lookup: Lookup) -> Iterable[bytes]:
-        """Of the objects that units would be read from, all alike the last of them."""
+        """Keys of the objects that units would be read from, assuming the boxes of the last one for all."""
         chains = [
             object_keys(digests, rows=group.rows, box=box)
             for group in self._groups.get(space, ())

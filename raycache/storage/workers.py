@@ -1,7 +1,7 @@
-"""Threads that carry the requests of a call to a storage across the network.
+"""Threads that send the network requests of storage calls.
 
-Many requests are under way at once, and none keeps the caller past its time. A request that is late runs on, so it may
-only touch memory of its own: what it brings is copied to the caller's buffers by the caller, who is not there any more.
+Requests run concurrently, and no caller waits beyond its timeout. A request that times out keeps running, so it must
+use only its own memory: the caller copies results into its buffers, which may have been reused by then.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Threads with a deadline for each call.
+    """A thread pool with a timeout per call.
 
     Args:
-        num_threads: requests at once, of all calls together.
-        timeout_s: for all requests of a call, from when they are handed in.
-        name: of the threads.
+        num_threads: maximum concurrent requests of all calls together.
+        timeout_s: for all requests of a call together.
+        name: of the storage, for thread names.
     """
 
     def __init__(self, num_threads: int, *, timeout_s: float, name: str) -> None:
@@ -29,17 +29,17 @@ class Workers:
         self._timeout_s = timeout_s
 
     def run(self, requests: Sequence[Callable[[], T]]) -> list[T]:
-        """Results of all requests, in their order.
+        """Run requests and return their results, in order.
 
         Raises:
-            TimeoutError: they are not done in time; those that have not begun never will.
-            Exception: that the first request to fail raised.
+            TimeoutError: they did not all end in time; queued ones are cancelled.
+            Exception: the first exception of a request.
         """
         results = dict(self.each(requests))
         return [results[i] for i in range(len(requests))]
 
     def each(self, requests: Sequence[Callable[[], T]]) -> Iterator[tuple[int, T]]:
-        """(place of the request, its result) as they come in, of which nothing is kept. Raises as `run`."""
+        """Yield (index of the request, result) in order of completion, keeping none in memory. Raises like `run`."""
         pending = {self._threads.submit(request): i for i, request in enumerate(requests)}
         try:
             for done in as_completed(pending, timeout=self._timeout_s):
@@ -51,19 +51,19 @@ class Workers:
                 late.cancel()
 
     def close(self) -> None:
-        """Begin nothing more; does not wait for requests under way."""
+        """Cancel queued requests; does not wait for running ones."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Scratch:
-    """Memory that requests pack objects in, used again: to touch fresh memory costs many times the copy."""
+    """Reusable buffers for packing objects; page faults of fresh memory cost many times the copy."""
 
     def __init__(self) -> None:
         self._free = deque[bytearray]()
 
     @contextmanager
     def hold(self, num_bytes: int) -> Iterator[memoryview]:
-        """So many bytes of whatever content, for the block."""
+        """Lend a buffer with arbitrary content for the `with` block."""
         try:
             buffer = self._free.pop()
         except IndexError:

@@ -283,7 +283,7 @@ def test_a_server_that_refuses_us_is_a_setting_to_change(tmp_path: Path, caplog:
     caplog.set_level(logging.DEBUG)
     with redis_server(tmp_path, "--requirepass", "p@5s/w0rd", "--databases", "2") as port:
         for user in ("", ":wrong@"):
-            with pytest.raises(ConfigError, match="refuses us"):
+            with pytest.raises(ConfigError, match="denies access"):
                 open_storage(f"redis://{user}127.0.0.1:{port}/0", timeout_s=5)
         with pytest.raises(ConfigError, match="DB index"):
             open_storage(f"redis://:p%405s%2Fw0rd@127.0.0.1:{port}/7", timeout_s=5)

@@ -30,26 +30,26 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("/var/cache", "no known kind"),
+        ("/var/cache", "unknown scheme"),
         ("ftp://host/x", r"file:///DIRECTORY\?size=50GiB"),
         ("file:///x", r"\?size=50GiB"),
         ("file://x/y?size=1GiB", "three slashes"),
         ("file:///x?size=large", "512MiB"),
         ("file:///x?size=1KiB", "at least 1048576"),
-        ("file:///x?size=1GiB&bound=2", "known: size"),
+        ("file:///x?size=1GiB&bound=2", "options: size"),
         ("file:///x?size=1GiB&size=2GiB", "repeated option"),
-        ("file:///x?size", "cannot be read"),
+        ("file:///x?size", "invalid .*storage URL"),
         ("s3://", "s3://BUCKET/PREFIX"),
         ("s3://key:secret@bucket/x", "environment"),
         ("s3://bucket/x?endpoint=127.0.0.1:9000", "http://HOST:PORT"),
         ("s3://bucket/x?anonymous=maybe", "true or false"),
-        ("gs://bucket/x?region=eu", "known: none"),
+        ("gs://bucket/x?region=eu", "options: none"),
         ("redis://", "redis://HOST:PORT/NUMBER"),
         ("redis://host/name", "redis://HOST:PORT/NUMBER"),
-        ("redis://host:port/0", "cannot be read"),
+        ("redis://host:port/0", "invalid .*storage URL"),
         ("faulty+file:///x?size=1GiB&corrupt=2", "out of range"),
         ("faulty+file:///x?size=1GiB&seed=x", "takes numbers"),
-        ("faulty+ftp://x", "no known kind"),
+        ("faulty+ftp://x", "unknown scheme"),
     ],
 )
 def test_a_url_that_cannot_work_is_refused_with_one_that_would(url: str, said: str) -> None:
@@ -301,4 +301,4 @@ def test_outages_behind_a_guard_are_misses(path: Path, caplog: pytest.LogCapture
         said = run(storage, 1, 300)
     assert OSError not in said
     assert [Fetch.HIT] in said
-    assert "fails on purpose" in caplog.text
+    assert "injects faults" in caplog.text
