@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 
 from raycache.errors import EngineStoppedError, RayCacheError
 
@@ -25,32 +27,32 @@ async def answer(ref: Any, *, of: str, timeout_s: float | None) -> Any:
         ActorLostError: the actor died or timed out.
         RayCacheError: raised in the actor.
     """
-    try:
+    with _translated(of, timeout_s):
         async with asyncio.timeout(timeout_s):
             return await ref
-    except TimeoutError as error:
-        raise ActorLostError(f"{of} has not answered for {timeout_s:.0f} s") from error
-    except RayTaskError as error:
-        raise ours(error) from error
-    except (RayActorError, ActorUnschedulableError) as error:
-        raise _died(error, of) from error
 
 
 def answer_now(ref: Any, *, of: str, timeout_s: float) -> Any:
     """Wait for an actor call's result in a thread; see `answer`."""
-    try:
+    with _translated(of, timeout_s):
         return ray.get(ref, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise ActorLostError(f"{of} has not answered for {timeout_s:.0f} s") from error
-    except RayTaskError as error:
-        raise ours(error) from error
-    except (RayActorError, ActorUnschedulableError) as error:
-        raise _died(error, of) from error
 
 
 def ours(error: RayTaskError) -> Exception:
     """The RayCacheError raised in the actor, or None for any other error."""
     return error.cause if isinstance(error.cause, RayCacheError) else error
+
+
+@contextmanager
+def _translated(of: str, timeout_s: float | None) -> Iterator[None]:
+    try:
+        yield
+    except RayTaskError as error:
+        raise ours(error) from error
+    except TimeoutError as error:  # also Ray's own, and not one raised in the actor: those are RayTaskErrors, too
+        raise ActorLostError(f"{of} has not answered for {timeout_s:.0f} s") from error
+    except (RayActorError, ActorUnschedulableError) as error:
+        raise _died(error, of) from error
 
 
 def _died(error: RayError, of: str) -> ActorLostError:

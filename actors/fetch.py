@@ -6,7 +6,7 @@ A download may take hours, and is abandoned only when it stalls.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import ray
@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.answers import ActorLostError, ours
+from actors.progress import OnProgress
 from raycache.checkpoint.hub_models import fetch, pinned_models
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError
@@ -21,8 +22,6 @@ from raycache.observe import logs
 
 _LOOK_S = 0.5
 _STOP_S = 5.0
-
-OnProgress = Callable[[str, float], None]
 
 
 def fetch_on(nodes: Collection[str], config: Config, *, on_progress: OnProgress) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from actors.answers import ActorLostError
 from actors.engine import Message
 from actors.node_watch import NodeWatch
 from actors.placement import Placement
+from actors.progress import OnProgress
 from actors.streams import Streams
 from actors.supervisor import Supervisor
 from raycache.config import Config
@@ -58,7 +59,7 @@ class RayEngine:
         self.streams = Streams()
         self.away = ""
 
-    def wait_ready(self, *, timeout_s: float, on_progress: Callable[[str, float], None]) -> EngineInfo:
+    def wait_ready(self, *, timeout_s: float, on_progress: OnProgress) -> EngineInfo:
         """Wait until the ranks run.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorErr
 
 from actors.answers import ActorLostError, ours
 from actors.placement import Placement
+from actors.progress import OnProgress
 from actors.rank import RankActor
 from raycache.config import Config
 from raycache.deployment.deployment import Deployment
@@ -27,8 +28,6 @@ from raycache.parallel.interfaces import link, require_reachable
 from raycache.rank.member import RankSpec
 
 LOADING = "loading weights"
-
-Progress = Callable[[str, float], None]
 
 
 class Gang:
@@ -59,7 +58,7 @@ class Gang:
         epoch: int,
         replica: str,
         arenas: Mapping[str, Path],
-        on_progress: Progress,
+        on_progress: OnProgress,
     ) -> None:
         self._ranks = _Ranks(config, placement=placement, epoch=epoch, replica=replica, on_progress=on_progress)
         executor = None
@@ -118,7 +117,7 @@ class _Ranks:
     """
 
     def __init__(
-        self, config: Config, *, placement: Placement, epoch: int, replica: str, on_progress: Progress
+        self, config: Config, *, placement: Placement, epoch: int, replica: str, on_progress: OnProgress
     ) -> None:
         self._config, self._on_progress = config, on_progress
         self._running: list[Any] = []

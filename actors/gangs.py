@@ -11,6 +11,7 @@ from actors.answers import ActorLostError
 from actors.arena import Arenas
 from actors.gang import Gang
 from actors.placement import Placement
+from actors.progress import OnProgress
 from raycache.config import Config
 from raycache.deployment.deployment import Deployment
 from raycache.errors import RankLostError
@@ -24,10 +25,6 @@ _KILL_TIMEOUT_S = 60.0
 """How long to wait for a killed rank to die; Ray takes some seconds if it does not respond."""
 _JOIN_S = 5.0
 """How long to wait for ranks to end after their last plan."""
-
-
-OnProgress = Callable[[str, float], None]
-"""Called with the phase of a start and the fraction done; an exception from it aborts the start."""
 
 
 class Gangs:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from actors.fetch import fetch_on
 from actors.front import RayEngine
 from actors.placement import reserve
+from actors.progress import OnProgress
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError
 from raycache.types import EngineInfo
@@ -34,7 +34,7 @@ class Starter:
         self._is_stopping = False
         self._engines: set[RayEngine] = set()
 
-    def start(self, name: str, *, on_progress: Callable[[str, float], None]) -> Started:
+    def start(self, name: str, *, on_progress: OnProgress) -> Started:
         """Start an engine and wait until it serves.
 
         Args:
@@ -79,7 +79,7 @@ class Starter:
             with ThreadPoolExecutor(len(engines)) as pool:
                 list(pool.map(self.end, engines))
 
-    def start_all(self, *, on_progress: Callable[[str, float], None]) -> dict[str, Started]:
+    def start_all(self, *, on_progress: OnProgress) -> dict[str, Started]:
         """Start as many as are set, at the same time, and wait until all serve.
 
         Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from actors.answers import ActorLostError
@@ -13,6 +12,7 @@ from actors.drain import departing_nodes
 from actors.fetch import fetch_on
 from actors.handle import STOP_TIMEOUT_S, EngineHandle
 from actors.placement import Placement
+from actors.progress import OnProgress
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError, RankLostError, RayCacheError
 from raycache.host.directory import DirectoryGoneError
@@ -26,9 +26,6 @@ _STEADY_S = 120.0
 _PROGRESS_S = 0.1
 """Between two questions how far a start is."""
 _EPOCHS_PER_ENGINE = 1_000_000
-
-OnProgress = Callable[[str, float], None]
-"""Told the phase of a start and its share done; what it raises ends the start."""
 
 
 class Supervisor:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from actors.hub import HubClient
 from actors.ingress import ServedIngress, application
 from actors.metrics import publish_front
+from actors.progress import OnProgress
 from launch.environment import api_key, storage
 from launch.flags import from_yaml
 from launch.http.app import build_app
@@ -65,7 +66,7 @@ def build(engine: HubClient, config: Config, info: EngineInfo) -> ASGIApp:
 
 
 @contextlib.contextmanager
-def serving(config: Config, *, sock: socket.socket, on_progress: Callable[[str, float], None]) -> Iterator[_Served]:
+def serving(config: Config, *, sock: socket.socket, on_progress: OnProgress) -> Iterator[_Served]:
     """The service on a cluster without Serve, as long as the block lasts.
 
     Args:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from actors.cluster import Cluster, connect, device_type, disconnect
@@ -19,7 +18,7 @@ from actors.metrics import publishing
 from actors.replicas import Replicas
 from actors.starter import Starter
 from launch import table
-from launch.cli import cache
+from launch.cli import cache, signals
 from launch.environment import hub_variables, keep_job_variables
 from launch.http.app import build_app
 from launch.http.replicas import ReplicasApi
@@ -71,7 +70,7 @@ def run(config: Config) -> int:
     """
     logs.set_up(config.log_format)
     with contextlib.ExitStack() as cleanup:
-        cleanup.enter_context(_signals_unwind())
+        cleanup.enter_context(signals.unwinding())
         seen = cleanup.enter_context(observe(config))
         sock = cleanup.enter_context(contextlib.closing(bind(config)))
         progress = cleanup.enter_context(_Progress())
@@ -91,7 +90,7 @@ def run(config: Config) -> int:
         else:
             service = cleanup.enter_context(_Builtin(config, sock, tokenizer=tokenizer, seen=seen, progress=progress))
         progress.close()
-        cleanup.callback(_ignore, _stop_signals())
+        cleanup.callback(signals.ignore)
         asyncio.run(_serve(service, config=config, cluster=cluster))
     return 0
 
@@ -136,7 +135,7 @@ class _Builtin:
 async def _serve(service: Service, *, config: Config, cluster: Cluster) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in _stop_signals():
+    for number in signals.stop_signals():
         loop.add_signal_handler(number, stop.set)
     with contextlib.ExitStack() as registered:
 
@@ -217,35 +216,3 @@ class _Progress:
         if self._is_terminal and self._width:
             print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
         self._width = 0
-
-
-@contextlib.contextmanager
-def _signals_unwind() -> Iterator[None]:
-    """Let the signals that stop unwind the stack, so that what was started is stopped.
-
-    SIGINT too: a shell starts background jobs with SIGINT ignored, and Python keeps that.
-    """
-    numbers = _stop_signals()
-
-    def interrupt(number: int, frame: object) -> None:
-        _ignore(numbers)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stop_signals() -> list[signal.Signals]:
-    """SIGHUP is one (the terminal was closed), unless it is ignored: then nohup wants us to go on."""
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    return numbers if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*numbers, signal.SIGHUP]
-
-
-def _ignore(numbers: list[signal.Signals]) -> None:
-    """An impatient second signal must not end the stopping half-way, with Ray's processes left; it has deadlines."""
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)

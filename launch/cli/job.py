@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from launch import environment
+from launch.cli.signals import unwinding
 from raycache import __version__
 from raycache.checkpoint.hub_models import hub_id
 from raycache.config import Config
@@ -67,13 +66,12 @@ def run(values: Mapping[str, Any]) -> int:
             )
     from actors.job import Job  # imports Ray
 
-    with _signals_interrupt():
+    with unwinding():
         job = Job(config.address, entrypoint=_command(values), environment=_variables(config))
         print(f"job {job.job_id} at {config.address}; press Ctrl-C to stop it", file=sys.stderr, flush=True)
         try:
             job.follow(_Screen(job.node, is_loopback=config.host in ("127.0.0.1", "localhost", "::1")).show)
         except KeyboardInterrupt:
-            _ignore_signals()  # a second one must not end the stopping half-way; it has a deadline
             print("stopping", file=sys.stderr, flush=True)
             print(job.stop(), file=sys.stderr, flush=True)
             return 0
@@ -128,26 +126,3 @@ class _Screen:
                 port = urlsplit(line.split()[1]).port
                 node = self._node() or "HEAD"
                 print(f"reached    from here with: ssh -N -L {port}:127.0.0.1:{port} {node}", flush=True)
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Let what ends this process interrupt it, so that the job is stopped; SIGINT too, which shells can ignore."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in _STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def _ignore_signals() -> None:
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
