@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,8 +125,13 @@ class HubActor:
         of = self._clients.setdefault(client, _Client())
         of.running[request.request_id] = asyncio.create_task(self._run(request, of))
 
-    async def cancel(self, client: str, request_id: str) -> None:
-        """End a request; nothing more is told of it."""
+    async def cancel(self, client: str, request_id: str, submitted: None) -> None:
+        """End a request; nothing more is told of it.
+
+        Args:
+            submitted: what `submit` returned, passed as its reference so that Ray waits for it. Otherwise the cancel
+                of a long prompt overtakes its request: Ray sends arguments above 100 kB by way of the object store.
+        """
         if client in self._clients and (task := self._clients[client].running.pop(request_id, None)):
             task.cancel()
 
@@ -208,30 +214,30 @@ class HubClient:
 
     async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
         timeout_s = command.timeout_s + _COMMAND_TIMEOUT_S
-        done: Mapping[str, Any] = await answer(self._hub.admin.remote(command), of=_HUB, timeout_s=timeout_s)
+        done: Mapping[str, Any] = await self._ask(self._hub.admin, command, timeout_s=timeout_s)
         return done
 
     async def carry_out(self, command: ReplicaCommand) -> Mapping[str, Any]:
-        ref = self._hub.carry_out.remote(command)
-        done: Mapping[str, Any] = await answer(ref, of=_HUB, timeout_s=_CHANGE_TIMEOUT_S)
+        done: Mapping[str, Any] = await self._ask(self._hub.carry_out, command, timeout_s=_CHANGE_TIMEOUT_S)
         return done
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         self._start_polling()
         messages = self._open[request.request_id] = asyncio.Queue[RequestOutput | RayCacheError]()
-        self._hub.submit.remote(self._name, request)
+        hub = self._hub  # `follow` may change it meanwhile
+        submitted = _call(hub.submit, self._name, request)
         is_over = False
         try:
             while not is_over:
                 message = await messages.get()
-                is_over = isinstance(message, RayCacheError) or message.finish_reason is not None
                 if isinstance(message, RayCacheError):
                     raise message
+                is_over = message.finish_reason is not None
                 yield message
         finally:
             del self._open[request.request_id]
             if not is_over:
-                self._hub.cancel.remote(self._name, request.request_id)
+                _call(hub.cancel, self._name, request.request_id, submitted)
 
     def _start_polling(self) -> None:
         if self._polling is None or self._polling.done():
@@ -241,8 +247,7 @@ class HubClient:
     async def _poll(self) -> None:
         life = ""
         while True:
-            ref = self._hub.poll.remote(self._name)
-            now, messages = await answer(ref, of=_HUB, timeout_s=_ANSWER_TIMEOUT_S)
+            now, messages = await self._ask(self._hub.poll, self._name)
             if life and now != life:
                 self._fail("this front end was silent for too long, and its requests were ended")
             life = now
@@ -259,8 +264,18 @@ class HubClient:
         for messages in self._open.values():
             messages.put_nowait(EngineStoppedError(why))
 
-    async def _ask(self, method: Any) -> Any:
-        return await answer(method.remote(), of=_HUB, timeout_s=_ANSWER_TIMEOUT_S)
+    async def _ask(self, method: Any, *arguments: object, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
+        return await answer(_call(method, *arguments), of=_HUB, timeout_s=timeout_s)
+
+
+def _call(method: Any, *arguments: object) -> Any:
+    """Call the hub, whatever becomes of the caller.
+
+    Behind Ray Serve a request is a Ray task, which is cancelled when its client goes away, and with it every call that
+    it has made and that is not over. That would be our own `cancel` of the request, and the poll for the requests of
+    all clients if this one's was the first. Ray knows the caller by a context variable, which is unset here.
+    """
+    return Context().run(method.remote, *arguments)
 
 
 def start_hub(config: Config) -> Any:

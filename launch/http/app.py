@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -187,7 +187,10 @@ class _Api:
             return Response(await _unless_gone(request.receive, whole), headers=headers, media_type="application/json")
         events = answer_stream(self._engine, generation, form=form, metrics=self._metrics)
         # Wait for the first event before any header is sent: until then an error still has an HTTP status.
-        first = await _unless_gone(request.receive, _next(events))
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(aclosing(events))
+            first = await _unless_gone(request.receive, _next(events))
+            stack.pop_all()
         return _EventStream(first, events, headers=headers)
 
     def _model_card(self) -> dict[str, Any]:
@@ -212,20 +215,20 @@ class _EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(_ClientGoneError):
-            await _unless_gone(receive, self._send(send))
+        async with aclosing(self._events):
+            with suppress(_ClientGoneError):
+                await _unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(self._events):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            last = b""
-            try:
-                async for data in self._events:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            except RayCacheError as error:  # the status is sent already
-                last = event(to_json(problem_of(error).body), name=b"error")
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        last = b""
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except RayCacheError as error:  # the status is sent already
+            last = event(to_json(problem_of(error).body), name=b"error")
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 class _ClientGoneError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types import Completion
 from ray.serve import Application
 
 from actors.cluster import Cluster
@@ -30,8 +32,9 @@ def free_port() -> int:
         return port
 
 
-async def ask(client: openai.AsyncOpenAI, prompt: list[int], count: int) -> list[int]:
-    stream = await client.completions.create(
+async def start(client: openai.AsyncOpenAI, prompt: list[int], count: int) -> openai.AsyncStream[Completion]:
+    """Ask for `count` tokens; returns once the first is there."""
+    return await client.completions.create(
         model="tiny",
         prompt=prompt,
         max_tokens=count,
@@ -39,6 +42,9 @@ async def ask(client: openai.AsyncOpenAI, prompt: list[int], count: int) -> list
         stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
+
+
+async def rest(stream: openai.AsyncStream[Completion]) -> list[int]:
     return [
         token
         async for chunk in stream
@@ -47,13 +53,14 @@ async def ask(client: openai.AsyncOpenAI, prompt: list[int], count: int) -> list
     ]
 
 
-async def until(http: httpx.AsyncClient, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The figures of /status, once that holds of them."""
-    while True:
-        figures: dict[str, Any] = (await http.get("/status")).json()
-        if holds(figures):
-            return figures
-        await asyncio.sleep(0.1)
+async def until(http: httpx.AsyncClient, holds: Callable[[dict[str, Any]], bool], *, num_whole: int) -> None:
+    """Wait for figures of /status, as long as no more than `num_whole` requests have run to their end."""
+    begin = time.monotonic()
+    while not holds(figures := (await http.get("/status")).json()):
+        seen = f"running {figures['running']}, finished {figures['finished']}, pages {figures['pages_in_use']}"
+        assert figures["finished"].get("length", 0) <= num_whole, f"a request that was to be cancelled ended: {seen}"
+        assert time.monotonic() - begin < 60, f"nothing happens: {seen}"
+        await asyncio.sleep(0.05)
 
 
 async def use(endpoint: str, wanted: list[list[int]], cases: list[list[int]]) -> None:
@@ -61,21 +68,24 @@ async def use(endpoint: str, wanted: list[list[int]], cases: list[list[int]]) ->
         openai.AsyncOpenAI(base_url=f"{endpoint}/v1", api_key="none", max_retries=0, timeout=120) as client,
         httpx.AsyncClient(base_url=endpoint, timeout=60) as http,
     ):
-        assert await asyncio.gather(*(ask(client, prompt, 12) for prompt in cases)) == wanted
+        # A client that goes away ends its own request in the engine, and no other: not even if it was the first one.
+        streams = [await start(client, prompt, 1900) for prompt in cases]
+        last = await start(client, cases[0], 400)
+        for stream in streams:
+            await stream.close()
+        assert len(await rest(last)) == 400
+        await until(http, lambda figures: figures["finished"].get("cancelled") == 4, num_whole=1)
 
-        # Clients that go away, streamed and not, are cancelled in the engine.
-        stream = await client.completions.create(
-            model="tiny", prompt=cases[0], max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
-        )
-        async for _ in stream:
-            break
-        await stream.close()
-        await until(http, lambda figures: figures["finished"].get("cancelled") == 1)
+        together = await asyncio.gather(*(start(client, prompt, 12) for prompt in cases))
+        assert await asyncio.gather(*map(rest, together)) == wanted
+
+        # The same without a stream.
         body = {"model": "tiny", "prompt": cases[1], "max_tokens": 1900, "ignore_eos": True}
         whole = asyncio.create_task(http.post("/v1/completions", json=body))
-        await until(http, lambda figures: figures["running"] == 1)
+        await until(http, lambda figures: figures["running"] == 1, num_whole=5)
         whole.cancel()
-        await until(http, lambda figures: figures["finished"].get("cancelled") == 2 and not figures["pages_in_use"])
+        cancelled = {"length": 5, "cancelled": 5}
+        await until(http, lambda figures: figures["finished"] == cancelled and not figures["pages_in_use"], num_whole=5)
 
         # What the engine and the application refuse has its status here, too.
         refused = await http.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 4000, "max_tokens": 5})
@@ -90,7 +100,7 @@ async def use(endpoint: str, wanted: list[list[int]], cases: list[list[int]]) ->
 def test_streams_and_cancels_through_two_processes_of_serve(cluster: Cluster, model: Path) -> None:
     cases = prompts(4, shared=40, length=20)
     wanted = [greedy(model, prompt, 12) for prompt in cases]
-    settings = {"page_size": _PAGE, "num_pages": 128, "rank_timeout_s": 60.0}
+    settings = {"page_size": _PAGE, "num_pages": 512, "rank_timeout_s": 60.0}
     config = Config(model=str(model), device="cpu", ingress="serve", num_ingress="2", **settings)  # type: ignore[arg-type]
     port = free_port()
     ingress = ServedIngress(config, build=build, port=port)

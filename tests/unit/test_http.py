@@ -211,6 +211,26 @@ def test_a_client_that_goes_away_before_the_first_token_cancels_its_stream(token
     assert len(engine.cancelled) == 1
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_call_that_its_server_cancels_at_any_step_leaves_nothing_running(
+    engine: ScriptedEngine, tokenizer: Tokenizer, streamed: bool
+) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 190, "stream": streamed, "ignore_eos": True}
+
+    async def scenario() -> None:
+        async with over_asgi(engine, tokenizer) as client:
+            for steps in range(60):
+                asking = asyncio.create_task(client.post("/v1/completions", json=body))
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                await asyncio.wait([asking])
+                assert not engine.running, steps
+
+    run(scenario())
+    assert len(engine.cancelled) > 10
+
+
 def test_64_streams_with_random_cancellations_leave_nothing_running(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, delay_s=0.002)
     chance = random.Random(0)
