@@ -197,21 +197,11 @@ class ConfigFile:
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """true or false; as `integer`."""
-        value = self.raw(key)
-        if value is None:
-            return self._default(key, default)
-        if type(value) is not bool:
-            raise self._wrong(key, "true or false")
-        return value
+        return self._typed(key, default, bool, wanted="true or false")
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string; as `integer`."""
-        value = self.raw(key)
-        if value is None:
-            return self._default(key, default)
-        if type(value) is not str:
-            raise self._wrong(key, "a string")
-        return value
+        return self._typed(key, default, str, wanted="a string")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """A token id or a list of them; a missing or null one is no id."""
@@ -247,6 +237,14 @@ class ConfigFile:
             raise self._wrong(key, "a positive integer" if least else "a positive integer or zero")
         if value > most:
             raise self._wrong(key, f"at most {most}")
+        return value
+
+    def _typed(self, key: str, default: T | None, kind: type[T], *, wanted: str) -> T:
+        value = self.raw(key)
+        if value is None:
+            return self._default(key, default)
+        if type(value) is not kind:
+            raise self._wrong(key, wanted)
         return value
 
     def _default(self, key: str, default: T | None) -> T:

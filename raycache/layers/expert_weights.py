@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,26 +36,12 @@ def load_experts(
     taken = weights.heads(experts.inner)
     held = range(experts.count)
 
-    def up_cut(expert: int, name: str) -> Cut:
-        return Cut(f"{expert}.{name}.weight", (experts.inner, size), axis=0, taken=taken)
-
-    def down_cut(expert: int) -> Cut:
-        return Cut(f"{expert}.{names.down}.weight", (size, experts.inner), axis=1, taken=taken)
-
-    up_groups = [[up_cut(expert, name) for name in names.up] for expert in held]
-    kept = _kept(weights, up_groups, [[down_cut(expert)] for expert in held], experts, activation)
+    up = [[Cut(f"{i}.{name}.weight", (experts.inner, size), axis=0, taken=taken) for name in names.up] for i in held]
+    down = [[Cut(f"{i}.{names.down}.weight", (size, experts.inner), axis=1, taken=taken)] for i in held]
+    kept = _kept(weights, up, down, experts, activation)
     if kept is not None:
         return kept
-
-    def up(expert: int) -> Tensor:
-        cuts = [up_cut(expert, name) for name in names.up]
-        return torch.cat([weights.cut(own.name, own.shape, axis=0, taken=taken) for own in cuts])
-
-    def down(expert: int) -> Tensor:
-        own = down_cut(expert)
-        return weights.cut(own.name, own.shape, axis=1, taken=taken)
-
-    return Experts(_stack(held, up), _stack(held, down), activation=activation, held=held)
+    return Experts(_stack(weights, up), _stack(weights, down), activation=activation, held=held)
 
 
 def load_stacked_experts(
@@ -71,16 +57,15 @@ def load_stacked_experts(
     taken, count, inner = weights.heads(experts.inner), experts.count, experts.inner
     up_shape, down_shape = (count, 2 * inner, size), (count, size, inner)
     if experts.is_transposed and weights.fits(down, count, inner, size):
-        gate_up = _cut_halves(weights, up, (count, size, 2 * inner), axis=2, taken=taken).mT.contiguous()
+        gate_up = _numbers(weights, _halves(up, (count, size, 2 * inner), axis=2, taken=taken)).mT.contiguous()
         rows = weights.cut(down, (count, inner, size), axis=1, taken=taken).mT.contiguous()
         return Experts(gate_up, rows, activation=activation, held=range(count))
-    halves = [Cut(up, up_shape, axis=1, taken=run) for run in _halves(2 * inner, taken)]
-    kept = _kept(weights, [halves], [[Cut(down, down_shape, axis=2, taken=taken)]], experts, activation)
+    halves = _halves(up, up_shape, axis=1, taken=taken)
+    rest = [Cut(down, down_shape, axis=2, taken=taken)]
+    kept = _kept(weights, [halves], [rest], experts, activation)
     if kept is not None:
         return kept
-    gate_up = _cut_halves(weights, up, up_shape, axis=1, taken=taken)
-    rows = weights.cut(down, down_shape, axis=2, taken=taken)
-    return Experts(gate_up, rows, activation=activation, held=range(experts.count))
+    return Experts(_numbers(weights, halves), _numbers(weights, rest), activation=activation, held=range(count))
 
 
 def load_stacked_shared_expert(
@@ -88,7 +73,7 @@ def load_stacked_shared_expert(
 ) -> SharedExpert:
     """Read the shared expert made of `up` [2 I, C] with gate first, and `down` [C, I]."""
     taken = weights.heads(inner)
-    gate_up = _cut_halves(weights, up, (2 * inner, size), axis=0, taken=taken)
+    gate_up = _numbers(weights, _halves(up, (2 * inner, size), axis=0, taken=taken))
     rows = weights.cut(down, (size, inner), axis=1, taken=taken)
     return SharedExpert(ColumnLinear(gate_up, None), rows, activation=activation)
 
@@ -165,15 +150,10 @@ def load_grouped_moe(
     )
 
 
-def _cut_halves(weights: ShardedWeights, name: str, shape: Sequence[int], *, axis: int, taken: range) -> Tensor:
-    """The run `taken` of each half of a tensor along an axis, such as gate and up in one, stacked along that axis."""
-    runs = _halves(shape[axis], taken)
-    return torch.cat([weights.cut(name, shape, axis=axis, taken=run) for run in runs], dim=axis)
-
-
-def _halves(size: int, taken: range) -> list[range]:
-    """The run `taken` of each half of `size` features."""
-    return [range(start + taken.start, start + taken.stop) for start in (0, size // 2)]
+def _halves(name: str, shape: tuple[int, ...], *, axis: int, taken: range) -> list[Cut]:
+    """The run `taken` of each half of a tensor along an axis, such as gate and up in one."""
+    starts = (0, shape[axis] // 2)
+    return [Cut(name, shape, axis, range(start + taken.start, start + taken.stop)) for start in starts]
 
 
 def _kept(
@@ -191,11 +171,17 @@ def _kept(
     return QuantisedExperts(up_matrices, down_matrices, count=experts.count, activation=activation)
 
 
-def _stack(experts: range, read: Callable[[int], Tensor]) -> Tensor:
-    """One tensor per expert -> [E, ...], with one of them in memory twice at most."""
-    first = read(experts[0])
-    rows = first.new_empty(len(experts), *first.shape)
+def _stack(weights: ShardedWeights, groups: Sequence[Sequence[Cut]]) -> Tensor:
+    """One tensor per group -> [E, ...], with one of them in memory twice at most."""
+    first = _numbers(weights, groups[0])
+    rows = first.new_empty(len(groups), *first.shape)
     rows[0] = first
-    for row, expert in enumerate(experts[1:], start=1):
-        rows[row] = read(expert)
+    for row, cuts in enumerate(groups[1:], start=1):
+        rows[row] = _numbers(weights, cuts)
     return rows
+
+
+def _numbers(weights: ShardedWeights, cuts: Sequence[Cut]) -> Tensor:
+    """Cuts along one axis, joined along it."""
+    parts = [weights.cut(own.name, own.shape, axis=own.axis, taken=own.taken) for own in cuts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cuts[0].axis)

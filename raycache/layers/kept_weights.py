@@ -186,7 +186,6 @@ def fp8_matrices(experts: Iterator[list[StoredSlice]], count: int, *, rows: Sequ
         codes.view(torch.float8_e4m3fn),
         scales if blocks is None else blocks,
         rows_per_scale=1 if blocks is None else GROUP,
-        num_inputs=one.shape[-1],
         offset=_offset(one),
     )
 
@@ -199,7 +198,7 @@ def mx_matrices(experts: Iterator[list[StoredSlice]], count: int, *, rows: Seque
         return MxMatrices.pack(codes), exponents.mT
 
     (codes, exponents), one = _for_each(experts, count, arranged)
-    return MxMatrices(codes, exponents, num_inputs=one.shape[-1], offset=_offset(one))
+    return MxMatrices(codes, exponents, offset=_offset(one))
 
 
 def _for_each(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from raycache.layers import fused
@@ -17,39 +19,24 @@ class RMSNorm:
     Args:
         weight: [N], the size of that dimension.
         eps: keeps zeros finite.
+        is_centered: whether the factor is 1 + weight.
     """
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, *, is_centered: bool = False) -> None:
         self.weight = weight
-        self._eps = eps
+        self._eps, self._is_centered = eps, is_centered
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, N] -> new [T, N]."""
-        return fused.rms_norm(x, self.weight, self._eps)
+        return fused.rms_norm(x, self.weight, self._eps, is_centered=self._is_centered)
 
     def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of hidden + delta, hidden + delta), each [T, N]; delta may be overwritten."""
-        return fused.add_rms_norm(hidden, delta, self.weight, self._eps)
+        return fused.add_rms_norm(hidden, delta, self.weight, self._eps, is_centered=self._is_centered)
 
 
-class CenteredNorm:
-    """RMSNorm with 1 + weight, multiplied in at least float32: the stored weights lie around zero (Gemma, Qwen3-Next).
-
-    Args:
-        weight: [N], as stored.
-        eps: keeps zeros finite.
-    """
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight
-        self._eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, N] -> new [T, N]."""
-        return fused.rms_norm(x, self.weight, self._eps, is_centered=True)
-
-    def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        return fused.add_rms_norm(hidden, delta, self.weight, self._eps, is_centered=True)
+CenteredNorm = partial(RMSNorm, is_centered=True)
+"""With 1 + weight, multiplied in at least float32: the stored weights lie around zero (Gemma, Qwen3-Next)."""
 
 
 class HeadNorm:

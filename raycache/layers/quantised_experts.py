@@ -41,15 +41,13 @@ class Fp8Matrices:
         codes: [E, O, K] float8_e4m3fn.
         scales: [E, O / rows_per_scale rounded up, G] float32.
         rows_per_scale: output features that share a scale.
-        num_inputs: I.
         offset: column of the codes that the first input feature has.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, *, rows_per_scale: int, num_inputs: int, offset: int = 0) -> None:
+    def __init__(self, codes: Tensor, scales: Tensor, *, rows_per_scale: int, offset: int = 0) -> None:
         self._codes = codes
         self._scales = scales
         self._rows_per_scale = rows_per_scale
-        self._num_inputs = num_inputs
         self._offset = offset
 
     def multiply(self, x: Tensor, routes: Routes, *, bias: Tensor | None, is_input: bool) -> Tensor:
@@ -75,14 +73,12 @@ class MxMatrices:
     Args:
         codes: [E, S, O, 32] int16, see `pack`.
         scales: [E, 4 S, O] uint8, exponents plus 127; at most 128.
-        num_inputs: I.
         offset: number of the first span that the first input feature has.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, *, num_inputs: int, offset: int = 0) -> None:
+    def __init__(self, codes: Tensor, scales: Tensor, *, offset: int = 0) -> None:
         self._codes = codes
         self._scales = scales
-        self._num_inputs = num_inputs
         self._offset = offset
 
     def multiply(self, x: Tensor, routes: Routes, *, bias: Tensor | None, is_input: bool) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from raycache.memory.component import FULL, ITEMSIZE, STATE, Component, Reuse, R
 from raycache.memory.views import IndexView, KVView, LatentView, StateView, View, view_type
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Coords, Split, shared_head_range, state_part
+
+V = TypeVar("V", KVView, LatentView, IndexView, StateView)
 
 
 def local_shape(component: Component, field: RowField, split: Split, at: Coords) -> tuple[int, ...]:
@@ -106,35 +109,29 @@ class DevicePool:
 
     def kv(self, layer: int) -> KVView:
         """Keys and values of a layer, of all tokens or of a window's."""
-        self.gate(layer)
-        view = self._views[KVView, layer]
-        assert isinstance(view, KVView)
-        return view
+        return self._view(KVView, layer)
 
     def latent(self, layer: int) -> LatentView:
         """Latents of an MLA layer."""
-        self.gate(layer)
-        view = self._views[LatentView, layer]
-        assert isinstance(view, LatentView)
-        return view
+        return self._view(LatentView, layer)
 
     def index(self, layer: int) -> IndexView:
         """Keys of a layer's sparse indexer."""
-        self.gate(layer)
-        view = self._views[IndexView, layer]
-        assert isinstance(view, IndexView)
-        return view
+        return self._view(IndexView, layer)
 
     def state(self, layer: int) -> StateView:
         """States of a recurrent layer."""
-        self.gate(layer)
-        view = self._views[StateView, layer]
-        assert isinstance(view, StateView)
-        return view
+        return self._view(StateView, layer)
 
     def behind(self) -> DraftLayers:
         """The layers behind the model's own, numbered from 0."""
         return DraftLayers(self, self._num_layers)
+
+    def _view(self, kind: type[V], layer: int) -> V:
+        self.gate(layer)
+        view = self._views[kind, layer]
+        assert isinstance(view, kind)
+        return view
 
     def _allocate(self, component: Component, num_layers: int, ctx: ParallelContext) -> dict[str, Tensor]:
         """Rows by field. Not cleared: none is read before it is written, untouched memory is free."""

@@ -11,7 +11,7 @@ from raycache.checkpoint.rope_config import RopeConfig
 from raycache.layers.activation import gelu_tanh_gated
 from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import Mixer
-from raycache.layers.norm import CenteredNorm
+from raycache.layers.norm import CenteredNorm, RMSNorm
 from raycache.layers.self_attention import load_attention, read_attention, read_stated_heads
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
@@ -64,7 +64,7 @@ class Gemma3Text:
         windowed = replace(config.attention, rope=config.window_rope).rotary(device)
 
         def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:
-            def norm(name: str) -> CenteredNorm:
+            def norm(name: str) -> RMSNorm:
                 return CenteredNorm(own.whole(f"{name}_layernorm.weight", size), eps)
 
             rotary, at = windowed if layer in config.attention.windowed else full, own.under("self_attn")
