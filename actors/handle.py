@@ -1,4 +1,4 @@
-"""A handle of one engine actor: how it is created, asked and ended, with deadlines and with our errors."""
+"""Handle to an engine actor: creates, calls and stops it, with timeouts and RayCache's own errors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from raycache.types import CacheAction, CacheCommand, GenerateRequest
 STOP_TIMEOUT_S = 15.0
 _POLL_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 60.0
-"""For any answer; the actor has threads that do not wait for a step."""
+"""For any reply; the actor has threads that do not wait for a step."""
 _ENGINE = "the engine actor"
 
 
 class EngineHandle:
-    """Creates an engine actor, which has to wait until Ray has ended the ranks of the one before.
+    """Creates an engine actor; it starts ranks once Ray has ended those of its predecessor.
 
     Args:
         device: "cpu" or "cuda".
-        epoch: see `EngineActor`.
-        replica: name of this engine among others.
+        epoch: epoch of the last gang before this engine's first.
+        replica: name of the replica.
     """
 
     def __init__(
@@ -36,36 +36,36 @@ class EngineHandle:
     ) -> None:
         self.placement = placement
         options: dict[str, Any] = {
-            # Submits and cancels stay in order; polls and questions do not wait for each other.
+            # Submits and cancels stay in order; polls and queries do not wait for each other.
             "concurrency_groups": {"submit": 1, "poll": 1, "ask": 3, "admin": 1, "flush": 2},
-            # With the first ranks: the catalog of the host tier is in the arena there.
+            # On the node of rank 0: its arena holds the catalog of the host tier.
             "scheduling_strategy": NodeAffinitySchedulingStrategy(placement.nodes[0], soft=False),
-            # Of its calls, a poll for every step, which Ray's GCS would gather by the ten thousand.
+            # Otherwise Ray's GCS collects an event per call, that is, at least one per step.
             "enable_task_events": False,
         }
         kind: Any = ray.remote(num_cpus=0, max_restarts=0, **options)(EngineActor)
         self._actor = kind.remote(config, device, placement, arenas=arenas, epoch=epoch, replica=replica)
 
     def submit(self, request: GenerateRequest) -> None:
-        """Send a request; what comes of it is polled."""
+        """Send a request; `poll` returns its output."""
         self._actor.submit.remote(request)
 
     def cancel(self, request_id: str) -> None:
-        """End a request."""
+        """Cancel a request."""
         self._actor.cancel.remote(request_id)
 
     async def poll(self) -> list[Message]:
-        """Wait some seconds for messages.
+        """Return new messages; waits up to a few seconds for the first one.
 
         Raises:
-            ActorLostError: the engine died, or says nothing any more.
-            RayCacheError: it has failed for good.
+            ActorLostError: the engine died or does not respond.
+            RayCacheError: the engine has failed permanently.
         """
         messages: list[Message] = await self.ask("poll", _POLL_TIMEOUT_S)
         return messages
 
     async def admin(self, command: CacheCommand) -> dict[str, Any]:
-        """Have the decider's part of an operator's command done; a flush does not keep others waiting."""
+        """Carry out the decider's part of an operator's command; a flush does not delay other commands."""
         ref = self._actor.admin
         if command.kind is CacheAction.FLUSH:
             ref = ref.options(concurrency_group="flush")
@@ -78,22 +78,22 @@ class EngineHandle:
         """Call a method of `EngineActor`.
 
         Raises:
-            ActorLostError: there is no answer.
-            RayCacheError: what was raised there.
+            ActorLostError: the engine died or does not respond.
+            RayCacheError: raised by the method.
         """
         ref = getattr(self._actor, method).remote(*arguments)
         return await answer(ref, of=_ENGINE, timeout_s=_ANSWER_TIMEOUT_S)
 
     def ask_now(self, method: str, *, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
-        """The same, from a thread."""
+        """Like `ask`, but blocking: call it from a thread."""
         return answer_now(getattr(self._actor, method).remote(), of=_ENGINE, timeout_s=timeout_s)
 
     def stop(self) -> None:
-        """End engine and ranks in good order, so that the ranks let go of the host tier, or else kill the engine."""
+        """Stop the engine and its ranks cleanly, so that they detach from the host tier; kill them after a timeout."""
         with contextlib.suppress(ActorLostError):
             answer_now(self._actor.stop.remote(STOP_TIMEOUT_S), of=_ENGINE, timeout_s=STOP_TIMEOUT_S + 5)
         self.kill()
 
     def kill(self) -> None:
-        """End the engine at once; Ray ends its ranks."""
+        """Kill the engine; Ray then ends its ranks."""
         ray.kill(self._actor)

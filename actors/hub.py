@@ -1,10 +1,10 @@
-"""The engines of a service for front ends in other processes: an actor that has them, and its client.
+"""An actor that owns the engines of a service, and its client for front ends in other processes.
 
     front end: HubClient --submit--> HubActor: Replicas ---> RayEngine 0 ---> ...
                         <---poll----                    `--> RayEngine 1 ---> ...
 
-So there is one place that knows what every replica holds and has to do, however many front ends there are. A front end
-polls for all its requests together: a step of an engine costs one call per front end, and not one per request.
+One process thus knows the cache and load of every replica, for any number of front ends. A front end polls for all its
+requests together: an engine's step costs one call per front end instead of one per request.
 """
 
 from __future__ import annotations
@@ -35,23 +35,27 @@ from raycache.observe.metrics import Metrics
 from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 Message = tuple[str, RequestOutput | RayCacheError]
-"""Request id, and an increment or why there are no more."""
+"""Request id, and an increment or the error that ended the request."""
 
 _log = logging.getLogger(__name__)
-_HUB = "the actor that has the engines"
+_HUB = "the hub actor"
 _POLL_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 60.0
 _COMMAND_TIMEOUT_S = 660.0
-"""For a command to the cache, beside the time that it may take itself; longer than any wait inside."""
+"""For a cache command, in addition to its own timeout; longer than any wait inside."""
 _CHANGE_TIMEOUT_S = 4 * 3600.0
-"""For a command to replicas; many can be started one after the other."""
+"""For a command to replicas, which can start many one after another."""
 _SILENT_S = 30.0
-"""A front end that has not polled for so long is gone, and its requests end."""
+"""A front end that has not polled for this long counts as lost, and its requests are cancelled."""
 
 
 @dataclass
 class _Client:
-    """A front end."""
+    """A front end.
+
+    Attributes:
+        life: random; a new one if the front end was dropped and has come back.
+    """
 
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
@@ -77,16 +81,16 @@ class HubActor:
         self._publishing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        """What the Ray dashboard and logs call it."""
+        """Name in the Ray dashboard and in logs."""
         return "engines"
 
     async def start(self) -> EngineInfo:
-        """Start the replicas, and wait until they serve.
+        """Start the replicas and wait until they serve.
 
         Raises:
-            RayCacheError: why they do not.
+            RayCacheError: a replica failed to start.
         """
-        address = ray.get_runtime_context().gcs_address  # not every service is started by `raycache launch`, which asks
+        address = ray.get_runtime_context().gcs_address  # `raycache launch` checks too, but `serve deploy` does not
         await asyncio.to_thread(require_token, address, is_insecure_allowed=self._config.insecure_cluster)
         self._starter = Starter(self._config, device=device_type(self._config))
         started = await asyncio.to_thread(self._starter.start_all, on_progress=self._note)
@@ -96,14 +100,14 @@ class HubActor:
         return await self._replicas.info()
 
     async def progress(self) -> tuple[str, float]:
-        """Phase of the start, and its share done."""
+        """Current phase of the start, and the fraction of it that is done."""
         return self._progress
 
     async def check_health(self) -> None:
-        """Whether there are engines, or will be.
+        """Check that the service has not failed.
 
         Raises:
-            EngineStoppedError: there are none any more.
+            EngineStoppedError: no engine is left.
         """
         if self._watching is not None and self._watching.done():
             self._watching.result()
@@ -121,25 +125,25 @@ class HubActor:
         return await self._ready().carry_out(command)
 
     async def submit(self, client: str, request: GenerateRequest) -> None:
-        """Run a request; what comes of it is polled."""
+        """Start a request; `poll` returns its output."""
         of = self._clients.setdefault(client, _Client())
         of.running[request.request_id] = asyncio.create_task(self._run(request, of))
 
     async def cancel(self, client: str, request_id: str, submitted: None) -> None:
-        """End a request; nothing more is told of it.
+        """Cancel a request; no more messages about it follow.
 
         Args:
-            submitted: what `submit` returned, passed as its reference so that Ray waits for it. Otherwise the cancel
-                of a long prompt overtakes its request: Ray sends arguments above 100 kB by way of the object store.
+            submitted: reference to the result of `submit`, which Ray then waits for. Otherwise the cancel of a long
+                prompt overtakes its request: Ray sends arguments above 100 kB through the object store.
         """
         if client in self._clients and (task := self._clients[client].running.pop(request_id, None)):
             task.cancel()
 
     async def poll(self, client: str) -> tuple[str, list[Message]]:
-        """What happened since the last poll; waits some seconds for the first message.
+        """Return the messages since the last poll; waits up to a few seconds for the first one.
 
         Returns:
-            Name of the time since the front end was last forgotten with all its requests, and the messages.
+            The client's `life`, which changes if its requests were cancelled for its silence, and the messages.
         """
         of = self._clients.setdefault(client, _Client())
         with contextlib.suppress(TimeoutError):
@@ -151,7 +155,7 @@ class HubActor:
         return of.life, messages
 
     async def stop(self) -> None:
-        """End all engines; returns when they are gone, or after deadlines."""
+        """Stop all engines; returns when they have ended, or after a timeout."""
         if self._starter is not None:
             await asyncio.to_thread(self._starter.stop)
 
@@ -162,14 +166,14 @@ class HubActor:
                     client.tell((request.request_id, output))
         except RayCacheError as error:
             client.tell((request.request_id, error))
-        except Exception as error:  # the last resort: whoever polls must hear of it
+        except Exception as error:  # last resort: the client must be told
             _log.exception("request %s failed", request.request_id)
             client.tell((request.request_id, EngineStoppedError(f"{type(error).__name__}: {error}")))
         finally:
             client.running.pop(request.request_id, None)
 
     async def _publish(self, replicas: Replicas) -> None:
-        """Tell Ray's metrics, and forget front ends that are gone."""
+        """Publish Ray metrics, and drop front ends that no longer poll."""
         async with publishing(replicas, Metrics(self._config.model_name), has_front=False):
             while True:
                 await asyncio.sleep(_POLL_TIMEOUT_S)
@@ -188,10 +192,10 @@ class HubActor:
 
 
 class HubClient:
-    """The engines of a hub, as an `AsyncEngine` of one event loop.
+    """The engines of a hub as an `AsyncEngine`, for use in one event loop.
 
     Args:
-        hub: handle of the actor.
+        hub: actor handle of a `HubActor`.
     """
 
     def __init__(self, hub: Any) -> None:
@@ -201,7 +205,7 @@ class HubClient:
         self._polling: asyncio.Task[None] | None = None
 
     def follow(self, hub: Any) -> None:
-        """Ask that hub from now on; what is open at another one fails when that one is found to be gone."""
+        """Switch to another hub; requests open at the former one fail once its loss is noticed."""
         self._hub = hub
 
     async def info(self) -> EngineInfo:
@@ -249,14 +253,14 @@ class HubClient:
         while True:
             now, messages = await self._ask(self._hub.poll, self._name)
             if life and now != life:
-                self._fail("this front end was silent for too long, and its requests were ended")
+                self._fail("this front end did not poll for too long; its requests were cancelled")
             life = now
             for request_id, message in messages:
                 if request_id in self._open:
                     self._open[request_id].put_nowait(message)
 
     def _on_polling_over(self, task: asyncio.Task[None]) -> None:
-        """Whatever ended the polling, nobody may wait for ever."""
+        """Fail open requests, whatever ended the polling: none may wait for ever."""
         error = None if task.cancelled() else task.exception()
         self._fail(str(error or "the server is stopping"))
 
@@ -279,6 +283,6 @@ def _call(method: Any, *arguments: object) -> Any:
 
 
 def start_hub(config: Config) -> Any:
-    """Create the actor; call its `start` next."""
-    options: dict[str, Any] = {"enable_task_events": False}  # of its calls, a poll for every step
+    """Create a `HubActor`; call its `start` next."""
+    options: dict[str, Any] = {"enable_task_events": False}  # there is a call per step
     return ray.remote(num_cpus=0, max_restarts=0, **options)(HubActor).remote(config)

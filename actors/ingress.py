@@ -1,9 +1,9 @@
-"""The HTTP ingress by Ray Serve: an application of two deployments.
+"""HTTP ingress with Ray Serve: an application of two deployments.
 
     client -> Serve's proxy -> Ingress (ASGI application, 1 to n processes) -> HubActor -> engines
-                               Engines: has the hub, and is replaced when that is lost
+                               Engines: owns the hub; replaced by Serve if the hub is lost
 
-This is the only file that imports ray.serve.
+The only file that imports ray.serve.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError
 from raycache.types import EngineInfo
 
-_HUB = "the actor that has the engines"
+_HUB = "the hub actor"
 _CHECK_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 40.0
 _LOOK_S = 2.0
 _PROXY = {"runtime_env": {"env_vars": {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}}}
-"""Serve kills a proxy that is not up within 5 s, which is less than a busy machine takes to import it, and fails."""
+"""By default Serve kills a proxy that is not ready within 5 s; on a busy machine the imports alone take longer."""
 _LOGS = {"log_level": "WARNING", "enable_access_log": False}
 
 BuildApp = Callable[[HubClient, Config, EngineInfo], ASGIApp]
-"""Makes the ASGI application of an ingress process; found there by its module and name."""
+"""Builds the ASGI application in an ingress process; pickled by reference, so it must be importable."""
 
 
 class Engines:
-    """Has the hub, which ends with it."""
+    """Owns the hub, which ends with it."""
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
         self._hub = start_hub(config)
@@ -49,28 +49,27 @@ class Engines:
             raise ours(error) from error
 
     async def hub(self) -> tuple[Any, EngineInfo]:
-        """The hub, and facts of its engines."""
+        """Return the hub's handle and its engines' info."""
         return self._hub, self._info
 
     async def check_health(self) -> None:
-        """Asked by Serve, which replaces what raises.
+        """Called by Serve, which replaces a deployment that raises.
 
         Raises:
-            EngineStoppedError: there is no engine any more.
+            EngineStoppedError: no engine is left.
         """
         await answer(self._hub.check_health.remote(), of=_HUB, timeout_s=_CHECK_TIMEOUT_S)
 
     async def __del__(self) -> None:
-        """Asked by Serve before it ends this process."""
+        """Called by Serve before it ends this process."""
         await answer(self._hub.stop.remote(), of=_HUB, timeout_s=_STOP_TIMEOUT_S)
 
 
 class Ingress:
-    """One process that serves HTTP.
+    """One HTTP process.
 
     Args:
-        engines: the other deployment.
-        build: makes the application.
+        engines: handle of the other deployment.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -82,17 +81,17 @@ class Ingress:
         self._app = build(self._client, config, info)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Asked by Serve after the constructor."""
+        """Called by Serve after the constructor."""
         return self._app
 
     async def check_health(self) -> None:
-        """Asked by Serve: follows the engines to another hub."""
+        """Called by Serve; switches to the new hub after the engines were replaced."""
         hub, _ = await self._engines.hub.remote()
         self._client.follow(hub)
 
 
 def application(config: Config, *, build: BuildApp) -> serve.Application:
-    """The Serve application."""
+    """Build the Serve application."""
     light = {"num_cpus": 0}
     engines = serve.deployment(
         name="Engines",
@@ -116,20 +115,19 @@ def application(config: Config, *, build: BuildApp) -> serve.Application:
 
 
 class ServedIngress:
-    """The application on the cluster that this process is connected to, which has no Serve yet.
+    """Runs the application on the cluster that this process is connected to, starting Ray Serve there.
 
     Raises:
-        ConfigError: it cannot be served; nothing is left of it.
-
+        ConfigError: Serve already runs there, or the application did not start; everything is cleaned up.
     Attributes:
-        info: facts of the engines.
+        info: of the engines.
     """
 
     def __init__(self, config: Config, *, build: BuildApp, port: int) -> None:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         if serve.status().applications or serve.status().proxies:
             raise ConfigError(
-                f"Ray Serve runs on the cluster {config.address} already; deploy launch.ray_serve:app there with "
+                f"Ray Serve already runs on the cluster {config.address}; deploy launch.ray_serve:app there with "
                 "`serve deploy`, or use --ingress builtin"
             )
         http = {"host": config.host, "port": port}
@@ -149,10 +147,10 @@ class ServedIngress:
         self._name = config.model_name
 
     async def watch(self) -> None:
-        """Wait as long as the application is there.
+        """Wait until the application ends.
 
         Raises:
-            EngineStoppedError: it is not any more.
+            EngineStoppedError: it was deleted or has failed.
         """
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -161,15 +159,15 @@ class ServedIngress:
                 raise EngineStoppedError(f"the Serve application is {status.status if status else 'gone'}")
 
     def stop(self) -> None:
-        """End application and Serve; requests that run have drain_timeout_s to end."""
+        """Shut down the application and Serve; running requests have drain_timeout_s to finish."""
         serve.shutdown()
 
 
 def _start_proxy(http: dict[str, Any], *, timeout_s: float) -> None:
-    """Start Serve, and wait for its proxy for longer than the minute that Serve itself does.
+    """Start Serve and wait for its proxy, for longer than Serve's own minute.
 
     Raises:
-        TimeoutError: it is not up in time.
+        TimeoutError: the proxy is not ready within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     with contextlib.suppress(TimeoutError):
@@ -177,5 +175,5 @@ def _start_proxy(http: dict[str, Any], *, timeout_s: float) -> None:
         return
     while "HEALTHY" not in serve.status().proxies.values():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"its proxy is not up after {timeout_s:.0f} s; see --start-timeout-s")
+            raise TimeoutError(f"Serve's proxy is not ready after {timeout_s:.0f} s; see --start-timeout-s")
         time.sleep(_LOOK_S)

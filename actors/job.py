@@ -1,6 +1,6 @@
-"""A command that runs on the head of a remote cluster, as a Ray job, followed from here.
+"""Runs a command on the head of a remote cluster as a Ray job, and follows its log.
 
-Speaks with the dashboard's HTTP interface alone: this machine need not belong to the cluster.
+Uses only the dashboard's HTTP API: this machine need not belong to the cluster.
 """
 
 from __future__ import annotations
@@ -19,52 +19,51 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from raycache.errors import ConfigError
 
-_ANSWER_S = 20.0
-"""For one answer of the dashboard."""
+_RESPONSE_S = 20.0
+"""For one response of the dashboard."""
 _AWAY_S = 120.0
-"""That the dashboard may stay away while a job is followed."""
+"""How long the dashboard may be unreachable while a job is followed."""
 _SILENCE_S = 60.0
-"""Without a line of the log, after which the connection is made anew: it may have died without a sign."""
+"""Time without log output after which to reconnect: the connection may have died silently."""
 _STOP_S = 90.0
 
 
 class Job:
-    """A job of a remote cluster.
+    """A job on a remote cluster, submitted by the constructor.
 
     Args:
-        address: of its dashboard, such as "http://127.0.0.1:8265".
+        address: URL of the dashboard, such as "http://127.0.0.1:8265".
         entrypoint: shell command, run on the head.
-        environment: added to that of the command, and of all actors that it starts.
-        stop_s: seconds that it may take to end cleanly when it is stopped.
+        environment: environment variables for the command and all actors it starts.
+        stop_s: grace period in seconds when the job is stopped.
     Raises:
-        ConfigError: the cluster cannot be reached, or does not take the job.
-
+        ConfigError: the cluster cannot be reached, or rejects the job.
     Attributes:
-        job_id: by which `ray job` knows it.
+        job_id: as in `ray job status`.
     """
 
     def __init__(self, address: str, *, entrypoint: str, environment: Mapping[str, str], stop_s: int = 60) -> None:
         self._address = address
-        logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # it tells of every connection
+        logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # logs every connection
         values = {**environment, "RAY_JOB_STOP_WAIT_TIME_S": str(stop_s)}
         try:
             self._client = _Client(address)
             self.job_id = str(self._client.submit_job(entrypoint=entrypoint, runtime_env={"env_vars": values}))
-        except (*_FAILURES, ValueError, KeyError) as cause:  # the last two: an answer that is not that of a dashboard
+        except (*_FAILURES, ValueError, KeyError) as cause:  # the last two: not a dashboard's response
             raise ConfigError(_explain(address, cause)) from cause
 
     def follow(self, show: Callable[[str], None]) -> None:
-        """Show what it prints until it ends.
+        """Pass the job's output to `show` until the job ends.
 
         Raises:
-            ConfigError: the cluster does not answer any more.
+            ConfigError: the dashboard has been unreachable for too long.
         """
         asyncio.run(self._follow(show))
 
     async def _follow(self, show: Callable[[str], None]) -> None:
         seen, heard = 0, time.monotonic()
         while True:
-            position = 0  # in the log: every connection tells all of it again
+            position = 0  # in the log: every connection starts from its beginning
             try:
                 tail = self._client.tail_job_logs(self.job_id)
                 while True:
@@ -87,19 +86,19 @@ class Job:
             await asyncio.sleep(1.0)
 
     def exit_status(self) -> int | str:
-        """Of a job that has ended: the exit status of its command, or why it has none."""
+        """Exit status of the command of an ended job, or the reason why there is none."""
         details: Any = self._ask(lambda: self._client.get_job_info(self.job_id))
         if details.driver_exit_code is not None:
             return int(details.driver_exit_code)
         return 0 if details.status == JobStatus.SUCCEEDED else str(details.message or details.status)
 
     def node(self) -> str:
-        """Address of the node that it runs on; empty while that is not known."""
+        """Address of the node that the job runs on; empty while unknown."""
         details: Any = self._ask(lambda: self._client.get_job_info(self.job_id))
         return urlsplit(details.driver_agent_http_address or "").hostname or ""
 
     def stop(self) -> str:
-        """End it and wait until it has ended, or for its deadline; what came of it, for people."""
+        """Stop the job and wait for its end, up to a timeout; returns the outcome as a sentence."""
         try:
             self._client.stop_job(self.job_id)
             deadline = time.monotonic() + _STOP_S
@@ -121,11 +120,11 @@ class Job:
 
 
 class _Client(JobSubmissionClient):
-    """Ray's client with a deadline for every answer: its own waits as long as the kernel does."""
+    """Ray's client with a timeout for every response; it has none of its own."""
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
-        answer: requests.Response = super()._do_request(method, endpoint, timeout=_ANSWER_S, **options)
-        return answer
+        response: requests.Response = super()._do_request(method, endpoint, timeout=_RESPONSE_S, **options)
+        return response
 
 
 _FAILURES = (requests.RequestException, AuthenticationError, ConnectionError, RuntimeError)
@@ -134,15 +133,15 @@ _FAILURES = (requests.RequestException, AuthenticationError, ConnectionError, Ru
 def _explain(address: str, cause: BaseException) -> str:
     if isinstance(cause, AuthenticationError):
         return (
-            f"the cluster at {address} wants its token; set RAY_AUTH_MODE=token and put the token that "
-            "`ray get-auth-token` prints there into ~/.ray/auth_token here"
+            f"the cluster at {address} requires a token; set RAY_AUTH_MODE=token and copy the output of "
+            "`ray get-auth-token` there to ~/.ray/auth_token here"
         )
     if isinstance(cause, requests.Timeout):
-        return f"the Ray dashboard at {address} did not answer within {_ANSWER_S:.0f} s"
+        return f"the Ray dashboard at {address} did not respond within {_RESPONSE_S:.0f} s"
     if isinstance(cause, ConnectionError | requests.ConnectionError):
         return (
-            f"nothing answers at {address}; a dashboard listens on its head's loopback unless told otherwise: "
-            "`ray dashboard cluster.yaml` brings it to http://127.0.0.1:8265"
+            f"nothing listens at {address}; by default a dashboard listens on the head's loopback interface only: "
+            "`ray dashboard cluster.yaml` forwards it to http://127.0.0.1:8265"
         )
     text = " ".join(str(cause).split())
-    return f"what answers at {address} does not take jobs as a Ray dashboard does: {text[:300]}"
+    return f"{address} does not accept jobs like a Ray dashboard: {text[:300]}"

@@ -1,6 +1,6 @@
-"""The replicas of a service: which there are, and how more are started, drained, restarted and, when lost, replaced.
+"""The set of replicas of a service: starts, drains and restarts them, and replaces lost ones.
 
-A drained replica takes no new requests, ends those that it has, saves its pages to the storage and stops.
+A draining replica accepts no new requests, finishes those that it has, saves its pages to storage and stops.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from raycache.types import CacheAction, CacheCommand, EngineInfo
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""Between two attempts to start a replica again."""
+"""Between two attempts to restart a lost replica."""
 
 
 @dataclass(eq=False)
 class Member:
-    """A replica that serves, or is being drained.
+    """A replica that serves or drains.
 
     Attributes:
-        name: in use once at a time.
-        is_leaving: takes no new requests.
+        name: unique among current replicas.
+        is_leaving: whether it is draining and accepts no new requests.
     """
 
     name: str
@@ -42,10 +42,12 @@ class Member:
     is_leaving: bool = False
 
     async def drain(self, *, timeout_s: float) -> dict[str, Any]:
-        """Take no new requests, let open ones end, hand the others back, and save the cache; says what was done.
+        """Accept no new requests, let open ones finish, give the rest to other replicas, and save the cache.
 
         Args:
-            timeout_s: for open requests to end, and then for saving.
+            timeout_s: limit for open requests to finish, and again for saving.
+        Returns:
+            What was done, for the operator.
         """
         self.is_leaving = True
         deadline = time.monotonic() + timeout_s
@@ -53,7 +55,7 @@ class Member:
         while len(streams) and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_S)
         num_moved = len(streams)
-        streams.fail(EngineStoppedError(f"replica {self.name} is drained"))
+        streams.fail(EngineStoppedError(f"replica {self.name} is draining"))
         return {"name": self.name, "moved_requests": num_moved, "saved": await self._save(timeout_s)}
 
     async def _save(self, timeout_s: float) -> Mapping[str, Any]:
@@ -62,16 +64,16 @@ class Member:
         except ConfigError:
             return {}  # there is no storage
         except RayCacheError as error:
-            _log.warning("pages of replica %s are not saved: %s", self.name, error)
+            _log.warning("could not save the pages of replica %s: %s", self.name, error)
             return {"error": str(error)}
 
 
 class Members:
-    """The replicas that there are. All but the constructor belongs to one event loop.
+    """The current replicas. Everything but the constructor belongs to one event loop.
 
     Args:
-        router: told of those that come and go.
-        started: name -> engine that serves, and its facts.
+        router: notified of added and removed replicas.
+        started: name -> (running engine, its info).
     """
 
     def __init__(self, config: Config, starter: Starter, router: Router, started: Mapping[str, Started]) -> None:
@@ -94,14 +96,14 @@ class Members:
 
     @property
     def is_one_coming(self) -> bool:
-        """Whether there will, or may, be one more before long."""
+        """Whether another replica is starting, or may start before long."""
         return bool(self._starting) or self._is_changing
 
     def watch(self) -> asyncio.Future[None]:
-        """Watch those that are not watched yet, and start again what is lost.
+        """Watch all replicas and restart lost ones.
 
         Returns:
-            Fails with EngineStoppedError when no replica is left.
+            A future that fails with EngineStoppedError once no replica is left.
         """
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
@@ -116,12 +118,12 @@ class Members:
         if command.kind is ReplicaAction.STATUS:
             return self._status()
         if self._is_changing:
-            raise ConfigError("the replicas are being changed already; wait until that is done")
-        # An operator who does not wait for the end must not leave a replica half drained.
+            raise ConfigError("another change of the replicas is in progress; try again when it has finished")
+        # Runs to its end even if the operator disconnects: no replica may stay half drained.
         self._change = asyncio.create_task(self._changed(command))
         return await asyncio.shield(self._change)
 
-    # --- who is there -------------------------------------------------------------------------------------------------
+    # --- membership ---------------------------------------------------------------------------------------------------
 
     def _join(self, name: str, engine: RayEngine, info: EngineInfo) -> None:
         host_tokens = info.tiers.get("host", {}).get("tokens", 0)
@@ -144,15 +146,14 @@ class Members:
 
     def _replace(self, member: Member, error: BaseException) -> None:
         task = asyncio.create_task(self._replaced(member, error))
-        self._replacing.add(task)  # or it could be collected while it runs
+        self._replacing.add(task)  # keeps a reference: asyncio itself holds only a weak one
         task.add_done_callback(self._replacing.discard)
 
     async def _replaced(self, member: Member, error: BaseException) -> None:
-        """Start a lost replica again, as long as there are others; a service that has none left is better started anew
-        by whoever started it."""
+        """Restart a lost replica while others serve; a service without any is restarted by its supervisor instead."""
         pause_s = _FIRST_PAUSE_S
         while self._members or self._starting:
-            _log.warning("replica %s is lost: %s; starting it again in %.0f s", member.name, error, pause_s)
+            _log.warning("replica %s was lost: %s; restarting it in %.0f s", member.name, error, pause_s)
             await asyncio.to_thread(self._starter.end, member.engine)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -167,7 +168,7 @@ class Members:
             self._failure.set_exception(EngineStoppedError(str(error)))
 
     async def _start(self) -> str:
-        """One more replica; its name."""
+        """Start another replica; returns its name."""
         name = next(each for each in map(str, count()) if each not in self._members and each not in self._starting)
         self._starting.add(name)
         try:
@@ -181,7 +182,7 @@ class Members:
     def _num_here(self) -> int:
         return len(self._starting) + sum(not one.is_leaving for one in self)
 
-    # --- an operator's changes ----------------------------------------------------------------------------------------
+    # --- operator commands --------------------------------------------------------------------------------------------
 
     @property
     def _is_changing(self) -> bool:
@@ -208,7 +209,7 @@ class Members:
         return {"drained": await asyncio.gather(*(self._drain(one) for one in members[: max(0, -more)]))}
 
     async def _restart(self, *, drain_first: bool) -> dict[str, Any]:
-        """One after the other, so that there is room for all but one, or for one more."""
+        """Replace the replicas one by one: capacity falls by one if `drain_first`, else one more is needed."""
         if not drain_first:
             check_replicas(self._config, len(self._members) + 1)
         started, drained = list[str](), list[dict[str, Any]]()
@@ -219,7 +220,7 @@ class Members:
                 started.append(await self._start())
             except RayCacheError as cause:
                 if drain_first:
-                    self._replace(member, cause)  # or there would be one less for ever
+                    self._replace(member, cause)  # otherwise one would be missing for good
                 raise
             if not drain_first:
                 drained.append(await self._drain(member))

@@ -1,11 +1,11 @@
-"""What /metrics shows, in Ray's metrics too: Ray's agents hand them to the Prometheus that watches the cluster.
+"""Publishes the metrics of /metrics as Ray metrics too, for the Prometheus that scrapes Ray's agents.
 
-The front end publishes: it knows all replicas, storage and lost engines, and sees the latencies. Every few seconds and
-in a thread, so that no token waits for it.
+The front end publishes them, since it sees all replicas and the latencies; every few seconds and in a thread, so that
+no token is delayed.
 
-All of them are gauges there, of the names that counters and histograms have in Prometheus, which asks for no more: a
-counter of Ray is not there before it counts, so that nobody would see it leave 0, and histograms are counted again from
-the middles of their buckets, with wrong sums.
+They are all Ray gauges with the names of Prometheus counters and histograms, which is all that queries need. A Ray
+counter does not exist before its first increment, which `rate` then misses; Ray histograms have wrong sums, since they
+are rebuilt from the middles of their buckets.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 
 class RayMetrics:
-    """Metrics of this process in Ray, which has to be connected."""
+    """Publishes metrics of this process, which must be connected to Ray."""
 
     def __init__(self) -> None:
         self._gauges: dict[str, Gauge] = {}
 
     def publish(self, families: Iterable[Family]) -> None:
-        """Tell Ray what they show now."""
+        """Set Ray's gauges to the current values."""
         for family in families:
             for sample in family.samples:
                 if sample.name.endswith("_created"):
@@ -51,11 +51,11 @@ class RayMetrics:
 async def publishing(
     engine: AsyncEngine, metrics: Metrics, *, has_front: bool = True, every_s: float = _EVERY_S
 ) -> AsyncIterator[None]:
-    """Publish as long as the block lasts.
+    """Publish metrics for the duration of the `with` block.
 
     Args:
-        has_front: whether what the front end sees is published, too; not if it is in other processes.
-        every_s: seconds between two times.
+        has_front: whether to include the front end's metrics; False if it runs in other processes.
+        every_s: seconds between updates.
     """
     task = asyncio.create_task(_publish(engine, metrics, has_front=has_front, every_s=every_s))
     try:
@@ -67,7 +67,7 @@ async def publishing(
 
 
 def publish_front(metrics: Metrics, *, every_s: float = _EVERY_S) -> None:
-    """Publish what a front end without engines sees, from a thread that ends with the process."""
+    """Publish only the front end's metrics, from a daemon thread."""
 
     def run() -> None:
         ray_metrics, rounds = RayMetrics(), _Rounds()
@@ -93,18 +93,18 @@ async def _publish(engine: AsyncEngine, metrics: Metrics, *, has_front: bool, ev
 
 
 class _Rounds:
-    """Rounds of publishing. One that fails ends neither those after it nor the service."""
+    """Rounds of publishing; a failed one stops neither later ones nor the service."""
 
     def __init__(self) -> None:
         self._is_told = False
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """A round; the log gets its failure, and of more in a row the first one only."""
+        """One round; of consecutive failures only the first is logged."""
         try:
             yield
             self._is_told = False
-        except Exception:  # the last resort: figures that stay away in silence are missed when they are needed
+        except Exception:  # last resort: log it instead of silently losing all metrics
             if not self._is_told:
-                _log.exception("the metrics could not be published; they are tried again every few seconds")
+                _log.exception("could not publish metrics; retrying every few seconds")
             self._is_told = True

@@ -1,4 +1,4 @@
-"""Looks at the nodes of an engine's ranks, and ends an engine that cannot stay where it is."""
+"""Watches the nodes of an engine's ranks, and stops an engine that cannot stay there."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from raycache.types import CacheAction, CacheCommand
 
 _log = logging.getLogger(__name__)
 _MOVE_S = 5.0
-"""Before a draining node's end, when its ranks leave it whether or not there are resources elsewhere."""
+"""How long before a draining node's deadline its ranks leave, even without resources elsewhere."""
 _PAST_S = 10.0
-"""Taken for a draining node whose end is past when it is first heard of: the clock of who has set it may be wrong."""
+"""Assumed for a draining node whose deadline has already passed: the clocks may differ."""
 _LOOK_S = 1.0
-"""Between two looks at the nodes, and for resources elsewhere."""
+"""Polling interval."""
 
 
 class NodeWatch:
-    """Ends an engine when a node of its ranks is lost or drains; whoever polls the engine then has it replaced.
+    """Stops an engine when a node of its ranks is lost or drains; the engine's poller then has it replaced.
 
     Args:
-        drain_timeout_s: that saving the cache may take before a node that drains is left.
+        drain_timeout_s: limit for saving the cache before leaving a draining node.
     """
 
     def __init__(self, supervisor: Supervisor, *, drain_timeout_s: float) -> None:
@@ -35,7 +35,7 @@ class NodeWatch:
         self._drain_timeout_s = drain_timeout_s
 
     async def run(self) -> None:
-        """Watch one engine after another, until cancelled."""
+        """Watch the supervisor's current engine until cancelled."""
         ended = None
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -44,41 +44,41 @@ class NodeWatch:
                 if engine is not ended and await self._has_ended(engine):
                     ended = engine
             except OSError:
-                continue  # the head is away; it may come back
-            except Exception:  # the last resort: without this watch, requests would hang on a lost node
-                _log.exception("the nodes could not be looked at; trying again")
+                continue  # the head is unreachable; it may come back
+            except Exception:  # last resort: without this watch, requests would hang on a lost node
+                _log.exception("could not check the nodes; retrying")
 
     async def _has_ended(self, engine: EngineHandle) -> bool:
-        """End an engine if it has to leave a node; whether it had to.
+        """Stop an engine if it has to leave a node; returns whether it had to.
 
         Raises:
-            OSError: nobody can say what the nodes do.
+            OSError: the state of the nodes is unknown.
         """
         placement = engine.placement
         departing = await asyncio.to_thread(departing_nodes, placement.nodes)
         if departing.draining and not departing.lost and self._supervisor.is_serving(engine):
             departing = await self._save_and_wait(engine, departing)
         if departing.lost and engine is self._supervisor.engine:
-            _log.warning("node %s is lost", ", ".join(placement.addresses.get(node, node) for node in departing.lost))
+            _log.warning("node %s was lost", ", ".join(placement.addresses.get(node, node) for node in departing.lost))
             engine.kill()
             return True
         if not departing or not self._supervisor.is_serving(engine):
-            return False  # the next one is placed elsewhere anyway
+            return False  # its successor is placed elsewhere anyway
         await asyncio.to_thread(engine.stop)
         return True
 
     async def _save_and_wait(self, engine: EngineHandle, departing: DepartingNodes) -> DepartingNodes:
-        """Save the cache, and wait for resources elsewhere as long as the node lets us; requests go on meanwhile.
+        """Save the cache, and wait for resources elsewhere until the node's deadline; requests continue meanwhile.
 
         Returns:
-            Which nodes leave in the end: one may be lost before.
+            The departing nodes afterwards; one may have been lost in the meantime.
         """
         placement, left_s = engine.placement, departing.left_s
         who = ", ".join(placement.addresses.get(node, node) for node in departing.draining)
-        _log.warning("node %s drains%s", who, f" in {left_s:.0f} s" if math.isfinite(left_s) else "")
+        _log.warning("node %s is draining%s", who, f", {left_s:.0f} s left" if math.isfinite(left_s) else "")
         if left_s <= 0:
             left_s = _PAST_S
-            _log.warning("that is past: taking %.0f s; the clocks of these machines may differ", left_s)
+            _log.warning("its deadline has passed; assuming %.0f s, since the clocks may differ", left_s)
         end_s = time.monotonic() + left_s - _MOVE_S
         saving = asyncio.create_task(self._save(engine, who, timeout_s=max(0.0, left_s - _MOVE_S)))
         try:
@@ -89,7 +89,7 @@ class NodeWatch:
                     if saving.done() and await asyncio.to_thread(can_move, placement):
                         break
             if self._supervisor.is_serving(engine) and not departing.lost:
-                await asyncio.wait([saving], timeout=_LOOK_S)  # its time is over as well
+                await asyncio.wait([saving], timeout=_LOOK_S)  # its time limit is over, too
         finally:
             saving.cancel()
         return departing
@@ -98,6 +98,8 @@ class NodeWatch:
         try:
             flush = CacheCommand(CacheAction.FLUSH, timeout_s=min(self._drain_timeout_s, timeout_s))
             done = await engine.admin(flush)
-            _log.warning("before node %s goes: %s", who, ", ".join(f"{name} {value}" for name, value in done.items()))
+            _log.warning(
+                "flushed before leaving node %s: %s", who, ", ".join(f"{name} {value}" for name, value in done.items())
+            )
         except RayCacheError as cause:
-            _log.warning("node %s goes without its cache being saved: %s", who, cause)
+            _log.warning("could not save the cache before leaving node %s: %s", who, cause)

@@ -1,4 +1,4 @@
-"""Resources for the ranks of a gang, reserved together on the nodes of a plan, and again after a node is lost."""
+"""Reserves resources for all ranks of a gang on the planned nodes, and again after a node is lost."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from raycache.parallel.placement import (
 _log = logging.getLogger(__name__)
 _NODE_ID = "ray.io/node-id"
 _TRY_S = 1.0
-"""Between two looks at what is free."""
+"""Polling interval while waiting for free resources."""
 _PIN_S = 10.0
-"""For Ray to reserve what was free a moment ago; others may be faster."""
+"""For Ray to reserve resources that were just free; another job may take them first."""
 _FREED_S = 5.0
-"""For Ray to take back what was removed."""
+"""For Ray to free removed resources."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Reserved resources of every rank. Plain data: it travels to the engine actor. Ends with the process that made it.
+    """Reserved resources of all ranks; plain data, sent to the engine actor. Ends with the process that reserved them.
 
     Attributes:
-        group: Ray's placement group; its bundles are pinned to nodes, so Ray itself never moves one.
-        bundles: bundle per world rank.
+        group: Ray placement group whose bundles are pinned to nodes, so Ray never moves one.
+        bundles: bundle index per world rank.
         nodes: node id per world rank.
-        addresses: node id -> address, as Ray reaches it.
-        need: resources of a rank.
-        warnings: lines for the operator.
+        addresses: node id -> address in Ray.
+        need: resources per rank.
+        warnings: for the operator.
     """
 
     config: Config
@@ -67,7 +67,7 @@ class Placement:
     warnings: tuple[str, ...] = ()
 
     def options(self, rank: int) -> dict[str, Any]:
-        """What Ray has to know of a rank's actor."""
+        """Ray actor options of a rank."""
         return {
             "num_cpus": self.need.num_cpus,
             "num_gpus": self.need.num_gpus,
@@ -77,16 +77,16 @@ class Placement:
         }
 
     def remove(self) -> None:
-        """Release the resources; actors that use them end."""
+        """Release the resources, which ends the actors that use them."""
         remove_placement_group(self.group)
 
     def again(self, *, excluding: AbstractSet[str], on_wait: Callable[[str], None]) -> Placement:
-        """Release the resources, which ends the ranks that use them, and reserve others.
+        """Release the resources, which ends the ranks, and reserve others.
 
         Args:
-            excluding: ids of nodes to leave out; dead and draining ones are left out anyway.
+            excluding: ids of nodes to avoid, besides dead and draining ones.
         Raises:
-            ConfigError: none are free within start_timeout_s.
+            ConfigError: no suitable resources are free within start_timeout_s.
         """
         deadline = time.monotonic() + self.config.start_timeout_s
         ask = partial(_ask_head, deadline=deadline, on_wait=on_wait)
@@ -99,20 +99,19 @@ class Placement:
 
 
 def reserve(config: Config, *, device: str, on_wait: Callable[[str], None]) -> Placement:
-    """Reserve resources for one gang, and wait for them.
+    """Reserve resources for one gang, waiting until they are free.
 
     Args:
-        config: whose split to place, and how.
         device: "cpu" or "cuda".
-        on_wait: told now and then what is missing; what it raises ends the wait.
+        on_wait: called repeatedly with what is missing; an exception that it raises ends the wait.
     Raises:
-        ConfigError: the cluster cannot hold the ranks, or did not within start_timeout_s.
+        ConfigError: the ranks cannot fit the cluster, or did not within start_timeout_s.
     """
     return _reserve(config, device=device, on_wait=on_wait, excluding=frozenset(), is_again=False)
 
 
 def cluster_nodes() -> list[Node]:
-    """Nodes of the cluster that are alive, with what is free on them now."""
+    """Return the live nodes of the cluster with their currently free resources."""
     free = state.available_resources_per_node()
     draining = state.get_draining_nodes()
     found = []
@@ -120,7 +119,7 @@ def cluster_nodes() -> list[Node]:
         node_id, has = node["NodeID"], node["Resources"]
         if not node["Alive"]:
             continue
-        left = free.get(node_id, {})  # a node that has just come
+        left = free.get(node_id, {})  # no entry yet for a node that has just joined
         found.append(
             Node(
                 node_id=node_id,
@@ -158,7 +157,7 @@ def _reserve(
                 return placement
             lacks = search.missing(need, nodes)
             if time.monotonic() > deadline:
-                raise ConfigError(f"no place for the ranks within {config.start_timeout_s:.0f} s: {lacks}")
+                raise ConfigError(f"could not place the ranks within {config.start_timeout_s:.0f} s: {lacks}")
             on_wait(lacks)
             if demand is None and not search.is_fixed:
                 demand = ask(partial(_demand, need, excluding))
@@ -167,49 +166,48 @@ def _reserve(
             elif ask(partial(demand.wait, timeout_seconds=_TRY_S)):
                 ask(partial(remove_placement_group, demand))
                 demand = None
-                time.sleep(_TRY_S / 4)  # until it counts as free; then it is taken as planned
+                time.sleep(_TRY_S / 4)  # until Ray counts it as free; it is then reserved as planned
     finally:
         if demand is not None:
             _remove(demand)
 
 
 def _ask_head(call: Callable[[], T], *, deadline: float, on_wait: Callable[[str], None]) -> T:
-    """What the cluster's head answers; while it is away it is asked again.
+    """Make a call to the cluster's head, retrying while the head is unreachable.
 
     Args:
-        deadline: by the monotonic clock, when that is given up.
+        deadline: on the monotonic clock, when to give up.
     Raises:
-        ConfigError: it is still away.
+        ConfigError: the head is still unreachable.
     """
     while True:
         try:
             return call()
         except (RayError, RuntimeError) as cause:
             if time.monotonic() > deadline:
-                raise ConfigError(f"no place for the ranks: the cluster's head is away: {cause}") from cause
-            on_wait("the cluster's head is away")
+                raise ConfigError(f"could not place the ranks: the cluster's head is unreachable: {cause}") from cause
+            on_wait("the cluster's head is unreachable")
         time.sleep(_TRY_S)
 
 
 def _remove(group: PlacementGroup) -> None:
-    """Give it back if the head is there; what the caller has found or raises matters more."""
+    """Remove a placement group; failures are only logged, so that they do not hide the caller's result or error."""
     try:
         remove_placement_group(group)
     except (RayError, RuntimeError) as cause:
-        _log.warning("resources are held until this process ends: the cluster's head is away: %s", cause)
+        _log.warning("resources stay reserved until this process ends: the cluster's head is unreachable: %s", cause)
 
 
 class _Search:
-    """What to look for among the nodes of the moment.
+    """Finds nodes for the ranks, by the placement map of the settings if there is one.
 
     Args:
-        config: whose split to place, and how.
         device: "cpu" or "cuda".
-        excluding: ids of nodes to leave out.
-        is_again: the ranks were placed before. A map that names a node which has gone since must not keep the service
-            down: ranks are placed as without it then.
+        excluding: ids of nodes to avoid.
+        is_again: whether the ranks were placed before. A map that names a lost node is then ignored, so that it does
+            not keep the service down.
     Raises:
-        ConfigError: the cluster can never hold the ranks, or the map does not suit it.
+        ConfigError: the ranks can never fit the cluster, or the map does not match it.
     """
 
     def __init__(self, config: Config, *, device: str, excluding: AbstractSet[str], is_again: bool) -> None:
@@ -227,11 +225,11 @@ class _Search:
                 self.is_fixed = False
                 self._warnings = (f"{refusal}; ranks are placed automatically",)
         if config.address == "local":
-            # No node will join it.
+            # No node can join later.
             if not self.is_fixed:
                 refuse_impossible(need, nodes)
             if device == "cuda":
-                # Ray counts GPUs without asking torch whether it can use them.
+                # Ray also counts GPUs that torch cannot use.
                 require_gpus(config.world_size)
 
     def nodes(self) -> list[Node]:
@@ -242,7 +240,7 @@ class _Search:
         return missing(need, nodes, ranks=ranks)
 
     def take(self, need: Need, nodes: Sequence[Node]) -> Placement | None:
-        """Reserve resources if there are enough for all ranks now."""
+        """Reserve resources if all ranks fit now, else return None."""
         if self.is_fixed:
             ranks: tuple[Node, ...] | None = chosen(self._config.placement, need=need, nodes=nodes)
             if ranks is not None and not has_room(need, ranks):
@@ -280,14 +278,14 @@ class _Search:
 
 
 def _bundles(need: Need, ranks: Sequence[Node]) -> tuple[int, ...]:
-    """Bundle per rank: one for each tp group's ranks on a node."""
+    """Bundle index per rank: the ranks of a tp group on one node share a bundle."""
     parts = [(rank // need.split.tp, node.node_id) for rank, node in enumerate(ranks)]
     numbers = dict(zip(dict.fromkeys(parts), itertools.count()))
     return tuple(numbers[part] for part in parts)
 
 
 def _demand(need: Need, excluding: Iterable[str]) -> PlacementGroup:
-    """The same without a choice of nodes, for the autoscaler to see."""
+    """Request the resources without choosing nodes, as demand for the autoscaler."""
     out = f"!in({','.join(sorted(excluding))})"
     selector = [{_NODE_ID: out}] * need.num_groups if excluding else None
     bundles = [need.bundle(need.split.tp)] * need.num_groups
@@ -296,7 +294,7 @@ def _demand(need: Need, excluding: Iterable[str]) -> PlacementGroup:
 
 
 def _await_freed(placement: Placement, *, before: Mapping[str, Node]) -> None:
-    """Wait until what was removed counts as free, or another plan would be made without it."""
+    """Wait until Ray counts removed resources as free, so that the next plan can use them."""
     deadline = time.monotonic() + _FREED_S
     held = {node: placement.need.bundle(placement.nodes.count(node)) for node in placement.addresses}
     while time.monotonic() < deadline:

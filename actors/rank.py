@@ -1,4 +1,4 @@
-"""A rank as a Ray actor: its life in raycache/rank, one call after another."""
+"""A rank as a Ray actor: the steps of raycache/rank as remote calls."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ _log = logging.getLogger(__name__)
 
 
 class RankActor:
-    """One rank. Its calls come in this order: where, new_board on some, join, load, build, run.
+    """One rank. Call order: where, new_board (on one rank per node), join, load, build, run.
 
     Args:
-        config: of the service.
         rank: world rank.
         epoch: of its gang.
-        replica: whose rank it is.
+        replica: name of the replica.
     """
 
     def __init__(self, config: Config, rank: int, *, epoch: int, replica: str) -> None:
@@ -49,15 +48,15 @@ class RankActor:
         self._own_board: AckBoard | None = None
 
     def __repr__(self) -> str:
-        """What the Ray dashboard and logs call it."""
+        """Name in the Ray dashboard and in logs."""
         split = self._config.split
         return f"rank {self._number} ({split.coords(self._number)}), {self._of}"
 
     def where(self) -> dict[str, Any]:
-        """Node, address that peers reach this rank by, GPUs, and what kind of GPU they are.
+        """Return the node, the address for peers, and the GPUs and their model.
 
         Raises:
-            ConfigError: the interface that is set is not there, or a GPU cannot be used.
+            ConfigError: the configured interface does not exist, or a GPU cannot be used.
         """
         context = ray.get_runtime_context()
         mine = link(self._config.interface, node_address=ray.util.get_node_ip_address())
@@ -70,18 +69,18 @@ class RankActor:
         return {"node": context.get_node_id(), "host": mine.host, "link": mine, "gpus": gpus, "gpu": gpu}
 
     def new_board(self) -> Path:
-        """Make the ack board of this rank's node, which it leads; returns where the node's ranks find it."""
+        """Create the ack board of this rank's node; returns the path by which the node's ranks open it."""
         split = self._config.split
         self._own_board = AckBoard.create(split.world_size)
         return self._own_board.share()
 
     def join(self, invitation: Invitation) -> None:
-        """Become a member of the gang."""
+        """Join the gang."""
         self._config = located(invitation.config)
         self._member = join(replace(invitation, config=self._config))
 
     def load(self) -> int:
-        """Read the weights; pages that fit."""
+        """Load the weights; returns the number of pages that fit beside them."""
         assert self._member is not None, "join comes first"
         if self._own_board is not None:
             self._own_board.unshare()  # all ranks have joined
@@ -90,9 +89,9 @@ class RankActor:
         return self._loaded.measure()
 
     def build(self, num_pages: int, arena: Path | None) -> None:
-        """Make the pool, and map the arena."""
+        """Allocate the page pool and map the arena."""
         if arena is not None:
-            # Until this process ends, however it ends: no other gang may use the slabs before.
+            # Held until this process ends, in whatever way: no other gang may use the slabs before.
             self._lease = Lease(arena.parent, "ranks")
         assert self._loaded is not None, "load comes first"
         self._rank = self._loaded.build(num_pages, arena)
@@ -100,5 +99,5 @@ class RankActor:
     def run(self) -> None:
         """Execute plans until the last one."""
         assert self._rank is not None and self._member is not None, "build comes first"
-        _log.info("rank %d runs plans", self._number)
+        _log.info("rank %d is ready for plans", self._number)
         run(self._rank, self._member)

@@ -3,8 +3,8 @@
     generate -> Router -> RayEngine of replica 0 -> engine actor -> ranks
                      `--> RayEngine of replica 1 -> ...
 
-A request belongs to one replica. It goes on at another one, after the tokens that its client has, when its replica is
-lost for good (a RayEngine replaces its engine actor itself, and gives up in the end) or drained.
+A request belongs to one replica. If that is drained, or lost for good (a RayEngine replaces its engine actor, up to a
+limit), the request continues on another one after the tokens that its client has received.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from raycache.types import TIERS, CacheAction, CacheCommand, EngineInfo, EngineS
 T = TypeVar("T")
 
 _LOOK_S = 0.05
-_ANSWER_TIMEOUT_S = 4.0
-"""For figures of one of several replicas; those of the others do without it."""
+_REPLY_TIMEOUT_S = 4.0
+"""For the statistics of one of several replicas; without a reply, only the others' are reported."""
 
 Refusals = dict[Member, RayCacheError]
-"""Replicas that one request cannot go to, and why."""
+"""Replicas that have refused a request, and why."""
 
 
 class Replicas:
-    """The replicas of a service as one `AsyncEngine`. All but the constructor and `stop` belongs to one event loop.
+    """The replicas of a service as one `AsyncEngine`.
+
+    Everything but the constructor and `stop` belongs to one event loop.
 
     Args:
-        started: name -> engine that serves, and its facts.
+        started: name -> (running engine, its info).
     """
 
     def __init__(self, config: Config, starter: Starter, started: Mapping[str, Started]) -> None:
@@ -51,10 +53,10 @@ class Replicas:
         self._streams = Streams()
 
     async def watch(self) -> None:
-        """Wait as long as there is a replica, or one to come.
+        """Wait until no replica is left.
 
         Raises:
-            EngineStoppedError: there is none any more, for good.
+            EngineStoppedError: all replicas are lost for good.
         """
         await asyncio.shield(self._members.watch())
 
@@ -65,7 +67,7 @@ class Replicas:
         return total_stats(await self._ask(lambda engine: engine.stats()))
 
     async def check(self) -> None:
-        """Assert all balances of all engines."""
+        """Assert that pages, slots and locks of all engines balance."""
         for member in self._members:
             await member.engine.check()
 
@@ -73,7 +75,7 @@ class Replicas:
         members = [one for one in self._members if command.replica in ("", one.name)]
         if not members:
             names = ", ".join(one.name for one in self._members) or "none"
-            raise ConfigError(f"there is no replica {command.replica!r}; there are {names}")
+            raise ConfigError(f"there is no replica {command.replica!r}; replicas: {names}")
         if command.kind is CacheAction.ATTACH and len(members) > 1:
             check_storage(command.url)
         done = await asyncio.gather(
@@ -114,11 +116,11 @@ class Replicas:
             self._streams.close(stream)
 
     def stop(self) -> None:
-        """End all engines; blocks until they are gone, or after deadlines."""
+        """Stop all engines; blocks until they have ended, up to a timeout."""
         self._starter.stop()
 
     async def _candidates(self, stream: Stream, refusals: Refusals) -> list[str]:
-        """Names of the replicas that a request can go to; waits for one to come if that is under way.
+        """Return the names of replicas that can take a request; waits for one that is starting.
 
         Raises:
             RayCacheError: there is none.
@@ -126,21 +128,21 @@ class Replicas:
         while True:
             members = [one for one in self._members if not one.is_leaving]
             if names := [one.name for one in members if one not in refusals]:
-                # One that recovers takes requests only if all do.
+                # Recovering replicas are used only if all are recovering.
                 return [name for name in names if not self._members[name].engine.away] or names
             was_taken = any(isinstance(error, EngineStoppedError) for error in refusals.values())
             full = [one for one, error in refusals.items() if isinstance(error, QueueFullError)]
             if was_taken and full:
-                for member in full:  # they get room as others end
+                for member in full:  # retry: their queues shrink as other requests end
                     del refusals[member]
             elif not (self._members.is_one_coming and (was_taken or not members)):
-                raise list(refusals.values())[-1] if refusals else EngineStoppedError("no replica serves")
+                raise list(refusals.values())[-1] if refusals else EngineStoppedError("no replica is serving")
             if stream.deadline is not None and stream.deadline < time.monotonic():
                 raise RequestTimeoutError("no replica was ready before the request's deadline")
             await asyncio.sleep(_LOOK_S)
 
     async def _ask(self, question: Callable[[RayEngine], Awaitable[T]]) -> dict[str, T]:
-        """Answers by replica, of those that answer.
+        """Return replies by replica, of those that reply.
 
         Raises:
             EngineStoppedError: none does.
@@ -149,18 +151,18 @@ class Replicas:
         if len(members) == 1:
             return {members[0].name: await question(members[0].engine)}
         found = await asyncio.gather(*(_within(question(one.engine)) for one in members))
-        answers = {one.name: each for one, each in zip(members, found, strict=True) if not isinstance(each, str)}
-        if not answers:
-            raise EngineStoppedError("; ".join(map(str, found)) or "no replica serves")
-        return answers
+        replies = {one.name: each for one, each in zip(members, found, strict=True) if not isinstance(each, str)}
+        if not replies:
+            raise EngineStoppedError("; ".join(map(str, found)) or "no replica is serving")
+        return replies
 
 
-async def _within(answer: Awaitable[T]) -> T | str:
-    """What is answered, or why there is nothing."""
+async def _within(reply: Awaitable[T]) -> T | str:
+    """Return the reply, or the reason why there is none."""
     try:
-        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            return await answer
+        async with asyncio.timeout(_REPLY_TIMEOUT_S):
+            return await reply
     except TimeoutError:
-        return f"no answer for {_ANSWER_TIMEOUT_S:.0f} s"
+        return f"no reply within {_REPLY_TIMEOUT_S:.0f} s"
     except EngineStoppedError as error:
         return str(error)

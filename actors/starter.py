@@ -1,4 +1,4 @@
-"""Starting and ending the engines of replicas, each with resources of its own; blocks, for threads."""
+"""Starts and stops the engines of replicas."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from raycache.types import EngineInfo
 _log = logging.getLogger(__name__)
 
 REPLICA = "{replica}"
-"""In the URL of a storage: the replica's name."""
+"""Placeholder for the replica's name in a storage URL."""
 
 Started = tuple[RayEngine, EngineInfo]
 
 
 class Starter:
-    """Starts engines, each with resources of its own, and ends them; blocks, for threads.
+    """Starts and stops engines, each with its own resources. All methods block: call them from threads.
 
     Args:
         device: "cpu" or "cuda".
@@ -38,9 +38,9 @@ class Starter:
         """Start an engine and wait until it serves.
 
         Args:
-            on_progress: told phase and share.
+            on_progress: called with the phase and the fraction of it that is done.
         Raises:
-            RayCacheError: why it does not; nothing is left of it.
+            RayCacheError: the start failed; everything is cleaned up.
         """
 
         def tell(phase: str, share: float) -> None:
@@ -73,21 +73,21 @@ class Starter:
         self._engines.discard(engine)
 
     def stop(self) -> None:
-        """Stop all engines at the same time, also those that start."""
+        """Stop all engines in parallel, including starting ones."""
         self._is_stopping = True
         if engines := list(self._engines):
             with ThreadPoolExecutor(len(engines)) as pool:
                 list(pool.map(self.end, engines))
 
     def start_all(self, *, on_progress: OnProgress) -> dict[str, Started]:
-        """Start as many as are set, at the same time, and wait until all serve.
+        """Start the configured number of replicas in parallel and wait until all serve.
 
         Args:
-            on_progress: told phase and share of one of them.
+            on_progress: called with the phase of one replica that is not ready, and the fraction of it that is done.
         Returns:
-            Name -> engine.
+            Engines by name.
         Raises:
-            RayCacheError: why one does not; nothing is left of any.
+            RayCacheError: one failed to start; all are stopped.
         """
         check_replicas(self._config, self._config.replicas)
         names = [str(number) for number in range(self._config.replicas)]
@@ -121,28 +121,27 @@ class Starter:
 
 
 def check_replicas(config: Config, count: int) -> None:
-    """Refuse what so many replicas at a time cannot share.
+    """Check that `count` replicas can run at the same time.
 
     Raises:
-        ConfigError: says what would work.
+        ConfigError: they cannot share the storage, or the placement names the nodes of one.
     """
     if count > 1:
         check_storage(config.storage)
         if config.placement != "auto":
             raise ConfigError(
-                f"placement={config.placement} names the nodes of one replica, and there are to be {count}; use "
-                "placement=auto"
+                f"placement={config.placement} names the nodes of one replica, not of {count}; use placement=auto"
             )
 
 
 def check_storage(url: str) -> None:
-    """Refuse a storage that several replicas cannot share.
+    """Check that several replicas can share a storage.
 
     Raises:
-        ConfigError: says what would work.
+        ConfigError: it is a directory, which only one replica can use.
     """
     if url.removeprefix("faulty+").startswith("file:") and REPLICA not in url:
         raise ConfigError(
-            "a directory belongs to one replica at a time; use a storage that replicas share, such as s3:// or "
-            f"redis://, or a directory for each: file:///DIR/{REPLICA}?size=50GiB"
+            "only one replica at a time can use a directory; use a shared storage, such as s3:// or redis://, or a "
+            f"directory for each: file:///DIR/{REPLICA}?size=50GiB"
         )

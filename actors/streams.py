@@ -1,4 +1,4 @@
-"""Requests that clients wait for, with what each has got so far: all that another engine needs to go on with them."""
+"""Open requests and their output so far: everything that another engine needs to continue them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raycache.errors import QueueFullError, RayCacheError, RequestError
 from raycache.types import FinishReason, GenerateRequest, RequestOutput
 
 _LEAST_S = 0.001
-"""An engine takes no request without any time."""
+"""Minimum remaining time of a resumed request: engines reject a timeout of 0."""
 
 
 @dataclass(eq=False)
@@ -20,13 +20,13 @@ class Stream:
     """One request.
 
     Attributes:
-        request: as the client sent it, with a seed, so that another engine draws the same random numbers.
-        deadline: on the monotonic clock, seconds; None for none.
-        messages: what the client has not read yet: increments, or why there are no more.
+        request: as sent by the client, plus a seed, so that another engine draws the same random numbers.
+        deadline: in seconds on the monotonic clock; None: none.
+        messages: not yet read by the client: increments, or the error that ended the request.
         tokens: generated so far.
-        first: increment of the first token; None before.
-        is_ended: nothing comes any more.
-        is_resumed: an engine was lost since it was opened.
+        first: increment with the first token; None before.
+        is_ended: whether no more messages follow.
+        is_resumed: whether an engine was lost since it was opened.
     """
 
     request: GenerateRequest
@@ -42,7 +42,7 @@ class Stream:
         if self.first is None:
             self.first = output
         elif self.is_resumed:
-            # What an engine finds of prompt and output together does not say what was reused of the prompt.
+            # The new engine reports cache hits of prompt and output together, not of the prompt alone.
             output = replace(
                 output,
                 cached_tokens=self.first.cached_tokens,
@@ -55,12 +55,12 @@ class Stream:
         self.messages.put_nowait(output)
 
     def end(self, error: RayCacheError) -> None:
-        """End it with an error."""
+        """End the request with an error."""
         self.is_ended = True
         self.messages.put_nowait(error)
 
     def rest(self, now_s: float) -> GenerateRequest:
-        """What is left to do of it."""
+        """Return a request for the remaining output."""
         left_s = None if self.deadline is None else max(self.deadline - now_s, _LEAST_S)
         return replace(self.request, output=tuple(self.tokens), timeout_s=left_s)
 
@@ -80,10 +80,10 @@ class Streams:
         return iter(self._by_id.values())
 
     def open(self, request: GenerateRequest) -> Stream:
-        """Take a request in.
+        """Register a request.
 
         Raises:
-            RequestError: another one has its id.
+            RequestError: its id is in use.
         """
         if request.request_id in self._by_id:
             raise RequestError.id_in_use(request.request_id)
@@ -100,11 +100,11 @@ class Streams:
             self._refused.remove(stream)
 
     def take(self, messages: Iterable[tuple[str, RequestOutput | RayCacheError]]) -> list[GenerateRequest]:
-        """Hand messages to the clients that are still there.
+        """Deliver messages to clients that are still connected.
 
         Returns:
-            Requests to submit now. A new engine may refuse some at first that the lost one had taken: what waits in a
-            queue and what runs are more than a queue takes. As many come again as others end.
+            Requests to submit again. A new engine's queue can be too short for all requests of the lost one, which
+            were partly running; refused ones are retried as others end.
         """
         num_ended = 0
         for request_id, message in messages:
@@ -122,7 +122,7 @@ class Streams:
         return [stream.rest(time.monotonic()) for stream in again if not self._is_late(stream)]
 
     def resume(self) -> list[GenerateRequest]:
-        """What another engine goes on with, in the order of arrival."""
+        """Return the requests for another engine to continue, in order of arrival."""
         self.expire()
         self._refused.clear()
         rest = []
@@ -133,12 +133,12 @@ class Streams:
         return rest
 
     def expire(self) -> None:
-        """End what is late, while no engine does it."""
+        """End requests whose deadline has passed; needed while no engine does."""
         for stream in self._by_id.values():
             self._is_late(stream)
 
     def fail(self, error: RayCacheError) -> None:
-        """End all."""
+        """End all requests with an error."""
         for stream in self._by_id.values():
             if not stream.is_ended:
                 stream.end(error)

@@ -1,4 +1,4 @@
-"""Keeps one engine running: starts the next when one is lost, on other nodes when those of its ranks go away."""
+"""Keeps one engine running: replaces a lost one, on other nodes if the former ones are lost or draining."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from raycache.types import EngineInfo
 
 _log = logging.getLogger(__name__)
 _MAX_LOSSES = 4
-"""Engines that may be lost one after another, none of which ran for long or gave a token, before the service ends."""
+"""Consecutive losses, without a token or `_STEADY_S` of running in between, before the service gives up."""
 _STEADY_S = 120.0
-"""An engine that has run for so long was not lost by its own start."""
+"""Running time after which the loss of an engine no longer counts as a failed start."""
 _PROGRESS_S = 0.1
-"""Between two questions how far a start is."""
+"""Polling interval during a start."""
 _EPOCHS_PER_ENGINE = 1_000_000
 
 
 class Supervisor:
-    """One engine after another, never two at a time. All methods but `is_serving` and `note_token` block: for threads.
+    """Runs one engine at a time. All methods but `is_serving` and `note_token` block: call them from threads.
 
     Args:
         device: "cpu" or "cuda".
         placement: of the first engine's ranks; the supervisor releases it.
-        replica: name of this engine among others.
-
+        replica: name of the replica.
     Attributes:
-        engine: the latest, which may still be starting.
+        engine: the latest engine, which may still be starting.
         arenas: owners of its host tier.
-        num_lost: engines before it.
+        num_lost: number of engines before it.
     """
 
     def __init__(self, config: Config, *, device: str, placement: Placement, replica: str) -> None:
@@ -52,22 +51,22 @@ class Supervisor:
         self.engine = self._new_engine()
 
     def is_serving(self, engine: EngineHandle) -> bool:
-        """Whether an engine is the latest, and has not been found lost."""
+        """Whether an engine is the current one and is not being replaced."""
         return engine is self.engine and not self._is_replacing
 
     def note_token(self) -> None:
-        """The engine has given a token, so it is worth having another one when it is lost."""
+        """Note that the engine has generated a token, which resets the count of losses."""
         self._losses = 0
 
     def wait_ready(self, *, timeout_s: float, on_progress: OnProgress) -> EngineInfo:
         """Wait until the first engine's ranks run.
 
         Raises:
-            RayCacheError: why the start failed.
+            RayCacheError: the start failed.
         """
         self._until_ready(timeout_s=timeout_s, on_progress=on_progress)
         info: EngineInfo = self.engine.ask_now("info")
-        # The pool must not change under requests that were accepted for it.
+        # Later engines keep this pool size: requests were accepted for it.
         self._config = replace(self._config, num_pages=info.num_pages)
         return info
 
@@ -75,10 +74,10 @@ class Supervisor:
         """Start engines until one is ready.
 
         Args:
-            error: why the latest one is lost.
+            error: why the latest one was lost.
         Raises:
             EngineStoppedError: `stop` was called meanwhile.
-            RayCacheError: too many were lost, or none can start any more.
+            RayCacheError: too many engines were lost, or none can start.
         """
 
         def tell(phase: str, share: float) -> None:
@@ -91,7 +90,7 @@ class Supervisor:
         must_fetch = False
         while True:
             tell(str(error), 0.0)
-            self.engine.kill()  # one that only says nothing must not come back
+            self.engine.kill()  # it may only be unresponsive, and must not come back
             has_moved = self._move_if_leaving(tell)
             if not has_moved:
                 self._losses += 1
@@ -104,16 +103,16 @@ class Supervisor:
                     must_fetch = False
                 self.num_lost += 1
                 self.engine = self._new_engine()
-                self._end_if_stopping()  # `stop` may have ended the one before, and this one tells of no progress
+                self._end_if_stopping()  # `stop` may have stopped only its predecessor
                 self._until_ready(timeout_s=self._config.start_timeout_s, on_progress=tell)
                 break
             except (ActorLostError, RankLostError, DirectoryGoneError) as cause:
                 error = cause
-                _log.warning("%s; starting another one", error)
+                _log.warning("%s; starting another engine", error)
         self._ready_s, self._is_replacing = time.monotonic(), False
 
     def stop(self) -> None:
-        """End engine, ranks and host tier; returns when they are gone, or after a deadline."""
+        """Stop engine, ranks and host tier; returns when they have ended, or after a timeout."""
         self._is_stopping = True
         self.engine.stop()
         self._end_tiers()
@@ -130,7 +129,7 @@ class Supervisor:
 
     def _until_ready(self, *, timeout_s: float, on_progress: OnProgress) -> None:
         deadline = time.monotonic() + timeout_s
-        phase = "not heard of"
+        phase = "no reply"
         while (left_s := deadline - time.monotonic()) > 0:
             phase, share = self.engine.ask_now("progress", timeout_s=left_s)
             on_progress(phase, share)
@@ -140,10 +139,10 @@ class Supervisor:
         raise ConfigError(f"the ranks are not ready after {timeout_s:.0f} s ({phase}); see --start-timeout-s")
 
     def _move_if_leaving(self, tell: OnProgress) -> bool:
-        """Place ranks and host tier elsewhere if a node of theirs goes away; whether one does.
+        """Place ranks and host tier elsewhere if one of their nodes is lost or draining; returns whether one is.
 
         Raises:
-            ConfigError: there are no resources within start_timeout_s.
+            ConfigError: no resources are free within start_timeout_s.
         """
         try:
             departing = departing_nodes(self._placement.nodes)
@@ -153,7 +152,8 @@ class Supervisor:
         if not departing:
             return False
         self._placement = self._placement.again(
-            excluding=departing.lost | departing.draining, on_wait=lambda lacks: tell(f"waiting for room: {lacks}", 0.0)
+            excluding=departing.lost | departing.draining,
+            on_wait=lambda lacks: tell(f"waiting for resources: {lacks}", 0.0),
         )
         self._end_if_stopping()
         for line in self._placement.warnings:
@@ -163,10 +163,10 @@ class Supervisor:
         return True
 
     def _end_if_stopping(self) -> None:
-        """End what was made after `stop` has looked.
+        """Stop what was started after `stop` was called.
 
         Raises:
-            EngineStoppedError: it was called.
+            EngineStoppedError: `stop` was called.
         """
         if self._is_stopping:
             self.engine.kill()

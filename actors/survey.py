@@ -1,4 +1,4 @@
-"""What nodes say of themselves: asked there, without loading anything."""
+"""Collects facts about nodes for `raycache doctor`, by a light task on each node."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from raycache.parallel.placement import Node
 
 @dataclass(frozen=True)
 class Survey:
-    """A node.
+    """Facts about a node.
 
     Attributes:
-        link: by which ranks there are reached.
-        memory_bytes: that are available.
-        shared_bytes: free in /dev/shm, where a host tier lies; 0 without it.
-        missing: directories of models that are not there.
-        copies: of models of the Hub.
-        versions: of raycache and python.
+        link: network interface of its ranks.
+        memory_bytes: available memory.
+        shared_bytes: free in /dev/shm, which holds the host tier; 0 if there is none.
+        missing: model directories that do not exist there.
+        copies: local copies of Hub models.
+        versions: of raycache and Python.
     """
 
     link: Link
@@ -43,13 +43,13 @@ class Survey:
 
 
 def survey(config: Config, nodes: Sequence[Node], *, timeout_s: float) -> Mapping[str, Survey | str]:
-    """Ask nodes, all at once.
+    """Survey nodes in parallel.
 
     Args:
-        config: whose interface and models to look for; those of the Hub pinned.
-        timeout_s: for all of them; Ray starts a process on each.
+        config: names the interface and models to look for; Hub models must be pinned.
+        timeout_s: for all nodes together; Ray starts a process on each.
     Returns:
-        By node id; text for a node that cannot say, with the reason.
+        By node id: the survey, or the reason why there is none.
     """
     refs = {}
     for node in nodes:
@@ -63,7 +63,7 @@ def survey(config: Config, nodes: Sequence[Node], *, timeout_s: float) -> Mappin
             found[node_id] = ray.get(ref, timeout=0)
         except GetTimeoutError:
             ray.cancel(ref, force=True)
-            found[node_id] = f"it has not answered for {timeout_s:.0f} s"
+            found[node_id] = f"it has not replied within {timeout_s:.0f} s"
         except RayTaskError as cause:
             found[node_id] = str(cause.cause) if isinstance(cause.cause, ConfigError) else _not_ours(cause)
         except RayError as cause:  # its node or its worker is gone

@@ -137,7 +137,7 @@ def gives_up(nodes: Nodes) -> None:
     ]
     while any(node.free_cpus for node in cluster_nodes()):
         time.sleep(0.05)
-    with pytest.raises(ConfigError, match=r"no place for the ranks within 1 s: needs 2 x 2 ranks .* room for 0"):
+    with pytest.raises(ConfigError, match=r"could not place the ranks within 1 s: needs 2 x 2 ranks .* room for 0"):
         placed(replace(CONFIG, start_timeout_s=1), told.append)
     assert told and "has 0 GPU (0 free), 2 CPU (0 free)" in told[0]
 

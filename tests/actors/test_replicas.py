@@ -177,7 +177,7 @@ def test_a_replica_that_is_lost_for_good_costs_no_token_and_is_started_again(
             # In place: one leaves before its successor starts, and nobody is turned away.
             restart = asyncio.create_task(service.command(ReplicaAction.RESTART, drain_first=True))
             await asyncio.sleep(0.05)
-            with pytest.raises(ConfigError, match="being changed already"):
+            with pytest.raises(ConfigError, match="another change of the replicas"):
                 await service.command(ReplicaAction.SCALE, count=3)
             while not restart.done():
                 assert len((await service.ask(cases[0], 10))[0]) == 10

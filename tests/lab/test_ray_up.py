@@ -170,10 +170,10 @@ def test_a_laptop_hears_why_it_cannot_launch(lab: Lab, cluster: RayCluster, mode
 
     dashboard = "http://127.0.0.1:8265"
     with cluster.forwarded(8265):
-        assert "wants its token" in refusal(str(model), "--address", dashboard, RAY_AUTH_MODE="disabled")
+        assert "requires a token" in refusal(str(model), "--address", dashboard, RAY_AUTH_MODE="disabled")
         assert "'/no/such' is neither a directory" in refusal("/no/such", "--address", dashboard, RAY_AUTH_MODE="token")
         assert "is relative" in refusal("here", "--address", dashboard)
-    assert "nothing answers at" in refusal(str(model), "--address", "http://127.0.0.1:9")
+    assert "nothing listens at" in refusal(str(model), "--address", "http://127.0.0.1:9")
 
 
 def test_ray_down_ends_ray_on_all_hosts(lab: Lab, cluster: RayCluster, phase: Phase) -> None:

@@ -89,20 +89,23 @@ def test_a_variable_that_wins_over_the_flag_is_refused(monkeypatch: pytest.Monke
 
 
 def test_a_server_that_is_no_dashboard_is_named_as_such() -> None:
-    with _http(200, b"<html>") as address, pytest.raises(ConfigError, match="does not take jobs as a Ray dashboard"):
+    with (
+        _http(200, b"<html>") as address,
+        pytest.raises(ConfigError, match="does not accept jobs like a Ray dashboard"),
+    ):
         job.run({"model": "/m", "address": address})
 
 
 def test_a_cluster_that_wants_a_token_says_how(tmp_path: Path) -> None:
-    with _http(401, b"no token") as address, pytest.raises(ConfigError, match="wants its token; set RAY_AUTH_MODE"):
+    with _http(401, b"no token") as address, pytest.raises(ConfigError, match="requires a token; set RAY_AUTH_MODE"):
         job.run({"model": "/m", "address": address})
 
 
 def test_a_dashboard_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.job._ANSWER_S", 0.5)
+    monkeypatch.setattr("actors.job._RESPONSE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="did not answer within"):
+        with pytest.raises(ConfigError, match="did not respond within"):
             job.run({"model": "/m", "address": address})
 
 

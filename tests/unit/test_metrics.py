@@ -190,7 +190,7 @@ def test_a_round_of_publishing_that_fails_is_told_once_and_ends_no_other(
 
     monkeypatch.setattr("actors.metrics.RayMetrics", Failing)
     asyncio.run(scenario())
-    told = [record for record in caplog.records if "could not be published" in record.message]
+    told = [record for record in caplog.records if "could not publish" in record.message]
     assert len(told) == 2 and all(record.exc_info for record in told)  # it worked in between
 
 
