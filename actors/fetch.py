@@ -121,7 +121,7 @@ def _fetch_by_actors(nodes: list[str], config: Config, *, watch: _Watch) -> None
                 told[node] = _get(ref, node=node)
                 asked[actors[node].progress.remote()] = node
             watch.look(sum(done for done, _ in told.values()), sum(total for _, total in told.values()))
-    except BaseException:
+    except BaseException:  # an interrupt, too
         # In good order, or parts of files would stay; a node that does not answer is not waited for.
         ray.wait([actor.stop.remote() for actor in actors.values()], num_returns=len(actors), timeout=_STOP_S)
         ray.wait(list(works), num_returns=len(works), timeout=_STOP_S)

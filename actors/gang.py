@@ -77,7 +77,7 @@ class Gang:
             self.num_pages = min(self._ranks.ask("load", phase=LOADING, board=meeting.board))
             builds = [(self.num_pages, arenas[where["node"]] if arenas else None) for where in wheres]
             self._ranks.ask("build", builds, phase="making pools")
-        except BaseException:
+        except BaseException:  # an interrupt, too: the actors would stay
             if executor is not None:
                 executor.abandon()
             self._ranks.end()

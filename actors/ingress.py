@@ -141,7 +141,7 @@ class ServedIngress:
         except (RuntimeError, TimeoutError, RayActorError, RayTaskError) as cause:
             self.stop()
             raise ConfigError(f"the Serve application did not start: {' '.join(str(cause).split())}") from cause
-        except BaseException:
+        except BaseException:  # an interrupt, too: the application would stay
             self.stop()
             raise
         self._name = config.model_name

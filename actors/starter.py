@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from actors.fetch import fetch_on
@@ -56,14 +56,14 @@ class Starter:
             _log.warning("%s", line)
         try:
             fetch_on(placement.nodes, config, on_progress=tell)
-        except BaseException:
+        except BaseException:  # an interrupt, too: Ray would keep the resources reserved
             placement.remove()
             raise
         engine = RayEngine(config, device=self._device, placement=placement, replica=name)
         self._engines.add(engine)
         try:
             return engine, engine.wait_ready(timeout_s=config.start_timeout_s, on_progress=tell)
-        except BaseException:
+        except BaseException:  # an interrupt, too: its actors would go on
             self.end(engine)
             raise
 
@@ -101,22 +101,19 @@ class Starter:
                 if name == behind[0]:
                     on_progress(f"{phase} of replica {name}", share)
 
-            try:
-                started = self.start(name, on_progress=tell)
-                behind.remove(name)
-                return started
-            except BaseException as error:
-                if not self._is_stopping:
-                    failures.append(error)
-                self._is_stopping = True  # the others need not go on
-                raise
+            started = self.start(name, on_progress=tell)
+            behind.remove(name)
+            return started
 
-        failures: list[BaseException] = []
         with ThreadPoolExecutor(len(names)) as pool:
             starts = {name: pool.submit(start, name) for name in names}
-        if failures:
+            done, _ = wait(starts.values(), return_when=FIRST_EXCEPTION)
+            failure = next((error for one in done if (error := one.exception()) is not None), None)
+            if failure is not None:
+                self._is_stopping = True  # the others need not go on
+        if failure is not None:
             self.stop()
-            raise failures[0]
+            raise failure
         return {name: one.result() for name, one in starts.items()}
 
 

@@ -110,7 +110,7 @@ class LLM:
         self._gang: ProcessGang | None = None
         try:
             self._engine, self._executor = self._start(deployment)
-        except BaseException:
+        except BaseException:  # an interrupt, too: processes and host memory would stay
             if self._gang is not None:
                 self._gang.kill()
             self._close_host()
@@ -210,8 +210,7 @@ class LLM:
             self._run(by_id)
         except (RequestError, RankLostError):
             raise
-        except BaseException:
-            # An interrupt can come in the middle of a step.
+        except BaseException:  # an interrupt can come in the middle of a step
             self._abandon_step()
             raise
         finally:
@@ -264,7 +263,7 @@ class LLM:
         service = HostService(directory)
         try:
             (opened,) = open_all([service], deployment, epoch=0)
-        except BaseException:
+        except BaseException:  # an interrupt, too: its memory would stay
             service.close()
             raise
         self._host = service

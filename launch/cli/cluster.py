@@ -111,7 +111,7 @@ class _Builtin:
             self._app = build_app(
                 self._engine, config=config, info=self.info, tokenizer=tokenizer, routes=routes, observed=seen
             )
-        except BaseException:
+        except BaseException:  # an interrupt, too: engines would go on
             self._starter.stop()
             raise
 

@@ -99,7 +99,7 @@ class Download:
                         raise failure
                     left -= 1
                 on_progress(min(done + sum(self._done.values()), total), total)
-        except BaseException:
+        except BaseException:  # an interrupt, too: parts of files would stay
             self._is_stopped.set()
             deadline = time.monotonic() + _STOP_S
             for worker in workers:

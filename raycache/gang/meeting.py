@@ -87,8 +87,8 @@ class Meeting:
             joining = pool.submit(self._join)
             try:
                 answers = wait_for_ranks()
-            except BaseException:
-                self._store.close()  # else the decider would wait for ranks that never join
+            except BaseException:  # an interrupt, too: the decider would wait for ranks that never join
+                self._store.close()
                 raise
             return joining.result(), answers
 

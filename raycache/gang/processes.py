@@ -92,7 +92,7 @@ class ProcessGang:
                 by_rank = [arenas[node] if arenas else None for node in tuple(nodes) or (0,) * len(invitations)]
                 self._ranks.send([(self.num_pages, arena) for arena in by_rank])
                 self._ranks.receive(timeout_s)
-            except BaseException:
+            except BaseException:  # an interrupt, too: the processes would stay
                 if executor is not None:
                     executor.abandon()
                 self._ranks.end()
@@ -166,7 +166,7 @@ class ProcessRanks:
         try:
             for invitation in invitations:
                 self._processes.append(RankProcess(target, invitation))
-        except BaseException:
+        except BaseException:  # an interrupt, too: those that have started would stay
             self.end()
             self.join(None)
             raise

@@ -108,9 +108,9 @@ class LoadedRank:
                 mover = _new_mover(member, pool, arena)
         try:
             return self._build_around(pool, mover)
-        except BaseException:
+        except BaseException:  # an interrupt, too: the host tier would stay pinned in this process
             if mover is not None:
-                mover.close()  # unpins the host tier
+                mover.close()
             raise
 
     def _build_around(self, pool: DevicePool, mover: Mover | None) -> Rank:

@@ -30,7 +30,7 @@ def run(rank: Rank, member: Member) -> None:
     except RankLostError as cause:
         member.post(Lane.LOST, max(plans.step, 1))
         raise RankLostError(number, str(rank.ctx.coords), plans.step, cause.cause) from cause
-    except BaseException:
+    except BaseException:  # an interrupt, too: the decider must hear of it at once
         member.post(Lane.FAILED, max(plans.step, 1))
         _log.exception("rank %d (%s) failed at step %d", number, rank.ctx.coords, plans.step)
         raise
