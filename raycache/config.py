@@ -100,6 +100,11 @@ class Config(Settings):
         return self.host_memory != "none"
 
     @property
+    def has_storage(self) -> bool:
+        """Whether a storage tier is set; a running server can be given another."""
+        return self.storage != "none"
+
+    @property
     def most_drafts(self) -> int:
         """Draft tokens per request and step; 0 for none."""
         return 0 if self.draft == "none" else self.draft_tokens
@@ -136,6 +141,8 @@ class Config(Settings):
                 raise ConfigError(f"unknown setting {key!r}{hint}")
             if isinstance(value, bool) and "on" in known[key].metadata["choices"]:
                 values = {**values, key: "on" if value else "off"}  # YAML takes a plain on or off for a truth value
+            elif type(value) is int and known[key].metadata["unit"] in ("N|MIN-MAX", "COUNTS|auto"):
+                values = {**values, key: str(value)}  # and one count for a number
         return cls(**values)
 
 
@@ -185,9 +192,9 @@ def _check_tiers(config: Config) -> None:
     """What the tiers beside the device need of each other."""
     if config.prefetch_share > 1:
         raise ConfigError(f"prefetch_share must be above 0 and at most 1, got {config.prefetch_share}")
-    if config.storage and "://" not in config.storage:
+    if config.has_storage and "://" not in config.storage:
         near = f"file://{os.path.abspath(config.storage)}?size=50GiB"
-        raise ConfigError(f"storage={config.storage!r} is not a URL; for a directory write {near}")
+        raise ConfigError(f"storage={config.storage!r} is not a URL or none; for a directory write {near}")
     if config.has_host_tier:
         if not config.prefix_cache:
             raise ConfigError(
@@ -195,7 +202,7 @@ def _check_tiers(config: Config) -> None:
                 "leave prefix_cache on, or use host_memory=none"
             )
         return
-    for name, nothing in (("storage", ""), ("write_policy", "write_through"), ("prefetch", "best_effort")):
+    for name, nothing in (("storage", "none"), ("write_policy", "write_through"), ("prefetch", "best_effort")):
         value = getattr(config, name)
         if value != nothing:
             shown = "URL" if name == "storage" else value  # a URL can hold a password

@@ -26,8 +26,8 @@ def setting(
     """A field of a dataclass that is a setting.
 
     Args:
-        default: its type is the setting's; a setting whose default is one of `words` is a whole number, unless it has a
-            unit of its own such as SIZE.
+        default: its type is the setting's; a setting whose default is one of `words` is a whole number, unless its unit
+            is a kind of text.
         text: the help text, a short sentence without the default.
         group: heading in the help.
         choices: all values that a text can have.
@@ -39,6 +39,9 @@ def setting(
     known = {"help": text, "group": group, "choices": choices, "words": words, "unit": unit, "least": least}
     return field(default=default, metadata={**known, "is_common": is_common})
 
+
+_TEXTS = {"SIZE": "a size such as 512MiB or 4GiB", "URL": "a URL"}
+"""Units of texts, and how messages call them."""
 
 _model = partial(setting, group="model")
 _parallel = partial(setting, group="parallelism")
@@ -130,9 +133,11 @@ class Settings:
         is_common=True,
     )
     storage: str = _memory(
-        "",
+        "none",
         "storage tier: file:///DIR?size=50GiB, s3://BUCKET/PREFIX or redis://HOST:PORT/DB ({node} in it is the node's "
-        "number); needs host_memory. Put passwords in the YAML file; flags are visible to other users",
+        "number); needs host_memory; none: no storage tier. Put passwords in the YAML file; flags are visible to other "
+        "users",
+        words=("none",),
         unit="URL",
         is_common=True,
     )
@@ -301,7 +306,8 @@ class Settings:
 
 def kind_of(known: Field[Any]) -> type:
     """Type of a setting's values that are not one of its words."""
-    return int if known.default in known.metadata["words"] and known.metadata["unit"] != "SIZE" else type(known.default)
+    is_number = known.default in known.metadata["words"] and known.metadata["unit"] not in _TEXTS
+    return int if is_number else type(known.default)
 
 
 def check_value(known: Field[Any], value: object) -> None:
@@ -327,7 +333,7 @@ def _wanted(known: Field[Any]) -> str:
     named = {
         int: f"a whole number{bound}",
         float: f"a number{bound}",
-        str: "a size such as 512MiB or 4GiB" if words else "a string",
+        str: _TEXTS.get(known.metadata["unit"], "a string"),
         bool: "true or false",
     }
     return " or ".join((named[kind], *words))

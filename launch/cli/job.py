@@ -100,12 +100,12 @@ def _command(values: Mapping[str, Any]) -> str:
     return "exec " + shlex.join(words)
 
 
-_SECRETS = {"api_key": environment.API_KEY, "storage": environment.STORAGE}
-"""Settings that can hold passwords, and variables in which they travel: all users of a machine see command lines."""
+_SECRETS = ("api_key", "storage")
+"""Settings that can hold passwords; they travel in variables, as all users of a machine see command lines."""
 
 
 def _variables(config: Config) -> dict[str, str]:
-    secrets = {variable: getattr(config, name) for name, variable in _SECRETS.items()}
+    secrets = {environment.API_KEY: config.api_key, environment.STORAGE: config.storage if config.has_storage else ""}
     hub = environment.hub_variables(has_paths=False) if any(map(hub_id, config.directories)) else {}
     return {environment.CLIENT_VERSION: __version__, **hub, **{name: text for name, text in secrets.items() if text}}
 

@@ -30,7 +30,7 @@ def examine_tiers(deployment: Deployment, *, taken: int) -> Iterator[CheckResult
     config = deployment.config
     if config.has_host_tier:
         yield attempt("host tier", lambda: _host(config, _page_bytes(deployment), taken))
-    if config.storage:
+    if config.has_storage:
         yield _storage(config)
 
 

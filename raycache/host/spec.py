@@ -149,7 +149,7 @@ def host_spec(
         split=config.split,
         sizes=sizes,
         catalog_bytes=0 if node else catalog_bytes,
-        storage=config.storage,
+        storage=config.storage if config.has_storage else "",
         storage_timeout_s=config.prefetch_timeout_s,
         nodes=tuple(nodes),
         node=node,

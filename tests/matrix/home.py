@@ -102,7 +102,7 @@ def open_home(
     *,
     pages: int = 96,
     points: int = 16,
-    storage: str = "",
+    storage: str = "none",
     policy: str = "write_through",
     prefetch: str = "wait_complete",
     timeout_s: float = 10.0,
@@ -112,7 +112,7 @@ def open_home(
     Args:
         at: the family and the gang.
         pages, points: that the host has room for.
-        storage: URL, see `file_url`; "" for none.
+        storage: URL, see `file_url`.
         policy, prefetch, timeout_s: see `Config`.
     """
     config = replace(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,8 +130,27 @@ def test_a_host_tier_without_cached_prefixes_is_refused_and_both_ways_out_work()
 
 
 def test_a_path_as_storage_is_refused_with_its_url() -> None:
-    with pytest.raises(ConfigError, match="file:///var/cache/x"):
-        Config(storage="/var/cache/x", host_memory="auto")
+    for wrong in ("/var/cache/x", ""):
+        with pytest.raises(ConfigError, match=f"is not a URL or none.*file://{wrong or os.getcwd()}"):
+            Config(storage=wrong, host_memory="auto")
+
+
+@pytest.mark.parametrize("host_memory", ["none", "auto"])
+def test_no_storage_has_a_word_and_is_the_default(host_memory: str) -> None:
+    config = Config.from_mapping(yaml.safe_load(f"{{storage: none, host_memory: {host_memory}}}"))
+    assert config == Config(host_memory=host_memory) and not config.has_storage
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "wanted"),
+    [
+        ("num_ingress: 2\ningress: serve", "num_ingress", "2"),
+        ("num_ingress: 1-4\ningress: serve", "num_ingress", "1-4"),
+        ("pp_layers: 24", "pp_layers", "24"),
+    ],
+)
+def test_a_number_in_yaml_needs_no_quotes(text: str, name: str, wanted: str) -> None:
+    assert getattr(Config.from_mapping(yaml.safe_load(text)), name) == wanted
 
 
 @given(cp=st.integers(1, 200), page_size=st.integers(1, 512))

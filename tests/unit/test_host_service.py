@@ -140,7 +140,7 @@ def test_a_storage_that_cannot_work_does_not_cost_the_one_in_use(directory: Path
             with pytest.raises(ConfigError, match="attach one first"):
                 order()
         name = service.attach(f"file://{tmp_path / 'a'}?size=8MiB")
-        with pytest.raises(ConfigError, match="of no known kind"):
+        with pytest.raises(ConfigError, match="unknown scheme"):
             service.attach("ftp://host/x")
         with pytest.raises(ConfigError, match="already attached"):
             service.attach(f"file://{tmp_path / 'a'}?size=16MiB")

@@ -154,7 +154,7 @@ def test_a_directory_is_for_one_replica_at_a_time() -> None:
     check_replicas(shared, 1)
     with pytest.raises(ConfigError, match=r"file:///DIR/\{replica\}"):
         check_replicas(shared, 2)
-    for url in ("file:///var/cache/{replica}?size=1GiB", "s3://bucket/prefix", "redis://host:6379/0", ""):
+    for url in ("file:///var/cache/{replica}?size=1GiB", "s3://bucket/prefix", "redis://host:6379/0", "none"):
         check_storage(url)
         check_replicas(replace(shared, storage=url), 2)
     with pytest.raises(ConfigError, match="one replica"):
