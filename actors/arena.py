@@ -31,6 +31,7 @@ from raycache.host.commands import carry_out
 from raycache.host.service import HostService, Opened
 from raycache.host.spec import HostSpec
 from raycache.observe import logs
+from raycache.storage.lanes import NUM_LANES
 from raycache.types import CacheAction, CacheCommand
 
 OWNER = "the arena's owner"
@@ -180,7 +181,7 @@ def _start(config: Config, node: str, *, replica: str) -> Any:
     options: dict[str, Any] = {
         "enable_task_events": False,  # of its calls
         # A scrub and a clear at a time; a new engine waits for neither.
-        "concurrency_groups": {"work": config.storage_lanes, "gone": 2, "long": 2, "ask": 1},
+        "concurrency_groups": {"work": NUM_LANES, "gone": 2, "long": 2, "ask": 1},
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
     kind: Any = ray.remote(num_cpus=0, max_restarts=-1, **options)(ArenaActor)

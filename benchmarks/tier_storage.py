@@ -72,7 +72,7 @@ class HostPages:
         config: model, split and page size.
         directory: for files.
         num_pages: of the model.
-        num_lanes: orders at once, as `storage_lanes` of raycache launch.
+        num_lanes: orders at once, as of raycache/storage/lanes.py.
     """
 
     def __init__(self, config: Config, directory: Path, *, num_pages: int, num_lanes: int) -> None:

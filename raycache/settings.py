@@ -186,7 +186,6 @@ class Settings:
     prefetch_share: float = _memory(
         0.5, "part of the host tier that prefetches may fill at a time, above 0 and up to 1", unit="FRACTION"
     )
-    storage_lanes: int = _memory(2, "concurrent storage calls per node", unit="CALLS")
 
     max_running: int = _scheduling(64, "maximum requests in one batch", unit="REQUESTS", is_common=True)
     draft: str = _scheduling(

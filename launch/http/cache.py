@@ -32,7 +32,6 @@ _SETTINGS = (
     "prefetch",
     "prefetch_timeout_s",
     "prefetch_share",
-    "storage_lanes",
 )
 """Shown to operators. Not the storage: it can be another one by now, and its URL can hold a password."""
 

@@ -23,7 +23,7 @@ from raycache.host.link import HostLink
 from raycache.host.plan import host_facts
 from raycache.host.service import open_arena
 from raycache.memory.rows import EnvelopeLayout
-from raycache.storage.lanes import StorageLanes
+from raycache.storage.lanes import NUM_LANES, StorageLanes
 from raycache.types import EngineInfo
 
 _log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def _sequence_cache(
     costs = Costs()
     storage = StorageTier(
         tier,
-        StorageLanes(host.work, num_lanes=config.storage_lanes, name="storage"),
+        StorageLanes(host.work, num_lanes=NUM_LANES, name="storage"),
         waiting=Waiting(config.prefetch),
         timeout_s=config.prefetch_timeout_s,
         share=config.prefetch_share,

@@ -18,6 +18,9 @@ from dataclasses import replace
 
 from raycache.cache.storage_commands import CommandKind, Outcome, StorageCommand, StorageResult
 
+NUM_LANES = 2
+"""Of a service: storage commands at a time on each node."""
+
 
 class StorageLanes:
     """Executes commands concurrently and collects exactly one result for each.
