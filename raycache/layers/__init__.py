@@ -1,1 +1,1 @@
-"""Building blocks of models, each on one rank's share of the weights."""
+"""Layers that models are built from, each with one rank's share of the weights."""

@@ -1,7 +1,7 @@
-"""What stands between the two products of a feed-forward block.
+"""Activations of feed-forward blocks.
 
-A gated activation takes gate and up stacked along the last dimension, gate first: [T, 2 I] -> [T, I]. A plain one takes
-up alone: [T, I] -> [T, I]. Both may overwrite what they are given.
+Gated ones take gate and up stacked along the last dimension, gate first: [T, 2 I] -> [T, I]. Others take up alone:
+[T, I] -> [T, I]. All may overwrite their argument.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def relu2(up: Tensor) -> Tensor:
 
 
 def silu_clamped(*, limit: float) -> Activation:
-    """silu(gate) * up, with silu(gate) cut off above `limit` and up on both sides."""
+    """silu(gate) * up, with silu(gate) clamped to at most `limit`, and up to [-limit, limit]."""
     return partial(fused.silu_clamped, limit=limit)
 
 
 def situ(*, beta: float, linear_beta: float) -> Activation:
-    """silu(gate) * up, with the factors gate and up bounded smoothly: x becomes bound * tanh(x / bound)."""
+    """silu(gate) * up, with the linear factors gate and up bounded smoothly: x becomes bound * tanh(x / bound)."""
     return partial(fused.situ, beta=beta, linear_beta=linear_beta)
 
 
 def clamped_swiglu(*, alpha: float, limit: float) -> Activation:
-    """gate * sigmoid(alpha * gate) * (up + 1); before that, gate is cut off above `limit`, up on both sides."""
+    """gate * sigmoid(alpha * gate) * (up + 1), with gate clamped to at most `limit`, and up to [-limit, limit]."""
     return partial(fused.clamped_swiglu, alpha=alpha, limit=limit)
 
 

@@ -1,14 +1,14 @@
-r"""Attention residuals: what a part of a layer takes is a mixture of sums of what earlier parts gave, chosen per token
+r"""Attention residuals: the input of a mixer is a mixture of sums of earlier outputs, weighted by attention per token
 ("Kimi K3", section 2; `attn_res_block_size` of config.json).
 
-Layers form blocks. A stream holds one sum per block, the one in progress first:
+Layers form blocks. The residual stream holds one sum of outputs per block, called a plane, the current one first:
 
     [ prefix | sum of block n-1 | ... | sum of block 0 = embedding ]        T x P C features, P = n + 1 planes
 
     score of a plane = proj . rms_norm(plane)      mixture = sum over planes of softmax(scores) * plane
 
-The first part of a block begins a new prefix, so the stream grows by a plane there. Planes are mixed whatever their
-order is.
+The first mixer of a block begins a new prefix, which adds a plane to the stream. The mixture does not depend on the
+order of the planes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class PlaneMixture:
 
     Args:
         query: [C], the norm's weight times the projection, at least float32.
-        eps: of the norm.
     """
 
     def __init__(self, query: Tensor, eps: float) -> None:
@@ -49,10 +48,7 @@ class AttentionResidual:
     """prefix + mixer(norm(mixture)), where the prefix is the first plane.
 
     Args:
-        mixture: of the planes.
-        norm: of the mixer's input.
-        mixer: attention or feed-forward part.
-        starts_block: whether the output begins a new prefix in front of the others, instead of being added to it.
+        starts_block: whether the output becomes a new first plane instead of being added to the prefix.
     """
 
     def __init__(self, mixture: PlaneMixture, norm: RMSNorm, mixer: Mixer, *, starts_block: bool) -> None:
@@ -62,7 +58,7 @@ class AttentionResidual:
         self._starts_block = starts_block
 
     def __call__(self, stream: Tensor, run: ForwardPass) -> Tensor:
-        """[T, P C] -> [T, P C], the same tensor, or new [T, (P + 1) C]."""
+        """[T, P C] -> [T, P C], in place, or new [T, (P + 1) C]."""
         out = self._mixer(self._norm(self._mixture(stream)), run)
         if self._starts_block:
             return torch.cat((out, stream), dim=1)
@@ -71,12 +67,7 @@ class AttentionResidual:
 
 
 class MixedNorm:
-    """The last norm, of the mixture of a stream's planes.
-
-    Args:
-        mixture: of the planes.
-        norm: of the mixture.
-    """
+    """The final norm of a model, applied to the mixture of the planes."""
 
     def __init__(self, mixture: PlaneMixture, norm: RMSNorm) -> None:
         self._mixture = mixture
@@ -87,6 +78,6 @@ class MixedNorm:
         return self._norm(self._mixture(x))
 
     def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of hidden + delta, hidden + delta); delta may be overwritten."""
+        """Return (norm of hidden + delta, hidden + delta); may overwrite delta."""
         total = delta.add_(hidden)
         return self(total), total

@@ -1,4 +1,4 @@
-"""What the layers with a delta rule share: short convolutions, keys of unit length, the scan and a gated norm."""
+"""Parts that layers with a delta rule share: short convolutions, normalised keys, the scan and a gated norm."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.precision import precise
 
 L2_EPS = 1e-6
-"""Added to the square of a length; the same in all models, no config has it."""
+"""Added to the squared norm of queries and keys; the same in all models and not in any config.json."""
 
-# Shapes in this file: T new tokens, Hk key heads and Hv value heads, Dk and Dv features of each, K taps.
+# Shapes in this file: T new tokens, Hk key heads and Hv value heads of Dk and Dv features each, K taps.
 
 
 class DeltaRule:
-    """silu(convolution) of queries, keys and values, then the scan with queries and keys of unit length.
+    """silu(convolution) of queries, keys and values, then the scan with L2-normalised queries and keys.
 
-    Runs on all tokens of the step and this rank's recurrent heads. Queries are scaled by Dk ** -0.5 as well.
+    Runs on all tokens of the step and this rank's recurrent heads. Queries are also scaled by Dk ** -0.5.
 
     Args:
-        layer: its number in the whole model.
-        taps: [H, D, K] of the convolutions "q", "k" and "v", the newest input's tap last.
+        layer: index in the whole model.
+        taps: weights of the convolutions "q", "k" and "v", [H, D, K], the tap of the newest input last.
     """
 
     def __init__(self, layer: int, taps: Mapping[str, Tensor]) -> None:
@@ -34,7 +34,6 @@ class DeltaRule:
         """Read and write the layer's states.
 
         Args:
-            run: of the step.
             q, k: [T, Hk, Dk].
             v: [T, Hv, Dv].
             g: [T, Hv, 1] or [T, Hv, Dk], log of the decay, at least float32.
@@ -52,11 +51,10 @@ class DeltaRule:
 
 
 class GatedHeadNorm:
-    """RMSNorm of every head by itself, times an activation of a gate: [T, H, D] and [T, H, D] -> [T, H, D].
+    """RMSNorm of each head, times the activated gate: [T, H, D] and [T, H, D] -> [T, H, D].
 
     Args:
-        weight: [D], the same for all heads, at least float32.
-        eps: keeps zeros finite.
+        weight: [D], shared by all heads, at least float32.
         activation: of the gate, such as silu or sigmoid.
     """
 
@@ -67,12 +65,12 @@ class GatedHeadNorm:
         self._activation = activation
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Computed in float32 at least; new, in x's dtype."""
+        """Compute in at least float32; the result is new and in x's dtype."""
         normed = F.rms_norm(precise(x), self._shape, self._weight, self._eps)
         return normed.mul_(self._activation(precise(gate))).to(x.dtype)
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """x / sqrt(sum(x^2) + L2_EPS) over the last dimension, new, in float32 at least."""
+    """x / sqrt(sum(x^2) + L2_EPS) over the last dimension: new, in at least float32."""
     dim = x.shape[-1]
     return F.rms_norm(precise(x), (dim,), None, L2_EPS / dim).mul_(dim**-0.5)

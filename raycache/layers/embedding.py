@@ -1,4 +1,4 @@
-"""Token embedding and language-model head, whose vocabulary is split over tp."""
+"""Token embedding and language-model head, with the vocabulary split over tp."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ from raycache.layers.precision import precise
 if TYPE_CHECKING:
     from raycache.parallel.collectives import Group
 
-# Shapes in this file: T packed tokens, N tokens to sample after, C hidden size, V vocabulary, R = ceil(V / tp) rows.
-# Weights are [R, C] on every tp rank: the rows past the vocabulary's end, on the last ranks, are zeros.
+# Shapes in this file: T packed tokens, N tokens to sample after, C hidden size, V vocabulary, R = ceil(V / tp).
+# Weights are [R, C] on every tp rank; rows beyond the vocabulary, on the last ranks, are zeros.
 
 
 class VocabEmbedding:
-    """Token ids to vectors.
-
-    Args:
-        weight: [R, C].
-        group: the tp group.
-    """
+    """Token embedding; `weight` is [R, C], `group` the tp group."""
 
     def __init__(self, weight: Tensor, group: Group) -> None:
         self.weight = weight
@@ -41,13 +36,13 @@ class VocabEmbedding:
 
 
 class VocabHead:
-    """Vectors to logits.
+    """Language-model head.
 
     Args:
-        weight: [R, C]; may be the embedding's own tensor.
+        weight: [R, C]; may be the embedding's tensor.
         vocab_size: V.
         group: the tp group.
-        cap: bound of the logits, which x approaches as cap * tanh(x / cap); None for none.
+        cap: soft cap of the logits, cap * tanh(x / cap), or None.
     """
 
     def __init__(self, weight: Tensor, vocab_size: int, group: Group, *, cap: float | None = None) -> None:
@@ -57,7 +52,7 @@ class VocabHead:
         self._cap = cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[N, C] -> [N, V] on every rank, in float32, or float64 if that is the weights'."""
+        """[N, C] -> [N, V] on every rank, in at least float32."""
         logits = precise(self._gathered(F.linear(hidden, self.weight)))
         return logits if self._cap is None else torch.tanh(logits / self._cap).mul_(self._cap)
 

@@ -1,4 +1,4 @@
-"""What config.json says about experts, under the names that families give to its keys."""
+"""Reads the configuration of experts from config.json, whose keys differ between families."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class ExpertConfig:
     """The experts of a model's layers.
 
     Attributes:
-        count: routed experts.
-        top_k: of them per token.
-        inner: inner features of each.
+        count: number of routed experts.
+        top_k: experts per token.
+        inner: inner features of each routed expert.
         shared_inner: inner features of the shared expert, 0 for none.
-        renormalise: a token's weights sum to one (before they are scaled).
-        num_groups, top_groups: limit of the choice, 1 and 1 for none.
-        scale: of the weights.
-        is_transposed: matrices of all experts in one tensor may be [in, out] instead of [out, in].
+        renormalise: whether a token's weights are made to sum to one (before they are scaled).
+        num_groups, top_groups: a token's experts come from its best `top_groups` of `num_groups`; 1 and 1 for no limit.
+        scale: factor of the weights.
+        is_transposed: whether a tensor of all experts may store [in, out] matrices instead of [out, in].
     """
 
     count: int
@@ -35,16 +35,16 @@ class ExpertConfig:
 
 
 def require_experts(file: ConfigFile, experts: ExpertConfig) -> ExpertConfig:
-    """Refuse a choice that cannot be made; returns `experts`.
+    """Return `experts` if a token can choose `top_k` of them.
 
     Raises:
-        CheckpointError: says which.
+        CheckpointError: there are too few experts or groups, or groups are not of equal size.
     """
     size = experts.count // experts.num_groups
     if experts.count % experts.num_groups or experts.top_groups > experts.num_groups:
         wrong = f"cannot choose {experts.top_groups} of {experts.num_groups} groups of {experts.count} experts"
     elif experts.num_groups > 1 and size < 2:
-        wrong = f"has {experts.num_groups} groups of {size} expert; a group's rank is made of two"
+        wrong = f"has {experts.num_groups} groups of {size} expert; groups are ranked by the scores of two"
     elif experts.top_k > size * experts.top_groups:
         wrong = f"cannot choose {experts.top_k} of {size * experts.top_groups} experts"
     else:
@@ -53,13 +53,12 @@ def require_experts(file: ConfigFile, experts: ExpertConfig) -> ExpertConfig:
 
 
 def read_grouped_experts(file: ConfigFile, *, scale: float | None = None) -> ExpertConfig:
-    """Experts with a `SigmoidRouter`, under any of the names that DeepSeek-V3 and its descendants give to the keys.
+    """Read experts with a `SigmoidRouter`, under any of the keys that DeepSeek-V3 and its descendants use.
 
     Args:
-        file: config.json.
-        scale: routed_scaling_factor of files that do not say; None: they must, for descendants differ.
+        scale: default of routed_scaling_factor; None makes it required, since the defaults of descendants differ.
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or does not go with the others.
+        CheckpointError: a key is missing, invalid, or contradicts another.
     """
 
     def key(*names: str) -> str:
@@ -83,10 +82,10 @@ def read_grouped_experts(file: ConfigFile, *, scale: float | None = None) -> Exp
 
 
 def read_softmax_experts(file: ConfigFile, *, renormalise: bool) -> ExpertConfig:
-    """Experts with a `SoftmaxRouter`; a shared one is the family's business.
+    """Read experts with a `SoftmaxRouter`, without the shared expert.
 
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or does not go with the others.
+        CheckpointError: a key is missing, invalid, or contradicts another.
     """
     # `num_local_experts` is what transformers 5 writes.
     count = file.integer("num_experts" if file.raw("num_experts") is not None else "num_local_experts")
@@ -100,13 +99,12 @@ def read_softmax_experts(file: ConfigFile, *, renormalise: bool) -> ExpertConfig
 
 
 def read_mlp_layers(file: ConfigFile, *, num_first: int) -> tuple[int, ...]:
-    """Layers with an MLP where others have experts, as DeepSeek's configs say it.
+    """Read which layers have an MLP instead of experts, from the keys of DeepSeek.
 
     Args:
-        file: config.json.
-        num_first: how many there are, before all others, when it does not say.
+        num_first: default of `first_k_dense_replace`.
     Raises:
-        CheckpointError: a key has a wrong value.
+        CheckpointError: a key is invalid.
     """
     num_first = file.count("first_k_dense_replace", num_first)
     kinds = read_given_layer_types(file, key="mlp_layer_types", known=("dense", "sparse"))
@@ -116,10 +114,10 @@ def read_mlp_layers(file: ConfigFile, *, num_first: int) -> tuple[int, ...]:
 
 
 def read_dense_layers(file: ConfigFile) -> tuple[int, ...]:
-    """Layers with a plain MLP where others have experts, as Qwen's configs say it.
+    """Read which layers have an MLP instead of experts, from the keys of Qwen.
 
     Raises:
-        CheckpointError: a key has a wrong value.
+        CheckpointError: a key is invalid.
     """
     step, named = file.integer("decoder_sparse_step", 1), file.raw("mlp_only_layers") or []
     num_layers = file.integer("num_hidden_layers")

@@ -1,4 +1,4 @@
-"""Reading experts, routers and shared experts: one by one, or all experts in one tensor; quantised ones stay so."""
+"""Reads experts, routers and shared experts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from raycache.layers.activation import Activation, silu_gated
 from raycache.layers.expert_config import ExpertConfig
 from raycache.layers.experts import Experts, MixtureOfExperts, RoutedExperts, SharedExpert
-from raycache.layers.feed_forward import GATED, Products
+from raycache.layers.feed_forward import GATED, FeedForwardNames
 from raycache.layers.kept_weights import Cut
 from raycache.layers.linear import ColumnLinear
 from raycache.layers.quantised_experts import QuantisedExperts
 from raycache.layers.router import SigmoidRouter, SoftmaxRouter
 from raycache.layers.weights import Columns, ShardedWeights
 
-# Shapes in this file: E experts, C features outside of them, I inner features of one on all ranks.
+# Shapes in this file: E experts, C hidden size, I inner features of an expert on all ranks.
 
 
 def load_experts(
@@ -25,11 +25,11 @@ def load_experts(
     weights: ShardedWeights,
     *,
     size: int,
-    names: Products = GATED,
+    names: FeedForwardNames = GATED,
     activation: Activation = silu_gated,
 ) -> RoutedExperts:
-    """Read experts one by one, `{expert}.{name}.weight`, or gated ones all at once, `gate_up_proj` and `down_proj`,
-    whichever the checkpoint has; `size` is C."""
+    """Read experts from a tensor per expert, `{expert}.{name}.weight`, or gated ones from the stacked tensors
+    `gate_up_proj` and `down_proj`, whichever the checkpoint has. `size` is C."""
     up_all, down_all = "gate_up_proj", "down_proj"
     if names == GATED and (weights.has(up_all) or weights.has(down_all)):
         return load_stacked_experts(experts, weights, up=up_all, down=down_all, size=size, activation=activation)
@@ -53,7 +53,7 @@ def load_stacked_experts(
     size: int,
     activation: Activation = silu_gated,
 ) -> RoutedExperts:
-    """Read gated experts whose tensors hold all of them: `up` [E, 2 I, C] with gate first, `down` [E, C, I]."""
+    """Read gated experts from stacked tensors: `up` [E, 2 I, C] with gate first, `down` [E, C, I]."""
     taken, count, inner = weights.heads(experts.inner), experts.count, experts.inner
     up_shape, down_shape = (count, 2 * inner, size), (count, size, inner)
     if experts.is_transposed and weights.fits(down, count, inner, size):
@@ -71,7 +71,7 @@ def load_stacked_experts(
 def load_stacked_shared_expert(
     weights: ShardedWeights, *, up: str, down: str, size: int, inner: int, activation: Activation = silu_gated
 ) -> SharedExpert:
-    """Read the shared expert made of `up` [2 I, C] with gate first, and `down` [C, I]."""
+    """Read a shared expert from `up` [2 I, C] with gate first, and `down` [C, I]."""
     taken = weights.heads(inner)
     gate_up = _numbers(weights, _halves(up, (2 * inner, size), axis=0, taken=taken))
     rows = weights.cut(down, (size, inner), axis=1, taken=taken)
@@ -83,11 +83,11 @@ def load_shared_expert(
     *,
     size: int,
     inner: int,
-    names: Products = GATED,
+    names: FeedForwardNames = GATED,
     activation: Activation = silu_gated,
     gate: Tensor | None = None,
 ) -> SharedExpert:
-    """Read the shared expert; for `gate` see `SharedExpert`."""
+    """Read a shared expert; for `gate` see `SharedExpert`."""
     taken = weights.heads(inner)
     return SharedExpert(
         weights.column([Columns(name, inner, taken) for name in names.up], inputs=size, has_bias=False),
@@ -102,10 +102,10 @@ def load_softmax_moe(
     weights: ShardedWeights,
     *,
     size: int,
-    names: Products = GATED,
+    names: FeedForwardNames = GATED,
     shared: SharedExpert | None = None,
 ) -> MixtureOfExperts:
-    """Read the router `gate` and the experts `experts`; the shared expert, where there is one, is given."""
+    """Read the router `gate` and the experts `experts`."""
     router = SoftmaxRouter(
         weights.whole("gate.weight", experts.count, size), top_k=experts.top_k, renormalise=experts.renormalise
     )
@@ -117,7 +117,7 @@ def load_softmax_moe(
 def load_sigmoid_router(
     experts: ExpertConfig, weights: ShardedWeights, *, size: int, correction: str = "gate.e_score_correction_bias"
 ) -> SigmoidRouter:
-    """Read the router `gate` and the correction of its choice."""
+    """Read the router `gate` and its correction."""
     return SigmoidRouter(
         weights.whole("gate.weight", experts.count, size, dtype=weights.precise),
         weights.whole(correction, experts.count, dtype=weights.precise),
@@ -134,7 +134,7 @@ def load_grouped_moe(
     weights: ShardedWeights,
     *,
     size: int,
-    names: Products = GATED,
+    names: FeedForwardNames = GATED,
     activation: Activation = silu_gated,
     shared: SharedExpert | None = None,
     correction: str = "gate.e_score_correction_bias",
@@ -151,7 +151,7 @@ def load_grouped_moe(
 
 
 def _halves(name: str, shape: tuple[int, ...], *, axis: int, taken: range) -> list[Cut]:
-    """The run `taken` of each half of a tensor along an axis, such as gate and up in one."""
+    """Cuts of the slice `taken` of each half of an axis, such as gate and up."""
     starts = (0, shape[axis] // 2)
     return [Cut(name, shape, axis, range(start + taken.start, start + taken.stop)) for start in starts]
 
@@ -163,7 +163,7 @@ def _kept(
     experts: ExpertConfig,
     activation: Activation,
 ) -> QuantisedExperts | None:
-    """Experts that stay quantised, None where one of their products cannot."""
+    """Experts that stay quantised; None if either of their matrices cannot."""
     up_matrices = weights.kept_experts(up)
     down_matrices = None if up_matrices is None else weights.kept_experts(down)
     if up_matrices is None or down_matrices is None:
@@ -172,7 +172,7 @@ def _kept(
 
 
 def _stack(weights: ShardedWeights, groups: Sequence[Sequence[Cut]]) -> Tensor:
-    """One tensor per group -> [E, ...], with one of them in memory twice at most."""
+    """Stack one tensor per group, [E, ...]; only one at a time is in memory twice."""
     first = _numbers(weights, groups[0])
     rows = first.new_empty(len(groups), *first.shape)
     rows[0] = first
@@ -182,6 +182,6 @@ def _stack(weights: ShardedWeights, groups: Sequence[Sequence[Cut]]) -> Tensor:
 
 
 def _numbers(weights: ShardedWeights, cuts: Sequence[Cut]) -> Tensor:
-    """Cuts along one axis, joined along it."""
+    """Read cuts along one axis, and concatenate them along it."""
     parts = [weights.cut(own.name, own.shape, axis=own.axis, taken=own.taken) for own in cuts]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cuts[0].axis)

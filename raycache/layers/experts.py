@@ -1,11 +1,13 @@
-"""Mixture of experts: feed-forward blocks of which each token passes through a few.
+"""Mixture of experts.
 
-Over tp every rank holds a slice of the inner features of every expert, so that whatever the router chooses, all ranks
-have the same work:
+Every tp rank holds a slice of the inner features of every expert, so that all ranks have the same work whatever the
+router chooses:
 
     expert     0    1    2    3
-    tp rank 0  [==] [==] [==] [==]      one half of the features of each; outputs are parts of a sum, which
-    tp rank 1  [==] [==] [==] [==]      the other half; is taken once for routed and shared experts
+    tp rank 0  [==] [==] [==] [==]      one half of the features of each expert
+    tp rank 1  [==] [==] [==] [==]      the other half
+
+The outputs are partial sums; routed and shared experts share one all-reduce over tp.
 """
 
 from __future__ import annotations
@@ -27,40 +29,39 @@ from raycache.layers.router import Router
 if TYPE_CHECKING:
     from raycache.parallel.collectives import Group
 
-# Shapes in this file: T packed tokens of this rank, C hidden size, E experts that this rank holds, k experts per token,
-# I inner features of one expert on this rank, F = 2 I in front of a gated activation and I in front of a plain one.
+# Shapes in this file: T packed tokens of this rank, C hidden size, E experts on this rank, k experts per token, I inner
+# features of one expert on this rank, F = 2 I for gated activations, else I.
 
 BLOCK = 1024
-"""Tokens whose experts' outputs are added up at a time, in float32."""
+"""Tokens whose experts' outputs are summed at a time, in float32."""
 
 
 class RoutedExperts(Protocol):
-    """Experts that a router chooses of."""
+    """Experts chosen by a router."""
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """This rank's part of the sum over each token's experts.
+        """This rank's partial sum over the experts of each token.
 
         Args:
             x: [T, C].
-            weights: [T, k] float32.
-            ids: [T, k], which experts.
+            weights: [T, k], at least float32.
+            ids: [T, k], expert ids.
         Returns:
-            New [T, C], added up in at least float32.
+            New [T, C] in the dtype of x, summed in at least float32.
         """
         ...
 
 
 class Experts:
-    """The routed experts, each on the tokens that chose it.
+    """Routed experts.
 
     Args:
-        up: [E, F, C], with gate and up stacked, gate first, where the activation is gated.
+        up: [E, F, C]; for gated activations, gate and up stacked, gate first.
         down: [E, C, I].
         activation: [n, F] -> [n, I].
         up_bias: [E, F], or None.
-        down_bias: [E, C], or None; given to one rank of those whose outputs are added up.
-        held: ids of the experts that the rows of the weights are. All of them while experts are split by features;
-            a run of them when each rank is to hold some experts whole: tokens of other experts add nothing here.
+        down_bias: [E, C], or None; on one tp rank only, since outputs are summed.
+        held: ids of the E experts; choices of other experts contribute nothing here.
     """
 
     def __init__(
@@ -84,11 +85,11 @@ class Experts:
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if not len(x):
             return torch.zeros_like(x)
-        order = ids.flatten().argsort(stable=True)  # pairs of token and expert, by expert
+        order = ids.flatten().argsort(stable=True)  # (token, choice) pairs, by expert
         if self._can_group(x):
             return self._grouped(x, weights, ids.flatten()[order], order)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise NotRecordableError(f"experts of these sizes in {x.dtype} run one by one")
+            raise NotRecordableError(f"experts of these sizes in {x.dtype} run one after another")
         tokens, shares = order // ids.shape[1], weights.flatten()[order, None]
         counts = ids.flatten().bincount(minlength=self.held.stop).tolist()
         total = torch.zeros_like(x, dtype=precise_dtype(x.dtype))
@@ -101,23 +102,21 @@ class Experts:
         return total.to(x.dtype)
 
     def _can_group(self, x: Tensor) -> bool:
-        """Whether a grouped matrix product takes all experts at once: it wants rows of whole 16 bytes."""
+        """Whether one grouped matrix product can run all experts; its rows must be multiples of 16 bytes."""
         features = (x.shape[1], self._up.shape[1], self._down.shape[2])
         if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
-            return (
-                False  # elsewhere torch takes one expert after another too, and asks the device how many rows each has
-            )
+            return False  # torch's fallback also runs experts one after another, and waits for the device
         is_fit = x.dtype == torch.bfloat16 and self.held.start == 0
         return is_fit and all(size % 8 == 0 for size in features)
 
     def _grouped(self, x: Tensor, weights: Tensor, chosen: Tensor, order: Tensor) -> Tensor:
-        """All experts in two launches, however many tokens each has; nothing of it depends on numbers of the host.
+        """Run all experts in two grouped products, without waiting for the device.
 
         Args:
             x: [T, C].
             weights: [T, k].
-            chosen: [T * k], expert of each pair, ascending.
-            order: [T * k], which pair, as counted over `weights`.
+            chosen: [T * k], expert of each (token, choice) pair, ascending.
+            order: [T * k], index of each of these pairs in `weights`.
         """
         num_chosen = weights.shape[1]
         held = torch.arange(self.held.stop, device=x.device)
@@ -128,12 +127,12 @@ class Experts:
         out = F.grouped_mm(self._activation(inner), self._down.mT, offs=ends)
         if self._down_bias is not None:
             out += self._down_bias[chosen.clamp(max=self.held.stop - 1)]
-        # Rows behind the last group are nobody's; what they hold was never written.
+        # Rows after the last group belong to no expert here and were not written.
         out.masked_fill_((chosen >= self.held.stop)[:, None], 0)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view_as(weights)
+        rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view_as(weights)
         parts = [
-            torch.einsum("tkc,tk->tc", out[place].to(weights.dtype), share)
-            for place, share in zip(places.split(BLOCK), weights.split(BLOCK), strict=True)
+            torch.einsum("tkc,tk->tc", out[some].to(weights.dtype), share)
+            for some, share in zip(rows.split(BLOCK), weights.split(BLOCK), strict=True)
         ]
         return torch.cat(parts).to(x.dtype)
 
@@ -144,60 +143,58 @@ class Experts:
 
 
 class LatentExperts:
-    """Routed experts of fewer features than the layer: into their space, through them, and back.
+    """Routed experts with L features, fewer than the hidden size, between a down and an up projection.
 
-    The way back is linear, so that it can be taken by a part of their sum.
+    The up projection is linear, so it can be applied to partial sums.
 
     Args:
-        into: [L, C].
-        back: [C, L].
-        experts: of L features.
+        down: [L, C].
+        up: [C, L].
     """
 
-    def __init__(self, into: Tensor, back: Tensor, experts: RoutedExperts) -> None:
-        self._into = into
-        self._back = back
+    def __init__(self, down: Tensor, up: Tensor, experts: RoutedExperts) -> None:
+        self._down = down
+        self._up = up
         self._experts = experts
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return F.linear(self._experts(F.linear(x, self._into), weights, ids), self._back)
+        return F.linear(self._experts(F.linear(x, self._down), weights, ids), self._up)
 
 
 class NormedLatentExperts:
-    """The same with a norm of their sum before the way back, for which the parts of all tp ranks are added up.
+    """Like `LatentExperts`, with a norm of the experts' sum, which therefore needs an all-reduce of its own.
 
     Args:
-        into: [L, C].
-        back: [C, L / tp], of this rank's share of the features.
-        experts: of L features.
+        down: [L, C].
+        up: [C, L / tp].
         norm: of L features.
-        taken: this rank's share of them.
+        taken: this rank's share of the L features.
         group: the tp group.
     """
 
     def __init__(
-        self, into: Tensor, back: Tensor, experts: RoutedExperts, *, norm: RMSNorm, taken: range, group: Group
+        self, down: Tensor, up: Tensor, experts: RoutedExperts, *, norm: RMSNorm, taken: range, group: Group
     ) -> None:
-        self._into = into
-        self._back = back
+        self._down = down
+        self._up = up
         self._experts = experts
         self._norm = norm
         self._taken = slice(taken.start, taken.stop)
         self._group = group
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        latent = self._group.all_reduce(self._experts(F.linear(x, self._into), weights, ids))
-        return F.linear(self._norm(latent)[:, self._taken], self._back)
+        latent = self._group.all_reduce(self._experts(F.linear(x, self._down), weights, ids))
+        return F.linear(self._norm(latent)[:, self._taken], self._up)
 
 
 class SharedExpert:
-    """The expert that every token passes through; its output is this rank's part of a sum.
+    """The expert of all tokens; its output is this rank's partial sum.
 
     Args:
-        up: gate and up stacked, or up alone: C to F features.
+        up: C -> F features; for gated activations, gate and up stacked, gate first.
         down: [C, I].
         activation: [T, F] -> [T, I].
-        gate: [1, C], whose sigmoid says how much it counts for a token, or None.
+        gate: [1, C]; the output is multiplied by sigmoid(gate x). None for no gate.
     """
 
     def __init__(self, up: ColumnLinear, down: Weight, *, activation: Activation, gate: Tensor | None = None) -> None:
@@ -213,14 +210,7 @@ class SharedExpert:
 
 
 class MixtureOfExperts:
-    """Routed experts and, where there is one, the shared expert: a layer's feed-forward part.
-
-    Args:
-        router: chooses experts; whole on every rank.
-        experts: routed ones.
-        group: the tp group, over which outputs are added up.
-        shared: expert of all tokens, or None.
-    """
+    """Routed experts, and the shared expert if there is one; `group` is the tp group."""
 
     def __init__(
         self,

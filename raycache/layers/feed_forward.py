@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer whose tokens all pass through the same weights."""
+"""Dense feed-forward blocks (MLPs)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ class FeedForward:
     """down(activation(up(x))).
 
     Args:
-        up: gate and up stacked, gate first, in front of a gated activation; up alone in front of a plain one.
-        down: back to the hidden size, summed over tp.
-        activation: what stands between.
+        up: for gated activations, gate and up stacked, gate first.
     """
 
     def __init__(self, up: ColumnLinear, down: RowLinear, *, activation: Activation) -> None:
@@ -32,24 +30,20 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
-class Products:
-    """Tensors of one feed-forward block or expert, without ".weight".
+class FeedForwardNames:
+    """Names of the tensors of a feed-forward block or expert, without ".weight".
 
     Attributes:
         up: gate and up, in this order, or up alone.
-        down: back to the hidden size.
     """
 
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
 
 
-GATED = Products()
-MIXTRAL = Products(up=("w1", "w3"), down="w2")
-"""As Mixtral and those after it call them."""
-
-UNGATED = Products(up=("up_proj",))
-"""Up and down without a gate."""
+GATED = FeedForwardNames()
+MIXTRAL = FeedForwardNames(up=("w1", "w3"), down="w2")
+UNGATED = FeedForwardNames(up=("up_proj",))
 
 
 def load_feed_forward(
@@ -57,11 +51,11 @@ def load_feed_forward(
     *,
     size: int,
     inner: int,
-    names: Products = GATED,
+    names: FeedForwardNames = GATED,
     activation: Activation = silu_gated,
     has_bias: bool = False,
 ) -> FeedForward:
-    """Read this rank's part of `inner` features between `size`."""
+    """Read this rank's share of a block of hidden size `size` with `inner` inner features."""
     taken = weights.heads(inner)
     parts = [Columns(name, inner, taken) for name in names.up]
     return FeedForward(

@@ -1,4 +1,4 @@
-"""What a layer gets besides its input: the step's attention, the rows of the cache, and where its tokens stand."""
+"""What layers share during a step: attention, the cache, and the positions of the tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ForwardPass:
     """One step through the layers of a stage.
 
     Attributes:
-        step: attention.
-        pool: views of the layers' rows.
-        positions: int64 [T_local], of this rank's new tokens in their sequences.
-        records: layers whose inputs are kept, for a draft model.
+        step: the step's attention.
+        pool: views of the cache, by layer.
+        positions: int64 [T_local], positions of this rank's new tokens in their sequences.
+        records: layers whose inputs are recorded for a draft model.
         recorded: those inputs, [T_local, C] each.
-        selections: layer -> what its indexer chose in this pass, for the layers that share it.
+        selections: layer -> tokens selected by its indexer, for later layers that share them.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ForwardPass:
         self._rotations: dict[tuple[Rotary, torch.dtype], Rotation] = {}
 
     def rotation(self, rotary: Rotary, dtype: torch.dtype) -> Rotation:
-        """The turns of the new tokens; computed once for all layers that share `rotary`."""
+        """Rotation of the new tokens, computed once for all layers that share `rotary`."""
         key = (rotary, dtype)
         if key not in self._rotations:
             self._rotations[key] = rotary(self.positions, dtype)
@@ -47,4 +47,4 @@ class ForwardPass:
 
 
 Mixer = Callable[[Tensor, ForwardPass], Tensor]
-"""A layer's part between two residual additions: [T_local, C] -> new [T_local, C]."""
+"""Attention, feed-forward block or the like, between two residual additions: [T_local, C] -> new [T_local, C]."""

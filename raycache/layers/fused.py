@@ -1,9 +1,9 @@
-"""Small operations between matrix products, each in one kernel launch where there is a kernel for it.
+"""Small operations between matrix products, fused into one kernel launch each where possible.
 
-On CUDA in bfloat16 and float16 a launch costs more than the work that a decode step has for it, so there they are
-Triton kernels (kernels.py), which compute in float32 and round once. Everywhere else they are plain torch, which rounds
-after every operation. Nothing here waits for the device or depends on values, so that all of it can be recorded in a
-CUDA graph, once a run without recording has built the kernels.
+In a decode step, launching such an operation costs more than running it. On CUDA in bfloat16 and float16 they are
+therefore Triton kernels (kernels.py), which compute in float32 and round once. Everywhere else they are plain torch,
+which rounds after every operation. They never wait for the device or depend on values, so they can be captured in CUDA
+graphs once the kernels have been compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 _HALVES = (torch.bfloat16, torch.float16)
 
-# Shapes in this file: T packed tokens, N features, H heads, D head size, R features of a head that are turned.
+# Shapes in this file: T packed tokens, N features, H heads, D head size, R rotated features of a head.
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
@@ -32,8 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False
     Args:
         x: [T, N].
         weight: [N].
-        eps: keeps zeros finite.
-        is_centered: the factor is 1 + weight, in float32 at least.
+        is_centered: the factor is 1 + weight, in at least float32.
     """
     if kernels := _kernels_for(x):
         normed: Tensor = kernels.add_norm(x, None, weight, eps, is_centered=is_centered)[0]
@@ -47,13 +46,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False
 def add_rms_norm(
     hidden: Tensor, delta: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The norm of a sum, and the sum.
+    """Add, then normalise as `rms_norm` does.
 
     Args:
-        hidden, delta: [T, N], what is added up; delta may be overwritten.
-        weight, eps, is_centered: see `rms_norm`.
+        hidden, delta: [T, N]; delta may be overwritten.
     Returns:
-        (norm of hidden + delta, hidden + delta), both new or in place of delta.
+        (norm of hidden + delta, hidden + delta); the sum is new, or delta itself.
     """
     if (kernels := _kernels_for(hidden)) and delta.stride(-1) == 1:
         both: tuple[Tensor, Tensor] = kernels.add_norm(hidden, delta, weight, eps, is_centered=is_centered)
@@ -63,7 +61,7 @@ def add_rms_norm(
 
 
 def silu_gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, of [T, 2 N] with the gate first: [T, N]. May overwrite its argument, as the next three may."""
+    """silu(gate) * up: [T, 2 N], gate first -> [T, N]. Like the next four, it may overwrite its argument."""
     if kernels := _kernels_for(gate_up):
         product: Tensor = kernels.gated(gate_up, "silu")
         return product
@@ -72,7 +70,7 @@ def silu_gated(gate_up: Tensor) -> Tensor:
 
 
 def silu_clamped(gate_up: Tensor, *, limit: float) -> Tensor:
-    """silu(gate) * up, where silu(gate) is at most `limit` and up at most that on both sides."""
+    """silu(gate) * up, with silu(gate) clamped to at most `limit`, and up to [-limit, limit]."""
     if kernels := _kernels_for(gate_up):
         product: Tensor = kernels.gated(gate_up, "silu_clamped", limit=limit)
         return product
@@ -81,7 +79,7 @@ def silu_clamped(gate_up: Tensor, *, limit: float) -> Tensor:
 
 
 def gelu_tanh_gated(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, with the tanh form of gelu."""
+    """gelu(gate) * up, with the tanh approximation of gelu."""
     if kernels := _kernels_for(gate_up):
         product: Tensor = kernels.gated(gate_up, "gelu_tanh")
         return product
@@ -90,7 +88,7 @@ def gelu_tanh_gated(gate_up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
-    """gate * sigmoid(alpha * gate) * (up + 1), of a gate of at most `limit` and an up of at most that on both sides."""
+    """gate * sigmoid(alpha * gate) * (up + 1), with gate clamped to at most `limit`, and up to [-limit, limit]."""
     if kernels := _kernels_for(gate_up):
         product: Tensor = kernels.gated(gate_up, "clamped_swiglu", alpha=alpha, limit=limit)
         return product
@@ -110,33 +108,31 @@ def situ(gate_up: Tensor, *, beta: float, linear_beta: float) -> Tensor:
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of every head by itself: [T, H, D] -> new [T, H, D]; weight [H, D], in whose dtype all is computed."""
+    """RMSNorm of each head: [T, H, D] -> new [T, H, D]; computed in the dtype of `weight`, [H, D]."""
     return F.rms_norm(x.to(weight.dtype), weight.shape[1:], None, eps).mul_(weight).to(x.dtype)
 
 
 def angles(positions: Tensor, inverse: Tensor, *, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `turn_heads` takes: cos and sin of position * inverse, times a scale, computed in float32 and rounded once.
+    """scale * cos and scale * sin of position * inverse for `rotate_heads`, computed in float32 and rounded once.
 
     Args:
         positions: integers [T].
         inverse: [R / 2] float32, radians per position of each pair.
-        scale: of both.
-        dtype: of the result.
     Returns:
-        cos and sin, [T, 1, R] each, either half the same but that sin is negative in the first.
+        cos and sin, [T, 1, R] each, with equal halves, except that sin is negated in the first.
     """
     if kernels := _kernels_for(positions, dtype):
         cos, sin = torch.empty((2, len(positions), 1, 2 * len(inverse)), dtype=dtype, device=positions.device)
         kernels.angles(positions, inverse, cos, sin, scale=scale)
         return cos, sin
-    turns = (positions.to(torch.float32)[:, None] * inverse)[:, None, :]
-    cos, sin = turns.cos(), turns.sin()
+    radians = (positions.to(torch.float32)[:, None] * inverse)[:, None, :]
+    cos, sin = radians.cos(), radians.sin()
     if scale != 1.0:
         cos, sin = cos * scale, sin * scale
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
-def turn_heads(
+def rotate_heads(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -146,29 +142,29 @@ def turn_heads(
     eps: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Turn the first R features of every head, after `head_norm` of all of them where there is a weight.
+    """Rotate the first R features of every head, after `head_norm` if there is a weight.
 
     Args:
         x: [T, H, D].
         cos, sin: [T, 1, R] contiguous, see `angles`.
-        is_interleaved: pairs are features 2i and 2i + 1, which leave as i and i + R / 2.
+        is_interleaved: pairs are features 2i and 2i + 1, written to i and i + R / 2; else i and i + R / 2.
         weight, eps: of the norm; None for no norm.
-        out: [T, H, D] to write to, x itself at the most; None for a new tensor.
+        out: [T, H, D] to write to, may be x; None for a new tensor.
     """
     if (kernels := _kernels_for(x)) and (out is None or out.stride(-1) == 1):
         out = x.new_empty(x.shape) if out is None else out
-        kernels.turn(x, cos, sin, out, weight=weight, eps=eps, is_interleaved=is_interleaved)
+        kernels.rotate(x, cos, sin, out, weight=weight, eps=eps, is_interleaved=is_interleaved)
         return out
     if weight is not None:
         x = head_norm(x, weight, eps)
     size = cos.shape[-1]
-    turned = _turned(x[..., :size], cos, sin, is_interleaved=is_interleaved)
+    rotated = _rotated(x[..., :size], cos, sin, is_interleaved=is_interleaved)
     if size < x.shape[-1]:
-        turned = torch.cat((turned, x[..., size:]), dim=-1)
-    return turned if out is None else out.copy_(turned)
+        rotated = torch.cat((rotated, x[..., size:]), dim=-1)
+    return rotated if out is None else out.copy_(rotated)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
     """[T, H, R] -> new [T, H, R]."""
     if is_interleaved:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
@@ -177,21 +173,21 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Ten
 
 
 def _kernels_for(x: Tensor, dtype: torch.dtype | None = None) -> Any:
-    """The module of kernels where they can make results of a dtype, x's own if none is given, of x; None elsewhere."""
+    """The kernels if they support x and results of `dtype` (by default that of x), else None."""
     has_kernels = x.is_cuda and (dtype or x.dtype) in _HALVES and x.numel() > 0 and x.stride(-1) == 1
     return _kernels() if has_kernels else None
 
 
 @cache
 def _kernels() -> Any:
-    """The module, or None where Triton or its compiler is missing: that is said once."""
+    """The kernels, or None where Triton or its compiler is missing, which is logged once."""
     try:
         from raycache.layers import kernels
 
-        # One is compiled to see. Its arguments are freed at once; a recording may not begin with this.
+        # Compiling one kernel shows whether Triton works. This must not first happen while a graph is captured.
         kernels.gated(torch.ones(1, 16, dtype=torch.bfloat16, device="cuda"), "silu")
     except (ImportError, OSError, RuntimeError, SubprocessError) as cause:
         lines = str(cause).strip().splitlines() or [type(cause).__name__]
-        _log.warning("norms, activations and positions are computed by torch, which is slower: Triton: %s", lines[0])
+        _log.warning("norms, activations and rotary embedding use torch, which is slower: Triton: %s", lines[0])
         return None
     return kernels

@@ -1,4 +1,4 @@
-"""Attention whose output passes a gate per feature, and whose heads are turned in part only."""
+"""Attention with an output gate per feature and partial rotary embedding."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ class GatedAttention:
     ("Gated Attention for Large Language Models", arXiv 2505.06708).
 
     Args:
-        layer: its number in the whole model.
-        inputs: queries, keys, values and gates stacked: (2 Hq + 2 Hkv) D features.
-        out: back to the hidden size, summed over tp.
+        layer: index in the whole model.
+        inputs: projection to queries, keys, values and gates: (2 Hq + 2 Hkv) D features.
         heads: Hq, Hkv and D of this rank.
-        rotary: position embedding of the first features of each head.
-        qk_norm: normalises query and key heads before they are rotated.
+        rotary: rotates the first features of each head.
+        qk_norm: applied to query and key heads before rotation.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class GatedAttention:
 def load_gated_attention(
     config: AttentionConfig, weights: ShardedWeights, *, layer: int, size: int, eps: float, rotary: Rotary
 ) -> GatedAttention:
-    """Read this rank's heads; `q_proj` has query and gate of each head together. `size` is C, `eps` of the norms."""
+    """Read this rank's heads; `q_proj` holds query and gate of a head next to each other. `size` is C."""
     dim, rows = config.head_dim, 2 * config.num_heads * config.head_dim
     heads, kv_heads = weights.heads(config.num_heads), weights.heads(config.num_kv_heads, is_shared=True)
     own = HeadShape(len(heads), len(kv_heads), dim)

@@ -1,6 +1,6 @@
 """Gated delta net: linear attention with a delta rule and one decay per head (arXiv 2412.06464).
 
-Its projections are packed in two ways; a rank stacks what it takes as queries, keys, values, gates, b, a:
+Families store the projections in two layouts; a rank reads its rows in the order queries, keys, values, gates, b, a:
 
     qwen3_next    in_proj_qkvz  [ q k v..v z..z | q k v..v z..z | ... ]   per key head, with its value heads
                   in_proj_ba    [ b..b a..a | b..b a..a | ... ]
@@ -27,7 +27,7 @@ from raycache.memory.component import CacheFormat, Component, recurrent
 from raycache.parallel.sharding import HeadCount
 
 # Shapes in this file: T_local new tokens of this rank, C hidden size, Hk key heads of Dk features and Hv value heads of
-# Dv, of this tp rank or, in what reads them, of the whole model; K taps. Value head h reads key head h // (Hv / Hk).
+# Dv, of this tp rank (of the whole model in DeltaNetConfig), K taps. Value head h uses key head h // (Hv / Hk).
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DeltaNetConfig:
 
     Attributes:
         key_heads, key_dim: Hk and Dk.
-        value_heads, value_dim: Hv and Dv; value head h belongs to key head h // (Hv / Hk).
+        value_heads, value_dim: Hv and Dv.
         kernel: K.
     """
 
@@ -58,11 +58,11 @@ class DeltaNetConfig:
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """Value heads per key head."""
         return self.value_heads // self.key_heads
 
     def components(self, layers: Sequence[int], fmt: CacheFormat) -> tuple[Component, ...]:
-        """What `layers` carry on: the state, and the last inputs of the convolutions of q, k and v."""
+        """Recurrent states of `layers`, and the last inputs of the convolutions of q, k and v."""
         if not layers:
             return ()
         of_keys = (self.key_heads, self.key_dim)
@@ -79,7 +79,7 @@ class DeltaNetConfig:
 
     @property
     def head_counts(self) -> tuple[HeadCount, ...]:
-        """What tp x cp divides. Key heads are shared like KV heads, over tp and over tp x cp."""
+        """Head counts to be split. Ranks share key heads like KV heads."""
         return (
             HeadCount("linear_num_value_heads", self.value_heads, over_cp=True),
             HeadCount("linear_num_key_heads", self.key_heads, is_shared=True),
@@ -88,14 +88,14 @@ class DeltaNetConfig:
 
 
 Packing = Callable[[DeltaNetConfig, range, range], Sequence[Columns]]
-"""(sizes, key heads, value heads) -> the rows of their queries, keys, values, gates, b and a, in this order."""
+"""(sizes, key heads, value heads) -> rows of their queries, keys, values, gates, b and a, in this order."""
 
 
 def read_delta_net(file: ConfigFile) -> DeltaNetConfig:
     """Read the `linear_*` keys.
 
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or does not go with the others.
+        CheckpointError: a key is missing, invalid, or contradicts another.
     """
     net = DeltaNetConfig(
         key_heads=file.integer("linear_num_key_heads"),
@@ -110,7 +110,7 @@ def read_delta_net(file: ConfigFile) -> DeltaNetConfig:
             f"{net.value_heads}"
         )
     if net.kernel < 2:
-        raise CheckpointError(f"{file.path}: linear_conv_kernel_dim={net.kernel} is not supported; at least 2 is")
+        raise CheckpointError(f"{file.path}: linear_conv_kernel_dim={net.kernel} is not supported; use 2 or more")
     return net
 
 
@@ -120,10 +120,9 @@ class GatedDeltaNet:
     log decay = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b), one of each per token and value head.
 
     Args:
-        inputs: queries, keys, values, output gate, b and a stacked: 2 Hk Dk + 2 Hv Dv + 2 Hv features.
-        out: back to the hidden size, summed over tp.
+        inputs: projection to queries, keys, values, output gate, b and a: 2 Hk Dk + 2 Hv Dv + 2 Hv features.
         rule: convolutions and scan.
-        norm: of the scan's output.
+        norm: applies the output gate.
         rate: [Hv], exp(A_log), at least float32.
         dt_bias: [Hv], at least float32.
         key_shape, value_shape: (Hk, Dk) and (Hv, Dv).
@@ -154,7 +153,7 @@ class GatedDeltaNet:
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T_local, C] -> new [T_local, C]."""
         qk, v, gate, b, a = self._inputs(x).split(self._sizes, dim=-1)
-        # One row per head, for heads are what the ranks of cp share out: [T_local, Hk, 2, Dk].
+        # By head, since cp ranks exchange heads: [T_local, Hk, 2, Dk].
         qk = qk.unflatten(1, (2, *self._key_shape)).transpose(1, 2)
         decay = F.softplus(precise(a) + self._dt_bias).mul_(-self._rate)
         gates = torch.stack((decay, precise(b).sigmoid()), dim=-1)  # [T_local, Hv, 2]
@@ -168,7 +167,7 @@ class GatedDeltaNet:
 def load_delta_net(
     net: DeltaNetConfig, weights: ShardedWeights, *, layer: int, size: int, eps: float, packing: Packing
 ) -> GatedDeltaNet:
-    """Read this rank's heads; `size` is C, `eps` of the norm."""
+    """Read this rank's heads; `size` is C."""
     keys, values = weights.heads(net.key_heads, is_shared=True), weights.heads(net.value_heads)
 
     def per_head(name: str) -> Tensor:
@@ -188,7 +187,7 @@ def load_delta_net(
 
 
 def packed_per_key_head(net: DeltaNetConfig, keys: range, values: range) -> list[Columns]:
-    """The rows of qwen3_next."""
+    """The layout of qwen3_next."""
     of_values = net.group * net.value_dim
     stride = 2 * net.key_dim + 2 * of_values
     qkvz, ba = ("in_proj_qkvz", net.key_heads * stride), ("in_proj_ba", 2 * net.value_heads)
@@ -197,7 +196,7 @@ def packed_per_key_head(net: DeltaNetConfig, keys: range, values: range) -> list
         return Columns(name, size, range(start, start + length))
 
     starts = [head * stride for head in keys]
-    groups = [divmod(head, net.group) for head in values]  # (key head, number among its value heads)
+    groups = [divmod(head, net.group) for head in values]  # (key head, index among its value heads)
     first_v, first_z = 2 * net.key_dim, 2 * net.key_dim + of_values
     return [
         *(rows(*qkvz, start, net.key_dim) for start in starts),
@@ -210,7 +209,7 @@ def packed_per_key_head(net: DeltaNetConfig, keys: range, values: range) -> list
 
 
 def packed_by_kind(net: DeltaNetConfig, keys: range, values: range) -> list[Columns]:
-    """The rows of qwen3_5."""
+    """The layout of qwen3_5."""
     of_values = features(values, net.value_dim)
     qkv = ("in_proj_qkv", 2 * net.keys + net.values)
     return [
@@ -222,7 +221,7 @@ def packed_by_kind(net: DeltaNetConfig, keys: range, values: range) -> list[Colu
 
 
 def _conv_runs(net: DeltaNetConfig, keys: range, values: range) -> Mapping[str, range]:
-    """Channels of the convolution: queries of all heads, then keys, then values."""
+    """Channels of the convolution, which has all queries first, then all keys, then all values."""
     of_keys, of_values = features(keys, net.key_dim), features(values, net.value_dim)
     return {
         "q": of_keys,
@@ -232,7 +231,7 @@ def _conv_runs(net: DeltaNetConfig, keys: range, values: range) -> Mapping[str, 
 
 
 def _load_taps(net: DeltaNetConfig, weights: ShardedWeights) -> dict[str, Tensor]:
-    """[H, D, K] of q, k and v, for this rank's recurrent heads."""
+    """Convolution weights of q, k and v, [H, D, K], for this rank's recurrent heads."""
     keys = weights.heads(net.key_heads, is_shared=True, over_cp=True)
     values = weights.heads(net.value_heads, over_cp=True)
     shape = (2 * net.keys + net.values, 1, net.kernel)

@@ -1,8 +1,8 @@
-"""The sparse indexer: which tokens a layer attends to ("DeepSeek-V3.2", section 2.1).
+"""Sparse indexers: select the tokens that a layer attends to ("DeepSeek-V3.2", section 2.1).
 
-Its many small heads only choose; one key per token serves all of them. Index keys have no heads to split, and a choice
-needs the sum over all heads, so the whole indexer is on every tp rank: each computes the same choice and nothing is
-exchanged, at the price of all index_n_heads * index_head_dim query features per token on every rank.
+An indexer has many small query heads and one key per token. Since a token's score is a sum over all heads, the indexer
+is replicated on every tp rank: all ranks select the same tokens without communication, at the cost of computing
+index_n_heads * index_head_dim query features per token on each.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from raycache.layers.rope import Rotary, Rotation
 from raycache.layers.weights import ShardedWeights, whole_columns
 from raycache.memory.component import CacheFormat, Component, index_keys
 
-# Shapes in this file: T packed tokens of this rank, C hidden size, Q rank of queries, Hi index heads, D their size, Dr
-# size of the part of them that is turned, which comes first.
+# Shapes in this file: T packed tokens of this rank, C hidden size, Q rank of queries, Hi index heads of D features, of
+# which the first Dr are rotated.
 
 Selector = Callable[[Tensor, Tensor, ForwardPass], Selection]
-"""(input of the layer [T, C], what attention's queries are made of [T, Q], run) -> what each new token sees."""
+"""(input of the layer [T, C], low-rank queries [T, Q], run) -> the tokens that each new token attends to."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class IndexerConfig:
         num_heads, head_dim: Hi and D.
         query_rank: Q.
         rope_dim: Dr.
-        top_k: tokens that a query sees.
-        is_interleaved: which features its rope pairs.
-        sources: per layer the one whose indexer it uses, itself or one before.
+        top_k: number of tokens that a query attends to.
+        is_interleaved: which features its rope pairs (see `Rotary`).
+        sources: for each layer, the layer whose indexer it uses: itself or an earlier one.
     """
 
     num_heads: int
@@ -53,12 +53,12 @@ class IndexerConfig:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Those with an indexer of their own."""
+        """Layers with an indexer of their own."""
         return tuple(layer for layer, source in enumerate(self.sources) if layer == source)
 
     @property
     def sharing_layers(self) -> tuple[int, ...]:
-        """Those that use what a layer before them chose."""
+        """Layers that use the selection of an earlier layer."""
         return tuple(layer for layer, source in enumerate(self.sources) if layer != source)
 
     def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
@@ -67,21 +67,17 @@ class IndexerConfig:
 
 
 def read_indexer(file: ConfigFile, *, sources: Sequence[int], is_interleaved: bool) -> IndexerConfig:
-    """Read the keys of sparse indexers.
+    """Read the sizes of sparse indexers; `sources` and `is_interleaved` depend on the family.
 
-    Args:
-        file: config.json.
-        sources: per layer the one whose indexer it uses.
-        is_interleaved: which features their rope pairs.
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or does not go with the others.
+        CheckpointError: a key is missing, invalid, or contradicts another.
     """
     read_given_layer_types(file, known=("indexed_attention", "deepseek_sparse_attention"))
     head_dim, rope_dim = file.integer("index_head_dim"), file.integer("qk_rope_head_dim")
     if head_dim < rope_dim:
         raise CheckpointError(f"{file.path}: index_head_dim={head_dim} is less than qk_rope_head_dim={rope_dim}")
     if file.raw("q_lora_rank") is None:
-        raise CheckpointError(f"{file.path} has no q_lora_rank, which its indexer's queries are made of")
+        raise CheckpointError(f"{file.path} has no q_lora_rank; indexers need low-rank queries")
     return IndexerConfig(
         num_heads=file.integer("index_n_heads"),
         head_dim=head_dim,
@@ -94,17 +90,17 @@ def read_indexer(file: ConfigFile, *, sources: Sequence[int], is_interleaved: bo
 
 
 class Indexer:
-    """Queries, keys and head weights of an indexer; later layers of the same pass may share what it selects.
+    """A sparse indexer; later layers of the same pass may share its selection.
 
     Args:
-        layer: its number in the whole model.
+        layer: index in the whole model.
         query: Q -> Hi * D features.
         key: C -> D features.
-        key_norm: (weight, bias) [D] of a LayerNorm of the keys.
-        head_weights: [Hi, C]; head weights are computed in its dtype, at least float32.
-        rotary: of the turned part; its pairs may be others than those of attention.
+        key_norm: (weight, bias) of the LayerNorm of keys, [D] each.
+        head_weights: [Hi, C], at least float32; head weights are computed in its dtype.
+        rotary: may pair other features than that of attention.
         rope_dim: Dr.
-        top_k: tokens that a query sees.
+        top_k: number of tokens that a query attends to.
     """
 
     def __init__(
@@ -129,30 +125,26 @@ class Indexer:
         self._top_k = top_k
         heads, dim = head_weights.shape[0], key_norm[0].shape[0]
         self._shape = (heads, dim)
-        # One factor for both scales, that of products and that of the sum over heads: relu(a x) = a relu(x) for a > 0.
+        # Scale of the dot products times that of the sum over heads: relu(a x) = a relu(x) for a > 0.
         self._scale = (heads * dim) ** -0.5
 
     def __call__(self, x: Tensor, source: Tensor, run: ForwardPass) -> Selection:
-        turn = run.rotation(self._rotary, x.dtype)
-        q = self._turned(self._query(source).view(x.shape[0], *self._shape), turn)
+        rotation = run.rotation(self._rotary, x.dtype)
+        q = self._rotated(self._query(source).view(x.shape[0], *self._shape), rotation)
         k = F.layer_norm(self._key(x), self._shape[1:], *self._key_norm, eps=KEY_NORM_EPS)
-        k = self._turned(k[:, None], turn)[:, 0]
+        k = self._rotated(k[:, None], rotation)[:, 0]
         weights = F.linear(x.to(self._head_weights.dtype), self._head_weights) * self._scale
         selection = run.step.select(run.pool.index(self._layer), q, k, weights, top_k=self._top_k)
         run.selections[self._layer] = selection
         return selection
 
-    def _turned(self, heads: Tensor, turn: Rotation) -> Tensor:
-        """[T, H, D] with its first Dr features turned."""
-        return torch.cat((turn(heads[..., : self._rope_dim]), heads[..., self._rope_dim :]), dim=-1)
+    def _rotated(self, heads: Tensor, rotation: Rotation) -> Tensor:
+        """[T, H, D] with the first Dr features rotated."""
+        return torch.cat((rotation(heads[..., : self._rope_dim]), heads[..., self._rope_dim :]), dim=-1)
 
 
 class SharedSelection:
-    """What the indexer of a layer before this one selected in the same pass.
-
-    Args:
-        source: that layer.
-    """
+    """Reuses what the indexer of an earlier layer, `source`, selected in the same pass."""
 
     def __init__(self, source: int) -> None:
         self._source = source
@@ -162,19 +154,11 @@ class SharedSelection:
 
 
 KEY_NORM_EPS = 1e-6
-"""The same in all models, whatever their rms_norm_eps."""
+"""The same in all models, independent of their rms_norm_eps."""
 
 
 def load_selector(config: IndexerConfig, weights: ShardedWeights, *, layer: int, size: int, rotary: Rotary) -> Selector:
-    """Read an indexer, all of it on every rank, unless this layer shares another's.
-
-    Args:
-        config: of the model.
-        weights: of the layer's indexer.
-        layer: its number in the whole model.
-        size: C.
-        rotary: that pairs features as the indexers do.
-    """
+    """Read the indexer of a layer, whole on every rank, unless the layer shares another's selection. `size` is C."""
     if config.sources[layer] != layer:
         return SharedSelection(config.sources[layer])
     heads, dim = config.num_heads, config.head_dim

@@ -1,4 +1,4 @@
-"""Kimi delta attention (KDA): a gated delta net whose key features decay each at its own rate (arXiv 2510.26692)."""
+"""Kimi delta attention (KDA): a gated delta net with a decay per key feature (arXiv 2510.26692)."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ class KdaConfig:
         num_heads, head_dim: H of the whole model, and D.
         kernel: K.
         bound: smallest log decay, or None.
-        low_rank: which of "f", which makes the forget gate's input, and "g", which makes the output gate, are products
-            of two matrices.
-        rate_shape: of A_log, () for [H].
-        rate_axis: where that has H numbers, or more, of which the first ones count.
+        low_rank: which projections are products of two matrices: "f" of the forget gate, "g" of the output gate.
+        rate_shape: shape of A_log; () for [H].
+        rate_axis: axis of A_log with at least H entries, of which the first H are used.
     """
 
     num_heads: int
@@ -53,7 +52,7 @@ class KdaConfig:
         return self.num_heads * self.head_dim
 
     def components(self, layers: Sequence[int], fmt: CacheFormat) -> tuple[Component, ...]:
-        """States and the last inputs of three convolutions of `layers`."""
+        """Recurrent states of `layers`, and the last inputs of their three convolutions."""
         if not layers:
             return ()
         per_head = (self.num_heads, self.head_dim)
@@ -70,13 +69,13 @@ class KdaConfig:
 
 
 def require_kda(file: ConfigFile, kda: KdaConfig) -> KdaConfig:
-    """Refuse sizes that no layer can have; returns `kda`.
+    """Return `kda` if its values are valid.
 
     Raises:
-        CheckpointError: says which.
+        CheckpointError: the convolution has one tap, or the bound is not negative.
     """
     if kda.kernel < 2:
-        raise CheckpointError(f"{file.path}: a convolution of {kda.kernel} tap is not supported; at least 2 are")
+        raise CheckpointError(f"{file.path}: a convolution with {kda.kernel} tap is not supported; use 2 or more")
     if kda.bound is not None and not kda.bound < 0:
         raise CheckpointError(f"{file.path}: kda_lower_bound={kda.bound} must be below zero")
     return kda
@@ -86,13 +85,10 @@ class KimiDeltaAttention:
     """Projections and gates on this rank's tokens; convolutions and the scan on its share of the heads.
 
     Args:
-        inputs: queries, keys, values and the numbers whose sigmoids are beta, stacked: 3 H D + H features.
-        decay: what the forget gate takes.
-        forget: makes log decays of it.
-        gate: of the output.
-        out: back to the hidden size, summed over tp.
+        inputs: projection to queries, keys, values and beta before its sigmoid: 3 H D + H features.
+        decay: projection to the input of `forget`.
+        gate: projection to the output gate, which `norm` applies.
         rule: convolutions and scan.
-        norm: of the scan's output.
         shape: H and D.
     """
 
@@ -121,7 +117,7 @@ class KimiDeltaAttention:
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T_local, C] -> new [T_local, C]."""
         qkv, b = self._inputs(x).split(self._sizes, dim=-1)
-        # One row per head, for heads are what the ranks of cp share out: [T_local, H, 3, D] and [T_local, H, D + 1].
+        # By head, since cp ranks exchange heads: [T_local, H, 3, D] and [T_local, H, D + 1].
         qkv = qkv.unflatten(1, (3, *self._shape)).transpose(1, 2)
         log_decay = self._forget(self._decay(x).unflatten(1, self._shape))
         gates = torch.cat((log_decay, precise(b).sigmoid()[..., None]), dim=-1)
@@ -132,15 +128,15 @@ class KimiDeltaAttention:
 
 
 class ForgetGate:
-    """Log decays, in float32 at least: [T, H, D] -> [T, H, D].
+    """Log decays in at least float32: [T, H, D] -> [T, H, D].
 
         -exp(A_log) * softplus(x + dt_bias)               without a bound
-        bound * sigmoid(exp(A_log) * (x + dt_bias))       with one, which chunks of products can count on
+        bound * sigmoid(exp(A_log) * (x + dt_bias))       with one
 
     Args:
         rate: [H, 1], exp(A_log), at least float32.
         dt_bias: [H, D], at least float32.
-        bound: smallest log decay, below zero, or None.
+        bound: smallest log decay, negative, or None.
     """
 
     def __init__(self, rate: Tensor, dt_bias: Tensor, *, bound: float | None) -> None:
@@ -156,12 +152,7 @@ class ForgetGate:
 
 
 class LowRank:
-    """A product of two matrices: up(down x).
-
-    Args:
-        down: [R, C], whole on every rank.
-        up: of this rank's heads.
-    """
+    """Low-rank projection up(down x); `down` is [R, C], whole on every rank."""
 
     def __init__(self, down: Tensor, up: ColumnLinear) -> None:
         self._down = down
@@ -175,16 +166,7 @@ class LowRank:
 def load_kda(
     kda: KdaConfig, weights: ShardedWeights, *, layer: int, size: int, eps: float, out: str = "o_proj"
 ) -> KimiDeltaAttention:
-    """Read this rank's heads.
-
-    Args:
-        kda: sizes.
-        weights: of the layer's attention.
-        layer: its number in the whole model.
-        size: C.
-        eps: of the output's norm.
-        out: name of the output projection.
-    """
+    """Read this rank's heads; `size` is C, `out` the name of the output projection."""
     heads = weights.heads(kda.num_heads)
     taken, rate_shape = features(heads, kda.head_dim), kda.rate_shape or (kda.num_heads,)
     inputs = [*(Columns(name, kda.inner, taken) for name in ("q_proj", "k_proj", "v_proj"))]
@@ -215,7 +197,7 @@ def _load_projection(kind: str, kda: KdaConfig, weights: ShardedWeights, taken: 
 
 
 def _load_taps(kda: KdaConfig, weights: ShardedWeights) -> dict[str, Tensor]:
-    """[H, D, K] of q, k and v, for this rank's recurrent heads."""
+    """Convolution weights of q, k and v, [H, D, K], for this rank's recurrent heads."""
     heads = weights.heads(kda.num_heads, over_cp=True)
     shape, taken = (kda.inner, 1, kda.kernel), features(heads, kda.head_dim)
 

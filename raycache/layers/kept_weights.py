@@ -1,6 +1,6 @@
-"""Weights that stay quantised on the device: codes and scales of a checkpoint, arranged as the kernels want them.
+"""Weights that stay quantised on the device: codes and scales of a checkpoint in the layout of the kernels.
 
-What has no kernel is left to the caller, who reads it dequantised; the log says why, once per reason.
+For weights without a kernel None is returned, and the caller reads them dequantised; each reason is logged once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _log = logging.getLogger(__name__)
 _FP8 = (Format.FP8_BLOCK, Format.FP8_TENSOR, Format.FP8_CHANNEL)
 _MX_GROUP = 32
 _LARGEST_EXPONENT = 128
-"""Of MXFP4, plus 127: the kernel multiplies it by 2^126 in bfloat16."""
+"""Of MXFP4 scales, plus 127: the kernel multiplies scales by 2^126 in bfloat16."""
 
-# Shapes in this file: O output and I input features of a cut, K = I amid zeros up to whole groups of 128, G = K / 128,
-# E experts.
+# Shapes in this file: O output and I input features of a cut, K = I padded with zeros to whole groups of 128,
+# G = K / 128, E experts.
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A run of one axis of a tensor; arguments of `WeightSource.stored`."""
+    """The slice `taken` along an axis of a tensor of `shape`."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,11 +41,10 @@ class Cut:
 
 
 class KeptWeights:
-    """Makes matrices of stored slices.
+    """Reads matrices that stay quantised.
 
     Args:
-        source: of the slices; gives None for what is plain, or not to be kept.
-        device: of the matrices.
+        source: its `stored` returns None for tensors that are not quantised or are to be dequantised.
         dtype: of the activations.
     """
 
@@ -53,10 +52,10 @@ class KeptWeights:
         self._source = source
         self._device = device
         self._dtype = dtype
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def matrix(self, cuts: Sequence[Cut]) -> Fp8Matrix | None:
-        """Cuts over the same input features, stacked by their output features; None for what is read dequantised."""
+        """Stack cuts with the same input features along their output features; None if they must be dequantised."""
         slices = self._slices(cuts)
         if slices is None:
             return None
@@ -67,12 +66,12 @@ class KeptWeights:
         return fp8_matrix([one.to(self._device) for one in slices])
 
     def experts(self, groups: Sequence[Sequence[Cut]], *, rows: Sequence[int] | None = None) -> ExpertMatrices | None:
-        """Matrices of experts; None for what is read dequantised.
+        """Matrices of experts; None if they must be dequantised.
 
         Args:
-            groups: one per expert, of cuts that are stacked by their output features; or a single one, of cuts of
-                tensors that have a dimension of experts.
-            rows: order of the output features, None for that of the cuts.
+            groups: cuts of each expert, to be stacked along their output features; or a single group of cuts of
+                tensors with a dimension of experts.
+            rows: order of the output features; None for that of the cuts.
         """
         first = self._slices(groups[0])
         if first is None:
@@ -92,17 +91,18 @@ class KeptWeights:
         first: list[StoredSlice],
         find_obstacle: Callable[[Sequence[StoredSlice]], str],
     ) -> Iterator[list[StoredSlice]]:
-        """Slices of one expert after another, on the device.
+        """Slices of each expert, on the device.
 
         Raises:
-            CheckpointError: the first one can be kept, and another cannot.
+            CheckpointError: the first expert can stay quantised but another cannot.
         """
         for number, group in enumerate(groups):
             slices = first if number == 0 else self._slices(group)
             obstacle = "" if number == 0 else "it is not quantised" if slices is None else find_obstacle(slices)
             if slices is None or obstacle:
                 raise CheckpointError(
-                    f"{group[0].name} cannot be kept as {groups[0][0].name} is: {obstacle}; pass --weights bfloat16"
+                    f"{group[0].name} cannot stay quantised like {groups[0][0].name}: {obstacle}; pass "
+                    "--weights bfloat16"
                 )
             for expert in each_expert(slices):
                 yield [one.to(self._device) for one in expert]
@@ -121,13 +121,13 @@ class KeptWeights:
         return slices
 
     def _refuse(self, cut: Cut, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             _log.warning("%s and others like it are dequantised to bfloat16: %s", cut.name, reason)
 
 
 def fp8_obstacle(slices: Sequence[StoredSlice]) -> str:
-    """Why slices of one matrix cannot be kept as FP8, or ""."""
+    """Why slices of one matrix cannot stay in FP8, or ""."""
     for one in slices:
         if one.format not in _FP8:
             return f"no kernel for {one.format.value} weights here"
@@ -139,7 +139,7 @@ def fp8_obstacle(slices: Sequence[StoredSlice]) -> str:
 
 
 def mx_obstacle(slices: Sequence[StoredSlice]) -> str:
-    """Why slices of one matrix cannot be kept as MXFP4, or ""."""
+    """Why slices of one matrix cannot stay in MXFP4, or ""."""
     for one in slices:
         if one.format is not Format.MXFP4:
             return f"no kernel for {one.format.value} beside MXFP4"
@@ -151,7 +151,7 @@ def mx_obstacle(slices: Sequence[StoredSlice]) -> str:
 
 
 def each_expert(slices: Sequence[StoredSlice]) -> Iterator[list[StoredSlice]]:
-    """Slices of one expert after another, of slices with a dimension of experts; others are those of one."""
+    """Split slices with a dimension of experts by expert; others belong to one expert."""
     if len(slices[0].shape) == 2:
         yield list(slices)
         return
@@ -160,7 +160,7 @@ def each_expert(slices: Sequence[StoredSlice]) -> Iterator[list[StoredSlice]]:
 
 
 def fp8_matrix(slices: Sequence[StoredSlice]) -> Fp8Matrix:
-    """FP8 slices over the same input features, stacked."""
+    """Stack FP8 slices with the same input features."""
     codes, scales = _stacked(map(_fp8_rows, slices), None)
     blocks = _per_block(scales)
     if blocks is not None:
@@ -175,7 +175,7 @@ def fp8_matrix(slices: Sequence[StoredSlice]) -> Fp8Matrix:
 
 
 def fp8_matrices(experts: Iterator[list[StoredSlice]], count: int, *, rows: Sequence[int] | None = None) -> Fp8Matrices:
-    """FP8 slices of each expert, stacked in the order of `rows`."""
+    """Stack the FP8 slices of each expert, with output features in the order of `rows`."""
 
     def arranged(slices: list[StoredSlice]) -> tuple[Tensor, Tensor]:
         return _stacked(map(_fp8_rows, slices), rows)
@@ -191,7 +191,7 @@ def fp8_matrices(experts: Iterator[list[StoredSlice]], count: int, *, rows: Sequ
 
 
 def mx_matrices(experts: Iterator[list[StoredSlice]], count: int, *, rows: Sequence[int] | None = None) -> MxMatrices:
-    """MXFP4 slices of each expert, stacked in the order of `rows`."""
+    """Stack the MXFP4 slices of each expert, with output features in the order of `rows`."""
 
     def arranged(slices: list[StoredSlice]) -> tuple[Tensor, Tensor]:
         codes, exponents = _stacked(map(_mx_rows, slices), rows)
@@ -204,7 +204,7 @@ def mx_matrices(experts: Iterator[list[StoredSlice]], count: int, *, rows: Seque
 def _for_each(
     experts: Iterator[list[StoredSlice]], count: int, arranged: Callable[[list[StoredSlice]], tuple[Tensor, Tensor]]
 ) -> tuple[tuple[Tensor, Tensor], StoredSlice]:
-    """What is made of each expert, as two tensors [E, ...]; and a slice of the last."""
+    """Codes and scales of all experts, [E, ...] each, and a slice of the last expert."""
     codes, scales = torch.empty(0), torch.empty(0)
     for number, slices in enumerate(experts):
         own = arranged(slices)
@@ -215,7 +215,7 @@ def _for_each(
 
 
 def _stacked(parts: Iterator[tuple[Tensor, Tensor]], rows: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-    """Codes and scales of parts, one below the other."""
+    """Concatenate codes and scales along output features."""
     codes, scales = (torch.cat(own) for own in zip(*parts, strict=True))
     if rows is None:
         return codes, scales
@@ -224,7 +224,7 @@ def _stacked(parts: Iterator[tuple[Tensor, Tensor]], rows: Sequence[int] | None)
 
 
 def _fp8_rows(one: StoredSlice) -> tuple[Tensor, Tensor]:
-    """Codes [O, K] as bytes and a scale [O, G] per row and group."""
+    """Codes [O, K] as bytes, and scales [O, G]."""
     num_rows, num_columns = one.shape
     offset = _offset(one)
     num_groups = -(-(offset + num_columns) // GROUP)
@@ -248,14 +248,14 @@ def _mx_rows(one: StoredSlice) -> tuple[Tensor, Tensor]:
 
 
 def _per_block(scales: Tensor) -> Tensor | None:
-    """[..., O, G] -> [..., O / 128 rounded up, G] where 128 rows have the same scale, else None."""
-    blocks = scales[..., ::GROUP, :].clone(memory_format=torch.contiguous_format)  # strides of one row, too
+    """[..., O, G] -> [..., O / 128 rounded up, G] if scales are the same within 128 rows, else None."""
+    blocks = scales[..., ::GROUP, :].clone(memory_format=torch.contiguous_format)  # regular strides even for one row
     is_same = torch.equal(blocks.repeat_interleave(GROUP, -2)[..., : scales.shape[-2], :], scales)
     return blocks if is_same else None
 
 
 def _offset(one: StoredSlice) -> int:
-    """Columns that are put before a slice, so that its groups begin where those of the tensor do."""
+    """Columns of zeros before a slice, so that its groups begin where those of the tensor do."""
     return 0 if one.scales.shape[-1] == 1 and one.block[1] not in (GROUP, _MX_GROUP) else one.offset[1]
 
 

@@ -1,13 +1,13 @@
-"""Triton kernels for small operations between matrix products, one launch each; imported where they run only.
+"""Triton kernels for small operations between matrix products. Imported only where they run.
 
-All compute in float32 and round once. Tensors have neighbouring features; tokens and heads may be apart. Nothing is
-launched for no elements.
+All compute in float32 and round once. The last dimension of tensors must be contiguous, others may have any stride;
+tensors must not be empty.
 
-From Hopper on a kernel that has IS_EARLY is started while the one before it in the stream still ends, and lets the one
-after it do the same (programmatic dependent launch). Until `gdc_wait` it may read weights only, which nobody writes; a
-kernel that is not made for this starts when all before it have ended, as ever.
+From Hopper on, kernels with IS_EARLY use programmatic dependent launch: they start while the kernel before them in the
+stream is ending, and let the next one do the same. Before `gdc_wait` they may read only weights, which no kernel
+writes. Other kernels start as usual when all before them have ended.
 
-Shapes in this file: T packed tokens, N features, H heads, D head size, R features of a head that are turned.
+Shapes in this file: T packed tokens, N features, H heads, D head size, R rotated features of a head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FEATURES_PER_PROGRAM = 1024  # 16 bytes per load of each of 128 threads
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, is_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """`fused.add_rms_norm`, or the norm of x alone if delta is None."""
+    """Kernel of `fused.add_rms_norm`; of `fused.rms_norm` if delta is None."""
     num_tokens, size = x.shape
     normed = x.new_empty(x.shape)
     total = x if delta is None else x.new_empty(x.shape)
@@ -52,10 +52,9 @@ def add_norm(
 
 
 def gated(gate_up: Tensor, kind: str, *, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    """[T, 2 N], gate first -> new [T, N].
+    """Kernel of gated activations: [T, 2 N], gate first -> new [T, N].
 
     Args:
-        gate_up: the argument of an activation.
         kind: "silu", "silu_clamped", "gelu_tanh", "clamped_swiglu" or "situ", see fused.py.
         alpha, limit: of the clamped kinds; of "situ" the bounds of gate and up.
     """
@@ -68,13 +67,13 @@ def gated(gate_up: Tensor, kind: str, *, alpha: float = 0.0, limit: float = 0.0)
 
 
 def angles(positions: Tensor, inverse: Tensor, cos: Tensor, sin: Tensor, *, scale: float) -> None:
-    """Fill what fused.angles gives; all contiguous."""
+    """Kernel of `fused.angles`; writes to cos and sin. All tensors are contiguous."""
     num_pairs = len(inverse)
     pairs = triton.next_power_of_2(num_pairs)
     _angles[(len(positions),)](positions, inverse, cos, sin, scale, NUM_PAIRS=num_pairs, PAIRS=pairs, num_warps=1)
 
 
-def turn(
+def rotate(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -84,21 +83,19 @@ def turn(
     eps: float,
     is_interleaved: bool,
 ) -> None:
-    """See fused.turn_heads.
+    """Kernel of `fused.rotate_heads`.
 
     Args:
-        x, out: [T, H, D]; may be the same, may not overlap otherwise.
+        x, out: [T, H, D]; the same tensor or without overlap.
         cos, sin: [T, 1, R] contiguous.
-        weight: [H, D] contiguous, or None.
-        eps: of the norm.
-        is_interleaved: which features are pairs.
+        weight: [H, D] contiguous, or None for no norm.
     """
     num_tokens, num_heads, dim = x.shape
     num_pairs = cos.shape[-1] // 2
     pairs = triton.next_power_of_2(num_pairs)
     heads = triton.next_power_of_2(min(num_heads, max(1, _FEATURES_PER_PROGRAM // pairs)))
     rest = dim - 2 * num_pairs
-    _turn[(num_tokens, triton.cdiv(num_heads, heads))](
+    _rotate[(num_tokens, triton.cdiv(num_heads, heads))](
         x,
         cos,
         sin,
@@ -125,7 +122,7 @@ def _early(device: torch.device) -> dict[str, Any]:
     return {"IS_EARLY": True, "launch_pdl": True} if is_early else {"IS_EARLY": False}
 
 
-# SIZE and what begins with NUM is exact; other sizes in capitals are powers of two, as Triton wants them.
+# SIZE and names that begin with NUM are exact; other sizes in capitals are powers of two, as Triton requires.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -156,7 +153,7 @@ def _add_norm(
     value = tl.load(x + token * x_token + feature, mask=is_in, other=0.0).to(tl.float32)
     if HAS_DELTA:
         value += tl.load(delta + token * delta_token + feature, mask=is_in, other=0.0).to(tl.float32)
-        # The norm of the rounded sum, as where a stage of a pipeline ends between the two: splits change no bit.
+        # Normalise the rounded sum, so that results do not depend on whether a pipeline stage ends between the two.
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + token * SIZE + feature, rounded, mask=is_in)
         value = rounded.to(tl.float32)
@@ -187,7 +184,7 @@ def _gated(
     row = gate_up + token * gate_up_token + feature
     gate = tl.load(row, mask=is_in, other=0.0).to(tl.float32)
     up = tl.load(row + SIZE, mask=is_in, other=0.0).to(tl.float32)
-    # Limits are not minimum and maximum, which lose what is no number.
+    # Clamped with `where`, since minimum and maximum lose NaNs.
     if KIND == "silu_clamped" or KIND == "clamped_swiglu":
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     if KIND == "gelu_tanh":
@@ -225,8 +222,8 @@ def _angles(
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, PAIRS)
     is_pair = pair < NUM_PAIRS
-    turns = tl.load(positions + token).to(tl.float32) * tl.load(inverse + pair, mask=is_pair, other=0.0)
-    c, s = tl.cos(turns) * scale, tl.sin(turns) * scale
+    radians = tl.load(positions + token).to(tl.float32) * tl.load(inverse + pair, mask=is_pair, other=0.0)
+    c, s = tl.cos(radians) * scale, tl.sin(radians) * scale
     low = token * 2 * NUM_PAIRS + pair
     tl.store(cos + low, c, mask=is_pair)
     tl.store(cos + low + NUM_PAIRS, c, mask=is_pair)
@@ -235,7 +232,7 @@ def _angles(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn(
+def _rotate(
     x: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
@@ -289,7 +286,7 @@ def _turn(
     angle = token * 2 * NUM_PAIRS + pair
     c = tl.load(cos + angle, mask=pair < NUM_PAIRS, other=0.0).to(tl.float32)
     s = tl.load(sin + angle + NUM_PAIRS, mask=pair < NUM_PAIRS, other=0.0).to(tl.float32)
-    # Where out is x, one thread writes what another has read.
+    # If out is x, a thread may overwrite what another one reads.
     tl.debug_barrier()
     row = out + token * out_token + head * out_head
     tl.store(row + pair, low * c - high * s, mask=is_pair)

@@ -1,12 +1,12 @@
 r"""Multi-head latent attention ("DeepSeek-V2", arXiv 2405.04434, section 2.1).
 
     x --- q_a --- norm --- q_b ------- queries of all heads: a plain part and a rotary part
-     |              `--- indexer ----- which tokens they see, in sparse models
+     |              `--- indexer ----- selects the tokens to attend to, in sparse models
      |`-- kv_a --- norm -------------- latent \
-     |     `----------- rope --------- rotary /  kept in the cache, one for all heads
+     |     `----------- rope --------- rotary /  cached, shared by all heads
      `--- gate ----------------------- of the heads' outputs, in some models
 
-Keys and values are made of latents where they are attended to, so that the cache holds nothing else.
+Keys and values are computed from the cached latents during attention.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from raycache.parallel.sharding import HeadCount
 # latents, Dn and Dr sizes of a head's plain and rotary part, Dv of its values.
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of latents and low-rank queries: the same in all models, whatever their rms_norm_eps."""
+"""Epsilon of the norms of latents and low-rank queries, the same in all models, independent of their rms_norm_eps."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,13 @@ class LatentConfig:
     """The latent attention of a model's layers.
 
     Attributes:
-        num_heads: of queries.
-        query_rank: Q, 0 where queries are made of the input itself.
-        rank: R of latents.
-        plain_dim, rope_dim: Dn and Dr, features of a head without and with positions.
+        query_rank: Q; 0 if queries are projected from the input directly.
+        rank: R.
+        plain_dim, rope_dim: Dn and Dr, features of a head without and with rotary embedding.
         value_dim: Dv.
-        has_bias: of the products that take the layer's input or give its output, but q_proj.
-        rope: of the Dr features, or None for no positions.
-        is_interleaved: which features the rope pairs.
+        has_bias: whether the input and output projections, except q_proj, have biases.
+        rope: of the Dr features, or None for no rotary embedding.
+        is_interleaved: which features the rope pairs (see `Rotary`).
         scale: of the scores.
     """
 
@@ -67,11 +66,11 @@ class LatentConfig:
 
     @property
     def head_count(self) -> HeadCount:
-        """What tp divides."""
+        """Head count to be split over tp."""
         return HeadCount("num_attention_heads", self.num_heads)
 
     def rotary(self, device: torch.device) -> Rotary | None:
-        """One for all layers."""
+        """Rotary embedding, to be shared by all layers."""
         if self.rope is None:
             return None
         return Rotary(self.rope, self.rope_dim, device, is_interleaved=self.is_interleaved)
@@ -83,32 +82,31 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class LatentNames:
-    """Tensors that families name in their own ways, without ".weight"."""
+    """Names of tensors that differ between families, without ".weight".
+
+    Attributes:
+        gate: of the outputs; empty for none.
+        gate_dim: features of the gate per head.
+    """
 
     out: str = "o_proj"
     gate: str = ""
-    """Of the outputs; none where it is empty."""
     gate_dim: int = 1
-    """Numbers that a gate has per head."""
 
 
 def read_latent(file: ConfigFile, *, rope: RopeConfig | None, is_interleaved: bool = True) -> LatentConfig:
-    """Read the keys of latent attention.
+    """Read the sizes of latent attention; `rope` and `is_interleaved` depend on the family.
 
-    Args:
-        file: config.json.
-        rope: of the family, None for no positions.
-        is_interleaved: of the family.
     Raises:
-        CheckpointError: a key is missing or has a wrong value.
+        CheckpointError: a key is missing or invalid.
     """
     num_heads = file.integer("num_attention_heads")
-    # All heads have keys and values of their own, made of the one latent.
+    # Every head has its own keys and values, computed from the shared latent.
     file.require("num_key_value_heads", num_heads)
     plain_dim, rope_dim = file.integer("qk_nope_head_dim"), file.integer("qk_rope_head_dim")
     if rope is not None and rope_dim % 2:
         raise CheckpointError(
-            f"{file.path}: qk_rope_head_dim={rope_dim} must be even; rotary embedding turns pairs of features"
+            f"{file.path}: qk_rope_head_dim={rope_dim} must be even; rotary embedding rotates pairs of features"
         )
     return LatentConfig(
         num_heads=num_heads,
@@ -126,13 +124,13 @@ def read_latent(file: ConfigFile, *, rope: RopeConfig | None, is_interleaved: bo
 
 @dataclass(frozen=True)
 class LatentInputs:
-    """What is made of the layer's input.
+    """Projections of the layer's input.
 
     Attributes:
         down: C -> [Q +] R + Dr features, whole on every tp rank: q_a if there is one, then kv_a.
         latent_norm: of the R features.
-        query_norm: of the Q features; None where queries are made of the input itself.
-        query: Q or C features -> H * (Dn + Dr).
+        query_norm: of the Q features; None if queries are projected from the input directly.
+        query: Q or C -> H * (Dn + Dr).
         gate: C -> H or H * Dv, whose sigmoid multiplies the heads' outputs, or None.
     """
 
@@ -147,14 +145,12 @@ class LatentAttention:
     """Queries and latents, their rotary embedding, selection, attention, output projection.
 
     Args:
-        layer: its number in the whole model.
-        inputs: what comes before attention.
-        projection: makes keys and values of latents.
-        out: H * Dv features back to the hidden size, summed over tp.
-        rotary: of the rotary parts, or None for no positions.
+        layer: index in the whole model.
+        projection: computes keys and values from latents.
+        rotary: of the rotary parts, or None.
         rope_dim: Dr.
         scale: of the scores.
-        selector: of the tokens that each query sees, or None for all before it.
+        selector: selects the tokens that each query attends to; None for all before it.
     """
 
     def __init__(
@@ -186,10 +182,10 @@ class LatentAttention:
         source, latent, rope = self._down(x)
         q = self._inputs.query(source).view(x.shape[0], *self._head_shape)
         if self._rotary is not None:
-            turn = run.rotation(self._rotary, q.dtype)
+            rotation = run.rotation(self._rotary, q.dtype)
             q_rope = q[..., self._plain_dim :]
-            turn(q_rope, out=q_rope)
-            rope = turn(rope[:, None])[:, 0]
+            rotation(q_rope, out=q_rope)
+            rope = rotation(rope[:, None])[:, 0]
         out = run.step.attend_latent(
             run.pool.latent(self._layer),
             q,
@@ -205,7 +201,7 @@ class LatentAttention:
         return self._out(out.flatten(1))
 
     def _down(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, C] -> what queries are made of [T, Q or C], normalised latents [T, R], keys' rotary part [T, Dr]."""
+        """[T, C] -> input of the query projection [T, Q or C], normalised latents [T, R], keys' rotary part [T, Dr]."""
         features = self._inputs.down(x)
         query_rank = features.shape[1] - sum(self._key_sizes)
         low, latent, rope = features.split([query_rank, *self._key_sizes], dim=1)
@@ -223,7 +219,7 @@ def load_latent_attention(
     names: LatentNames = LatentNames(),
     selector: Selector | None = None,
 ) -> LatentAttention:
-    """Read this rank's heads; `size` is C, for the rest see `LatentAttention`."""
+    """Read this rank's heads; `size` is C."""
     heads = weights.heads(config.num_heads)
     out = weights.row(
         names.out,
@@ -247,7 +243,7 @@ def load_latent_attention(
 def _load_inputs(
     config: LatentConfig, weights: ShardedWeights, heads: range, *, size: int, names: LatentNames
 ) -> LatentInputs:
-    """Read what comes before the attention of `heads`."""
+    """Read the projections of the layer's input for `heads`."""
     down = [whole_columns("kv_a_proj_with_mqa", config.rank + config.rope_dim)]
     query_norm, query_name, query_inputs = None, "q_proj", size
     if config.query_rank:
@@ -267,7 +263,7 @@ def _load_inputs(
 
 
 def _load_projection(config: LatentConfig, weights: ShardedWeights, heads: range) -> LatentProjection:
-    """Read what makes keys and values of latents, stored per head: its keys' rows, then its values'."""
+    """Read kv_b_proj, whose rows are stored by head: those of its keys, then those of its values."""
     dim = config.plain_dim + config.value_dim
     shape = (config.num_heads * dim, config.rank)
     rows = weights.cut("kv_b_proj.weight", shape, axis=0, taken=features(heads, dim)).unflatten(0, (len(heads), dim))

@@ -1,4 +1,4 @@
-"""Lightning attention: linear attention whose heads forget at fixed rates (arXiv 2401.04658)."""
+"""Lightning attention: linear attention with a fixed decay per head (arXiv 2401.04658)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raycache.parallel.collectives import Group
 
 
 ACTIVATED_NORM_EPS = 1e-6
-"""Of the norm of MiniMax's layers, whatever `rms_norm_eps` says."""
+"""Epsilon of the output norm in MiniMax's layers, independent of `rms_norm_eps`."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class LightningConfig:
 
     Attributes:
         num_heads, head_dim: H of the whole model, and D.
-        num_layers: of the whole model, of which rates depend.
-        num_groups: of the norm of the scan's output; more than one only where heads are rotated.
+        num_layers: of the whole model; decay rates depend on it.
+        num_groups: groups of the output norm; above 1 only in models with rotary embedding.
     """
 
     num_heads: int
@@ -53,13 +53,10 @@ class LightningConfig:
 
 
 def slope_rates(layer: int, *, num_layers: int, num_heads: int) -> Tensor:
-    """What each head's log decay falls by per token, [num_heads] float32.
+    """Decay rate of each head, [num_heads] float32: log decay per token, negated.
 
-    The rates of ALiBi (arXiv 2108.12409), smaller in later layers ("TransNormerLLM", arXiv 2307.14995).
-
-    Args:
-        layer: its number in the whole model.
-        num_layers, num_heads: of the whole model.
+    The rates of ALiBi (arXiv 2108.12409), smaller in later layers ("TransNormerLLM", arXiv 2307.14995). All arguments
+    refer to the whole model.
     """
     base = 1 / 2 ** (8 / num_heads)
     rates: Tensor = base ** torch.arange(1, num_heads + 1)
@@ -67,9 +64,9 @@ def slope_rates(layer: int, *, num_layers: int, num_heads: int) -> Tensor:
 
 
 def alibi_rates(num_heads: int) -> Tensor:
-    """The rates of ALiBi for any number of heads, [num_heads] float64.
+    """Slopes of ALiBi for any number of heads, [num_heads] float64.
 
-    Of a number that is no power of two, the heads beyond the power below it have every second rate of the power above.
+    Heads beyond the largest power of two have every second slope of the next power of two.
     """
     power = 1 << (num_heads.bit_length() - 1)
     first = torch.arange(1, power + 1, dtype=torch.float64)
@@ -81,12 +78,11 @@ class LightningAttention:
     """Projections on this rank's tokens, the scan on its share of the heads, a norm, an output gate.
 
     Args:
-        layer: its number in the whole model.
-        inputs: queries, keys and values, as `heads` takes them, then the output gate: 4 H D features.
-        out: back to the hidden size, summed over tp.
-        heads: makes heads of queries, keys and values.
+        layer: index in the whole model.
+        inputs: projection to queries, keys and values, in the order that `heads` expects, then the output gate: 4 H D
+            features.
         norm: of the scan's output.
-        slopes: [H / cp], rates of this rank's recurrent heads, at least float32.
+        slopes: [H / cp], decay rates of this rank's recurrent heads, at least float32.
     """
 
     def __init__(
@@ -118,16 +114,13 @@ class LightningAttention:
 
 
 Heads = Callable[[Tensor, ForwardPass], Tensor]
-"""Projected queries, keys and values [T_local, 3 H D] -> [T_local, H, 3, D], one row per head, for heads are what the
-ranks of cp share out. May overwrite its argument."""
+"""Queries, keys and values [T_local, 3 H D] -> [T_local, H, 3, D], by head, since cp ranks exchange heads.
+
+May overwrite its argument."""
 
 
 class ActivatedHeads:
-    """silu of everything; a head's query, key and value stand together (MiniMax).
-
-    Args:
-        num_heads, head_dim: H and D.
-    """
+    """silu of queries, keys and values, which are stored by head (MiniMax)."""
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         self._shape = (num_heads, 3, head_dim)
@@ -138,12 +131,11 @@ class ActivatedHeads:
 
 
 class RotatedHeads:
-    """Norm and rotation of queries and keys; all queries stand before all keys and these before all values (Ling 2.5).
+    """Norm and rotation of queries and keys; all queries are stored first, then all keys, then all values (Ling 2.5).
 
     Args:
-        norm: of queries and keys, 2 H rows.
-        rotary: of the first features of each.
-        num_heads, head_dim: H and D.
+        norm: of query and key heads, 2 H of them.
+        rotary: rotates the first features of each head.
     """
 
     def __init__(self, norm: HeadNorm, rotary: Rotary, *, num_heads: int, head_dim: int) -> None:
@@ -160,12 +152,11 @@ class RotatedHeads:
 
 
 class GroupNorm:
-    """RMSNorm of each of some groups of features, whole on this rank: [T, N] -> new [T, N].
+    """RMSNorm of each group of features: [T, N] -> new [T, N]. Groups are not split over ranks.
 
     Args:
         weight: [N].
-        num_groups: of the N features.
-        eps: keeps zeros finite.
+        num_groups: groups of the N features.
     """
 
     def __init__(self, weight: Tensor, num_groups: int, eps: float) -> None:
@@ -174,7 +165,7 @@ class GroupNorm:
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The mean is taken in float32 at least."""
+        """Compute the mean in at least float32."""
         normed = F.rms_norm(precise(x).unflatten(1, self._shape), self._shape[1:], None, self._eps)
         return normed.flatten(1).to(x.dtype) * self._weight
 
@@ -185,8 +176,7 @@ class SplitNorm:
     Args:
         weight: [N / tp].
         size: N.
-        eps: keeps zeros finite.
-        group: the tp group, which sums the squares.
+        group: the tp group.
     """
 
     def __init__(self, weight: Tensor, size: int, eps: float, group: Group) -> None:
@@ -196,7 +186,7 @@ class SplitNorm:
         self._group = group
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The mean is taken in float32 at least."""
+        """Compute the mean in at least float32."""
         numbers = precise(x)
         squares = self._group.all_reduce(numbers.square().sum(-1, keepdim=True))
         return (numbers * torch.rsqrt(squares / self._size + self._eps)).to(x.dtype) * self._weight
@@ -205,7 +195,7 @@ class SplitNorm:
 def load_activated_lightning(
     config: LightningConfig, weights: ShardedWeights, *, layer: int, size: int
 ) -> LightningAttention:
-    """Read this rank's heads of a MiniMax; `size` is C."""
+    """Read this rank's heads of a MiniMax layer; `size` is C."""
     heads, own = weights.heads(config.num_heads), weights.heads(config.num_heads, over_cp=True)
     taken = features(heads, config.head_dim)
     parts = (
@@ -227,7 +217,7 @@ def load_activated_lightning(
 def load_rotated_lightning(
     config: LightningConfig, weights: ShardedWeights, *, layer: int, size: int, eps: float, rotary: Rotary
 ) -> LightningAttention:
-    """Read this rank's heads of a Ling 2.5; `size` is C, `eps` of the norms."""
+    """Read this rank's heads of a Ling 2.5 layer; `size` is C."""
     inner, heads = config.inner, weights.heads(config.num_heads)
     taken = features(heads, config.head_dim)
     shifts = (range(start + taken.start, start + taken.stop) for start in (0, inner, 2 * inner))
@@ -248,7 +238,7 @@ def load_rotated_lightning(
 
 
 def _load_qk_weight(config: LightningConfig, weights: ShardedWeights, *, num_heads: int) -> Tensor:
-    """[2 H, D] of queries and keys; a query's scale of D ** -0.5 is in it, for a rotation does not change it."""
+    """Norm weights of query and key heads, [2 H, D]; those of queries include the scale D ** -0.5."""
     dim = config.head_dim
     query, key = (weights.whole(f"{kind}_layernorm.weight", dim, dtype=weights.precise) for kind in ("query", "key"))
     return torch.cat(((query * dim**-0.5).expand(num_heads, dim), key.expand(num_heads, dim)))
@@ -262,8 +252,8 @@ def _load_norm(config: LightningConfig, weights: ShardedWeights, taken: range, *
 
 
 def _load_slopes(config: LightningConfig, weights: ShardedWeights, *, layer: int) -> Tensor:
-    """[H / (tp cp)]: those of the checkpoint if it has any, as decays or their logarithms; ALiBi's otherwise, smaller
-    in later layers."""
+    """Decay rates, [H / (tp cp)]: those of the checkpoint, of either sign; if it has none, ALiBi's slopes, smaller in
+    later layers."""
     own = weights.heads(config.num_heads, over_cp=True)
     if weights.has("slope"):
         return weights.cut("slope", (config.num_heads,), axis=0, taken=own, dtype=weights.precise).abs()

@@ -1,4 +1,4 @@
-"""Matrix products whose weight is split over tp."""
+"""Linear layers whose weight is split over tp."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from raycache.parallel.collectives import Group
 
-# Shapes in this file: T packed tokens, I input features, O output features; of this rank where the layer splits them.
+# Shapes in this file: T packed tokens, I input features, O output features.
 
 
 class Matrix(Protocol):
-    """A weight [O, I] in a form of its own."""
+    """A weight [O, I] that is not a plain tensor, such as a quantised one."""
 
     shape: tuple[int, int]
 
@@ -27,15 +27,15 @@ Weight = Tensor | Matrix
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """F.linear with a weight in any form."""
+    """F.linear for tensors and other weights."""
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight.multiply(x, bias)
 
 
 class ColumnLinear:
-    """Each tp rank computes its own output features: [T, I] -> [T, O / tp]. Nothing is exchanged.
+    """Column-parallel layer: each tp rank computes its own output features, [T, I] -> [T, O / tp].
 
     Args:
-        weight: [O / tp, I]; several matrices over the same input may be stacked.
+        weight: [O / tp, I]; several matrices with the same input may be stacked.
         bias: [O / tp], or None.
     """
 
@@ -48,7 +48,7 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """Each tp rank multiplies its own input features and the products are summed: [T, I / tp] -> [T, O] on every rank.
+    """Row-parallel layer: each tp rank has its own input features, and products are summed, [T, I / tp] -> [T, O].
 
     Args:
         weight: [O, I / tp].

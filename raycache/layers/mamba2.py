@@ -1,4 +1,4 @@
-"""Mamba2: a state per head that decays by a step of its own choosing ("Transformers are SSMs", arXiv 2405.21060).
+"""Mamba2: a state per head with an input-dependent decay ("Transformers are SSMs", arXiv 2405.21060).
 
     z, x, B, C, dt = in_proj(u)
     x, B, C        = silu(conv(x)), silu(conv(B)), silu(conv(C))
@@ -7,13 +7,12 @@
     y              = S^T C + D x
     out            = out_proj(group_norm(y * silu(z)) * weight)
 
-Who has what: z, the norm and both projections are of this tp rank's heads and of the tokens of this cp rank; between
-the two exchanges all is of all tokens and of the heads of this rank of tp x cp.
+Projections, z and the norm cover the tokens of this cp rank and the heads of this tp rank. The convolutions and the
+recurrence, between two exchanges over cp, cover all tokens and this rank's share of the heads over tp x cp.
 
-**One clamp for all tokens.** transformers and mamba-ssm's kernels hold dt to its limits when they compute a prompt, and
-do not when they compute a single token from a state, so that the state after a token depends on how the token was
-computed. A cached prefix must equal a computed one: here dt is held to its limits for every token. Most models have no
-limits.
+**One clamp for all tokens.** transformers and the kernels of mamba-ssm clamp dt in prefill but not in decode, so that a
+state depends on how its tokens were computed. A cached prefix must equal a recomputed one, so dt is clamped for every
+token here. Most models have no limits.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ if TYPE_CHECKING:
     from raycache.memory.views import StateView
     from raycache.parallel.collectives import Group
 
-# Shapes in this file: T tokens (of this cp rank, or all between the exchanges), C hidden size, H heads of P features,
-# G groups of N state features (heads of a group share B and C), K taps of the convolution.
+# Shapes in this file: T tokens (of this cp rank; all of them between the exchanges), C hidden size, H heads of P
+# features, G groups of N state features (the heads of a group share B and C), K taps of the convolution.
 
 
 @dataclass(frozen=True)
 class Taps:
-    """A short convolution.
+    """Weights of a short convolution.
 
     Attributes:
-        weight: [heads, features, K], the newest input's tap last.
+        weight: [heads, features, K], the tap of the newest input last.
         bias: [heads, features], or None.
     """
 
@@ -56,12 +55,12 @@ class Taps:
 
 
 class StateSpace:
-    """From x, B, C and dt of all tokens to y, for the heads of one rank of tp x cp.
+    """Convolutions and recurrence of all tokens, for this rank's share of the heads over tp x cp.
 
     Args:
-        x, b, c: convolutions under the names "x", "b" and "c" of the layer's states; H, G and G heads.
+        x, b, c: convolutions of H, G and G heads.
         dt_bias, decay, skip: [H], at least float32; decay is -exp(A_log), skip is D.
-        dt_limit: smallest and largest step.
+        dt_limit: smallest and largest time step.
     """
 
     def __init__(
@@ -96,16 +95,15 @@ class StateSpace:
 
 
 class GatedGroupNorm:
-    """RMSNorm of y * silu(z) over each group's features; in at least float32.
+    """RMSNorm of y * silu(z) over the features of each group, in at least float32.
 
-    Where tp splits a group, each rank has an equal part of one group and the sums of squares are added up over tp.
+    If tp splits groups, each rank has an equal part of one group, and sums of squares are reduced over tp.
 
     Args:
         weight: [F], of this rank's features.
-        groups: which groups those features are of.
-        num_groups: of all ranks.
-        size: features of a group on all ranks.
-        eps: keeps zeros finite.
+        groups: groups that these features belong to.
+        num_groups: of the whole model.
+        size: features of a whole group.
         group: the tp group.
     """
 
@@ -129,7 +127,7 @@ class GatedGroupNorm:
         return (normed * self._weight).to(z.dtype)
 
     def _sum_of_squares(self, gated: Tensor) -> Tensor:
-        """Of the whole group that these features are a part of: [T, F] -> [T, 1]."""
+        """Sum over the whole group that these features are a part of: [T, F] -> [T, 1]."""
         sums = gated.new_zeros(gated.shape[0], self._num_groups)
         own = slice(self._groups.start, self._groups.stop)
         sums[:, own] = gated.square().sum(dim=1, keepdim=True)
@@ -137,19 +135,17 @@ class GatedGroupNorm:
 
 
 def silu_gate(y: Tensor, z: Tensor) -> Tensor:
-    """y * silu(z), in place of the norm of models that have none: [T, F], [T, F] -> new [T, F] in the dtype of z."""
+    """y * silu(z), for models without the norm: [T, F], [T, F] -> new [T, F] in the dtype of z."""
     return (F.silu(precise(z)) * y).to(z.dtype)
 
 
 class Mamba2:
-    """A layer's mixer.
+    """A Mamba2 mixer.
 
     Args:
-        layer: its number in the whole model.
-        project: z, x, B, C and dt stacked, of this tp rank's heads and groups.
-        ssm: of this rank of tp x cp.
-        norm: of this tp rank's heads, gated by z; or the gate alone.
-        out: back to the hidden size, summed over tp.
+        layer: index in the whole model.
+        project: projection to z, x, B, C and dt.
+        norm: (y, z) -> gated output, normalised or not.
         heads: H and P of this tp rank.
         groups: G and N of this tp rank.
     """
@@ -178,7 +174,7 @@ class Mamba2:
     def __call__(self, u: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]."""
         z, x, b, c, dt = self._project(u).split(self._sizes, dim=1)
-        # Two journeys: what there is per head, and what there is per group, which ranks may share.
+        # Two exchanges: one per head and one per group, since ranks may share groups.
         per_head = torch.cat([x.unflatten(1, self._heads), dt[..., None]], dim=-1)
         per_group = torch.cat([b.unflatten(1, self._groups), c.unflatten(1, self._groups)], dim=-1)
         per_head, per_group = run.step.to_heads(per_head), run.step.to_heads(per_group)
@@ -188,11 +184,11 @@ class Mamba2:
 
 
 def load_mamba2(mamba: Mamba2Config, weights: ShardedWeights, *, layer: int, size: int, eps: float) -> Mamba2:
-    """Read this rank's heads and groups; `size` is C, `eps` of the norm.
+    """Read this rank's heads and groups; `size` is C.
 
-    Checkpoints pack rows of different meaning into one tensor; a rank takes a run of each:
+    Checkpoints pack several matrices into one tensor; a rank reads a slice of each:
 
-        in_proj    [ z | x | B | C | dt ]      of H P, H P, G N, G N and H rows of the whole model
+        in_proj    [ z | x | B | C | dt ]      H P, H P, G N, G N and H rows of the whole model
         conv1d         [ x | B | C ]
     """
     heads, groups = weights.heads(mamba.heads), weights.heads(mamba.groups, is_shared=True)
@@ -250,14 +246,14 @@ def _load_taps(mamba: Mamba2Config, weights: ShardedWeights, taken: range, dim: 
 
 
 def _conv_runs(mamba: Mamba2Config, of_heads: range, of_groups: range) -> tuple[tuple[int, range], ...]:
-    """What goes through the convolution, see `_packed`."""
+    """Parts of the convolution's channels, for `_packed`."""
     return (mamba.inner, of_heads), (mamba.shared, of_groups), (mamba.shared, of_groups)
 
 
 def _packed(*parts: tuple[int, range]) -> list[range]:
-    """(rows, those wanted) of parts that lie one after another -> the wanted rows of the whole."""
+    """(number of rows, taken rows) of consecutive parts -> taken rows of the whole."""
     runs, start = [], 0
-    for rows, wanted in parts:
-        runs.append(range(start + wanted.start, start + wanted.stop))
+    for rows, taken in parts:
+        runs.append(range(start + taken.start, start + taken.stop))
         start += rows
     return runs

@@ -1,4 +1,4 @@
-"""The sizes of Mamba2 layers: what config.json says, what the layers keep, and how they are split."""
+"""Sizes of Mamba2 layers: config.json, cached state, and the split over ranks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Mamba2Config:
 
     Attributes:
         heads, head_dim: H and P.
-        groups, state_dim: G and N; heads of a group share B and C.
+        groups, state_dim: G and N; the heads of a group share B and C.
         kernel: K.
-        has_bias: of both projections.
-        has_conv_bias: of the convolution.
-        dt_limit: smallest and largest step.
-        has_norm: before the output projection; without, there is the gate alone.
-        factors: of z, x, B, C and dt behind their projection; empty for none.
+        has_bias: whether both projections have biases.
+        has_conv_bias: whether the convolution has a bias.
+        dt_limit: smallest and largest time step.
+        has_norm: whether the gated output is normalised.
+        factors: of the projected z, x, B, C and dt; empty for none.
     """
 
     heads: int
@@ -49,11 +49,11 @@ class Mamba2Config:
 
     @property
     def shared(self) -> int:
-        """Features of B, and of C, of all groups."""
+        """Features of B (or C) of all groups."""
         return self.groups * self.state_dim
 
     def components(self, layers: Sequence[int], fmt: CacheFormat) -> tuple[Component, ...]:
-        """What `layers` carry on: the state, and the last inputs of the convolutions of x, B and C."""
+        """Recurrent states of `layers`, and the last inputs of the convolutions of x, B and C."""
         if not layers:
             return ()
         per_group = (self.groups, self.state_dim)
@@ -69,7 +69,7 @@ class Mamba2Config:
         return (states,)
 
     def head_counts(self, *, heads_key: str, groups_key: str) -> tuple[HeadCount, ...]:
-        """What is divided, under the names of config.json. Groups are shared like KV heads, over tp and tp x cp."""
+        """Head counts to be split, with their keys in config.json. Ranks share groups like KV heads."""
         return (
             HeadCount(heads_key, self.heads, over_cp=True),
             HeadCount(groups_key, self.groups, is_shared=True),
@@ -78,23 +78,25 @@ class Mamba2Config:
 
 
 def require_groups(file: ConfigFile, mamba: Mamba2Config) -> Mamba2Config:
-    """Refuse sizes that no layer can have; returns `mamba`.
+    """Return `mamba` if its sizes are valid.
 
     Raises:
-        CheckpointError: says which.
+        CheckpointError: groups do not divide the heads, or the convolution has one tap.
     """
     if mamba.heads % mamba.groups:
         raise CheckpointError(f"{file.path}: {mamba.groups} groups do not divide the {mamba.heads} heads of Mamba2")
     if mamba.kernel < 2:
-        raise CheckpointError(f"{file.path}: a convolution of {mamba.kernel} tap is not supported; at least 2 are")
+        raise CheckpointError(
+            f"{file.path}: a convolution with {mamba.kernel} tap is not supported; it needs 2 or more"
+        )
     return mamba
 
 
 def read_dt_limit(file: ConfigFile) -> tuple[float, float]:
-    """`time_step_limit`, without limits when it is missing or null.
+    """Read `time_step_limit`; no limits if it is missing or null.
 
     Raises:
-        CheckpointError: it is no pair of numbers, smallest first.
+        CheckpointError: it is not a pair of ascending numbers.
     """
     limit = file.raw("time_step_limit")
     if limit is None:
@@ -107,8 +109,8 @@ def read_dt_limit(file: ConfigFile) -> tuple[float, float]:
 
 
 def _number(value: object) -> float | None:
-    """A number; infinite where it is beyond float32, in which steps are computed: some files say 1e308."""
-    # Infinity is no JSON: transformers 5 writes {"__float__": "Infinity"}, versions before it Infinity, others strings.
+    """A number, or infinity if it is beyond float32, in which time steps are computed; some files have 1e308."""
+    # JSON has no infinity: transformers 5 writes {"__float__": "Infinity"}, earlier versions Infinity, others strings.
     if isinstance(value, dict):
         value = value.get("__float__")
     if value in ("Infinity", "inf"):

@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer that has an MLP and routed experts beside each other, as in Gemma 4."""
+"""A feed-forward block with an MLP and routed experts in parallel, as in Gemma 4."""
 
 from __future__ import annotations
 
@@ -20,33 +20,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One of the two, between its norms.
-
-    Attributes:
-        before, after: norms of what it takes and gives.
-    """
+class BranchNorms:
+    """Norms of a branch's input and output."""
 
     before: RMSNorm
     after: RMSNorm
 
 
 class MlpAndExperts:
-    """hidden + after(mlp way(hidden) + experts' way(hidden)).
+    """hidden + after(MLP branch + expert branch).
 
     Args:
-        mlp, experts: the two, each with its norms in `ways`.
-        ways: of the MLP, of the experts.
-        router: takes the hidden state as it is.
+        norms: of the MLP branch and of the expert branch.
+        router: takes the hidden state before any norm.
         after: norm of the sum.
-        group: the tp group, over which the experts' outputs are added up.
+        group: the tp group.
     """
 
     def __init__(
         self,
         mlp: FeedForward,
         experts: RoutedExperts,
-        ways: tuple[Way, Way],
+        norms: tuple[BranchNorms, BranchNorms],
         *,
         router: Router,
         after: RMSNorm,
@@ -54,14 +49,14 @@ class MlpAndExperts:
     ) -> None:
         self._mlp = mlp
         self._experts = experts
-        self._ways = ways
+        self._norms = norms
         self._router = router
         self._after = after
         self._group = group
 
     def __call__(self, hidden: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]."""
-        dense, routed = self._ways
+        dense, routed = self._norms
         out = dense.after(self._mlp(dense.before(hidden), run))
         chosen = self._experts(routed.before(hidden), *self._router(hidden))
         out += routed.after(self._group.all_reduce(chosen))
@@ -69,12 +64,10 @@ class MlpAndExperts:
 
 
 class ScaledRouter:
-    """A router with a norm in front and a factor per expert behind.
+    """A router that normalises its input and multiplies its weights by a factor per expert.
 
     Args:
-        norm: of the hidden state; its weight is all that scales it.
-        router: with weights that sum to one.
-        factors: [E] float32.
+        factors: [E], at least float32.
     """
 
     def __init__(self, norm: RMSNorm, router: Router, factors: Tensor) -> None:
@@ -88,11 +81,7 @@ class ScaledRouter:
 
 
 class LayerScale:
-    """hidden * scale, behind a layer.
-
-    Args:
-        scale: [1].
-    """
+    """hidden * scale, after a layer; `scale` is [1]."""
 
     def __init__(self, scale: Tensor) -> None:
         self._scale = scale

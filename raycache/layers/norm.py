@@ -1,4 +1,4 @@
-"""Normalisation."""
+"""RMS norms."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from raycache.layers import fused
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467, eq. 4).
 
-    The mean is taken in float32 whatever the dtype.
+    The mean is computed in at least float32.
 
     Args:
-        weight: [N], the size of that dimension.
-        eps: keeps zeros finite.
+        weight: [N].
         is_centered: whether the factor is 1 + weight.
     """
 
@@ -31,22 +30,21 @@ class RMSNorm:
         return fused.rms_norm(x, self.weight, self._eps, is_centered=self._is_centered)
 
     def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of hidden + delta, hidden + delta), each [T, N]; delta may be overwritten."""
+        """Return (norm of hidden + delta, hidden + delta), each [T, N]; may overwrite delta."""
         return fused.add_rms_norm(hidden, delta, self.weight, self._eps, is_centered=self._is_centered)
 
 
 CenteredNorm = partial(RMSNorm, is_centered=True)
-"""With 1 + weight, multiplied in at least float32: the stored weights lie around zero (Gemma, Qwen3-Next)."""
+"""RMSNorm with the factor 1 + weight, applied in at least float32 (Gemma, Qwen3-Next)."""
 
 
 class HeadNorm:
-    """RMSNorm of every head by itself, with a weight per head: [T, H, D] -> [T, H, D].
+    """RMSNorm of each head with a weight per head: [T, H, D] -> [T, H, D].
 
-    One weight row per head lets query and key heads, whose weights differ, be normalised at once.
+    Weights per head allow query and key heads, whose weights differ, to be normalised at once.
 
     Args:
-        weight: [H, D]; all is computed in at least its precision.
-        eps: keeps zeros finite.
+        weight: [H, D]; the norm is computed in its dtype or a wider one.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:

@@ -1,4 +1,4 @@
-"""Attention whose queries, keys and values are all normalised per head, as in Gemma 4."""
+"""Attention with norms of query, key and value heads, as in Gemma 4."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from raycache.memory.component import CacheFormat, Component, kv
 
 @dataclass(frozen=True)
 class NormedAttentionConfig(HeadShape):
-    """The attention of a model's layers of one kind.
+    """Attention of a model's full layers, or of its sliding-window layers.
 
     Attributes:
-        layers: that have it.
-        rope: position embedding.
-        has_values: whether values have a projection of their own.
-        window: tokens that a query sees, itself included; 0 for all.
+        layers: which layers these are.
+        has_values: whether there is a value projection; else values are made from the keys.
+        window: number of tokens that a query attends to, including itself; 0 for no limit.
     """
 
     layers: tuple[int, ...]
@@ -37,23 +36,21 @@ class NormedAttentionConfig(HeadShape):
     window: int = 0
 
     def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
-        """Keys and values of its layers."""
+        """Keys and values of these layers."""
         name = "window" if self.window else "kv"
         sizes = {"heads": self.num_kv_heads, "dim": self.head_dim}
         return (kv(name, self.layers, fmt=fmt, window=self.window, **sizes),) if self.layers else ()
 
 
 class NormedAttention:
-    """As SelfAttention, with a norm of the values that has no weight, and maybe no projection of their own.
+    """Like SelfAttention, with a norm of the values that has no weight.
 
     Args:
-        layer: its number in the whole model.
-        inputs: queries, keys and, where they are not the keys before norm and rotation, values, stacked.
-        out: back to the hidden size, summed over tp.
+        layer: index in the whole model.
+        inputs: projection to queries, keys and, with `has_values`, values.
         heads: of this rank.
-        rotary: position embedding.
-        qk_norm: normalises query and key heads before they are rotated; values with the same eps.
-        has_values: whether `inputs` has values.
+        qk_norm: applied to query and key heads before rotation; the norm of the values has the same eps.
+        has_values: if false, values are made from the keys before norm and rotation.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class NormedAttention:
         self._ones = torch.ones_like(qk_norm.weight[heads.num_heads :])
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        """[T, C] -> new [T, C]. Scores are not scaled: the norms of queries and keys say how large they are."""
+        """[T, C] -> new [T, C]. Scores are not scaled: the norms of queries and keys bound them."""
         rows = self._inputs(x).view(x.shape[0], *self._shape)
         v = fused.head_norm(rows[:, self._first_value :], self._ones, self._qk_norm.eps)
         qk = run.rotation(self._rotary, rows.dtype)(rows[:, : self._num_rotated], norm=self._qk_norm)
@@ -90,7 +87,7 @@ class NormedAttention:
 def load_normed_attention(
     config: NormedAttentionConfig, weights: ShardedWeights, *, layer: int, size: int, eps: float, rotary: Rotary
 ) -> NormedAttention:
-    """Read this rank's heads; `size` is C, `eps` of the norms."""
+    """Read this rank's heads; `size` is C."""
     dim = config.head_dim
     heads, kv_heads = weights.heads(config.num_heads), weights.heads(config.num_kv_heads, is_shared=True)
     own = HeadShape(len(heads), len(kv_heads), dim)

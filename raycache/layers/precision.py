@@ -1,4 +1,4 @@
-"""What is computed in float32 at least, whatever the type of the activations: norms, gates and decays."""
+"""Norms, gates and decays are computed in at least float32, whatever the dtype of the activations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def precise_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 if `dtype` is."""
+    """float32; float64 if `dtype` is float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def precise(x: Tensor) -> Tensor:
-    """In float32, or in float64 if x is."""
+    """Convert to float32; float64 is left as it is."""
     return x.to(precise_dtype(x.dtype))

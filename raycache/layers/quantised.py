@@ -1,4 +1,4 @@
-"""Matrices that stay FP8 on the device, and products with them by torch's scaled products (cuBLAS, Hopper)."""
+"""FP8 weights on the device, multiplied by torch's scaled matrix product (cuBLAS, Hopper)."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ GROUP = 128
 """Input features that share a scale."""
 
 _FEW_TOKENS = 128
-"""Up to so many cuBLAS is faster with a scale per row of the weights, above with one per 128 rows."""
+"""Up to this many tokens cuBLAS is faster with a scale per row of the weights, above with one per 128 rows."""
 
 _TOKENS = 8
-"""Scales of activations are aligned to 16 bytes: tokens are padded to a multiple of this."""
+"""Tokens are padded to a multiple of this, since scales of activations must be aligned to 16 bytes."""
 
-# Shapes in this file: T tokens, O output and I input features, K = I amid zeros, so that groups begin where those of
-# the whole matrix do, G = K / GROUP.
+# Shapes in this file: T tokens, O output and I input features, K = I padded with zeros on both sides, so that groups
+# begin where those of the whole matrix do, G = K / GROUP.
 
 
 class Fp8Matrix:
-    """A matrix [O, I] of which codes and scales are kept.
+    """A matrix [O, I] in FP8, with scales.
 
-    Activations are rounded to FP8, with a scale per token and group: the products are those of the format, whose
-    models are published for it.
+    Activations are rounded to FP8 as well, with a scale per token and group, as models in this format expect.
 
     Args:
         codes: [O, K] float8_e4m3fn.
-        scales: [G, O] float32, of each row.
-        block_scales: [O / 128 rounded up, G rounded up to a multiple of four] float32, where blocks begin with the
-            first row; None where they do not.
+        scales: [G, O] float32, a scale per row.
+        block_scales: [O / 128 rounded up, G rounded up to a multiple of four] float32, a scale per 128 rows; None if
+            the checkpoint's blocks do not begin with the first row.
         num_inputs: I.
-        offset: column of the codes that the first input feature has.
+        offset: column of `codes` that holds the first input feature.
     """
 
     def __init__(
@@ -48,16 +47,11 @@ class Fp8Matrix:
 
     @staticmethod
     def obstacle(num_outputs: int) -> str:
-        """Why there is no product with a matrix of so many output features, or ""."""
-        return "" if num_outputs % 16 == 0 else f"{num_outputs} output features are no multiple of 16"
+        """Why a matrix with this many output features is not supported, or ""."""
+        return "" if num_outputs % 16 == 0 else f"{num_outputs} output features are not a multiple of 16"
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[T, I] -> new [T, O], both in bfloat16.
-
-        Args:
-            x: the input.
-            bias: [O], or None.
-        """
+        """[T, I] -> new [T, O], both in bfloat16; `bias` is [O], or None."""
         num_tokens = len(x)
         if not num_tokens:
             return x.new_empty(0, self.shape[0])

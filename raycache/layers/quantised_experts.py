@@ -1,4 +1,4 @@
-"""Mixtures of experts whose weights stay quantised on the device; see layers.experts."""
+"""Mixtures of experts with quantised weights on the device; see experts.py for the plain ones."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from raycache.layers.activation import Activation
 if TYPE_CHECKING:
     from raycache.layers.routing_kernels import Routes
 
-# Shapes in this file: T tokens, k experts of each, P = T * k rows sorted by expert, E experts, O output and I input
-# features of a product, K = I amid zeros, G = K / 128 groups of FP8, S = K / 128 spans of MXFP4.
+# Shapes in this file: T tokens, k experts per token, P = T * k rows sorted by expert, E experts, O output and I input
+# features, K = I padded with zeros on both sides, G = K / 128 groups of FP8, S = K / 128 spans of MXFP4.
 
 
 class ExpertMatrices(Protocol):
     """One matrix [O, I] per expert."""
 
     def multiply(self, x: Tensor, routes: Routes, *, bias: Tensor | None, is_input: bool) -> Tensor:
-        """Each row by its expert.
+        """Multiply each row with the matrix of its expert.
 
         Args:
-            x: tokens [T, I] with `is_input`, else sorted rows [P, I]; bfloat16.
-            routes: of the rows.
+            x: tokens [T, I] with `is_input`, else rows sorted by expert [P, I]; bfloat16.
             bias: [E, O], or None.
-            is_input: give rows sorted by expert; else in the order of the pairs.
+            is_input: return rows sorted by expert; else in the order of (token, choice) pairs.
         Returns:
             New [P, O] in bfloat16.
         """
@@ -35,13 +34,13 @@ class ExpertMatrices(Protocol):
 
 
 class Fp8Matrices:
-    """In FP8; see `ExpertMatrices`.
+    """Matrices in FP8.
 
     Args:
         codes: [E, O, K] float8_e4m3fn.
         scales: [E, O / rows_per_scale rounded up, G] float32.
-        rows_per_scale: output features that share a scale.
-        offset: column of the codes that the first input feature has.
+        rows_per_scale: number of output features that share a scale.
+        offset: column of `codes` that holds the first input feature.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, *, rows_per_scale: int, offset: int = 0) -> None:
@@ -51,7 +50,7 @@ class Fp8Matrices:
         self._offset = offset
 
     def multiply(self, x: Tensor, routes: Routes, *, bias: Tensor | None, is_input: bool) -> Tensor:
-        """Multiply with activations rounded to FP8, with a scale per row and group."""
+        """Multiply, with activations rounded to FP8 with a scale per row and group."""
         kernels = _kernels()
         codes, scales = kernels.quantise(x, num_rows=len(x), num_columns=self._codes.shape[2], offset=self._offset)
         product: Tensor = kernels.fp8_product(
@@ -68,12 +67,12 @@ class Fp8Matrices:
 
 
 class MxMatrices:
-    """In MXFP4; see `ExpertMatrices`.
+    """Matrices in MXFP4.
 
     Args:
         codes: [E, S, O, 32] int16, see `pack`.
         scales: [E, 4 S, O] uint8, exponents plus 127; at most 128.
-        offset: number of the first span that the first input feature has.
+        offset: position of the first input feature in the first span.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, *, offset: int = 0) -> None:
@@ -82,7 +81,7 @@ class MxMatrices:
         self._offset = offset
 
     def multiply(self, x: Tensor, routes: Routes, *, bias: Tensor | None, is_input: bool) -> Tensor:
-        """Multiply with exact weights and bfloat16 activations."""
+        """Multiply, with weights converted exactly to bfloat16."""
         kernels = _kernels()
         product: Tensor = kernels.mx_product(
             x, self._codes, self._scales, routes, offset=self._offset, bias=bias, is_input=is_input
@@ -93,8 +92,8 @@ class MxMatrices:
     def pack(codes: Tensor) -> Tensor:
         """[..., O, K] E2M1 codes, one per byte -> [..., S, O, 32] int16.
 
-        Number 32 p + j of a span of 128 lies in bits 4 p to 4 p + 3 of word j: a kernel gets numbers that are
-        neighbours, of one scale, by the same shift of neighbouring words.
+        Code 32 p + j of a span of 128 is in bits 4 p to 4 p + 3 of word j: one shift of 32 consecutive words yields 32
+        consecutive codes, which share a scale.
         """
         planes = codes.unflatten(-1, (-1, 4, 32)).to(torch.int32)
         words = sum(planes[..., plane, :] << 4 * plane for plane in range(4))
@@ -103,15 +102,12 @@ class MxMatrices:
 
 
 class QuantisedExperts:
-    """The routed experts, each on the tokens that chose it; see `Experts`.
+    """Routed experts; like `Experts`.
 
     Args:
-        up: I features outside to those in front of the activation.
-        down: back.
-        count: E; a rank holds a part of each.
-        activation: of the rows between.
+        count: E; each rank holds a share of every expert.
         up_bias: [E, O], or None.
-        down_bias: [E, O], or None; given to one rank of those whose outputs are added up.
+        down_bias: [E, O], or None; on one tp rank only, since outputs are summed.
     """
 
     def __init__(

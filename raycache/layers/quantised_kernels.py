@@ -1,15 +1,15 @@
-"""Triton kernels for weights that stay quantised on the device; imported where they run only, on Hopper.
+"""Triton kernels for weights that stay quantised on the device. Imported only where they run, on Hopper.
 
-    FP8      codes of weights and of activations meet in the matrix units; each product over 128 input features is
-             multiplied by both scales and added up in float32
-    MXFP4    codes become bfloat16 in registers, exactly, and meet activations in bfloat16; the weight is the left
-             factor, which Hopper's matrix units take out of registers
+    FP8      weights and activations are multiplied in FP8; each product over 128 input features is multiplied by both
+             scales and accumulated in float32
+    MXFP4    weights are converted exactly to bfloat16 in registers and multiplied with bfloat16 activations; they are
+             the left factor, which Hopper's matrix units can read from registers
 
-The products are grouped: rows are sorted by expert, and a program finds its expert and rows by itself, so that nothing
-depends on numbers of the host and a step can be recorded.
+Products are grouped: rows are sorted by expert, and each program finds its expert and rows on the device, so that steps
+can be captured in CUDA graphs.
 
-Shapes in this file: T tokens, k experts of each, P = T * k rows sorted by expert, E experts, N output features, K input
-features, G groups of 128 of them, S spans of 128 of them.
+Shapes in this file: T tokens, k experts per token, P = T * k rows sorted by expert, E experts, N output features, K
+input features in G groups or S spans of 128.
 """
 
 from __future__ import annotations
@@ -27,18 +27,12 @@ from torch import Tensor
 from raycache.layers.routing_kernels import Routes, find, num_blocks
 
 GROUP = 128
-"""Input features that share a scale in FP8, and that a span of MXFP4 codes has."""
+"""Input features that share a scale in FP8; input features of a span of MXFP4 codes."""
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """What a program computes at a time, and how.
-
-    Attributes:
-        rows: of one expert.
-        size: output features.
-        num_warps, num_stages: of the compiler.
-    """
+    """Tile of a program: `rows` of one expert by `size` output features."""
 
     rows: int
     size: int
@@ -46,16 +40,16 @@ class _Tile:
     num_stages: int
 
 
-# The fastest of those tried on an H200, for up to so many rows per expert on average (docs/adr/0016).
+# Fastest on an H200 for up to this many rows per expert on average (docs/adr/0016).
 _FP8_TILES = ((8, _Tile(16, 128, 4, 4)), (48, _Tile(32, 128, 4, 4)), (math.inf, _Tile(64, 256, 8, 3)))
 _MX_TILES = ((16, _Tile(16, 64, 4, 3)), (math.inf, _Tile(64, 128, 8, 4)))
 
 
 def quantise(x: Tensor, *, num_rows: int, num_columns: int, offset: int) -> tuple[Tensor, Tensor]:
-    """Activations in FP8 with a scale per row and group, amid zeros.
+    """Quantise activations to FP8 with a scale per row and group, padded with zeros.
 
     Args:
-        x: [T, K] with neighbouring features.
+        x: [T, K], contiguous in the last dimension.
         num_rows: T or more.
         num_columns: a multiple of GROUP.
         offset: column of the first feature.
@@ -81,17 +75,16 @@ def fp8_product(
     bias: Tensor | None,
     is_input: bool,
 ) -> Tensor:
-    """Products of each row with its expert.
+    """Multiply each row with the FP8 matrix of its expert.
 
     Args:
         x: FP8 codes of tokens [T, K] with `is_input`, else of sorted rows [P, K].
         x_scales: [G, T] or [G, P].
         codes: [E, N, K].
         scales: [E, N / rows_per_scale, G].
-        routes: of the rows.
-        rows_per_scale: output features that share a scale.
         bias: [E, N], or None.
-        is_input: take tokens and give sorted rows; else take sorted rows and give them in the order of the pairs.
+        is_input: take tokens and return rows sorted by expert; else take sorted rows and return them in the order of
+            (token, choice) pairs.
     Returns:
         [P, N] in bfloat16.
     """
@@ -121,16 +114,13 @@ def mx_product(
     bias: Tensor | None,
     is_input: bool,
 ) -> Tensor:
-    """Products of each row with its expert, whose weights are MXFP4; see `fp8_product`.
+    """Multiply each row with the MXFP4 matrix of its expert; see `fp8_product`.
 
     Args:
         x: tokens [T, K] with `is_input`, else sorted rows [P, K], bfloat16.
-        codes: [E, S, N, 32] int16, number 32 p + j of a span in bits 4 p to 4 p + 3 of word j.
+        codes: [E, S, N, 32] int16, code 32 p + j of a span in bits 4 p to 4 p + 3 of word j.
         scales: [E, 4 S, N] uint8, exponents plus 127; at most 128.
-        routes: of the rows.
-        offset: number of the first span that x begins with.
-        bias: [E, N], or None.
-        is_input: see `fp8_product`.
+        offset: position of the first input feature in the first span.
     """
     _, num_spans, size, _ = codes.shape
     return _product(
@@ -151,7 +141,7 @@ def mx_product(
 def _product(
     kernel: Any, tile: _Tile, inputs: Sequence[Tensor], routes: Routes, numbers: Sequence[int], **sizes: int
 ) -> Tensor:
-    """Launch one of the two products, whose arguments are laid out alike."""
+    """Launch either product; their kernels take the same arguments except for `inputs`, `numbers` and `sizes`."""
     size, num_experts = sizes["N"], len(routes.ends)
     out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=inputs[0].device)
     kernel[(triton.cdiv(size, tile.size), num_blocks(routes, tile.rows))](
@@ -173,7 +163,7 @@ def _product(
 
 
 def _tile(tiles: Sequence[tuple[float, _Tile]], routes: Routes) -> _Tile:
-    """Decided by the number of rows alone, which a recorded step keeps."""
+    """Choose a tile by the number of rows, which is fixed in a CUDA graph."""
     average = len(routes.order) / len(routes.ends)
     return next(tile for most, tile in tiles if average <= most)
 
@@ -231,7 +221,7 @@ def _fp8_product(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(words: tl.tensor) -> Any:
-    """The four E2M1 numbers of each word, times 2^-126, in bfloat16."""
+    """Convert the four E2M1 codes of each word to bfloat16, times 2^-126."""
     return tl.inline_asm_elementwise(
         """
         {
@@ -263,7 +253,7 @@ def _numbers(words: tl.tensor) -> Any:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _factor(exponents: tl.tensor) -> tl.tensor:
-    """2^126 times what stored exponents stand for, in bfloat16."""
+    """2^126 times the scale of each stored exponent, in bfloat16."""
     return ((exponents.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True)
 
 

@@ -1,15 +1,17 @@
-"""Rotary position embedding and its ways to stretch the context.
+"""Rotary position embedding and its extensions to longer contexts.
 
-Two features of a head are one pair, turned by position * frequency[i] ("RoFormer", arXiv 2104.09864). Which two:
+Pairs of features of a head are rotated by position * frequency[i] ("RoFormer", arXiv 2104.09864). Pair i consists of
 
-    halves        i and i + D/2
-    interleaved   2i and 2i + 1; they leave as halves, in queries and keys alike, so that scores are the same
+    halves        features i and i + D/2
+    interleaved   features 2i and 2i + 1; written as halves, in queries and keys alike, which leaves scores unchanged
 
-    default  theta^(-2i/D)
-    linear   all divided by `factor` (arXiv 2306.15595)
-    llama3   slow pairs divided by `factor`, fast ones kept, a ramp between (Llama 3.1)
-    proportional  default for the first pairs, and 0 for the others, which are not turned (Gemma 4)
-    yarn     the same with a ramp over the pair's index, and attention sharpened by a factor (arXiv 2309.00071)
+and has the frequency
+
+    default       theta^(-2i/D)
+    linear        default / `factor` (arXiv 2306.15595)
+    llama3        default / `factor` for low frequencies, default for high ones, a ramp between (Llama 3.1)
+    yarn          the same with a ramp over the pair's index, attention sharpened by a factor (arXiv 2309.00071)
+    proportional  default / `factor` for the first pairs, 0 (not rotated) for the others (Gemma 4)
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
             return _llama3(plain, config)
         case "yarn":
             return _yarn(period, config, head_dim)
-    raise AssertionError(f"rope kind {config.kind!r} was not refused when the config was read")
+    raise AssertionError(f"rope kind {config.kind!r} should have been rejected when the config was read")
 
 
 def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
@@ -60,23 +62,21 @@ def _yarn(period: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
     first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
     if config.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # The upper limit is one of features, not of pairs: checkpoints were trained with it.
+    # The upper limit counts features, not pairs: checkpoints were trained with it.
     first, last = max(first, 0), min(last, head_dim - 1)
     width = last - first if last != first else 0.001
-    # In this order the result equals that of transformers to the last bit, which counts at far positions.
+    # This order of operations is bit-equal to transformers, which matters at large positions.
     keep = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
     return 1.0 / (config.factor * period) * (1 - keep) + 1.0 / period * keep
 
 
 class Rotation:
-    """The turn of each of T tokens, computed once per forward and applied in every layer.
+    """Rotation of T tokens, computed once per step and applied in every layer.
 
     Args:
-        cos, sin: [T, 1, D] contiguous; sin is negative in its first half, so that one product turns both halves.
-        is_interleaved: which features are pairs.
-        query_scale: [T, 1, 1], what queries are multiplied with, or None.
+        cos, sin: [T, 1, D] contiguous; sin is negated in its first half, so that one product rotates both halves.
     Attributes:
-        query_scale: as given; whoever turns queries multiplies them.
+        query_scale: [T, 1, 1], to be multiplied to queries by the caller, or None.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Rotation:
         self.query_scale = query_scale
 
     def __call__(self, x: Tensor, *, norm: HeadNorm | None = None, out: Tensor | None = None) -> Tensor:
-        """Turn the first D features of every head, and keep the others.
+        """Rotate the first D features of every head.
 
         Args:
             x: [T, H, D or more].
-            norm: of whole heads, before they are turned; None for none.
-            out: where to write, which may be x itself; None for a new tensor.
+            norm: applied to whole heads before, or None.
+            out: where to write, may be x; None for a new tensor.
         """
-        return fused.turn_heads(
+        return fused.rotate_heads(
             x,
             self._cos,
             self._sin,
@@ -109,14 +109,12 @@ class Rotation:
 class Rotary:
     """Makes rotations from positions.
 
-    Angles are computed per step and not read from a table: one small kernel, or a few small operations, for all layers
-    together, against 64 MiB and more for a context of 128 Ki tokens.
+    Angles are computed once per step for all layers, in one small kernel; a table would take 64 MiB or more for a
+    context of 128 Ki tokens.
 
     Args:
-        config: what kind.
         head_dim: D, even.
-        device: of the positions to come.
-        is_interleaved: which features are pairs.
+        is_interleaved: whether features 2i and 2i + 1 are pairs, instead of i and i + D/2.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class Rotary:
         self._growth, self._original = config.query_growth, config.original_max_position
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """Angles of positions [T] (any integer dtype); cos and sin are rounded to `dtype` at the end."""
+        """Rotation for positions [T] of any integer dtype; cos and sin are computed in float32, rounded to `dtype`."""
         cos, sin = fused.angles(positions, self._inverse, scale=self._scale, dtype=dtype)
         scale = self._query_scale(positions, dtype) if self._growth else None
         return Rotation(cos, sin, is_interleaved=self._is_interleaved, query_scale=scale)

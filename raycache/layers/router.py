@@ -1,11 +1,11 @@
-"""Routers: which experts a token goes to, and how much each counts.
+"""Routers: choose the experts of each token and their weights.
 
-    softmax    probabilities over all experts, the top k of them, made to sum to one if wanted
-    sigmoid    a score per expert by itself; a learnt correction steers the choice but not the weights; the choice can
-               be limited to the best groups of experts ("DeepSeek-V3", arXiv 2412.19437, section 2.1.2)
+    softmax    the top k of the probabilities over all experts, optionally renormalised to sum to one
+    sigmoid    an independent score per expert; a learned correction affects the choice but not the weights; the choice
+               can be limited to the best groups of experts ("DeepSeek-V3", arXiv 2412.19437, section 2.1.2)
 
-Taking the softmax over the logits of the chosen experts only is the first kind with weights that sum to one:
-exp(l_i) / sum over chosen exp(l_j) is what is left of the full softmax when its denominator cancels.
+A softmax over the logits of the chosen experts only equals the first kind with renormalised weights: the denominator of
+the full softmax cancels.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from torch import Tensor
 
 from raycache.layers.precision import precise
 
-# Shapes in this file: T tokens, C hidden size, E experts, k of them per token, G groups of E / G neighbours.
+# Shapes in this file: T tokens, C hidden size, E experts, k of them per token, G groups of E / G consecutive experts.
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""[T, C] -> (weights [T, k] in at least float32, expert ids [T, k] int64); the same on all ranks of tp."""
+"""[T, C] -> (weights [T, k] in at least float32, expert ids [T, k] int64), identical on all tp ranks."""
 
 
 class SoftmaxRouter:
-    """Probabilities over all experts, of which the k largest count.
+    """The k most probable experts.
 
     Args:
-        weight: [E, C]; logits are computed in its dtype, all after them in at least float32.
-        bias: [E] of the logits, or None.
-        top_k: k.
+        weight: [E, C]; logits are computed in its dtype, the rest in at least float32.
+        bias: [E], or None.
         renormalise: make the k weights sum to one.
     """
 
@@ -47,18 +46,17 @@ class SoftmaxRouter:
 
 
 class SigmoidRouter:
-    """Independent scores, a correction of the choice, and a choice limited to some groups.
+    """The k experts with the best corrected scores, within the best groups.
 
-    A group's rank is the sum of its two best corrected scores.
+    Groups are ranked by the sum of their two best corrected scores.
 
     Args:
-        weight: [E, C]; all is computed in its dtype, in at least float32.
+        weight: [E, C]; the router computes in its dtype, at least float32.
         correction: [E], added to the scores for the choice only.
-        top_k: k.
         num_groups: G; 1 chooses among all experts.
-        top_groups: groups that a token's experts come from.
+        top_groups: number of groups that a token's experts come from.
         renormalise: make the k weights sum to one before they are scaled.
-        scale: of the weights.
+        scale: factor of the weights.
     """
 
     def __init__(
@@ -85,12 +83,12 @@ class SigmoidRouter:
         ids = self._limit(scores + self._correction).topk(self._top_k, dim=-1).indices
         weights = scores.gather(1, ids)
         if self._renormalise:
-            # All scores of a token can vanish; checkpoints were trained with this guard.
+            # All scores of a token can be zero; checkpoints were trained with this epsilon.
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * self._scale, ids
 
     def _limit(self, choice: Tensor) -> Tensor:
-        """[T, E] with -inf outside of each token's best groups."""
+        """Set scores [T, E] outside of each token's best groups to -inf."""
         if self._num_groups == self._top_groups:
             return choice
         groups = choice.view(choice.shape[0], self._num_groups, choice.shape[1] // self._num_groups)

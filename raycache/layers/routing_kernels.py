@@ -1,8 +1,8 @@
-"""Triton kernels that bring tokens to their experts and back; imported where they run only.
+"""Triton kernels that sort tokens by expert and combine the experts' outputs. Imported only where they run.
 
-Nothing here depends on numbers of the host but how many tokens there are, so that a step can be recorded.
+Of values on the host, only the number of tokens is used, so that steps can be captured in CUDA graphs.
 
-Shapes in this file: T tokens, k experts of each, P = T * k rows sorted by expert, E experts, C features.
+Shapes in this file: T tokens, k experts per token, P = T * k rows sorted by expert, E experts, C features.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 _COUNTED = 4096
-"""Rows up to which the place of each is counted in one launch: all pairs are compared. Sorting takes several."""
+"""Up to this many rows, positions are counted in one launch that compares all pairs; sorting takes several launches."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Which rows go through which expert.
+    """Assignment of rows to experts.
 
     Attributes:
-        order: [P] int64, pairs of token and choice, sorted by expert.
-        ends: [E] int32, where the rows of each expert end.
+        order: [P] int64, indices of (token, choice) pairs, sorted by expert.
+        ends: [E] int32, end of each expert's rows.
         num_chosen: k.
     """
 
@@ -34,7 +34,7 @@ class Routes:
 
     @classmethod
     def of(cls, ids: Tensor, num_experts: int) -> Routes:
-        """Routes of [T, k] chosen experts."""
+        """Sort by expert, given the chosen experts [T, k]."""
         if ids.numel() <= _COUNTED:
             return cls(*_counted_routes(ids, num_experts), ids.shape[1])
         chosen, order = ids.flatten().sort(stable=True)
@@ -43,13 +43,13 @@ class Routes:
 
 
 def num_blocks(routes: Routes, num_at_once: int) -> int:
-    """At most, however the rows are spread over experts."""
+    """Upper bound of the number of blocks of `num_at_once` rows of one expert."""
     num_rows = len(routes.order)
     return min(len(routes.ends), num_rows) + num_rows // num_at_once
 
 
 def combine(parts: Tensor, weights: Tensor) -> Tensor:
-    """[T * k, C] outputs of experts and [T, k] weights -> their sums [T, C], added up in float32."""
+    """Weighted sums of the experts' outputs, accumulated in float32: [T * k, C] and [T, k] -> [T, C]."""
     num_tokens, num_chosen = weights.shape
     out = parts.new_empty(num_tokens, parts.shape[1])
     grid = (num_tokens, triton.cdiv(parts.shape[1], 1024))
@@ -58,7 +58,7 @@ def combine(parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def _counted_routes(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Order and ends."""
+    """Compute `order` and `ends` of routes by counting."""
     order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     rows, experts = triton.cdiv(ids.numel(), 64), triton.cdiv(num_experts, 64)
@@ -74,7 +74,7 @@ def find(
     EXPERTS: tl.constexpr,
     BM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(expert of a block, its first row, the end of the expert's rows); the expert is num_experts behind the last."""
+    """(expert of a block, its first row, end of the expert's rows); past the last block the expert is num_experts."""
     e = tl.arange(0, EXPERTS)
     stop = tl.load(ends + e, mask=e < num_experts, other=0)
     start = tl.load(ends + e - 1, mask=(e > 0) & (e < num_experts), other=0)
@@ -95,7 +95,7 @@ def _route(
     num_blocks: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The first programs count the rows before each of theirs, the others those of experts up to each of theirs."""
+    """The first num_blocks programs count the rows before each of theirs, the others the rows up to each expert."""
     is_rows = tl.program_id(0) < num_blocks
     mine = (tl.program_id(0) - tl.where(is_rows, 0, num_blocks)) * BLOCK + tl.arange(0, BLOCK)
     own = tl.load(ids + mine, mask=is_rows & (mine < num_rows), other=0)

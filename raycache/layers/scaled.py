@@ -1,4 +1,4 @@
-"""Fixed factors around the parts of a layer, and parts that stand side by side ("Falcon-H1", arXiv 2507.22448)."""
+"""Mixers with constant factors, and mixers in parallel ("Falcon-H1", arXiv 2507.22448)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raycache.layers.forward_pass import ForwardPass, Mixer
 
 
 class ScaledProjection:
-    """A projection with a factor per feature of its output.
+    """A projection with a factor per output feature.
 
     Args:
         project: [T, C] -> new [T, F].
@@ -42,7 +42,7 @@ class Scaled:
         return out if self._after == 1.0 else out.mul_(self._after)
 
 
-class SideBySide:
+class ParallelMixers:
     """The sum of two mixers of the same input."""
 
     def __init__(self, first: Mixer, second: Mixer) -> None:

@@ -1,6 +1,6 @@
-"""Grouped-query attention: its part of config.json, its cache, its weights and its projections.
+"""Grouped-query attention: configuration, cache components, weights and projections.
 
-Attention itself comes with the pass, so no model knows where keys and values live.
+Attention itself is computed by the step's backend, so models do not know where keys and values are stored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raycache.parallel.sharding import HeadCount
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Query heads, KV heads and the features of each; of a model, or of one rank."""
+    """Heads of a model or of one rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -42,18 +42,17 @@ class AttentionConfig(HeadShape):
     """The grouped-query attention of a model.
 
     Attributes:
-        rope: its position embedding.
         has_bias: of the query, key and value projections.
         has_output_bias: of the output projection.
-        has_qk_norm: whether query and key heads are normalised.
-        has_joint_qk_norm: whether queries and keys are normalised over all heads at once.
+        has_qk_norm: whether each query and key head is normalised.
+        has_joint_qk_norm: whether queries and keys are normalised over all heads.
         norm_offset: added to the weights of the query and key norms.
-        rotary_share: of a head's features are turned, the first ones.
-        scale: of the scores; None is head_dim ** -0.5.
-        has_sinks: whether every head has one more key without value.
-        window: tokens that a query of a windowed layer sees, itself included.
-        windowed: layers that have one, ascending.
-        unrotated: layers without positions.
+        rotary_share: share of a head's features that are rotated, the first ones.
+        scale: of the scores; None for head_dim ** -0.5.
+        has_sinks: whether every head has an attention sink, a key without a value.
+        window: number of tokens that a query of a sliding-window layer attends to, including itself.
+        windowed: sliding-window layers, ascending.
+        unrotated: layers without rotary embedding.
     """
 
     rope: RopeConfig = field(default_factory=RopeConfig)
@@ -70,11 +69,11 @@ class AttentionConfig(HeadShape):
     unrotated: tuple[int, ...] = ()
 
     def rotary(self, device: torch.device) -> Rotary:
-        """One for all layers."""
+        """Rotary embedding, to be shared by all layers."""
         return Rotary(self.rope, int(self.head_dim * self.rotary_share), device)
 
     def components(self, layers: Sequence[int], fmt: CacheFormat) -> tuple[Component, ...]:
-        """Keys and values of `layers`: of all tokens where they see everything, of the window's in the others."""
+        """Keys and values of `layers`: one component for full layers, one for sliding-window layers."""
 
         def rows(name: str, layers: Sequence[int], window: int) -> tuple[Component, ...]:
             sizes = {"heads": self.num_kv_heads, "dim": self.head_dim}
@@ -85,7 +84,7 @@ class AttentionConfig(HeadShape):
 
     @property
     def head_counts(self) -> tuple[HeadCount, ...]:
-        """What tp divides."""
+        """Head counts to be split over tp."""
         return (
             HeadCount("num_attention_heads", self.num_heads),
             HeadCount("num_key_value_heads", self.num_kv_heads, is_shared=True),
@@ -93,14 +92,14 @@ class AttentionConfig(HeadShape):
 
 
 def read_heads(file: ConfigFile, *, default_kv_heads: int = 0) -> HeadShape:
-    """Heads of a file that may say neither KV heads, by default as many as query heads, nor their size."""
+    """Read heads; the number of KV heads defaults to that of query heads, the head size to hidden_size / num_heads."""
     num_heads = file.integer("num_attention_heads")
     num_kv_heads = file.integer("num_key_value_heads", default_kv_heads or num_heads)
     return HeadShape(num_heads, num_kv_heads, file.integer("head_dim", file.integer("hidden_size") // num_heads))
 
 
 def read_stated_heads(file: ConfigFile) -> HeadShape:
-    """Heads of a file that must say all three numbers."""
+    """Read heads from a file that must specify all three numbers."""
     return HeadShape(*map(file.integer, ("num_attention_heads", "num_key_value_heads", "head_dim")))
 
 
@@ -113,17 +112,15 @@ def read_attention(
     theta: float | None = None,
     rotary_share: float = 1.0,
 ) -> AttentionConfig:
-    """Read the keys of attention.
+    """Read the configuration of attention.
 
     Args:
-        file: config.json.
-        heads: of the model; families differ in what they are when the file does not say.
-        has_qk_norm: of the family.
-        layer_type: whose rope parameters to read, in a model that has them per layer type.
-        theta: base of the frequencies of files that do not say; None where all do.
-        rotary_share: see `AttentionConfig` and `read_rotary_share`.
+        heads: of the model; their defaults differ between families.
+        layer_type: whose rope parameters to read, if they differ between layer types.
+        theta: default base of the rope frequencies; None makes it required.
+        rotary_share: see `read_rotary_share`.
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+        CheckpointError: a key is missing, invalid or not supported.
     """
     require_heads(file, heads)
     has_bias = file.flag("attention_bias", False)
@@ -138,31 +135,31 @@ def read_attention(
 
 
 def read_rotary_share(file: ConfigFile, *, head_dim: int, default: float) -> float:
-    """The share of a head's features that are turned, said as a share or as `rotary_dim` features.
+    """Read the share of a head's features that are rotated, from `partial_rotary_factor` or `rotary_dim`.
 
     Raises:
-        CheckpointError: they are no pairs of a head's features, or the file says it twice and differently.
+        CheckpointError: the keys contradict each other, or the number of rotated features is odd or out of range.
     """
-    places = (file, file.section("rope_parameters"), file.section("rope_scaling"))
-    shares = [place.number("partial_rotary_factor", 0.0) for place in places]
+    sections = (file, file.section("rope_parameters"), file.section("rope_scaling"))
+    shares = [section.number("partial_rotary_factor", 0.0) for section in sections]
     shares.append(file.count("rotary_dim", 0) / head_dim)
-    said = sorted({share for share in shares if share})
-    if len(said) > 1:
-        raise CheckpointError(f"{file.path}: partial_rotary_factor and rotary_dim say shares of {said} of a head")
-    share = said[0] if said else default
-    turned = int(head_dim * share)
-    if not 2 <= turned <= head_dim or turned % 2:
+    given = sorted({share for share in shares if share})
+    if len(given) > 1:
+        raise CheckpointError(f"{file.path}: partial_rotary_factor and rotary_dim contradict each other: {given}")
+    share = given[0] if given else default
+    rotated = int(head_dim * share)
+    if not 2 <= rotated <= head_dim or rotated % 2:
         raise CheckpointError(
-            f"{file.path}: {turned} of head_dim={head_dim} features are turned in pairs; it must be an even number"
+            f"{file.path}: {rotated} of head_dim={head_dim} features are rotated; it must be an even number of them"
         )
     return share
 
 
 def require_heads(file: ConfigFile, heads: HeadShape) -> None:
-    """Refuse heads that cannot be grouped or turned.
+    """Check head counts and sizes.
 
     Raises:
-        CheckpointError: says which.
+        CheckpointError: KV heads do not divide query heads, or the head size is odd or too large.
     """
     if heads.num_heads % heads.num_kv_heads:
         raise CheckpointError(
@@ -173,7 +170,7 @@ def require_heads(file: ConfigFile, heads: HeadShape) -> None:
         raise CheckpointError(f"{file.path}: head_dim={heads.head_dim} must be at most {MAX_HEAD_DIM}")
     if heads.head_dim < 2 or heads.head_dim % 2:
         raise CheckpointError(
-            f"{file.path}: head_dim={heads.head_dim} must be even; rotary embedding turns pairs of features"
+            f"{file.path}: head_dim={heads.head_dim} must be even; rotary embedding rotates pairs of features"
         )
 
 
@@ -181,14 +178,12 @@ class SelfAttention:
     """Query, key and value projection, rotary embedding, attention, output projection.
 
     Args:
-        layer: its number in the whole model.
-        qkv: the three matrices stacked, queries first, so that they are one product.
-        out: back to the hidden size, summed over tp.
+        layer: index in the whole model.
+        qkv: projection to queries, keys and values.
         heads: of this rank.
-        rotary: position embedding, or None.
-        qk_norm: normalises query and key heads before they are rotated, or None.
-        scale: of the scores; None is head_dim ** -0.5.
-        sinks: [num_heads] scores of a key without value per head, or None.
+        qk_norm: applied to query and key heads before rotation.
+        scale: of the scores; None for head_dim ** -0.5.
+        sinks: [num_heads], score of the attention sink of each head.
     """
 
     def __init__(
@@ -231,16 +226,14 @@ class SelfAttention:
 
 
 class NormedProjection:
-    """Queries, keys and values, the first two each normalised over the features of all heads of all tp ranks.
+    """Projection to queries, keys and values, with queries and keys each normalised over all heads of all tp ranks.
 
-    All ranks have equally many features, and KV heads that are shared are on equally many ranks, so that the mean over
-    all heads is the mean of what ranks have.
+    All ranks have the same number of features, and each shared KV head is on the same number of ranks, so the mean over
+    all heads is the mean of the ranks' means.
 
     Args:
-        qkv: the three matrices stacked.
-        q_weight, k_weight: [Q] and [K], of the norms.
-        eps: keeps zeros finite.
-        group: the tp group, which sums the squares.
+        q_weight, k_weight: of the norms, [Q] and [K].
+        group: the tp group.
     """
 
     def __init__(self, qkv: ColumnLinear, q_weight: Tensor, k_weight: Tensor, *, eps: float, group: Group) -> None:
@@ -250,7 +243,7 @@ class NormedProjection:
         self._group = group
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, C] -> new [T, Q + K + V]; means are taken in at least float32."""
+        """[T, C] -> new [T, Q + K + V]; means are computed in at least float32."""
         qkv = self._qkv(x)
         q_size, k_size = (len(weight) for weight in self._weights)
         parts = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
@@ -274,13 +267,10 @@ def load_attention(
     """Read this rank's heads.
 
     Args:
-        config: of the model.
-        weights: of the layer's attention.
-        layer: its number in the whole model.
-        size: C.
+        layer: index in the whole model.
+        size: C, features of the output.
         eps: of the norms of queries and keys.
-        rotary: position embedding, or None.
-        inputs: features that it takes, 0 for C.
+        inputs: features of the input; 0 for C.
     """
     dim, num_heads, num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
     heads, kv_heads = weights.heads(num_heads), weights.heads(num_kv_heads, is_shared=True)
@@ -311,16 +301,16 @@ def load_attention(
 
 
 def load_output(weights: ShardedWeights, shape: HeadShape, heads: range, *, size: int, has_bias: bool) -> RowLinear:
-    """Read what makes `size` features of this rank's `heads`."""
+    """Read the output projection of this rank's `heads` to `size` features."""
     inputs, taken = shape.num_heads * shape.head_dim, features(heads, shape.head_dim)
     return weights.row("o_proj", outputs=size, inputs=inputs, taken=taken, has_bias=has_bias)
 
 
 def load_qk_norm(weights: ShardedWeights, heads: HeadShape, *, eps: float, offset: float = 0.0) -> HeadNorm:
-    """Read the norms of query and key heads as one; `offset` is added to their weights."""
+    """Read the norms of query and key heads as one norm; `offset` is added to their weights."""
     dtype = weights.precise if offset else None  # 1 + a small weight would lose digits
     q, k = (weights.whole(f"{name}.weight", heads.head_dim, dtype=dtype) for name in ("q_norm", "k_norm"))
-    # No torch.cat, no sum: on the meta device, where shapes are checked, they import torch's compiler, for seconds.
+    # Without torch.cat and sums: on the meta device, used to check shapes, they import torch's compiler, which is slow.
     both = q.new_empty(heads.num_heads + heads.num_kv_heads, heads.head_dim)
     both[: heads.num_heads], both[heads.num_heads :] = q, k
     return HeadNorm(both.add_(offset), eps)

@@ -18,7 +18,7 @@ from raycache.layers.forward_pass import Mixer
 from raycache.layers.mamba2 import load_mamba2
 from raycache.layers.mamba2_config import Mamba2Config, read_dt_limit, require_groups
 from raycache.layers.norm import RMSNorm
-from raycache.layers.scaled import Scaled, SideBySide
+from raycache.layers.scaled import ParallelMixers, Scaled
 from raycache.layers.self_attention import load_attention, read_attention, read_heads
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
@@ -103,7 +103,7 @@ class FalconH1:
             before, between = (
                 RMSNorm(own.whole(f"{name}.weight", size), eps) for name in ("input_layernorm", "pre_ff_layernorm")
             )
-            mixers = SideBySide(
+            mixers = ParallelMixers(
                 Scaled(mamba, before=factors.ssm_in, after=factors.ssm_out),
                 Scaled(attention, before=factors.attention_in, after=factors.attention_out),
             )

@@ -22,7 +22,7 @@ from raycache.layers.expert_weights import load_experts, load_stacked_experts
 from raycache.layers.experts import RoutedExperts
 from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import Mixer
-from raycache.layers.mlp_and_experts import LayerScale, MlpAndExperts, ScaledRouter, Way
+from raycache.layers.mlp_and_experts import BranchNorms, LayerScale, MlpAndExperts, ScaledRouter
 from raycache.layers.norm import RMSNorm
 from raycache.layers.normed_attention import NormedAttentionConfig, load_normed_attention
 from raycache.layers.rope import Rotary
@@ -191,8 +191,8 @@ def _load_block(config: Gemma4Config, own: ShardedWeights) -> Mixer:
     before, after = _load_norms(config, own, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     if config.experts is None:
         return Residual(before, mlp, after=after)
-    dense = Way(before, *_load_norms(config, own, "post_feedforward_layernorm_1"))
-    routed = Way(*_load_norms(config, own, "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"))
+    dense = BranchNorms(before, *_load_norms(config, own, "post_feedforward_layernorm_1"))
+    routed = BranchNorms(*_load_norms(config, own, "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"))
     return MlpAndExperts(
         mlp,
         _load_experts(config.experts, own.under("experts"), size=size),

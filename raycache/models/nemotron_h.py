@@ -138,10 +138,10 @@ def load_nemotron_moe(experts: ExpertConfig, weights: ShardedWeights, *, size: i
     if not latent:
         return load_grouped_moe(experts, weights, size=size, names=UNGATED, activation=relu2, shared=shared)
     routed = load_experts(experts, weights.under("experts"), size=latent, names=UNGATED, activation=relu2)
-    into = weights.whole("fc1_latent_proj.weight", latent, size)
-    back = weights.whole("fc2_latent_proj.weight", size, latent)
+    down = weights.whole("fc1_latent_proj.weight", latent, size)
+    up = weights.whole("fc2_latent_proj.weight", size, latent)
     router = load_sigmoid_router(experts, weights, size=size)
-    return MixtureOfExperts(router, LatentExperts(into, back, routed), weights.ctx.tp, shared=shared)
+    return MixtureOfExperts(router, LatentExperts(down, up, routed), weights.ctx.tp, shared=shared)
 
 
 def _read_kinds(file: ConfigFile) -> str:

@@ -141,7 +141,7 @@ def test_heads_are_normalised_and_turned_and_rounded_once(model: str, tokens: in
         weight = 1 + 0.1 * draw(heads, dim, dtype=torch.float32, seed=1)
         norms = [HeadNorm(weight, 1e-6), HeadNorm(weight.to(dtype), 1e-6)]
     for norm in norms:
-        exact = fused.turn_heads(x.float(), **angles, weight=None if norm is None else norm.weight.float(), eps=1e-6)
+        exact = fused.rotate_heads(x.float(), **angles, weight=None if norm is None else norm.weight.float(), eps=1e-6)
         before = packed.clone()
         assert_rounded_once(turn(x, norm=norm), exact)
         assert torch.equal(packed, before)

@@ -21,7 +21,7 @@ EXEMPT: dict[str, set[str]] = {
         "raycache/attention/recurrent_plain.py::_scan_plain",
         "raycache/attention/recurrent_triton.py::_convolve",
         "raycache/attention/recurrent_triton.py::_step",
-        "raycache/layers/kernels.py::_turn",
+        "raycache/layers/kernels.py::_rotate",
     },
     "methods": set(),
 }

@@ -203,7 +203,7 @@ def test_experts_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         (None, "it is not quantised"),
     ):
         kept = KeptWeights(NamedSlices(a=one, b=second), torch.device("cuda"), torch.bfloat16)
-        with pytest.raises(CheckpointError, match=f"b cannot be kept as a is: .*{reason}; pass --weights bfloat16"):
+        with pytest.raises(CheckpointError, match=f"b cannot stay quantised like a: .*{reason}; pass --weights bf"):
             kept.experts(cuts)
 
 
