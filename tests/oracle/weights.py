@@ -22,8 +22,8 @@ def open_weights(model_dir: Path, *, dtype: torch.dtype, device: torch.device) -
     return CheckpointWeights(Checkpoint(model_dir), read_quantisation(model_dir), dtype=dtype, device=device)
 
 
-def dequantised(matrix: Matrix | ExpertMatrices) -> Tensor:
-    """[O, I] or [E, O, I], float32."""
+def dequantised(matrix: Matrix | ExpertMatrices, *, num_inputs: int = 0) -> Tensor:
+    """[O, I] or [E, O, I], float32; I is `num_inputs` for experts."""
     if isinstance(matrix, Fp8Matrix):
         numbers = matrix._codes.float().unflatten(1, (-1, GROUP)) * matrix._scales.mT[..., None]
         return numbers.flatten(1)[:, matrix._offset : matrix._offset + matrix.shape[1]]
@@ -38,4 +38,4 @@ def dequantised(matrix: Matrix | ExpertMatrices) -> Tensor:
         exponents = matrix._scales.view(num_experts, num_spans, 4, size).transpose(2, 3).float() - 127
         numbers = (planes * exponents.exp2()[..., None]).flatten(3)  # [E, S, O, 128]
         numbers = numbers.transpose(1, 2).flatten(2)
-    return numbers[..., matrix._offset : matrix._offset + matrix._num_inputs]
+    return numbers[..., matrix._offset : matrix._offset + num_inputs]
