@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.table import human_bytes
+from raycache.observe.figures import LANES
 
 _MOST_RANKS = 8
 """More of them are shown by node."""
@@ -17,12 +18,6 @@ _BAR = 12
 _MOST_PLACES = 3
 _MOST_MISSES = 3
 _NAME = 8
-_LANES = {
-    "save": ("host", "saved_bytes", "save_s"),
-    "load": ("host", "loaded_bytes", "load_s"),
-    "prefetch": ("storage", "prefetched_bytes", "prefetch_s"),
-    "persist": ("storage", "persisted_bytes", "persist_s"),
-}
 Figures = Mapping[str, Any]
 
 
@@ -158,11 +153,11 @@ def _hits(look: Look, tier: str) -> str:
 
 def _moves(look: Look) -> Table:
     """How busy each lane is, as the share of time that it spends in moves."""
-    grid = _grid(1 + len(_LANES))
+    grid = _grid(1 + len(LANES))
     tiers = look.figures.get("tiers", {})
     lanes = [
         f"{lane} {_share(look.rate('tiers', tier, seconds))} busy"
-        for lane, (tier, _, seconds) in _LANES.items()
+        for lane, (tier, _, seconds) in LANES.items()
         if seconds in tiers.get(tier, {})
     ]
     if lanes:

@@ -15,6 +15,13 @@ from typing import Any
 from raycache.types import EngineStats, FinishReason, Miss
 
 PREFIX = "raycache_"
+LANES = {
+    "save": ("host", "saved_bytes", "save_s"),
+    "load": ("host", "loaded_bytes", "load_s"),
+    "prefetch": ("storage", "prefetched_bytes", "prefetch_s"),
+    "persist": ("storage", "persisted_bytes", "persist_s"),
+}
+"""Between tiers: (tier whose figures have them, bytes moved, seconds)."""
 
 Values = Iterable[tuple[tuple[str, ...], float]]
 """Values of a metric, each with those of its own labels."""
@@ -95,11 +102,12 @@ def _tier(figure: str) -> Callable[[EngineStats], Values]:
     return read
 
 
-def _moved(lanes: Mapping[str, tuple[str, str]]) -> Callable[[EngineStats], Values]:
+def _moved(index: int) -> Callable[[EngineStats], Values]:
     def read(stats: EngineStats) -> Values:
-        for lane, (tier, figure) in lanes.items():
-            if figure in stats.tiers.get(tier, {}):
-                yield (lane,), stats.tiers[tier][figure]
+        for lane, names in LANES.items():
+            figures, name = stats.tiers.get(names[0], {}), names[index]
+            if name in figures:
+                yield (lane,), figures[name]
 
     return read
 
@@ -235,28 +243,14 @@ _MOVES = (
         "move_bytes",
         Kind.COUNTER,
         "Bytes moved between tiers, over all ranks.",
-        _moved(
-            {
-                "save": ("host", "saved_bytes"),
-                "load": ("host", "loaded_bytes"),
-                "prefetch": ("storage", "prefetched_bytes"),
-                "persist": ("storage", "persisted_bytes"),
-            }
-        ),
+        _moved(1),
         ("lane",),
     ),
     Metric(
         "move_seconds",
         Kind.COUNTER,
         "Duration of transfers: of the slowest rank for save and load, of all calls for prefetch and persist.",
-        _moved(
-            {
-                "save": ("host", "save_s"),
-                "load": ("host", "load_s"),
-                "prefetch": ("storage", "prefetch_s"),
-                "persist": ("storage", "persist_s"),
-            }
-        ),
+        _moved(2),
         ("lane",),
     ),
 )
@@ -291,8 +285,7 @@ _FIGURES = {
     "unavailable": ("tier_unavailable", "Objects read or written while the tier was unavailable.", Kind.COUNTER),
     "unavailable_requests": ("tier_unavailable_requests", "Calls to the tier while it was unavailable.", Kind.COUNTER),
 }
-_SHOWN = {*_FIGURES, "saved_bytes", "loaded_bytes", "prefetched_bytes", "persisted_bytes"}
-_SHOWN |= {"save_s", "load_s", "prefetch_s", "persist_s"}
+_SHOWN = {*_FIGURES, *(name for _, *names in LANES.values() for name in names)}
 _TIERS = tuple(Metric(name, kind, text, _tier(what), ("tier",)) for what, (name, text, kind) in _FIGURES.items())
 _GANG = (
     Metric("epoch", Kind.GAUGE, "Number of the gang of ranks that runs.", _one(lambda s: s.epoch)),
