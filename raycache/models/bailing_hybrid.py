@@ -1,5 +1,5 @@
-"""Ling 3: Kimi delta attention with bounded decays, latent attention with a gate per head, grouped experts whose
-activations have limits."""
+"""Ling 3: Kimi delta attention with bounded decays, latent attention with a gate per head, grouped experts with clamped
+activations."""
 
 from __future__ import annotations
 
@@ -41,22 +41,21 @@ SERVED = {
     "use_qk_norm": True,
     "num_kv_heads_for_linear_attn": 0,
 }
-"""Keys that choose among forms of the model, and the one that is implemented."""
+"""Keys that select variants of the model, with the supported value."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How large the activations of experts may be; None for no limit, nor have layers past the end of a list one.
+    """Limits of the activations of routed and shared experts, per layer.
 
-    Attributes:
-        routed, shared: one per layer.
+    None means no limit; so does a layer beyond the end of the list.
     """
 
     routed: tuple[float | None, ...] = ()
     shared: tuple[float | None, ...] = ()
 
     def activations(self, layer: int) -> tuple[Activation, Activation]:
-        """Those of a layer's routed and shared experts."""
+        """Activations of a layer's routed and shared experts."""
         routed, shared = (limits[layer] if layer < len(limits) else None for limits in (self.routed, self.shared))
         return _activation(routed), _activation(shared)
 
@@ -66,10 +65,10 @@ def _activation(limit: float | None) -> Activation:
 
 
 def read_limits(file: ConfigFile) -> Limits:
-    """Read the lists of limits; null, and null or 0 in a list, mean no limit.
+    """Read the limits; null, and null or 0 in a list, mean no limit.
 
     Raises:
-        CheckpointError: a list has something else.
+        CheckpointError: a list has other values.
     """
     return Limits(*(_read_list(file, key) for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")))
 
@@ -85,33 +84,29 @@ def _read_list(file: ConfigFile, key: str) -> tuple[float | None, ...]:
 
 @dataclass(frozen=True)
 class BailingHybridConfig(KdaHybridConfig):
-    """Adds the limits of activations.
-
-    Attributes:
-        limits: of the experts.
-    """
+    """Adds the limits of the experts' activations."""
 
     limits: Limits
 
 
 class BailingHybrid:
-    """Layers of KDA or latent attention, and experts or an MLP, with a norm before each; one more predicts."""
+    """Layers of KDA or latent attention, and experts or an MLP, with a norm before each; a prediction layer."""
 
     model_type = "bailing_hybrid"
 
     def read_config(self, file: ConfigFile) -> BailingHybridConfig:
-        """KDA has as many heads as the attention."""
+        """By default, KDA has as many heads as latent attention."""
         for key, served in SERVED.items():
             file.require(key, served)
         max_position = file.integer("model_max_length", file.integer("max_position_embeddings", 262144))
         file = file.having(max_position_embeddings=max_position)
         interval = file.integer("layer_group_size", 6)
         file.require("rotary_dim", file.raw("qk_rope_head_dim"))
-        # All of them are turned, though published files have partial_rotary_factor=0.5, as an earlier architecture.
+        # All features are rotated; partial_rotary_factor=0.5 in published files is a leftover of an earlier model.
         rope = read_rope(file.having(partial_rotary_factor=None), theta=6e6)
         kda = KdaConfig(
             num_heads=file.integer("linear_num_heads", file.integer("num_attention_heads")),
-            # transformers writes `linear_head_dim`, and another number as `head_dim`.
+            # transformers writes `linear_head_dim`; its `head_dim` means something else.
             head_dim=file.integer("linear_head_dim", file.integer("head_dim", 128)),
             kernel=file.integer("linear_conv_kernel_dim", file.integer("short_conv_kernel_size", 4)),
             bound=_read_bound(file),
@@ -192,5 +187,5 @@ def _read_bound(file: ConfigFile) -> float | None:
 
 
 def _out(weights: ShardedWeights, *, published: str) -> str:
-    """Name of an output projection, which depends on who wrote the checkpoint: transformers writes "dense" only."""
+    """Name of an output projection: transformers writes "dense" for all, published files differ by layer."""
     return next((name for name in ("o_proj", "dense") if weights.has(f"{name}.weight")), published)

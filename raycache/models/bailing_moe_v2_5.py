@@ -1,7 +1,7 @@
-"""Ling and Ring 2.5 and 2.6: lightning attention between layers of latent attention, grouped experts.
+"""Ling and Ring 2.5 and 2.6: layers of lightning and of latent attention, grouped experts.
 
-Published with the model_type of Ling 3, and told from it by the name of the architecture. docs/adr/0014-ring.md says
-where the vendor's code and other engines differ, and what is served.
+They are published with the model_type of Ling 3 and distinguished by the architecture's name. docs/adr/0014-ring.md
+describes where the vendor's code and other engines differ, and what is supported here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raycache.parallel.sharding import HeadCount
 
 WORD_EMBEDDINGS = Names(embedding="model.word_embeddings.weight")
 CORRECTION = "gate.expert_bias"
-"""Tensors outside of the layers and of a router, here and in Ling 3."""
+"""Tensor names that Ling 3 shares."""
 
 SERVED = {
     "attention_bias": False,
@@ -46,26 +46,23 @@ SERVED = {
     "use_qkv_bias": False,
     "using_split_qkv_in_self_attention": False,
 }
-"""Keys that choose among forms of the model, and the one that is implemented."""
+"""Keys that select variants of the model, with the supported value."""
 
 
 @dataclass(frozen=True)
 class BailingMoeV25Config(ModelConfig):
-    """A decoder of both kinds of attention.
+    """A decoder with lightning attention and latent attention.
 
     Attributes:
-        kinds: of layers; those with linear attention have lightning attention.
-        lightning: of those.
-        turned_dim, rope: features of a head that are turned there, and how.
-        attention: of the other layers.
+        kinds: which layers have lightning (linear) attention, and which full (latent) attention.
+        rotated_dim, rope: number of rotated features of a head in lightning attention, and their rope.
         mlp_layers: layers with an MLP; the others have experts.
         intermediate_size: of the MLPs.
-        experts: of the other layers.
     """
 
     kinds: LayerKinds
     lightning: LightningConfig
-    turned_dim: int
+    rotated_dim: int
     rope: RopeConfig
     attention: LatentConfig
     mlp_layers: tuple[int, ...]
@@ -74,38 +71,38 @@ class BailingMoeV25Config(ModelConfig):
 
 
 class BailingMoeV25:
-    """Layers of lightning or latent attention, and experts or an MLP, with a norm before each; one more predicts."""
+    """Layers of lightning or latent attention, and experts or an MLP, with a norm before each; a prediction layer."""
 
     model_type = "bailing_moe_v2_5"
 
     def read_config(self, file: ConfigFile) -> BailingMoeV25Config:
-        """A stretched context is refused, and so are layers behind the last whole group: engines disagree on both."""
+        """Extended contexts and layers after the last whole group are not supported: engines disagree on both."""
         for key, served in SERVED.items():
             file.require(key, served)
         num_heads, head_dim = file.integer("num_attention_heads"), file.integer("head_dim", 128)
         partial = file.number("partial_rotary_factor")
-        turned_dim = int(head_dim * partial)
-        if turned_dim % 2 or not 0 < turned_dim <= head_dim:
+        rotated_dim = int(head_dim * partial)
+        if rotated_dim % 2 or not 0 < rotated_dim <= head_dim:
             raise CheckpointError(
-                f"{file.path}: partial_rotary_factor={partial} turns {turned_dim} of {head_dim} features, "
-                "which must be pairs"
+                f"{file.path}: partial_rotary_factor={partial} rotates {rotated_dim} of {head_dim} features; it must "
+                "be an even number of them"
             )
-        file.require("rotary_dim", turned_dim)
+        file.require("rotary_dim", rotated_dim)
         num_groups = file.integer("group_norm_size", 1)
         if num_heads * head_dim % num_groups:
             raise CheckpointError(f"{file.path}: group_norm_size={num_groups} does not divide {num_heads * head_dim}")
         rope = read_rope(file, partial=partial, theta=6e5)
         if rope.kind != "default":
             raise CheckpointError(
-                f"{file.path}: rope type {rope.kind!r} is not supported for Ling 2.5; use the plain one"
+                f"{file.path}: rope type {rope.kind!r} is not supported for Ling 2.5; only 'default' is"
             )
-        # All heads of both kinds of layers have keys of their own, whatever num_key_value_heads says.
+        # In both kinds of layers every head has its own keys, whatever num_key_value_heads says.
         attention = read_latent(file.having(num_key_value_heads=None), rope=rope)
         return BailingMoeV25Config(
             **read_common(file),
             kinds=_read_kinds(file),
             lightning=LightningConfig(num_heads, head_dim, file.integer("num_hidden_layers"), num_groups),
-            turned_dim=turned_dim,
+            rotated_dim=rotated_dim,
             rope=rope,
             attention=attention,
             mlp_layers=read_mlp_layers(file, num_first=1),
@@ -123,7 +120,7 @@ class BailingMoeV25:
         if not config.kinds.linear:
             return (config.attention.head_count,)
         counts = (HeadCount("num_attention_heads", config.lightning.num_heads, over_cp=True),)
-        # One group over all heads is summed over tp.
+        # A single group of all heads can be split: its norm is reduced over tp.
         num_groups = config.lightning.num_groups
         return (*counts, HeadCount("group_norm_size", num_groups)) if num_groups > 1 else counts
 
@@ -173,7 +170,7 @@ def _read_kinds(file: ConfigFile) -> LayerKinds:
     num_layers, group = file.integer("num_hidden_layers"), file.integer("layer_group_size")
     if num_layers % group:
         raise CheckpointError(
-            f"{file.path}: layer_group_size={group} does not divide num_hidden_layers={num_layers}; layers behind the "
+            f"{file.path}: layer_group_size={group} does not divide num_hidden_layers={num_layers}; layers after the "
             "last whole group are not supported"
         )
     full = range(group - 1, num_layers, group)
@@ -182,24 +179,24 @@ def _read_kinds(file: ConfigFile) -> LayerKinds:
 
 @dataclass(frozen=True)
 class _Rotaries:
-    """Of the two kinds of attention: in one, pairs are in two halves, in the other neighbours."""
+    """Rotary embedding of lightning attention (halves) and of latent attention (interleaved)."""
 
     linear: Rotary
     full: Rotary | None
 
     @classmethod
     def of(cls, config: BailingMoeV25Config, ctx: ParallelContext) -> _Rotaries:
-        return cls(Rotary(config.rope, config.turned_dim, ctx.device), config.attention.rotary(ctx.device))
+        return cls(Rotary(config.rope, config.rotated_dim, ctx.device), config.attention.rotary(ctx.device))
 
 
 def read_bailing_experts(file: ConfigFile) -> ExpertConfig:
-    """The keys of `read_grouped_experts`; the shared expert may have a size of its own.
+    """Like `read_grouped_experts`; the shared expert may have a size of its own.
 
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or does not go with the others.
+        CheckpointError: a key is missing, invalid, or contradicts another.
     """
     file.require("moe_router_enable_expert_bias", True)
-    # No defaults: the vendor's are not those of `read_grouped_experts`.
+    # Required, since the vendor's defaults differ from those of `read_grouped_experts`.
     file.integer("num_expert_group" if file.says("num_expert_group") else "n_group")
     file.integer("topk_group")
     experts = read_grouped_experts(file)

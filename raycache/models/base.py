@@ -1,4 +1,4 @@
-"""Models: what a family must offer, and how the rest of the project reads, checks and loads one."""
+"""Models: the interface of a family, and how a model is read, checked and loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["Family", "Model", "ModelConfig", "check_split", "components", "famil
 class Model(Protocol):
     """One rank's share of a model. Run under torch.inference_mode.
 
-    T are packed new tokens of any number of sequences, N those after which a token is wanted, C the hidden size.
+    T packed new tokens of any number of sequences, N of them to sample after, C hidden size.
     """
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Model(Protocol):
         ...
 
     def forward(self, hidden: Tensor, run: ForwardPass) -> Tensor:
-        """[T, C] through this stage's layers -> new [T, C]."""
+        """Run this stage's layers: [T, C] -> new [T, C]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -57,27 +57,27 @@ class Family(Protocol):
     model_type: str
 
     def read_config(self, file: ConfigFile) -> ModelConfig:
-        """Check and read config.json; raises CheckpointError for what the family cannot do."""
+        """Read config.json; raises CheckpointError for what the family does not support."""
         ...
 
     def components(self, config: Any, fmt: CacheFormat) -> tuple[Component, ...]:
-        """The kinds of state that a token leaves behind."""
+        """The kinds of cached state."""
         ...
 
     def head_counts(self, config: Any) -> tuple[HeadCount, ...]:
-        """What is split over tp, and over tp x cp."""
+        """Head counts to be split over tp, and over tp x cp."""
         ...
 
     def load(self, config: Any, weights: ShardedWeights, *, on_progress: Progress) -> Model:
-        """Read one rank's share."""
+        """Load one rank's share."""
         ...
 
 
 def read_config(model_dir: Path) -> ModelConfig:
-    """Read and check what a model directory says about its model.
+    """Read and check config.json of a model directory.
 
     Raises:
-        CheckpointError: no directory, no readable config.json, an unknown model_type, or what is not supported.
+        CheckpointError: there is no directory or readable config.json, or the model is not supported.
     """
     if not model_dir.is_dir():
         raise CheckpointError(
@@ -106,12 +106,7 @@ def read_config(model_dir: Path) -> ModelConfig:
 
 
 def components(config: ModelConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-    """The kinds of state that a token of this model leaves behind, and of its draft.
-
-    Args:
-        config: the model.
-        fmt: of the rows.
-    """
+    """The kinds of cached state of a model and of its draft model."""
     own = family_of(config).components(config, fmt)
     if config.draft is None:
         return own
@@ -120,21 +115,21 @@ def components(config: ModelConfig, fmt: CacheFormat) -> tuple[Component, ...]:
 
 
 def _behind(num_layers: int, part: Component) -> Component:
-    """A draft's component, behind so many layers of its target."""
+    """A draft model's component, with its layers numbered after the target's `num_layers`."""
     layers = tuple(num_layers + layer for layer in part.layers)
     return replace(part, name=f"draft_{part.name}", layers=layers, is_draft=True)
 
 
 def head_counts(config: ModelConfig) -> tuple[HeadCount, ...]:
-    """What of a model is split over tp, and over tp x cp."""
+    """Head counts of a model to be split over tp, and over tp x cp."""
     return family_of(config).head_counts(config)
 
 
 def check_split(config: ModelConfig, split: Split) -> None:
-    """Refuse a split that cannot work, before weights are loaded.
+    """Check that a model can be split this way.
 
     Raises:
-        ConfigError: says which values would work.
+        ConfigError: it cannot; the message lists values that work.
     """
     counts = head_counts(config)
     wrong = _obstacle(counts, split)
@@ -155,49 +150,44 @@ def check_split(config: ModelConfig, split: Split) -> None:
 def load_model(
     config: ModelConfig, source: WeightSource, ctx: ParallelContext, dtype: torch.dtype, *, on_progress: Progress
 ) -> Model:
-    """Read one rank's share of a model.
+    """Load one rank's share of a model.
 
     Args:
-        config: the model.
-        source: of its weights.
-        ctx: whose share.
         dtype: of weights and activations.
-        on_progress: told (layers loaded, layers of this stage) after each layer.
+        on_progress: called with (layers loaded, layers of this stage) after each layer.
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
-        ConfigError: the split cannot work.
+        CheckpointError: a tensor is missing or has the wrong shape.
+        ConfigError: the model cannot be split this way.
     """
     check_split(config, ctx.split)
     return family_of(config).load(config, own_weights(config, source, ctx, dtype), on_progress=on_progress)
 
 
 def own_weights(config: ModelConfig, source: WeightSource, ctx: ParallelContext, dtype: torch.dtype) -> ShardedWeights:
-    """What one rank reads of a model's checkpoint, under the family's names of tensors.
+    """One rank's view of a model's weights, with the tensor names of its family.
 
     Args:
-        config: the model.
-        source: of its weights, under the names of the checkpoint.
-        ctx: whose share.
+        source: weights with the tensor names of the checkpoint.
         dtype: of weights and activations.
     """
     return ShardedWeights(PrefixedSource(source, prefixes_of(source, config.prefixes)), ctx, dtype)
 
 
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Compare names and shapes of a checkpoint with what the model wants; reads and allocates nothing.
+    """Compare the names and shapes of a checkpoint's tensors with those of the model, without reading their data.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape or type, or is not one of the model's.
+        CheckpointError: a tensor is missing, has the wrong shape or type, or does not belong to the model.
     """
-    wanted = CheckedNames(checkpoint)
+    names = CheckedNames(checkpoint)
     ctx = ParallelContext.single(torch.device("meta"))
-    weights = own_weights(config, wanted, ctx, torch.float32)
+    weights = own_weights(config, names, ctx, torch.float32)
     family_of(config).load(config, weights, on_progress=lambda done, total: None)
     ignored = [re.compile(pattern) for pattern in (*_ALWAYS_IGNORED, *config.ignored_tensors)]
     if config.tie_word_embeddings:
         ignored.append(re.compile(r"^lm_head\.weight$"))
-    prefixes = prefixes_of(wanted, config.prefixes)
-    unread = [(prefixes.ours(name), name) for name in wanted.unread()]
+    prefixes = prefixes_of(names, config.prefixes)
+    unread = [(prefixes.ours(name), name) for name in names.unread()]
     drafts = _draft_layers(config, [name for name, _ in unread])
     surplus = [
         published
@@ -207,26 +197,26 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> None:
     if surplus:
         raise CheckpointError(
             f"{checkpoint.model_dir} has {len(surplus)} tensors that a {config.model_type} with this config.json does "
-            f"not have: {', '.join(surplus[:5])}{', ...' if len(surplus) > 5 else ''}; config.json and weights are not "
-            "of the same model"
+            f"not have: {', '.join(surplus[:5])}{', ...' if len(surplus) > 5 else ''}; config.json and weights belong "
+            "to different models"
         )
 
 
 _ALWAYS_IGNORED = (r"\.rotary_emb\.inv_freq$",)
-"""Tensors that follow from the config, and that old checkpoints carry along."""
+"""Tensors in old checkpoints that can be computed from config.json."""
 
 _DRAFT_ONLY = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\b")
-"""Tensors that only layers for speculative drafts have."""
+"""Tensors that only prediction layers have."""
 
 
 def _draft_layers(config: ModelConfig, names: Sequence[str]) -> set[int]:
-    """Layers for drafts among those of `names`: one after the last that has none of their tensors is a real one."""
+    """Prediction layers among those of `names`: they come after the model's layers and have tensors of their own."""
     after = range(config.num_layers, config.num_layers + config.num_drafts)
     return {layer for layer in map(_layer_number, filter(_DRAFT_ONLY.search, names)) if layer in after}
 
 
 def _layer_number(name: str) -> int:
-    """-1 for tensors outside of the layers."""
+    """The layer of a tensor, -1 for none."""
     found = re.match(r"model\.layers\.(\d{1,9})\.", name)
     return int(found[1]) if found else -1
 
@@ -265,15 +255,15 @@ _FAMILIES = {
     "qwen3_vl_moe_text": "Qwen3VlMoeText",
     "smollm3": "SmolLM3",
 }
-"""model_type, which is also the name of the family's file in this folder -> its class."""
+"""model_type, which is also the name of the family's file in this folder -> name of its class."""
 
 
 _ARCHITECTURES = {"BailingMoeV2_5ForCausalLM": "bailing_moe_v2_5"}
-"""Architectures that are published under the model_type of another one -> the family that they are."""
+"""Architectures published under the model_type of another family -> their own family."""
 
 
 def _own_type(file: ConfigFile) -> ConfigFile:
-    """The same file, with the family's name as model_type where its architecture shares that of another family."""
+    """The same file, with the model_type replaced if its architecture is one of `_ARCHITECTURES`."""
     architectures = file.raw("architectures")
     named = [str(name) for name in architectures] if isinstance(architectures, list) else []
     own = next((_ARCHITECTURES[name] for name in named if name in _ARCHITECTURES), None)
@@ -290,7 +280,7 @@ def _family(model_type: str, model: object) -> Family:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family of a model."""
+    """Return the family of a model."""
     return _family(config.model_type, config.name)
 
 
@@ -299,11 +289,11 @@ def _obstacle(counts: Sequence[HeadCount], split: Split) -> str:
 
 
 def _check_stages(config: ModelConfig, split: Split) -> None:
-    """Refuse more stages than there can be, and given ones that do not fit."""
+    """Check the number of stages, and `pp_layers` if given."""
     bound = [layer for layer in config.bound_layers if 0 < layer < config.num_layers]
     most = config.num_layers - len(bound)
     if split.pp > most:
-        rest = f" less {len(bound)} that stay with the layer before them" if bound else ""
+        rest = f" minus {len(bound)} that must be on the stage of the layer before them" if bound else ""
         raise ConfigError(
             f"pp={split.pp} exceeds num_hidden_layers={config.num_layers}{rest} of {config.name}; use at most {most}"
         )

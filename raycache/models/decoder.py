@@ -1,6 +1,6 @@
-"""Decoders: an embedding, layers of mixers with residual additions, a norm and a head.
+"""Decoders: an embedding, layers of mixers with residual connections, a norm and a head.
 
-Families (one file per model_type) say what their layers are made of; reading and running them is written here once.
+Families (one file per model_type) define their layers; loading and running a decoder is the same for all and is here.
 """
 
 from __future__ import annotations
@@ -26,30 +26,23 @@ Progress = Callable[[int, int], None]
 
 
 class Norm(Protocol):
-    """Of a hidden state."""
+    """A norm of hidden states."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, C] -> new [T, C]."""
         ...
 
     def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of hidden + delta, hidden + delta); delta may be overwritten."""
+        """Return (norm of hidden + delta, hidden + delta); may overwrite delta."""
         ...
 
 
 MakeNorm = Callable[[Tensor, float], Norm]
-"""Of a norm's weight and rms_norm_eps."""
+"""(weight, rms_norm_eps) -> norm."""
 
 
 class Residual:
-    """hidden + scale * after(mixer(before(hidden))).
-
-    Args:
-        before: norm of the mixer's input.
-        mixer: attention, feed-forward or what else a layer has.
-        after: norm of the mixer's output, or None.
-        scale: of what is added.
-    """
+    """hidden + scale * after(mixer(before(hidden))), where `before` and `after` are norms."""
 
     def __init__(self, before: Norm, mixer: Mixer, *, after: Norm | None = None, scale: float = 1.0) -> None:
         self._before = before
@@ -62,14 +55,13 @@ class Residual:
         return _sum(*self.defer(hidden, None, run))
 
     def defer(self, hidden: Tensor, delta: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor | None]:
-        """The same of hidden + delta, with the last addition left to whoever comes next: a norm can do both at once.
+        """Run on hidden + delta, and leave the final addition to the next part, whose norm can be fused with it.
 
         Args:
             hidden: [T, C].
-            delta: [T, C] to be added to it before all else, or None; may be overwritten.
-            run: of the step.
+            delta: [T, C], may be overwritten; or None.
         Returns:
-            (hidden, delta) of the next part.
+            (hidden, delta) for the next part.
         """
         if delta is None:
             x = self._before(hidden)
@@ -83,12 +75,10 @@ class Residual:
 
 @dataclass(frozen=True)
 class Scales:
-    """Of what a decoder embeds and of its logits.
+    """Factors of a decoder's embeddings and logits.
 
     Attributes:
-        embedding: of the embedded tokens.
-        logits: of the logits.
-        logit_cap: bound of the logits, see `VocabHead`.
+        logit_cap: soft cap of the logits, see `VocabHead`.
     """
 
     embedding: float = 1.0
@@ -100,18 +90,16 @@ UNSCALED = Scales()
 
 
 class Decoder:
-    """One rank's share of a decoder: its stage's layers, its heads.
+    """One rank's share of a decoder.
 
     Args:
-        layers: of this stage; the parts of each are applied one after another.
+        layers: the parts of each layer of this stage, to be run in order.
         embedding: on the first stage.
         norm, head: on the last stage.
-        scales: all but the cap, which is the head's.
-        first_layer: number of the first layer in the whole model.
-        embedding_name: of the embedding's tensor, which other stages may need as well.
-        hidden_size: features of what is recorded, the first ones of what passes between layers; None for all.
-    Attributes:
-        embedding, head, embedding_name: as given.
+        scales: the head itself applies the logit cap.
+        first_layer: index of the first layer in the whole model.
+        embedding_name: tensor of the embedding, which a draft model may need on the last stage.
+        hidden_size: number of features to record for a draft model, the first ones of the hidden state; None for all.
     """
 
     def __init__(
@@ -137,23 +125,23 @@ class Decoder:
         self._scales = scales
 
     def sharing(self, layers: Sequence[Sequence[Mixer]], *, embedding: VocabEmbedding, norm: Norm) -> Decoder:
-        """Other layers, with this one's head and scales."""
+        """A decoder of other layers, with this one's head and scales."""
         return Decoder(layers, embedding=embedding, norm=norm, head=self.head, scales=self._scales)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[T] -> [T, C]; first stage only."""
-        assert self.embedding is not None, "token ids enter at the first stage"
+        assert self.embedding is not None, "only the first stage embeds tokens"
         hidden = self.embedding(ids)
         if self._scales.embedding == 1.0:
             return hidden
-        # Rounded to its type, for checkpoints were trained with that; a number, for a tensor would be copied each time.
+        # Rounded to the dtype, as in training; as a number, since a tensor would be copied to the device every time.
         return hidden * torch.tensor(self._scales.embedding, dtype=hidden.dtype).item()
 
     def forward(self, hidden: Tensor, run: ForwardPass) -> Tensor:
-        """[T, C] -> new [T, C] through this stage's layers."""
+        """Run this stage's layers: [T, C] -> new [T, C]."""
         delta: Tensor | None = None
-        for place, part in enumerate(self._parts):
-            if run.records and self._layer_at.get(place) in run.records:
+        for index, part in enumerate(self._parts):
+            if run.records and self._layer_at.get(index) in run.records:
                 hidden, delta = _sum(hidden, delta), None
                 run.recorded.append(hidden[:, : self._hidden_size].clone())
             if isinstance(part, Residual):
@@ -167,13 +155,13 @@ class Decoder:
         return self.score(self.normed(hidden))
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """[N, C] through the last norm; last stage only."""
-        assert self._norm is not None, "logits leave at the last stage"
+        """Apply the final norm, [N, C] -> new [N, C]; last stage only."""
+        assert self._norm is not None, "only the last stage computes logits"
         return self._norm(hidden)
 
     def score(self, normed: Tensor) -> Tensor:
-        """The logits of what `normed` gave."""
-        assert self.head is not None, "logits leave at the last stage"
+        """Logits of the result of `normed`."""
+        assert self.head is not None, "only the last stage computes logits"
         logits = self.head(normed)
         return logits if self._scales.logits == 1.0 else logits * self._scales.logits
 
@@ -192,14 +180,11 @@ def pre_norm_layer(
     make_norm: MakeNorm = RMSNorm,
     scale: float = 1.0,
 ) -> tuple[Residual, Residual]:
-    """The layer of most decoders: norm and attention, norm and feed-forward part, each added to what came in.
+    """The layer of most decoders: attention and a feed-forward block, each after a norm and with a residual connection.
 
     Args:
-        config: of the model.
         weights: of the layer, for its norms.
-        attention, block: the two mixers.
-        make_norm: of a norm's weight and rms_norm_eps.
-        scale: of what is added.
+        scale: factor of the outputs of both.
     """
     before, between = (
         make_norm(weights.whole(f"{name}.weight", config.hidden_size), config.rms_norm_eps)
@@ -210,7 +195,7 @@ def pre_norm_layer(
 
 @dataclass(frozen=True)
 class Names:
-    """Tensors outside of the layers, as the checkpoint names them, and what those of the layers begin with."""
+    """Names of a decoder's tensors; `layers` is the prefix of those of the layers."""
 
     embedding: str = "model.embed_tokens.weight"
     layers: str = "model.layers"
@@ -231,18 +216,14 @@ def load_decoder(
     names: Names = NAMES,
     scales: Scales = UNSCALED,
 ) -> Decoder:
-    """Read this rank's share.
+    """Load this rank's share of a decoder.
 
     Args:
-        config: of the whole model.
         weights: of the whole model.
-        load_layer: reads a layer, by its number in the whole model and its weights, and gives its parts.
-        on_progress: told after each layer.
-        make_norm: of the final norm's weight and rms_norm_eps.
-        names: of the tensors.
-        scales: see `Decoder` and `VocabHead`.
+        load_layer: (index in the whole model, weights of the layer) -> parts of the layer.
+        make_norm: makes the final norm.
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
+        CheckpointError: a tensor is missing or has the wrong shape.
     """
     ctx = weights.ctx
     stage = ctx.layers(config.num_layers)

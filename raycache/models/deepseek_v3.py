@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and R1: latent attention, maybe with a sparse indexer, and grouped experts with a shared one, after some
-first layers with an MLP ("DeepSeek-V3", arXiv 2412.19437, section 2.1)."""
+"""DeepSeek-V3 and R1: latent attention, grouped experts with a shared one, MLPs in the first layers ("DeepSeek-V3",
+arXiv 2412.19437, section 2.1); in derived families, sparse indexers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ class DeepseekConfig(ModelConfig):
     """A decoder with latent attention and experts.
 
     Attributes:
-        attention: of all layers.
-        indexer: of all layers, or None where queries see all tokens before them.
+        indexer: None if queries attend to all tokens before them.
         mlp_layers: layers with an MLP; the others have experts.
         intermediate_size: of the MLPs.
-        experts: of the other layers.
     """
 
     attention: LatentConfig
@@ -50,14 +48,12 @@ class DeepseekConfig(ModelConfig):
 def read_deepseek(
     file: ConfigFile, *, indexer: IndexerConfig | None = None, is_interleaved: bool = True
 ) -> DeepseekConfig:
-    """Read the keys that the families share.
+    """Read the keys that DeepSeek-V3 and derived families share.
 
     Args:
-        file: config.json.
-        indexer: of the family.
-        is_interleaved: whether attention's rope pairs neighbours.
+        is_interleaved: whether the rope of attention is interleaved.
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+        CheckpointError: a key is missing, invalid or not supported.
     """
     for key, served in {"hidden_act": "silu", "mlp_bias": False, "moe_layer_freq": 1, "pretraining_tp": 1}.items():
         file.require(key, served)
@@ -69,18 +65,18 @@ def read_deepseek(
         intermediate_size=file.integer("intermediate_size"),
         experts=read_grouped_experts(file),
         bound_layers=() if indexer is None else indexer.sharing_layers,
-        # Published checkpoints have one, whether or not the file says so.
+        # Published checkpoints have a prediction layer even if config.json does not mention it.
         num_drafts=file.count("num_nextn_predict_layers", 1),
     )
 
 
 class DeepseekV3:
-    """Layers of latent attention and experts or an MLP, with a norm before each; one more predicts."""
+    """Layers of latent attention and experts or an MLP, with a norm before each; a prediction layer."""
 
     model_type = "deepseek_v3"
 
     def read_config(self, file: ConfigFile) -> DeepseekConfig:
-        """The rope pairs neighbours unless the file says otherwise."""
+        """By default, the rope is interleaved."""
         require_full_attention(file)
         return read_deepseek(file, is_interleaved=file.flag("rope_interleave", True))
 
@@ -89,7 +85,7 @@ class DeepseekV3:
         return latents if config.indexer is None else latents + config.indexer.components(fmt)
 
     def head_counts(self, config: DeepseekConfig) -> tuple[HeadCount, ...]:
-        """Not the heads of indexers, which every rank has whole."""
+        """Without the heads of indexers, which are replicated on every rank."""
         return (config.attention.head_count,)
 
     def load(self, config: DeepseekConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
@@ -122,7 +118,7 @@ class DeepseekV3:
 
 @dataclass(frozen=True)
 class _Rotaries:
-    """Attention's and the indexers', one where both pair the same features."""
+    """Rotary embedding of attention and indexers, shared if both pair the same features."""
 
     attention: Rotary
     indexer: Rotary
@@ -131,7 +127,7 @@ class _Rotaries:
     def of(cls, config: DeepseekConfig, ctx: ParallelContext) -> _Rotaries:
         attention, indexer = config.attention, config.indexer
         own = attention.rotary(ctx.device)
-        assert own is not None and attention.rope is not None, "these families have positions"
+        assert own is not None and attention.rope is not None, "these families have rotary embedding"
         if indexer is None or indexer.is_interleaved == attention.is_interleaved:
             return cls(own, own)
         return cls(own, Rotary(attention.rope, attention.rope_dim, ctx.device, is_interleaved=indexer.is_interleaved))

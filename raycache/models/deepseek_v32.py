@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose layers each select the tokens that they see."""
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, an indexer in each layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class DeepseekV32(DeepseekV3):
     model_type = "deepseek_v32"
 
     def read_config(self, file: ConfigFile) -> DeepseekConfig:
-        """The indexers' rope pairs halves, that of attention neighbours."""
+        """The rope of indexers pairs halves, that of attention is interleaved."""
         file.require("rope_interleave", True)
         indexer = read_indexer(file, sources=range(file.integer("num_hidden_layers")), is_interleaved=False)
         return read_deepseek(file, indexer=indexer)

@@ -1,4 +1,4 @@
-"""Falcon-H1: Mamba2 and attention side by side in every layer, then an MLP, with fixed factors around all of them.
+"""Falcon-H1: Mamba2 and attention in parallel in every layer, then an MLP, with constant factors.
 
 x      = norm(hidden)
 hidden = hidden + ssm_out * mamba(ssm_in * x) + attention_out * attention(attention_in * x)
@@ -31,12 +31,12 @@ NAMES = Names(norm="model.final_layernorm.weight")
 
 @dataclass(frozen=True)
 class Factors:
-    """Around the parts of a Falcon-H1.
+    """Constant factors of a Falcon-H1.
 
     Attributes:
-        embedding, head: of the embedded tokens and of the logits.
-        attention_in, attention_out, ssm_in, ssm_out: of what the two mixers read and give.
-        gate, down: of an MLP's gate before its activation, and of its output.
+        embedding, head: of embeddings and logits.
+        attention_in, attention_out, ssm_in, ssm_out: of inputs and outputs of the two mixers.
+        gate, down: of an MLP's gate before the activation, and of its output.
     """
 
     embedding: float
@@ -51,28 +51,23 @@ class Factors:
 
 @dataclass(frozen=True)
 class FalconH1Config(DenseConfig):
-    """A Falcon-H1.
-
-    Attributes:
-        mamba: of every layer.
-        factors: of every layer.
-    """
+    """Adds Mamba2 and the factors, which are the same in every layer."""
 
     mamba: Mamba2Config
     factors: Factors
 
 
 class FalconH1:
-    """Layers of Mamba2 beside attention and an MLP, with a norm before each."""
+    """Layers of parallel Mamba2 and attention, and an MLP, with a norm before each."""
 
     model_type = "falcon_h1"
 
     def read_config(self, file: ConfigFile) -> FalconH1Config:
-        """Layers without one of the parts, and norms of Mamba2 before its gate, are refused."""
+        """Layers that lack a mixer or the MLP are not supported, nor is a norm of Mamba2 before its gate."""
         for key, served in {"attn_layer_indices": None, "mamba_use_mlp": True}.items():
             file.require(key, served)
         attention = read_attention(file, read_heads(file), theta=10000.0)
-        # The factor of the keys is one of the scores: cached keys are without it.
+        # The factor of keys is applied to scores instead, so that cached keys do not include it.
         scale = attention.head_dim**-0.5 * file.number("key_multiplier", 1.0)
         dense = read_dense(file, replace(attention, scale=scale))
         return FalconH1Config(**vars(dense), mamba=_read_mamba(file), factors=_read_factors(file))
@@ -154,7 +149,7 @@ def _read_factors(file: ConfigFile) -> Factors:
 
 
 def _read_list(file: ConfigFile, key: str, count: int) -> tuple[float, ...]:
-    """So many positive numbers, ones by default."""
+    """Read `count` positive numbers; ones by default."""
     values = file.raw(key)
     if values is None:
         return (1.0,) * count

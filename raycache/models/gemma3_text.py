@@ -1,4 +1,4 @@
-"""Gemma 3, text only: a full layer after every few windowed ones, norms on both sides ("Gemma 3", arXiv 2503.19786)."""
+"""The text model of Gemma 3: sliding-window and full layers, norms before and after mixers (arXiv 2503.19786)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Gemma3Config(DenseConfig):
     """Gemma 3.
 
     Attributes:
-        window_rope: position embedding of the windowed layers; that of `attention` is for the others.
+        window_rope: rope of the sliding-window layers; that of `attention` is for full layers.
     """
 
     window_rope: RopeConfig
@@ -37,7 +37,7 @@ class Gemma3Text:
     model_type = "gemma3_text"
 
     def read_config(self, file: ConfigFile) -> Gemma3Config:
-        """Soft caps of scores or logits, which Gemma 2 had, are refused."""
+        """Soft caps of scores and logits, as in Gemma 2, are not supported."""
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             file.require(key, None)
         file.require("use_bidirectional_attention", False)
@@ -87,7 +87,7 @@ class Gemma3Text:
 
 def _read_window_rope(file: ConfigFile) -> RopeConfig:
     theta = file.number("rope_local_base_freq", 10000.0)
-    # What scales the positions of the full layers says nothing about the others.
+    # `rope_scaling` applies to full layers only.
     if file.section("rope_parameters").raw(SLIDING) is not None:
         return read_rope(file.having(rope_theta=theta), layer_type=SLIDING)
     return RopeConfig(theta=theta)

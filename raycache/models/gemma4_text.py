@@ -1,8 +1,8 @@
-"""Gemma 4, text only: windowed layers between full ones with wider heads, and in some models experts beside the MLP.
+"""The text model of Gemma 4: sliding-window layers and full ones with wider heads; in some models, experts in parallel
+with the MLP.
 
-Keys and values of full layers can be one projection (`attention_k_eq_v`): what becomes a key by norm and rotation
-becomes a value by another norm. Models with embeddings per layer or with keys and values that layers share (E2B, E4B)
-are refused.
+Full layers may use one projection for keys and values (`attention_k_eq_v`), to which different norms are applied.
+Models with per-layer embeddings or with keys and values shared between layers (E2B, E4B) are not supported.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Gemma4Config(ModelConfig):
     """Gemma 4.
 
     Attributes:
-        full, windowed: the two kinds of attention.
+        full, windowed: attention of full and of sliding-window layers.
         intermediate_size: of the MLPs.
-        experts: beside the MLPs, or None.
-        logit_cap: bound of the logits, or None.
+        experts: None without any.
+        logit_cap: soft cap of the logits, or None.
     """
 
     full: NormedAttentionConfig
@@ -52,17 +52,17 @@ class Gemma4Config(ModelConfig):
     logit_cap: float | None
 
     def attention(self, layer: int) -> NormedAttentionConfig:
-        """Of a layer."""
+        """Attention of a layer."""
         return self.windowed if layer in self.windowed.layers else self.full
 
 
 class Gemma4Text:
-    """Layers of attention and an MLP, maybe beside experts, with norms before and after each, and a scale."""
+    """Layers of attention and an MLP, optionally with experts, with norms before and after each, and a scale."""
 
     model_type = "gemma4_text"
 
     def read_config(self, file: ConfigFile) -> Gemma4Config:
-        """Embeddings per layer and shared keys and values are refused."""
+        """Per-layer embeddings and shared keys and values are not supported."""
         for key, served in {
             "hidden_activation": "gelu_pytorch_tanh",
             "hidden_size_per_layer_input": 0,
@@ -74,7 +74,7 @@ class Gemma4Text:
         if file.raw("use_bidirectional_attention") != "vision":
             file.require("use_bidirectional_attention", False)
         file = file.having(tie_word_embeddings=file.flag("tie_word_embeddings", True))
-        last = file.integer("num_hidden_layers") - 1  # sees everything, whatever the file says
+        last = file.integer("num_hidden_layers") - 1  # always a full layer
         window_layers = tuple(layer for layer in read_windowed(file, pattern=6) if layer != last)
         num_heads, num_kv_heads = file.integer("num_attention_heads"), file.integer("num_key_value_heads")
         is_shared = file.flag("attention_k_eq_v", False)
@@ -132,7 +132,7 @@ class Gemma4Text:
 
 
 def _read_full_heads(file: ConfigFile, layers: Sequence[int], *, is_shared: bool) -> tuple[int, int]:
-    """KV heads of full layers, and their size; transformers writes them for each layer by itself."""
+    """KV heads of full layers, and their size; transformers may write them per layer."""
     num_kv_heads = file.integer("num_key_value_heads")
     by_layer = file.raw("per_layer_config")
     if by_layer is None:
@@ -144,8 +144,8 @@ def _read_full_heads(file: ConfigFile, layers: Sequence[int], *, is_shared: bool
     found = {(part.integer("num_key_value_heads", num_kv_heads), part.integer("head_dim")) for part in parts}
     if len(found) > 1 or any(set(by_layer[key]) - {"num_key_value_heads", "head_dim"} for key in by_layer):
         raise CheckpointError(
-            f"{file.path}: per_layer_config must say the same num_key_value_heads and head_dim of all layers with full "
-            "attention, and nothing else"
+            f"{file.path}: per_layer_config must have the same num_key_value_heads and head_dim for all layers with "
+            "full attention, and nothing else"
         )
     return found.pop() if found else (num_kv_heads, 512)
 
@@ -172,7 +172,7 @@ def _read_window_rope(file: ConfigFile) -> RopeConfig:
 def _read_experts(file: ConfigFile) -> ExpertConfig | None:
     if not file.flag("enable_moe_block", False):
         return None
-    # Files of one version call the inner size `expert_intermediate_size`.
+    # Some files have the inner size as `expert_intermediate_size`.
     key = "moe_intermediate_size" if file.raw("moe_intermediate_size") is not None else "expert_intermediate_size"
     experts = ExpertConfig(
         count=file.integer("num_experts"), top_k=file.integer("top_k_experts"), inner=file.integer(key)
@@ -185,7 +185,7 @@ def _load_norms(config: Gemma4Config, own: ShardedWeights, *names: str) -> list[
 
 
 def _load_block(config: Gemma4Config, own: ShardedWeights) -> Mixer:
-    """The MLP alone, or beside experts."""
+    """Load the MLP, and experts if there are any."""
     size, inner = config.hidden_size, config.intermediate_size
     mlp = load_feed_forward(own.under("mlp"), size=size, inner=inner, activation=gelu_tanh_gated)
     before, after = _load_norms(config, own, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -204,7 +204,7 @@ def _load_block(config: Gemma4Config, own: ShardedWeights) -> Mixer:
 
 
 def _load_experts(experts: ExpertConfig, weights: ShardedWeights, *, size: int) -> RoutedExperts:
-    """All in one tensor, or one by one, as quantised checkpoints have them."""
+    """Load stacked experts, or a tensor per expert as in quantised checkpoints."""
     if weights.has("0.gate_proj.weight"):
         return load_experts(experts, weights, size=size, activation=gelu_tanh_gated)
     up, down = "gate_up_proj", "down_proj"

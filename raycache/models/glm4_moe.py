@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: grouped-query attention whose heads are turned in part, grouped experts with a shared one."""
+"""GLM-4.5 and 4.6: grouped-query attention with partial rotary embedding, grouped experts with a shared one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from raycache.parallel.sharding import HeadCount
 
 @dataclass(frozen=True)
 class Glm4MoeConfig(DenseConfig):
-    """A decoder with experts after some first layers with an MLP.
+    """A decoder with experts in most layers.
 
     Attributes:
-        experts: of the layers that have them.
-        mlp_layers: layers with an MLP instead.
+        mlp_layers: layers with an MLP instead of experts.
     """
 
     experts: ExpertConfig
@@ -34,12 +33,12 @@ class Glm4MoeConfig(DenseConfig):
 
 
 class Glm4Moe:
-    """Layers of attention and experts or an MLP, with a norm before each; one more predicts."""
+    """Layers of attention and experts or an MLP, with a norm before each; a prediction layer."""
 
     model_type = "glm4_moe"
 
     def read_config(self, file: ConfigFile) -> Glm4MoeConfig:
-        """Half of a head is turned unless the file says otherwise."""
+        """By default, half of each head is rotated."""
         file.require("mlp_bias", False)
         require_full_attention(file)
         num_heads, num_kv_heads = file.integer("num_attention_heads"), file.integer("num_key_value_heads")
@@ -52,7 +51,7 @@ class Glm4Moe:
             theta=10000.0,
         )
         dense = read_dense(file, replace(attention, has_output_bias=False))
-        # Published checkpoints have one, whether or not the file says so.
+        # Published checkpoints have a prediction layer even if config.json does not mention it.
         num_drafts = file.count("num_nextn_predict_layers", 1)
         return Glm4MoeConfig(
             **{**vars(dense), "num_drafts": num_drafts},

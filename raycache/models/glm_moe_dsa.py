@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2 with layers that share what a layer before them selected."""
+"""GLM-5: DeepSeek-V3.2 in which some layers share the selection of an earlier layer's indexer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class GlmMoeDsa(DeepseekV3):
     model_type = "glm_moe_dsa"
 
     def read_config(self, file: ConfigFile) -> DeepseekConfig:
-        """All ropes pair neighbours."""
+        """The rope of attention and indexers is interleaved."""
         for key in ("rope_interleave", "indexer_rope_interleave"):
             file.require(key, True)
         indexer = read_indexer(file, sources=_read_sources(file), is_interleaved=True)
@@ -22,7 +22,7 @@ class GlmMoeDsa(DeepseekV3):
 
 
 def _read_sources(file: ConfigFile) -> list[int]:
-    """Per layer, the last one up to it with an indexer of its own."""
+    """For each layer, the layer whose indexer it uses: itself or the last one before it that has one."""
     sources: list[int] = []
     for layer, kind in enumerate(_read_indexer_types(file)):
         if kind == "full":
@@ -35,7 +35,7 @@ def _read_sources(file: ConfigFile) -> list[int]:
 
 
 def _read_indexer_types(file: ConfigFile) -> tuple[str, ...]:
-    """A list of kinds, or letters, or a period: the first `offset` layers are full, and then every `freq`-th."""
+    """Read a list of kinds or letters; or a period: the first `offset` layers are full, then every `freq`-th one."""
     pattern = file.raw("index_topk_pattern")
     if isinstance(pattern, str):
         letters = {"F": "full", "S": "shared"}

@@ -1,4 +1,4 @@
-"""gpt-oss: windowed and full layers in turn, attention sinks, experts with biases ("gpt-oss", arXiv 2508.10925)."""
+"""gpt-oss: alternating sliding-window and full layers, attention sinks, experts with biases (arXiv 2508.10925)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,7 @@ from raycache.parallel.sharding import HeadCount
 
 @dataclass(frozen=True)
 class GptOssConfig(DenseConfig):
-    """gpt-oss.
-
-    Attributes:
-        experts: of every layer.
-        swiglu_alpha, swiglu_limit: of their activation.
-    """
+    """gpt-oss, with experts in every layer; alpha and limit are those of `clamped_swiglu`."""
 
     experts: ExpertConfig
     swiglu_alpha: float
@@ -46,10 +41,10 @@ class GptOss:
     model_type = "gpt_oss"
 
     def read_config(self, file: ConfigFile) -> GptOssConfig:
-        """`intermediate_size` is that of one expert."""
+        """`intermediate_size` is the inner size of an expert."""
         file.require("attention_bias", True)
         if file.raw("rope_scaling") is None and file.raw("rope_parameters") is None:
-            raise CheckpointError(f"{file.path} does not say rope_scaling, which all gpt-oss have; download it again")
+            raise CheckpointError(f"{file.path} has no rope_scaling, which all gpt-oss models have; download it again")
         attention = replace(
             read_attention(file, read_stated_heads(file)),
             has_bias=True,
@@ -101,7 +96,7 @@ def load_gpt_oss_moe(config: GptOssConfig, weights: ShardedWeights) -> MixtureOf
 
 
 def _load_experts(config: GptOssConfig, weights: ShardedWeights) -> RoutedExperts:
-    """The model calls them [E, in, out], with gate and up of a feature side by side."""
+    """The checkpoint stores matrices [E, in, out], with gate and up interleaved."""
     count, inner, size = config.experts.count, config.experts.inner, config.hidden_size
     taken = weights.heads(inner)
     pairs = range(2 * taken.start, 2 * taken.stop)
@@ -109,7 +104,7 @@ def _load_experts(config: GptOssConfig, weights: ShardedWeights) -> RoutedExpert
     down = Cut("down_proj", (count, inner, size), axis=1, taken=taken)
     activation = clamped_swiglu(alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     up_bias = _gate_first(weights.cut("gate_up_proj_bias", (count, 2 * inner), axis=1, taken=pairs))
-    # One rank adds it, for the outputs of all are added up.
+    # Added on one rank only, since the outputs of all ranks are summed.
     down_bias = weights.whole("down_proj_bias", count, size) if weights.ctx.tp.rank == 0 else None
     gate_first = [*range(0, len(pairs), 2), *range(1, len(pairs), 2)]
     kept_up, kept_down = weights.kept_experts([[up]], rows=gate_first), weights.kept_experts([[down]])
@@ -128,5 +123,5 @@ def _load_experts(config: GptOssConfig, weights: ShardedWeights) -> RoutedExpert
 
 
 def _gate_first(pairs: Tensor) -> Tensor:
-    """[E, 2 I, ...] of gate and up in turn -> all gates, then all ups."""
+    """[E, 2 I, ...] with gate and up interleaved -> all gates, then all ups."""
     return torch.cat((pairs[:, 0::2], pairs[:, 1::2]), dim=1)

@@ -1,7 +1,7 @@
-"""Granite 4: Mamba2 or attention in each layer, then a shared MLP and, in some models, experts beside it.
+"""Granite 4: Mamba2 or attention in each layer, then a shared MLP and, in some models, experts in parallel.
 
-What the layers read, add and give is scaled: embeddings, residual additions, attention scores and logits. Attention has
-rotary positions or none. A model without experts is one with num_local_experts = 0.
+Embeddings, residual additions, attention scores and logits have constant factors. Rotary embedding is optional. Models
+without experts have num_local_experts = 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raycache.parallel.sharding import HeadCount
 
 MAMBA = ("linear_attention", "mamba")
 ATTENTION = ("full_attention", "attention")
-"""Names of the kinds of layers, the newest first."""
+"""Names of the kinds of layers, the current ones first."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,10 @@ class GraniteConfig(ModelConfig):
     """A Granite 4.
 
     Attributes:
-        mamba_layers, attention_layers: which are which.
-        mamba, attention: of the two kinds.
-        has_rope: whether attention has positions; without them its `rope` means nothing.
+        has_rope: whether attention has rotary embedding; if not, its `rope` is not used.
         intermediate_size: of the shared MLP.
-        experts: beside the shared MLP; None without any.
-        residual_scale: of what the parts of a layer add.
-        scales: of the rest.
+        experts: None without any.
+        residual_scale: factor of residual additions.
     """
 
     mamba_layers: tuple[int, ...]
@@ -63,7 +60,7 @@ class GraniteMoeHybrid:
     model_type = "granitemoehybrid"
 
     def read_config(self, file: ConfigFile) -> GraniteConfig:
-        """Kinds of layers, positions and activations that do not exist here are refused."""
+        """Other kinds of layers, position embeddings, norms and activations are not supported."""
         file.require("hidden_act", "silu")
         file.require("normalization_function", "rmsnorm")
         kinds = read_layer_types(file, known=(*MAMBA, *ATTENTION))
@@ -109,7 +106,7 @@ class GraniteMoeHybrid:
 
 
 def _load_feed_forward(config: GraniteConfig, weights: ShardedWeights) -> Mixer:
-    """The shared MLP alone, or beside experts."""
+    """Load the shared MLP, and experts if there are any."""
     size, inner, experts = config.hidden_size, config.intermediate_size, config.experts
     shared, moe = weights.under("shared_mlp"), weights.under("block_sparse_moe")
     if experts is None:

@@ -1,4 +1,4 @@
-"""Kimi K2: DeepSeek-V3 under a name of its own (arXiv 2507.20534)."""
+"""Kimi K2, which has the architecture of DeepSeek-V3 (arXiv 2507.20534)."""
 
 from __future__ import annotations
 

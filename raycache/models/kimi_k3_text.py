@@ -1,7 +1,6 @@
-"""The text model of Kimi K3: Kimi Linear with attention residuals, a gate on every attention, and experts that work in
-a space of fewer features.
+"""The text model of Kimi K3: Kimi Linear with attention residuals, gated attention, and experts in a latent space.
 
-Published files give it the model_type `kimi_linear`, inside of `kimi_k3`.
+Its published model_type is `kimi_linear`, inside `kimi_k3`.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class KimiK3Config(KdaHybridConfig):
     """Adds what Kimi Linear does not have.
 
     Attributes:
-        block_size: layers that share a plane of the stream (attention_residual.py).
-        latent_size: features that routed experts take and give.
-        beta, linear_beta: bounds of the activation.
+        block_size: layers per block of the residual stream (attention_residual.py).
+        latent_size: input and output features of routed experts.
+        beta, linear_beta: of the activation `situ`.
     """
 
     block_size: int
@@ -49,7 +48,7 @@ class KimiK3Config(KdaHybridConfig):
 
     @property
     def activation(self) -> Activation:
-        """Of the MLPs and experts."""
+        """Activation of MLPs and experts."""
         return situ(beta=self.beta, linear_beta=self.linear_beta)
 
 
@@ -59,7 +58,7 @@ class KimiK3Text:
     model_type = "kimi_k3_text"
 
     def read_config(self, file: ConfigFile) -> KimiK3Config:
-        """Layers are named from 1 on. What K3 has switched on is required, for nothing else was published."""
+        """Layers are counted from 1. Only the options of the published model are supported."""
         linear = file.section("linear_attn_config")
         for place, served in (
             (file, {"mla_use_nope": True, "mla_use_output_gate": True, "latent_moe_use_norm": True}),
@@ -78,8 +77,8 @@ class KimiK3Text:
         )
         if kda.num_heads > kda.head_dim:
             raise CheckpointError(
-                f"{file.path}: num_heads={kda.num_heads} of linear_attn_config is above head_dim={kda.head_dim}, the "
-                "numbers that A_log has"
+                f"{file.path}: num_heads={kda.num_heads} of linear_attn_config exceeds head_dim={kda.head_dim}, the "
+                "size of A_log"
             )
         return KimiK3Config(
             **read_kda_hybrid(file, num_mlp_layers=1, num_drafts=0, activation="situ"),

@@ -1,4 +1,4 @@
-"""Kimi Linear: Kimi delta attention, latent attention without positions, grouped experts (arXiv 2510.26692)."""
+"""Kimi Linear: Kimi delta attention, latent attention without rotary embedding, grouped experts (arXiv 2510.26692)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from raycache.parallel.sharding import HeadCount
 
 @dataclass(frozen=True)
 class KdaHybridConfig(ModelConfig):
-    """A decoder of both kinds of attention: Kimi Linear, and Ling 3.
+    """A decoder with KDA and latent attention: Kimi Linear, Kimi K3 and Ling 3.
 
     Attributes:
-        kinds: of layers; those with linear attention have KDA.
-        kda, attention: of the two kinds.
+        kinds: which layers have linear attention (KDA), and which full (latent) attention.
         mlp_layers: layers with an MLP; the others have experts.
         intermediate_size: of the MLPs.
-        experts: of the other layers.
     """
 
     kinds: LayerKinds
@@ -41,11 +39,11 @@ class KdaHybridConfig(ModelConfig):
     experts: ExpertConfig
 
     def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
-        """Latents of the layers with attention, states of the others."""
+        """Latents of full layers, states of linear ones."""
         return self.attention.components(self.kinds.full, fmt) + self.kda.components(self.kinds.linear, fmt)
 
     def head_counts(self, heads_key: str) -> tuple[HeadCount, ...]:
-        """What tp and cp divide; `heads_key` of config.json counts the heads of KDA."""
+        """Head counts to be split; `heads_key` is the key of KDA's in config.json."""
         counts = (self.attention.head_count,)
         return (*counts, HeadCount(heads_key, self.kda.num_heads, over_cp=True)) if self.kinds.linear else counts
 
@@ -53,15 +51,15 @@ class KdaHybridConfig(ModelConfig):
 def read_kda_hybrid(
     file: ConfigFile, *, num_mlp_layers: int, num_drafts: int, activation: str = "silu"
 ) -> dict[str, Any]:
-    """Read the keys that both share, as keyword arguments of `KdaHybridConfig`.
+    """Read the keys that these families share, as keyword arguments of `KdaHybridConfig`.
 
     Args:
-        file: config.json, with max_position_embeddings.
-        num_mlp_layers: first layers with an MLP when the file does not say.
-        num_drafts: layers for speculative drafts, which come after the others, when the file does not say.
-        activation: of the family's MLPs.
+        file: must have max_position_embeddings.
+        num_mlp_layers: default number of layers with an MLP, the first ones.
+        num_drafts: default number of prediction layers, after the others.
+        activation: `hidden_act` of the family.
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+        CheckpointError: a key is missing, invalid or not supported.
     """
     for key, served in {"hidden_act": activation, "moe_layer_freq": 1, "pretraining_tp": 1}.items():
         file.require(key, served)
@@ -76,11 +74,7 @@ def read_kda_hybrid(
 
 @dataclass(frozen=True)
 class KimiLinearConfig(KdaHybridConfig):
-    """Adds a name.
-
-    Attributes:
-        mlp_name: of the MLPs, which depends on who wrote the checkpoint.
-    """
+    """Adds the prefix of the MLPs' tensors, which differs between published checkpoints and those of transformers."""
 
     mlp_name: str
 
@@ -91,7 +85,7 @@ class KimiLinear:
     model_type = "kimi_linear"
 
     def read_config(self, file: ConfigFile) -> KimiLinearConfig:
-        """Published files have KDA's sizes in `linear_attn_config`, and name the layers of a kind from 1 on."""
+        """Published files have the sizes of KDA in `linear_attn_config`, and count layers from 1."""
         for key, served in {"mla_use_nope": True, "attention_bias": False}.items():
             file.require(key, served)
         max_position = file.integer("model_max_length", file.integer("max_position_embeddings", 1048576))
@@ -111,7 +105,7 @@ class KimiLinear:
             kinds=read_kimi_kinds(file, published),
             kda=require_kda(file, kda),
             attention=read_latent(file, rope=None),
-            # transformers calls the MLPs so, and is the one that writes `mlp_layer_types`.
+            # Only transformers writes `mlp_layer_types`; it renames the MLPs as well.
             mlp_name="mlp" if file.raw("mlp_layer_types") is None else "block_sparse_moe",
         )
 
@@ -142,10 +136,10 @@ class KimiLinear:
 
 
 def read_kimi_kinds(file: ConfigFile, published: ConfigFile) -> LayerKinds:
-    """Kinds as `linear_attn_config` names them, from 1 on, or as `layer_types` does.
+    """Read the kinds of layers from `linear_attn_config`, which counts them from 1, or from `layer_types`.
 
     Raises:
-        CheckpointError: not each layer has one.
+        CheckpointError: a layer has no kind, or two.
     """
     listed = [published.raw(key) for key in ("kda_layers", "full_attn_layers")]
     if file.raw("layer_types") is not None or listed == [None, None]:

@@ -1,4 +1,4 @@
-"""How large each layer of a model is, from its config alone: what its family would read, counted instead of read."""
+"""Sizes of a model's layers, computed from its config alone by counting the tensors that its family would read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raycache.parallel.context import ParallelContext
 from raycache.parallel.stages import LayerCosts
 
 CONTEXT = 8192
-"""Tokens of a sequence whose cache a layer's cost counts."""
+"""Tokens of cached prefix that the cost of a layer includes."""
 
 _ITEMSIZE, _FORMAT = 2, CacheFormat("bfloat16")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
@@ -29,11 +29,11 @@ _EXPERT = re.compile(r"\.\d+\.")
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Numbers in the weights of a model, without its draft.
+    """Number of weights per layer, and of embedding and head, without the draft model.
 
     Attributes:
-        held: per layer, and the embedding first and the head last.
-        read: the same, but of routed experts those that one token chooses.
+        held: all of them.
+        read: those that a token uses; of routed experts only the chosen ones.
     """
 
     held: LayerCosts
@@ -41,7 +41,7 @@ class LayerSizes:
 
 
 def layer_sizes(model: ModelConfig) -> LayerSizes:
-    """Count the weights of each layer; takes no memory for them."""
+    """Count the weights of each layer, without allocating them."""
     counted, ctx = AskedShapes(), ParallelContext.single(torch.device("meta"))
     weights = ShardedWeights(counted, ctx, torch.float32)
     family_of(model).load(model, weights, on_progress=lambda done, total: None)
@@ -49,27 +49,27 @@ def layer_sizes(model: ModelConfig) -> LayerSizes:
     held, read = Counter[int | str](), Counter[int | str]()
     for name, shape in counted.shapes.items():
         found = _LAYER.search(name)
-        places: list[int | str] = [int(found[1])] if found else ["first"] if "embed" in name else ["last"]
-        if places == ["first"] and model.tie_word_embeddings:
-            places.append("last")
-        for place in places:
-            held[place] += math.prod(shape)
-            read[place] += share.of_tensor(name, shape)
+        parts: list[int | str] = [int(found[1])] if found else ["first"] if "embed" in name else ["last"]
+        if parts == ["first"] and model.tie_word_embeddings:
+            parts.append("last")
+        for part in parts:
+            held[part] += math.prod(shape)
+            read[part] += share.of_tensor(name, shape)
     return LayerSizes(*(_costs(sizes, model.num_layers) for sizes in (held, read)))
 
 
 def layer_costs(model: ModelConfig) -> LayerCosts:
-    """Bytes that a decode step reads per layer for one sequence of `CONTEXT` tokens, everything in 16 bits.
+    """Bytes that a decode step reads per layer for one sequence of `CONTEXT` tokens, with everything in 16 bits.
 
-    The first stage is charged the embedding, of which a step reads few rows but which takes its memory; the last one
-    the head and the draft.
+    The first stage is also charged for the embedding, which it holds although a step reads only a few rows of it; the
+    last stage for the head and the draft model.
     """
     sizes = layer_sizes(model).read
     costs = [_ITEMSIZE * size for size in sizes.layers]
     behind = _ITEMSIZE * sizes.last
     if model.draft is not None:
         drafts = layer_costs(model.draft.model) if model.draft.kind is DraftKind.MODEL else None
-        # Prediction layers and heads are made like a layer of their target.
+        # Prediction layers and EAGLE heads are about as large as a layer of their target.
         behind += sum(drafts.of_stages([len(drafts.layers)])) if drafts else costs[-1] * model.draft.model.num_layers
     for part in components(replace(model, draft=None), _FORMAT):
         row = sum(field.num_bytes for field in part.fields)
@@ -81,7 +81,7 @@ def layer_costs(model: ModelConfig) -> LayerCosts:
 
 @dataclass(frozen=True)
 class _Share:
-    """Of routed experts, what a token reads."""
+    """Share of the routed experts that a token uses."""
 
     top_k: int
     count: int
@@ -92,7 +92,7 @@ class _Share:
         return cls(experts[0].top_k, experts[0].count) if experts else cls(1, 1)
 
     def of_tensor(self, name: str, shape: Sequence[int]) -> int:
-        """Numbers of a tensor that a token reads; experts are tensors of all of them, or numbered."""
+        """Weights of a tensor that a token uses; tensors of experts are stacked, or have their number in the name."""
         layer = _LAYER.search(name)
         is_stacked = len(shape) == 3 and shape[0] == self.count
         is_expert = layer is not None and (is_stacked or _EXPERT.search(name, layer.end() - 1) is not None)
@@ -100,17 +100,17 @@ class _Share:
 
 
 class AskedShapes:
-    """A weight source that notes what it is asked for; its tensors have no numbers.
+    """A weight source that records the shapes of requested tensors, and returns tensors on the meta device.
 
     Attributes:
-        shapes: of the tensors so far, by name.
+        shapes: of the tensors requested so far, by name.
     """
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def has(self, name: str) -> bool:
-        """Whether published checkpoints have a tensor of this name."""
+        """Optional tensors are never present."""
         return False
 
     def stored(

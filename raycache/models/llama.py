@@ -1,4 +1,4 @@
-"""Llama 1 to 3, SmolLM2 and others of the same shape."""
+"""Llama 1 to 3, SmolLM2 and others with the same architecture."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from raycache.parallel.sharding import HeadCount
 
 @dataclass(frozen=True)
 class DenseConfig(ModelConfig):
-    """A decoder of grouped-query attention and MLPs, or what families put in their place.
-
-    Attributes:
-        attention: of all layers.
-        intermediate_size, mlp_bias: of the MLPs.
-    """
+    """A decoder with grouped-query attention and MLPs; derived families may replace the MLPs."""
 
     attention: AttentionConfig
     intermediate_size: int
@@ -33,7 +28,7 @@ def read_dense(file: ConfigFile, attention: AttentionConfig) -> DenseConfig:
     """Read the keys that dense decoders share.
 
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+        CheckpointError: a key is missing, invalid or not supported.
     """
     file.require("hidden_act", "silu")
     return DenseConfig(
@@ -50,7 +45,7 @@ class Llama:
     model_type = "llama"
 
     def read_config(self, file: ConfigFile) -> DenseConfig:
-        """Early Llamas say neither KV heads nor head size."""
+        """Config files of early Llamas have neither KV heads nor a head size."""
         file.require("pretraining_tp", 1)
         require_full_attention(file)
         return read_dense(file, read_attention(file, read_heads(file), theta=10000.0))

@@ -1,4 +1,4 @@
-"""MiMo 7B: Qwen2 with layers that predict the tokens after the next one ("MiMo", arXiv 2505.07608)."""
+"""MiMo 7B: Qwen2 with prediction layers ("MiMo", arXiv 2505.07608)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class MiMo(Llama):
     model_type = "mimo"
 
     def read_config(self, file: ConfigFile) -> DenseConfig:
-        """Biases are those of Qwen2."""
+        """Biases are the same as in Qwen2."""
         file.require("attention_bias", True)
         file.require("use_mrope", False)
         num_drafts = file.count("num_nextn_predict_layers", 0)
         return replace(read_qwen2(file), num_drafts=num_drafts, ignored_tensors=(DRAFT_TENSORS,))
 
     def prediction_layer(self, config: DenseConfig) -> DenseConfig:
-        """It sees all tokens."""
+        """It has no sliding window."""
         name, attention = f"the prediction layer of {config.name}", replace(config.attention, window=0, windowed=())
         return replace(config, name=name, num_layers=1, attention=attention)
 

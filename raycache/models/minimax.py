@@ -1,11 +1,11 @@
-"""MiniMax-Text-01 and -M1: lightning attention between layers of grouped-query attention, experts in all of them.
+"""MiniMax-Text-01 and -M1: layers of lightning and of grouped-query attention, with experts in all of them.
 
-Residuals go around the norm, not before it, and both ways are weighted ("MiniMax-01", arXiv 2501.08313):
+Residual connections start after the norm, and both branches are weighted ("MiniMax-01", arXiv 2501.08313):
 
     hidden = norm(hidden);  hidden = alpha * hidden + beta * mixer(hidden)
 
-Full attention turns the first `rotary_dim` features of a head, which are half of it in published checkpoints; lightning
-attention has no positions. transformers ignores `rotary_dim`, and turns whole heads.
+Full attention rotates the first `rotary_dim` features of a head, half of them in published checkpoints; lightning
+attention has no rotary embedding. transformers ignores `rotary_dim` and rotates whole heads.
 """
 
 from __future__ import annotations
@@ -39,17 +39,12 @@ PUBLISHED_NAMES = {
 """Key of transformers -> key of MiniMax-Text-01 and -M1."""
 
 RATE_TENSORS = r"\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"
-"""Numbers that follow from the config and are saved all the same."""
+"""Tensors in checkpoints that can be computed from config.json."""
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """Of the two ways of a residual.
-
-    Attributes:
-        alpha: of the normed input.
-        beta: of the mixer's output.
-    """
+    """Weights of the normed input (alpha) and of the mixer's output (beta)."""
 
     alpha: float
     beta: float
@@ -57,13 +52,11 @@ class Weighting:
 
 @dataclass(frozen=True)
 class MiniMaxConfig(DenseConfig):
-    """A decoder of both kinds of layers. `intermediate_size` is that of an expert.
+    """A MiniMax, with experts in every layer; `intermediate_size` is the inner size of an expert.
 
     Attributes:
-        kinds: of layers; those with linear attention have lightning attention.
-        experts: of every layer.
-        lightning: of the layers with linear attention.
-        around_lightning, around_full, around_block: weighting around the two kinds of attention and the experts.
+        kinds: which layers have lightning (linear) attention, and which full attention.
+        around_lightning, around_full, around_block: weights of both kinds of attention and of the experts.
     """
 
     kinds: LayerKinds
@@ -90,12 +83,12 @@ class WeightedResidual:
 
 
 class MiniMax:
-    """Layers of lightning or full attention and experts, with weighted residuals around the norms."""
+    """Layers of lightning or full attention, and experts, with weighted residual connections."""
 
     model_type = "minimax"
 
     def read_config(self, file: ConfigFile) -> MiniMaxConfig:
-        """Windows, shared experts and residuals around more than a norm are refused."""
+        """Sliding windows, shared experts and residual connections before the norm are not supported."""
         file = _renamed(file)
         if file.raw("sliding_window") is not None:
             raise CheckpointError(f"{file.path} has a sliding_window, which is not supported for {self.model_type}")
@@ -154,7 +147,7 @@ class MiniMax:
 
 
 def _renamed(file: ConfigFile) -> ConfigFile:
-    """The file under the names that transformers gives to its keys."""
+    """The same file with the keys of transformers."""
     factors = {new: file.number(old) for new, old in PUBLISHED_NAMES.items() if file.raw(old) is not None}
     listed = file.raw("attn_type_list")
     if listed is None:

@@ -1,4 +1,4 @@
-"""MiniMax-M1 as published."""
+"""MiniMax-M1 with its published config.json."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ class MiniMaxM1(MiniMax):
     model_type = "minimax_m1"
 
     def read_config(self, file: ConfigFile) -> MiniMaxConfig:
-        """As MiniMax-Text-01."""
+        """Like MiniMax-Text-01."""
         require_postnorm(file)
         return super().read_config(file)

@@ -1,7 +1,8 @@
-"""MiniMax-M2: grouped-query attention, normalised over all heads and turned in part, and experts in every layer.
+"""MiniMax-M2: grouped-query attention with queries and keys normalised over all heads and partial rotary embedding,
+experts in every layer.
 
-config.json speaks of prediction layers (`num_mtp_modules`). Published checkpoints do not have them, or have them with
-numbers that were not trained: they are passed over.
+config.json mentions prediction layers (`num_mtp_modules`). In published checkpoints they are missing or untrained, so
+they are ignored.
 """
 
 from __future__ import annotations
@@ -34,16 +35,12 @@ SERVED = {
     "use_qk_norm": True,
     "use_routing_bias": True,
 }
-"""Keys of config.json with the only value that they have here."""
+"""Keys of config.json with the only supported value."""
 
 
 @dataclass(frozen=True)
 class MiniMaxM2Config(DenseConfig):
-    """A MiniMax-M2. `intermediate_size` is that of an expert.
-
-    Attributes:
-        experts: of every layer.
-    """
+    """A MiniMax-M2, with experts in every layer; `intermediate_size` is the inner size of an expert."""
 
     experts: ExpertConfig
 
@@ -54,7 +51,7 @@ class MiniMaxM2:
     model_type = "minimax_m2"
 
     def read_config(self, file: ConfigFile) -> MiniMaxM2Config:
-        """Windows, shared experts and other norms of queries and keys are refused."""
+        """Sliding windows, shared experts and other norms of queries and keys are not supported."""
         for key, served in SERVED.items():
             file.require(key, served)
         require_full_attention(file)

@@ -1,4 +1,4 @@
-"""MiniMax-Text-01 as published."""
+"""MiniMax-Text-01 with its published config.json."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class MiniMaxText01(MiniMax):
     model_type = "minimax_text_01"
 
     def read_config(self, file: ConfigFile) -> MiniMaxConfig:
-        """As MiniMax, but residuals go around the norm only where the file says so."""
+        """Like MiniMax, except that `postnorm` is required."""
         require_postnorm(file)
         return super().read_config(file)
 
 
 def require_postnorm(file: ConfigFile) -> None:
-    """Refuse files that do not say so.
+    """Check that residual connections start after the norm.
 
     Raises:
         CheckpointError: postnorm is missing or false.

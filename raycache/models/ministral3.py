@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral whose queries grow with their position."""
+"""Ministral 3: Mistral with queries scaled by position."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Ministral3(Llama):
     model_type = "ministral3"
 
     def read_config(self, file: ConfigFile) -> DenseConfig:
-        """How much queries grow, and after how many tokens, stands with the position embedding."""
+        """The scaling of queries is part of `rope_parameters`."""
         if file.raw("rope_parameters") is None:
             raise CheckpointError(f"{file.path} has no rope_parameters; is the file damaged? Download it again")
-        attention, said = read_mistral_attention(file), file.section("rope_parameters")
-        growth = said.weight("llama_4_scaling_beta", 0.0)
+        attention, section = read_mistral_attention(file), file.section("rope_parameters")
+        growth = section.weight("llama_4_scaling_beta", 0.0)
         if growth:
-            original = said.integer("original_max_position_embeddings")
+            original = section.integer("original_max_position_embeddings")
             rope = replace(attention.rope, query_growth=growth, original_max_position=original)
             attention = replace(attention, rope=rope)
         return read_dense(file, attention)

@@ -1,4 +1,4 @@
-"""Mistral, dense: Llama, maybe with a window in every layer ("Mistral 7B", arXiv 2310.06825)."""
+"""Mistral: Llama, optionally with a sliding window in every layer ("Mistral 7B", arXiv 2310.06825)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raycache.layers.self_attention import AttentionConfig, read_attention, read
 from raycache.models.llama import DenseConfig, Llama, read_dense
 
 _WINDOW = 4096
-"""Of files that do not say; null is no window."""
+"""Default of `sliding_window`; null means no window."""
 
 
 class Mistral(Llama):
@@ -18,19 +18,18 @@ class Mistral(Llama):
     model_type = "mistral"
 
     def read_config(self, file: ConfigFile) -> DenseConfig:
-        """Heads need not share out the hidden size."""
+        """`head_dim` may differ from hidden_size / num_attention_heads."""
         window = file.raw("sliding_window") if file.says("sliding_window") else _WINDOW
         return read_dense(file, read_mistral_attention(file.having(sliding_window=window)))
 
 
 def read_mistral_attention(file: ConfigFile, *, theta: float = 10000.0) -> AttentionConfig:
-    """Read attention whose layers all have a window or none.
+    """Read attention with the same window, or none, in all layers.
 
     Args:
-        file: config.json, which says `sliding_window` if there is one.
-        theta: of files that do not say.
+        theta: default of rope_theta.
     Raises:
-        CheckpointError: see `read_attention`; the window is no positive number of tokens.
+        CheckpointError: see `read_attention`; or the window is not a positive integer.
     """
     attention = read_attention(file, read_heads(file, default_kv_heads=8), theta=theta)
     if file.raw("sliding_window") is None:

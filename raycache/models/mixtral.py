@@ -21,11 +21,7 @@ from raycache.parallel.sharding import HeadCount
 
 @dataclass(frozen=True)
 class MixtralConfig(DenseConfig):
-    """Adds the experts.
-
-    Attributes:
-        experts: of every layer.
-    """
+    """Adds the experts of every layer."""
 
     experts: ExpertConfig
 
@@ -36,7 +32,7 @@ class Mixtral:
     model_type = "mixtral"
 
     def read_config(self, file: ConfigFile) -> MixtralConfig:
-        """`intermediate_size` is that of one expert."""
+        """`intermediate_size` is the inner size of an expert."""
         experts = ExpertConfig(
             count=file.integer("num_local_experts", 8),
             top_k=file.integer("num_experts_per_tok", 2),

@@ -1,6 +1,6 @@
-"""Nemotron-H: layers of one mixer each, which is Mamba2, attention without positions, an ungated MLP or experts.
+"""Nemotron-H: layers with one mixer each: Mamba2, attention without rotary embedding, an ungated MLP or experts.
 
-config.json says which as a list (`layers_block_type`) or as a pattern of letters (`hybrid_override_pattern`):
+config.json lists them by name (`layers_block_type`) or as a pattern of letters (`hybrid_override_pattern`):
 
     M  linear_attention, mamba      E  moe
     *  full_attention, attention    -  mlp
@@ -33,7 +33,7 @@ KINDS = {
     "-": ("mlp",),
     "E": ("moe",),
 }
-"""Letter of a kind of layer -> its names, the newest first."""
+"""Letter of a kind of layer -> its names, the current one first."""
 
 NAMES = Names(embedding="backbone.embeddings.weight", layers="backbone.layers", norm="backbone.norm_f.weight")
 
@@ -45,10 +45,10 @@ class NemotronHConfig(ModelConfig):
     Attributes:
         kinds: a letter of `KINDS` per layer.
         mamba: of the M layers.
-        attention: of the * layers; it has no positions, so its `rope` means nothing.
+        attention: of the * layers; its `rope` is not used.
         intermediate_size, mlp_bias: of the - layers.
         experts: of the E layers; None without any.
-        expert_latent_size: features of what they read and give; 0 is hidden_size.
+        expert_latent_size: input and output features of routed experts; 0 for hidden_size.
     """
 
     kinds: str
@@ -60,22 +60,22 @@ class NemotronHConfig(ModelConfig):
     expert_latent_size: int
 
     def layers_of(self, kind: str) -> tuple[int, ...]:
-        """Which layers are of a kind."""
+        """Layers of a kind."""
         return tuple(layer for layer, letter in enumerate(self.kinds) if letter == kind)
 
 
 class NemotronH:
-    """Layers of one mixer each, with a norm before it."""
+    """Layers with one mixer each, after a norm."""
 
     model_type = "nemotron_h"
 
     def read_config(self, file: ConfigFile) -> NemotronHConfig:
-        """Windows and biases beside experts are refused; layers for drafts are not read."""
+        """Sliding windows, and MLP biases in models with experts, are not supported; prediction layers are ignored."""
         kinds = _read_kinds(file)
         for key, served in {
             "mamba_hidden_act": "silu",
             "mlp_hidden_act": "relu2",
-            "mamba_proj_bias": False,  # its own name for it is use_bias
+            "mamba_proj_bias": False,  # use_bias is the key for this
             "attention_bias": False,
             "sliding_window": None,
             "tie_word_embeddings": False,
@@ -127,12 +127,12 @@ def _load_mixer(layer: int, config: NemotronHConfig, weights: ShardedWeights) ->
             return load_feed_forward(
                 weights, size=size, inner=inner, names=UNGATED, activation=relu2, has_bias=config.mlp_bias
             )
-    assert config.experts is not None, "a model with E layers has read what their experts are"
+    assert config.experts is not None, "a model with E layers has experts"
     return load_nemotron_moe(config.experts, weights, size=size, latent=config.expert_latent_size)
 
 
 def load_nemotron_moe(experts: ExpertConfig, weights: ShardedWeights, *, size: int, latent: int) -> MixtureOfExperts:
-    """Experts of `latent` features, or all where that is 0, and a shared one of all `size` features."""
+    """Load routed experts with `latent` features (0 for `size`), and a shared one with `size` features."""
     inner, of_shared = experts.shared_inner, weights.under("shared_experts")
     shared = load_shared_expert(of_shared, size=size, inner=inner, names=UNGATED, activation=relu2)
     if not latent:
@@ -145,7 +145,7 @@ def load_nemotron_moe(experts: ExpertConfig, weights: ShardedWeights, *, size: i
 
 
 def _read_kinds(file: ConfigFile) -> str:
-    """A letter of `KINDS` per layer; of a list and a pattern, the list has the last word."""
+    """A letter of `KINDS` per layer; a list takes precedence over a pattern."""
     listed = [key for key in ("layers_block_type", "layer_types") if file.raw(key) is not None]
     pattern = file.text("hybrid_override_pattern", "")
     if not listed and pattern:
@@ -165,14 +165,14 @@ def _read_mamba(file: ConfigFile) -> Mamba2Config:
         kernel=file.integer("conv_kernel", 4),
         has_bias=file.flag("use_bias", False),
         has_conv_bias=file.flag("use_conv_bias", True),
-        # Not `time_step_min`, which is for initialisation: as a floor it makes long prompts forget (docs/models.md).
+        # Not `time_step_min`, which is for initialisation: as a limit it makes long prompts forgotten (docs/models.md).
         dt_limit=read_dt_limit(file),
     )
     return require_groups(file, mamba)
 
 
 def _read_experts(file: ConfigFile) -> ExpertConfig:
-    # All shared experts are one, whose size is said by itself.
+    # Shared experts are stored as one, whose size has a key of its own.
     return replace(
         read_grouped_experts(file, scale=1.0), shared_inner=file.integer("moe_shared_expert_intermediate_size")
     )

@@ -1,4 +1,7 @@
-"""Prediction layers: what follows the next token, from the target's features and that token."""
+"""Prediction layers (multi-token prediction): predict the token after the next one.
+
+Their input is the target's features of a token, and the next token.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,18 @@ from raycache.layers.norm import RMSNorm
 from raycache.layers.weights import ShardedWeights, whole_columns
 from raycache.models.decoder import Decoder, MakeNorm, Norm
 
-# Shapes in this file: T packed tokens, N of them to draft after, C hidden size, V the target's vocabulary.
+# Shapes in this file: T packed tokens, N of them to draft after, C hidden size, V vocabulary of the target.
 
 
 class PredictionLayer:
-    """Layers on top of the target's, with its embedding and head ("DeepSeek-V3", arXiv 2412.19437, section 2.2).
+    """Layers after the target's, with its embedding and head ("DeepSeek-V3", arXiv 2412.19437, section 2.2).
 
     Args:
-        body: its layers, with the target's embedding and head and a norm of its own before that.
-        embed_norm, hidden_norm: of what it joins.
-        join: 2C -> C.
-        target: whose last norm its features have passed.
-        is_hidden_first: the target's features come first in what is joined.
+        body: the layers, with the target's embedding and head and a final norm of their own.
+        embed_norm, hidden_norm: of the token embedding and of the target's features.
+        join: projection of both, 2 C -> C.
+        target: its final norm is applied to the features.
+        is_hidden_first: whether the features come before the embedding in the input of `join`.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class PredictionLayer:
         self._is_hidden_first = is_hidden_first
 
     def features(self, hidden: Tensor) -> Tensor:
-        """[T, C] through the target's last norm."""
+        """Apply the target's final norm, [T, C] -> [T, C]."""
         return self._target.normed(hidden)
 
     def forward(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> Tensor:
@@ -64,14 +67,7 @@ class PredictionLayer:
 
 @dataclass(frozen=True)
 class PredictionNames:
-    """Tensors of a prediction layer outside of its attention and feed-forward part, without ".weight".
-
-    Attributes:
-        norm: before the head.
-        embed_norm, hidden_norm: of the token's embedding and of the target's features.
-        join: of both.
-        is_hidden_first: the target's features come first in `join`, and not the embedding.
-    """
+    """Names of a prediction layer's own tensors, without ".weight"; see `PredictionLayer`."""
 
     norm: str
     embed_norm: str
@@ -81,7 +77,7 @@ class PredictionNames:
 
     @classmethod
     def inside(cls, at: str, *, norm: str) -> PredictionNames:
-        """As most families name them, in the layer whose tensors begin with `at`."""
+        """The names in most families, for the layer with the prefix `at`."""
         return cls(f"{at}.{norm}", f"{at}.enorm", f"{at}.hnorm", f"{at}.eh_proj")
 
 
@@ -94,15 +90,13 @@ def load_prediction(
     names: PredictionNames,
     make_norm: MakeNorm = RMSNorm,
 ) -> PredictionLayer:
-    """Read what is around a prediction layer's attention and feed-forward part.
+    """Load a prediction layer, given its attention and feed-forward block.
 
     Args:
         config: of the target.
         weights: of the target's checkpoint.
-        parts: attention and feed-forward part.
-        target: whose embedding and head it uses; copies of them in the layer are the same.
-        names: of the tensors.
-        make_norm: of a norm's weight and rms_norm_eps.
+        parts: attention and feed-forward block.
+        target: its embedding and head are used; copies of them in the prediction layer are identical.
     """
     size = config.hidden_size
     norm, embed_norm, hidden_norm = (
@@ -121,7 +115,7 @@ def load_prediction(
 
 
 def target_embedding(config: ModelConfig, weights: ShardedWeights, target: Decoder) -> VocabEmbedding:
-    """The target's embedding, which a last stage may not have; `weights` are the target's."""
+    """The target's embedding, which is read from `weights` if the last stage does not have it."""
     if target.embedding is not None:
         return target.embedding
     tp = weights.ctx.tp

@@ -21,7 +21,7 @@ class Qwen2(Llama):
 
 
 def read_qwen2(file: ConfigFile) -> DenseConfig:
-    """Read what `Qwen2` does, for it and those after it."""
+    """Read config.json of Qwen2 and of families derived from it."""
     attention = read_attention(file, read_heads(file), theta=10000.0)
     attention = replace(attention, has_bias=True, has_output_bias=False, **read_optional_windows(file))
     return read_dense(file, attention)

@@ -1,4 +1,4 @@
-"""Qwen3.5, the dense text model: gated delta nets, gated attention, a gated MLP."""
+"""The dense text model of Qwen3.5: Qwen3-Next with MLPs and another layout of the gated delta nets."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ from raycache.models.qwen3_next import GatedHybridConfig, Qwen3Next, read_gated_
 
 @dataclass(frozen=True)
 class Qwen35Config(GatedHybridConfig):
-    """Adds the MLP.
-
-    Attributes:
-        intermediate_size: of it.
-    """
+    """Adds the MLPs; `intermediate_size` is their inner size."""
 
     intermediate_size: int
 
 
 class Qwen35Text(Qwen3Next):
-    """The layers of Qwen3-Next, packed in another way, with MLPs."""
+    """The layers of Qwen3-Next, with MLPs instead of experts."""
 
     model_type = "qwen3_5_text"
     packing = staticmethod(packed_by_kind)
 
     def read_config(self, file: ConfigFile) -> Qwen35Config:
-        """The three axes of `mrope_section` all count tokens where there is only text, so it says nothing here."""
+        """`mrope_section` is ignored: for text, its three axes have the same positions."""
         return Qwen35Config(**read_gated_hybrid(file), intermediate_size=file.integer("intermediate_size"))
 
     def feed_forward(self, layer: int, config: Any, weights: ShardedWeights) -> Mixer:
-        """Read the MLP of a layer."""
+        """Load the MLP of a layer."""
         return load_feed_forward(weights, size=config.hidden_size, inner=config.intermediate_size)

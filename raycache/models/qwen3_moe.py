@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts in most layers."""
+"""Qwen3-MoE: Qwen3 with experts in most layers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class Qwen3MoeConfig(DenseConfig):
     """Qwen3 with experts.
 
     Attributes:
-        experts: of the layers that have them.
-        dense_layers: layers with a plain MLP instead.
+        dense_layers: layers with an MLP instead of experts.
     """
 
     experts: ExpertConfig
@@ -37,7 +36,7 @@ class Qwen3Moe:
     model_type = "qwen3_moe"
 
     def read_config(self, file: ConfigFile) -> Qwen3MoeConfig:
-        """Windows and shared experts are refused."""
+        """Sliding windows and shared experts are not supported."""
         for key, served in {"use_sliding_window": False, "use_qk_norm": True}.items():
             file.require(key, served)
         file.require("shared_expert_intermediate_size", 0)

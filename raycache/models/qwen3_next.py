@@ -1,5 +1,4 @@
-"""Qwen3-Next: gated delta nets between layers of gated attention, norms around one, experts beside one that every token
-passes. Qwen3.5 has the same layers."""
+"""Qwen3-Next: layers of gated delta nets and of gated attention, and experts with a shared one. Base of Qwen3.5."""
 
 from __future__ import annotations
 
@@ -31,22 +30,17 @@ from raycache.models.prediction import PredictionLayer, PredictionNames, load_pr
 from raycache.parallel.sharding import HeadCount
 
 ROTARY_SHARE = 0.25
-"""Share of a head's features that are turned."""
+"""Share of a head's features that are rotated."""
 
 DRAFT_TENSORS = r"^mtp\."
-"""Layers that draft several tokens ahead; used with draft=mtp only."""
+"""Prediction layers, which only draft=mtp uses."""
 
 PREDICTION = PredictionNames("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc")
 
 
 @dataclass(frozen=True)
 class GatedHybridConfig(ModelConfig):
-    """A decoder of both kinds of layers.
-
-    Attributes:
-        kinds: of layers.
-        attention, net: of the two kinds.
-    """
+    """A decoder with layers of gated attention and of gated delta nets."""
 
     kinds: LayerKinds
     attention: AttentionConfig
@@ -55,12 +49,11 @@ class GatedHybridConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class Qwen3NextConfig(GatedHybridConfig):
-    """Adds the feed-forward parts.
+    """Adds the feed-forward blocks.
 
     Attributes:
-        experts: of the layers that have them.
-        dense_layers: those that have a plain block.
-        intermediate_size: of the latter; not read where there are none.
+        dense_layers: layers with an MLP instead of experts.
+        intermediate_size: of the MLPs; 0 without any.
     """
 
     experts: ExpertConfig
@@ -69,12 +62,10 @@ class Qwen3NextConfig(GatedHybridConfig):
 
 
 def read_gated_hybrid(file: ConfigFile) -> dict[str, Any]:
-    """Read the keys that both share, as keyword arguments of a family's own config class.
+    """Read the keys that Qwen3-Next and Qwen3.5 share, as keyword arguments of `GatedHybridConfig`.
 
-    Args:
-        file: config.json.
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
+        CheckpointError: a key is missing, invalid or not supported.
     """
     for key, served in {
         "hidden_act": "silu",
@@ -88,7 +79,7 @@ def read_gated_hybrid(file: ConfigFile) -> dict[str, Any]:
     head_dim = heads.head_dim
     attention = read_attention(file, heads, rotary_share=ROTARY_SHARE)
     if int(head_dim * ROTARY_SHARE) % 2 or head_dim < 8:
-        raise CheckpointError(f"{file.path}: a quarter of head_dim={head_dim} is turned in pairs; it must be even")
+        raise CheckpointError(f"{file.path}: a quarter of head_dim={head_dim} is rotated in pairs; it must be even")
     return {
         **read_common(file),
         "kinds": read_layer_kinds(file, is_full=lambda layer: (layer + 1) % interval == 0),
@@ -100,17 +91,17 @@ def read_gated_hybrid(file: ConfigFile) -> dict[str, Any]:
 
 
 class Qwen3Next:
-    """Layers of gated delta nets or gated attention, and experts or an MLP, with a norm before each; one more predicts.
+    """Layers of gated delta nets or attention, and experts or an MLP, with a norm before each; a prediction layer.
 
     Attributes:
-        packing: of the gated delta nets' projections.
+        packing: layout of the gated delta nets' projections.
     """
 
     model_type = "qwen3_next"
     packing: Packing = staticmethod(packed_per_key_head)
 
     def read_config(self, file: ConfigFile) -> GatedHybridConfig:
-        """Layers in `mlp_only_layers` or between those of `decoder_sparse_step` have no experts."""
+        """Layers in `mlp_only_layers`, or skipped by `decoder_sparse_step`, have no experts."""
         dense = read_dense_layers(file)
         experts = read_softmax_experts(file, renormalise=file.flag("norm_topk_prob", True))
         return Qwen3NextConfig(
@@ -145,7 +136,7 @@ class Qwen3Next:
         return load_decoder(config, weights, load_layer=load_layer, on_progress=on_progress, make_norm=CenteredNorm)
 
     def feed_forward(self, layer: int, config: Any, weights: ShardedWeights) -> Mixer:
-        """Read the experts or the MLP of a layer."""
+        """Load the experts or the MLP of a layer."""
         if layer in config.dense_layers:
             return load_feed_forward(weights, size=config.hidden_size, inner=config.intermediate_size)
         size, experts = config.hidden_size, config.experts
@@ -154,7 +145,7 @@ class Qwen3Next:
         return load_softmax_moe(experts, weights, size=size, shared=shared)
 
     def prediction_layer(self, config: GatedHybridConfig) -> GatedHybridConfig:
-        """It has attention."""
+        """It has full attention."""
         name = f"the prediction layer of {config.name}"
         return replace(config, name=name, num_layers=1, kinds=LayerKinds(linear=(), full=(0,)))
 

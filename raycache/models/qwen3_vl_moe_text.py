@@ -1,4 +1,4 @@
-"""The text part of Qwen3-VL with experts: Qwen3 with experts, which are stored all at once."""
+"""The text model of Qwen3-VL-MoE: Qwen3-MoE with stacked experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Qwen3VlMoeText(Qwen3Moe):
     model_type = "qwen3_vl_moe_text"
 
     def read_config(self, file: ConfigFile) -> Qwen3MoeConfig:
-        """Weights of a token's experts always sum to one."""
+        """The weights of a token's experts always sum to one."""
         file.require("norm_topk_prob", True)
         config = super().read_config(file)
         return replace(config, experts=replace(config.experts, renormalise=True, is_transposed=True))

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, some layers of which have no positions."""
+"""SmolLM3: Llama with some layers without rotary embedding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SmolLM3(Llama):
     model_type = "smollm3"
 
     def read_config(self, file: ConfigFile) -> DenseConfig:
-        """The head is tied unless the file says otherwise; windows are refused."""
+        """Embeddings are tied by default; sliding windows are not supported."""
         file.require("use_sliding_window", False)
         require_full_attention(file)
         attention = read_attention(file, read_heads(file, default_kv_heads=4))
@@ -25,7 +25,7 @@ class SmolLM3(Llama):
 
 
 def _read_unrotated(file: ConfigFile) -> tuple[int, ...]:
-    """Layers without positions: zeros of `no_rope_layers`, or every `no_rope_layer_interval`-th."""
+    """Layers without rotary embedding: zeros of `no_rope_layers`, or every `no_rope_layer_interval`-th."""
     num_layers, rotated = file.integer("num_hidden_layers"), file.raw("no_rope_layers")
     interval = file.integer("no_rope_layer_interval", 4)
     if rotated is None:

@@ -1,7 +1,7 @@
-"""Vision models whose text part is a model of a family: only that part is read, and vision tensors are ignored.
+"""Vision models whose text model belongs to a supported family: only the text model is read, other tensors are ignored.
 
-`config.json` says what it says about text in `text_config`; the tensors of the text part begin with other prefixes than
-those of a checkpoint that has nothing else.
+The text model is described by `text_config` in config.json, and its tensors have other prefixes than in text-only
+checkpoints.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from raycache.checkpoint.prefixes import Prefixes
 from raycache.errors import CheckpointError
 
 ARCHITECTURE = "ForConditionalGeneration"
-"""What names of vision models that write text end with."""
+"""Suffix of the architectures of vision models that generate text."""
 
 INNER = Prefixes((("model.", "model.language_model."),))
-"""The text part's layers are inside of `model`, its head is not."""
+"""The layers of the text model are inside `model`, its head is not."""
 
 WHOLE = Prefixes((("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")))
-"""The text part is a model of its own."""
+"""The text model is nested as a whole."""
 
 TOWER = (r"^(model\.)?(vision_tower|multi_modal_projector|mm_projector)\.",)
-"""Tensors of vision parts beside it."""
+"""Vision tensors of most models."""
 
 VISUAL = (r"^model\.visual\.",)
-"""Tensors of Qwen's vision parts."""
+"""Vision tensors of Qwen."""
 
 GEMMA_DEFAULTS = {
     "vocab_size": 262_208,
@@ -41,18 +41,18 @@ GEMMA_DEFAULTS = {
     "eos_token_id": 1,
     "sliding_window": 4096,
 }
-"""What published text parts of Gemma 3 leave to the classes that read them; the rest is in the family."""
+"""Defaults of transformers that published config files of Gemma 3 rely on; the family has the others."""
 
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A vision model, as far as its text part is concerned.
+    """The text model of a vision model.
 
     Attributes:
-        families: model_type of `text_config` -> the family that it is; the first one where it does not say.
-        prefixes: of the text part's tensors, in each layout that is published.
-        ignored_tensors: regular expressions of the names of all others.
-        defaults: values of keys that `text_config` may leave out.
+        families: model_type of `text_config` -> model_type of the family; the first one is the default.
+        prefixes: of the text model's tensors, for each published layout.
+        ignored_tensors: regular expressions matching the names of all other tensors.
+        defaults: values of keys that may be missing in `text_config`.
     """
 
     families: Mapping[str, str]
@@ -74,27 +74,24 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen3_vl": Wrapper({"qwen3_vl_text": "qwen3"}, (INNER,), VISUAL),
     "qwen3_vl_moe": Wrapper({"qwen3_vl_moe_text": "qwen3_vl_moe_text"}, (INNER,), VISUAL),
 }
-"""model_type of the vision model -> what its text part is."""
+"""model_type of the vision model -> its text model."""
 
 _INHERITED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
-"""Keys that the text part takes from the whole model where it does not have them."""
+"""Keys that are taken from the top level if `text_config` does not have them."""
 
 
 def text_part(file: ConfigFile, wrapper: Wrapper) -> ConfigFile:
-    """What config.json of a vision model says about its text part, as the config.json of a model of its own.
+    """Convert config.json of a vision model to that of its text model.
 
-    Args:
-        file: config.json.
-        wrapper: the vision model.
     Raises:
-        CheckpointError: there is no `text_config`, or it is of a family that this vision model does not go with.
+        CheckpointError: there is no `text_config`, or it belongs to a family that is not supported here.
     """
     text = file.section("text_config")
     if not text.values():
         raise CheckpointError(f"{file.path} has no text_config; is the file complete? Download it again")
     architectures = file.raw("architectures")
     if isinstance(architectures, list) and not any(str(name).endswith(ARCHITECTURE) for name in architectures):
-        raise CheckpointError(f"{file.path} is of {architectures}, which does not generate text (...{ARCHITECTURE})")
+        raise CheckpointError(f"{file.path}: {architectures} does not generate text (...{ARCHITECTURE} does)")
     kind = text.text("model_type", next(iter(wrapper.families)))
     if kind not in wrapper.families:
         raise CheckpointError(
@@ -109,6 +106,6 @@ def text_part(file: ConfigFile, wrapper: Wrapper) -> ConfigFile:
 
 
 def _tied(file: ConfigFile, text: ConfigFile) -> dict[str, bool]:
-    """`tie_word_embeddings` of either, if any says so; where they differ, the head has a tensor of its own."""
-    said = [part.flag("tie_word_embeddings") for part in (file, text) if part.raw("tie_word_embeddings") is not None]
-    return {"tie_word_embeddings": all(said)} if said else {}
+    """`tie_word_embeddings` of either file, if present; embeddings are tied only if both agree."""
+    given = [part.flag("tie_word_embeddings") for part in (file, text) if part.raw("tie_word_embeddings") is not None]
+    return {"tie_word_embeddings": all(given)} if given else {}

@@ -64,7 +64,7 @@ def whole_model(model: Model) -> Layers:
 
 
 def for_draft(hidden: Tensor, run: ForwardPass) -> Tensor:
-    """Features for a draft model: outputs of the recorded layers, else of the last one."""
+    """Features for a draft model: the recorded hidden states if there are any, else the last one."""
     return torch.cat(run.recorded, dim=-1) if run.recorded else hidden
 
 

@@ -162,7 +162,7 @@ def test_inner_features_need_not_be_even(tmp_path: Path, name: str, settings: di
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
         ({"per_layer_config": {"1": {"head_dim": 32}}}, r"must name the layers with full attention, \[1, 3\]"),
-        ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "must say the same"),
+        ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "must have the same"),
         ({"per_layer_config": {"1": {"head_dim": 32, "x": 1}, "3": {"head_dim": 32}}}, "and nothing else"),
     ],
 )

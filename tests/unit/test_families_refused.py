@@ -92,7 +92,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"layers_block_type": None, "layer_types": ["foo"] * 8}, "layer_types has 'foo'"),
     ("nemotron_h", {"layers_block_type": ["mlp"] * 3, "num_hidden_layers": 4}, "has 3 layers_block_type"),
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
-    ("gpt_oss", {"rope_parameters": None}, "does not say rope_scaling"),
+    ("gpt_oss", {"rope_parameters": None}, "has no rope_scaling"),
     ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "does not say rope_theta"),
     ("qwen3", {"rope_parameters": None}, "does not say rope_theta"),
     ("llama", {"rope_parameters": YARN}, "does not say factor"),

@@ -105,7 +105,7 @@ def test_stages_are_chosen_once_and_written_down(tmp_path: Path) -> None:
         ({"pp": 2, "pp_layers": "4,1"}, r"pp_layers=4,1 adds up to 5 layers, but bound has 6; use auto, or 4,2$"),
         ({"pp": 3, "pp_layers": "3,2,2"}, r"pp_layers=3,2,2 adds up to 7 layers, but bound has 6; use auto, or 1,3,2$"),
         ({"pp_layers": "5"}, r"pp_layers=5 adds up to 5 layers, but bound has 6; use auto, or 6$"),
-        ({"pp": 4}, r"pp=4 exceeds num_hidden_layers=6 less 3 that stay with the layer before them .*; use at most 3$"),
+        ({"pp": 4}, r"pp=4 exceeds num_hidden_layers=6 minus 3 that must be on the stage of .*; use at most 3$"),
     ],
     ids=str,
 )

@@ -1,1 +1,1 @@
-"""Models that draft tokens for another, read and checked as `--draft` says."""
+"""Draft models, as selected by `--draft`."""

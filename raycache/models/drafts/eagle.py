@@ -1,8 +1,8 @@
-"""EAGLE heads: small layers trained to go on from a model's features, in directories of their own.
+"""EAGLE heads: small draft models that continue from the target's features, with checkpoints of their own.
 
 EAGLE      fc(embedding, features after the last norm) -> layers -> the target's head            (arXiv 2401.15077)
-EAGLE-3    fc(three inner states of the target) and embedding -> one layer -> norm, a head of its own for the tokens
-           that are frequent                                                                     (arXiv 2503.01840)
+EAGLE-3    fc(three hidden states of the target) and embedding -> one layer -> norm and head, maybe with a reduced
+           vocabulary                                                                            (arXiv 2503.01840)
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from raycache.models.drafts.base import DraftModel, widened
 from raycache.models.llama import DenseConfig, read_dense
 from raycache.models.prediction import PredictionLayer, target_embedding
 
-# Shapes in this file: T packed tokens, N of them to draft after, C hidden size of the head, Ct of its target, D tokens
-# that the head knows, V of the target.
+# Shapes in this file: T packed tokens, N of them to draft after, C hidden size of the head, Ct of its target, D
+# vocabulary of the head, V of the target.
 
 
 @dataclass(frozen=True)
 class EagleConfig(DenseConfig):
-    """A head; `vocab_size` is its target's.
+    """An EAGLE head; `vocab_size` is its target's.
 
     Attributes:
-        draft_vocab_size: D of an EAGLE-3 head, 0 for a head of the first kind.
+        draft_vocab_size: D of EAGLE-3, 0 for EAGLE.
         target_size: Ct.
-        recorded: target layers before which its inner states are taken.
-        has_fc_bias: whether fc has one.
-        is_mapped: whether its tokens are some of its target's, numbered anew.
+        recorded: target layers whose inputs the head takes.
+        has_fc_bias: whether fc has a bias.
+        is_mapped: whether it has a reduced vocabulary with token ids of its own.
     """
 
     draft_vocab_size: int
@@ -54,21 +54,20 @@ class EagleConfig(DenseConfig):
 
 
 def is_eagle(directory: Path) -> bool:
-    """Whether a directory holds such a head."""
+    """Whether a directory holds an EAGLE head."""
     names = ConfigFile.read(directory.absolute() / "config.json").raw("architectures")
     return isinstance(names, list) and any("eagle" in str(name).lower() for name in names)
 
 
 def read_eagle(directory: Path, target: ModelConfig, *, has_bias: bool) -> EagleConfig:
-    """Read config.json of a head.
+    """Read config.json of an EAGLE head.
 
     Args:
-        directory: with it.
         target: the model that it drafts for.
-        has_bias: whether its fc has one, which the file does not say.
+        has_bias: whether fc has a bias, which is not in config.json.
     Raises:
-        CheckpointError: a key is missing, has a wrong value, or asks for what is not implemented.
-        ConfigError: it is for another target.
+        CheckpointError: a key is missing, invalid or not supported.
+        ConfigError: the head was made for another target.
     """
     file = ConfigFile.read(directory.absolute() / "config.json")
     names = [str(name).lower() for name in file.raw("architectures")]
@@ -79,7 +78,7 @@ def read_eagle(directory: Path, target: ModelConfig, *, has_bias: bool) -> Eagle
     is_third = any("eagle3" in name for name in names)
     _require_target(dense, file, target, is_third=is_third)
     draft_vocab = file.integer("draft_vocab_size", dense.vocab_size) if is_third else 0
-    values: dict[str, Any] = {**vars(dense), "model_type": "llama"}  # whose caches its layers have
+    values: dict[str, Any] = {**vars(dense), "model_type": "llama"}  # defines the components of its cache
     return EagleConfig(
         **values,
         draft_vocab_size=draft_vocab,
@@ -97,21 +96,21 @@ def _require_target(head: DenseConfig, file: ConfigFile, target: ModelConfig, *,
     if (size, head.vocab_size) != (target.hidden_size, target.vocab_size):
         raise ConfigError(
             f"draft {file.path.parent} is a head for hidden_size={size}, vocab_size={head.vocab_size}; {target.name} "
-            f"has {target.hidden_size} and {target.vocab_size}; use a head that was trained for this model"
+            f"has {target.hidden_size} and {target.vocab_size}; use a head that was trained for it"
         )
 
 
 def _recorded(file: ConfigFile, target: ModelConfig) -> tuple[int, ...]:
-    """Layers whose inputs are taken. The file counts their outputs, which are the inputs of the next ones."""
+    """Layers whose inputs are taken; config.json lists the layers before them, whose outputs these are."""
     section, count = file.section("eagle_config"), target.num_layers
     section.require("use_aux_hidden_state", True)
     outputs = section.raw("eagle_aux_hidden_state_layer_ids")
-    found = [2, count // 2, count - 3] if outputs is None else outputs
-    if not isinstance(found, list) or len(found) != 3 or not all(type(layer) is int for layer in found):
-        raise CheckpointError(f"{file.path}: eagle_aux_hidden_state_layer_ids must be three layers, got {found!r}")
-    layers = tuple(found) if outputs is None else tuple(layer + 1 for layer in found)
+    given = [2, count // 2, count - 3] if outputs is None else outputs
+    if not isinstance(given, list) or len(given) != 3 or not all(type(layer) is int for layer in given):
+        raise CheckpointError(f"{file.path}: eagle_aux_hidden_state_layer_ids must be three layers, got {given!r}")
+    layers = tuple(given) if outputs is None else tuple(layer + 1 for layer in given)
     if not 0 <= min(layers) <= max(layers) < count or list(layers) != sorted(set(layers)):
-        raise ConfigError(f"draft {file.path.parent} takes inner states before layers {layers} of {count}")
+        raise ConfigError(f"draft {file.path.parent} takes hidden states before layers {layers} of {count}")
     return layers
 
 
@@ -123,16 +122,14 @@ def load_eagle(
     *,
     target_weights: ShardedWeights,
 ) -> DraftModel:
-    """Read this rank's share of a head.
+    """Load this rank's share of an EAGLE head.
 
     Args:
         config: of the target.
-        head: to read.
-        weights: of the head; its embedding is read only where the target's does not fit.
-        target: the model that it drafts for.
-        target_weights: of that, for its embedding on a stage that has none.
+        weights: of the head; its embedding is used only if the target's has another size.
+        target_weights: of the target, for its embedding if this stage does not have it.
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
+        CheckpointError: a tensor is missing or has the wrong shape.
     """
     size = head.hidden_size
     if head.target_size == size:
@@ -147,7 +144,7 @@ def load_eagle(
     for layer in range(head.num_layers):
         own = weights.under(f"layers.{layer}")
         attention, block = _load_parts(layer, head, own, rotary, inputs=size)
-        before = _load_norm("input_layernorm", head, own) if layer else Unchanged()  # the first layer has none
+        before = _load_norm("input_layernorm", head, own) if layer else Unchanged()  # the first layer has no norm
         between = _load_norm("post_attention_layernorm", head, own)
         layers.append((Residual(before, attention), Residual(between, block)))
     return PredictionLayer(
@@ -201,7 +198,7 @@ def _load_head(head: EagleConfig, weights: ShardedWeights) -> VocabHead:
 
 
 def _known_tokens(head: EagleConfig, weights: ShardedWeights) -> Tensor | None:
-    """[D], the target's number of each token that the head knows; None where it knows all. Stored as differences."""
+    """The target's id of each of the head's D tokens, stored as differences; None if their vocabularies are equal."""
     if not head.is_mapped:
         return None
     offsets = weights.integers("d2t", head.draft_vocab_size)
@@ -209,14 +206,14 @@ def _known_tokens(head: EagleConfig, weights: ShardedWeights) -> Tensor | None:
 
 
 class Unchanged:
-    """A norm that is none."""
+    """Identity, where other models have a norm."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, C] as it is."""
         return x
 
     def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden + delta) twice."""
+        """Return hidden + delta twice."""
         total = hidden + delta
         return total, total
 
@@ -226,9 +223,10 @@ class Eagle3Layer:
     """The one layer of an EAGLE-3 head.
 
     Attributes:
-        embed_norm, hidden_norm: of the embedded token, and of what was joined.
-        attention: takes the 2C features of both.
-        block: feed-forward part with the norm before it.
+        embed_norm: of the token embedding.
+        hidden_norm: of the features.
+        attention: takes both, 2 C features.
+        block: feed-forward block with its norm.
     """
 
     embed_norm: RMSNorm
@@ -238,15 +236,14 @@ class Eagle3Layer:
 
 
 class Eagle3Head:
-    """A draft model, see `DraftModel`, that starts from inner states of its target.
+    """An EAGLE-3 draft model.
 
     Args:
-        join: 3Ct -> C.
-        layer: behind it.
+        join: 3 Ct -> C.
         embedding: of C features.
         norm: before the head.
         head: C -> D.
-        known: int64 [D], tokens of the target, or None where D = V.
+        known: int64 [D], the target's ids of the head's tokens; None if D = V.
         vocab_size: V.
     """
 

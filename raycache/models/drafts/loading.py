@@ -1,4 +1,4 @@
-"""Which model drafts tokens for another, as `--draft` says, and the reading of it."""
+"""Reads and loads the draft model selected by `--draft`."""
 
 from __future__ import annotations
 
@@ -32,27 +32,26 @@ from raycache.parallel.context import ParallelContext
 
 @runtime_checkable
 class PredictingFamily(Protocol):
-    """A family whose checkpoints have layers that say what follows the next token."""
+    """A family whose checkpoints have prediction layers (multi-token prediction)."""
 
     def prediction_layer(self, config: Any) -> ModelConfig:
-        """The first of them as a model of one layer."""
+        """The first prediction layer as a model of one layer."""
         ...
 
     def load_prediction_layer(self, config: Any, weights: ShardedWeights, target: Decoder) -> PredictionLayer:
-        """Read one rank's share of it; `target` is the model that it belongs to."""
+        """Load one rank's share of it; `target` is the model that it belongs to."""
         ...
 
 
 def read_models(model_dir: Path, draft: str) -> ModelConfig:
-    """Read what a model directory says about its model, and about its draft model.
+    """Read the configuration of a model and of its draft model.
 
     Args:
-        model_dir: of the model.
-        draft: "mtp" for a layer of the same checkpoint, the directory of a smaller model or EAGLE head; "none" or
-            "ngram" for no model.
+        draft: "mtp" for a prediction layer of the same checkpoint, the directory of a smaller model or EAGLE head, or
+            "none" or "ngram" for no draft model.
     Raises:
-        CheckpointError: a directory is none, or holds what is not supported.
-        ConfigError: the draft model cannot draft for this one.
+        CheckpointError: a directory does not hold a supported model.
+        ConfigError: the draft model cannot draft for this model.
     """
     model = read_config(model_dir)
     if draft in ("none", "ngram"):
@@ -79,19 +78,19 @@ def read_models(model_dir: Path, draft: str) -> ModelConfig:
 
 
 def _require_same_tokens(model_dir: Path, draft_dir: Path) -> None:
-    """Refuse a draft in whose vocabulary the same tokens have other numbers, as far as the directories say."""
+    """Check that tokens have the same ids in both vocabularies, if both directories have a tokenizer.json."""
     one, other = _token_ids(model_dir), _token_ids(draft_dir)
     shared = one.keys() & other.keys()
     moved = [token for token in shared if one[token] != other[token]]
     if one and other and (moved or not shared):
         example = f"; token {moved[0]!r} is {one[moved[0]]} here and {other[moved[0]]} there" if moved else ""
         raise ConfigError(
-            f"draft={draft_dir} has another vocabulary than {model_dir}{example}; use a model of the same tokenizer"
+            f"draft={draft_dir} has another vocabulary than {model_dir}{example}; use a model with the same tokenizer"
         )
 
 
 def _token_ids(directory: Path) -> dict[str, int]:
-    """Token -> id as tokenizer.json has them; empty if there is none, or of a kind that is not listed there."""
+    """Token -> id from tokenizer.json; empty if there is no such file or it has no vocabulary."""
     path = directory / "tokenizer.json"
     vocab = ConfigFile.read(path).section("model").raw("vocab") if path.is_file() else None
     if isinstance(vocab, list):  # of pieces with their scores
@@ -108,19 +107,18 @@ def load_draft(
     target: Model,
     target_source: WeightSource,
 ) -> DraftModel:
-    """Read one rank's share of the draft model, on the last stage.
+    """Load one rank's share of the draft model, on the last stage.
 
     Args:
-        config: of the other, with a draft.
-        source: of the draft's weights.
-        ctx: whose share.
+        config: of the target; must have a draft model.
+        source: weights of the draft model.
         dtype: of weights and activations.
-        target: this rank's share of the other.
-        target_source: of the other's weights.
+        target: this rank's share of the target.
+        target_source: weights of the target.
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
+        CheckpointError: a tensor is missing or has the wrong shape.
     """
-    assert config.draft is not None, "there is a draft to read"
+    assert config.draft is not None, "the model has no draft model"
     alone, model = ctx.without_stages, config.draft.model
     if config.draft.kind is DraftKind.MODEL:
         loaded = load_model(model, source, alone, dtype, on_progress=lambda done, total: None)
@@ -134,14 +132,14 @@ def load_draft(
 
 
 def check_draft(config: ModelConfig, model_dir: Path) -> None:
-    """Compare names and shapes of a draft's checkpoint with what it wants, and its vocabulary with the target's.
+    """Check the names and shapes of a draft model's tensors, and its vocabulary.
 
     Args:
         config: of the target.
-        model_dir: its directory.
+        model_dir: of the target.
     Raises:
-        CheckpointError: a tensor is missing, has another shape or type, or is not one of the model's.
-        ConfigError: the vocabularies differ.
+        CheckpointError: a tensor is missing, has the wrong shape or type, or does not belong to the model.
+        ConfigError: its vocabulary differs from the target's.
     """
     draft = config.draft
     if draft is None:

@@ -1,4 +1,4 @@
-"""A model of its own as a draft model."""
+"""A separate, smaller model as draft model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from raycache.models.drafts.base import widened
 if TYPE_CHECKING:
     from raycache.models.base import Model
 
-# Shapes in this file: T packed tokens, N of them to draft after, F features, none of them the target's, V the target's
-# vocabulary.
+# Shapes in this file: T packed tokens, N of them to draft after, F hidden size of the draft model, V vocabulary of the
+# target.
 
 
 class SmallModel:
-    """A model like any other, with the target's vocabulary.
+    """A model with the target's tokenizer; the sizes of their vocabularies may differ.
 
     Args:
-        model: whole.
-        vocab_size: its own; tokens beyond it are known to the target only.
+        model: with all its layers on this stage.
+        vocab_size: of the draft model.
         target_vocab_size: V.
     """
 
@@ -33,10 +33,10 @@ class SmallModel:
 
     def features(self, hidden: Tensor) -> Tensor:
         """Never called: `num_features` is 0."""
-        raise AssertionError("a small model takes tokens alone")
+        raise AssertionError("a small model takes tokens only")
 
     def forward(self, ids: Tensor, features: Tensor | None, run: ForwardPass) -> Tensor:
-        """Ids beyond the model's own vocabulary count as its last token."""
+        """Run the model; ids beyond its vocabulary are replaced by its last token."""
         return self._model.forward(self._model.embed(ids.clamp(max=self._last_id)), run)
 
     def logits(self, found: Tensor) -> Tensor:
