@@ -87,7 +87,7 @@ def test_another_vocabulary_is_refused(target: Path, tmp_path: Path) -> None:
         ({"norm_before_residual": True}, "norm_before_residual=True, which is not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False, which is not supported"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, "must be three layers"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, "inner states before layers (2, 4, 8)"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, "hidden states before layers (2, 4, 8)"),
         ({"draft_vocab_size": 300}, "config.json wants [300"),
     ],
 )

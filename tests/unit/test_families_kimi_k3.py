@@ -109,7 +109,7 @@ def test_the_twin_notices_weights_that_are_not_used(tiny: Path, expected: list[A
         ({"linear_attn_config": {**SETTINGS["text_config"]["linear_attn_config"], "use_full_rank_gate": False}},
          "use_full_rank_gate=False"),
         ({"linear_attn_config": {**SETTINGS["text_config"]["linear_attn_config"], "num_heads": 32}},
-         "num_heads=32 of linear_attn_config is above head_dim=16"),
+         "num_heads=32 of linear_attn_config exceeds head_dim=16"),
         ({"linear_attn_config": {**SETTINGS["text_config"]["linear_attn_config"], "gate_lower_bound": 5.0}},
          "below zero"),
     ],

@@ -272,7 +272,7 @@ def test_layers_for_drafts_are_passed_over_and_other_surplus_is_not(tmp_path: Pa
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax'"),
         ("kimi_linear", {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [3]}},
          "must name each layer from 1 to 4 once"),
-        ("kimi_linear", {"linear_conv_kernel_dim": 1}, "convolution of 1 tap"),
+        ("kimi_linear", {"linear_conv_kernel_dim": 1}, "convolution with 1 tap"),
         ("bailing_hybrid", {"rope_interleave": False}, "rope_interleave=False"),
         ("qwen3_next", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size must be a positive"),
         ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound=1.0 must be below zero"),

@@ -259,7 +259,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"time_step_limit": [0.0, "many"]}, "time_step_limit must be two numbers"),
     ("nemotron_h", {"time_step_limit": [0.0, float("nan")]}, "time_step_limit must be two numbers"),
     ("nemotron_h", {"time_step_limit": [True, 2.0]}, "time_step_limit must be two numbers"),
-    ("nemotron_h", {"conv_kernel": 1}, "convolution of 1 tap"),
+    ("nemotron_h", {"conv_kernel": 1}, "convolution with 1 tap"),
     ("granitemoehybrid", {"layer_types": ["mamba", "window", "mamba", "mamba"]}, "layer_types has 'window'"),
     ("granitemoehybrid", {"layer_types": ["mamba"]}, "has 1 layer_types and num_hidden_layers=4"),
     ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
