@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
+from raycache.step.exchange import Exchange
 from raycache.step.inputs import StepInputs
 
 # Shapes in this file: T_local new tokens of this rank, T new tokens of all cp ranks, Hq query heads, Hkv key heads,
@@ -110,13 +111,19 @@ class AttentionStep(Protocol):
         """
         ...
 
-    def to_heads(self, local: Tensor) -> Tensor:
-        """[T_local, H, ...] -> [T, H / cp, ...], all tokens and this rank's recurrent heads (all-to-all over cp)."""
+    @property
+    def recurrent(self) -> RecurrentStep:
+        """Convolutions and scans of recurrent layers."""
         ...
 
-    def to_tokens(self, every: Tensor) -> Tensor:
-        """[T, H / cp, ...] -> [T_local, H, ...], the way back."""
+    @property
+    def exchange(self) -> Exchange:
+        """Exchange of tokens and heads between the cp ranks."""
         ...
+
+
+class RecurrentStep(Protocol):
+    """What recurrent layers compute over time, in one step."""
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Short causal convolution of every channel, continued from and kept in the layer's states.

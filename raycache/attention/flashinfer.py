@@ -11,6 +11,7 @@ What FlashInfer has no kernel for is left to the torch backend's step of the sam
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,8 @@ from raycache.attention.flashinfer_selected import SelectedKernels, SlotChoice, 
 from raycache.attention.layout import StepLayout
 from raycache.attention.sparse import TorchSelection
 from raycache.attention.torch_ref import TorchStep
-from raycache.memory.views import IndexView, KVView, LatentView, StateView
+from raycache.memory.views import IndexView, KVView, LatentView
+from raycache.step.exchange import Exchange
 from raycache.step.inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -96,7 +98,6 @@ class FlashInferStep:
         self._latent: dict[LatentLayers, LatentKernels] = {}
         self._selected: dict[LatentLayers, SelectedKernels] = {}
         self._indexers: dict[str, KernelIndexer] = {}
-        self._recurrence: KernelRecurrence | None = None
         self._plain: TorchStep | None = None
 
     def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
@@ -151,21 +152,18 @@ class FlashInferStep:
         found = self._indexers[view.space].select(view, q, k, weights, top_k=top_k)
         return SlotChoice(found.slots, found.lengths, top_k)
 
-    def to_heads(self, local: Tensor) -> Tensor:
-        """Tokens for heads."""
-        return self._inputs.exchange.to_heads(local)
+    @cached_property
+    def recurrent(self) -> KernelRecurrence:
+        """Convolutions and scans."""
+        # It needs Triton, which is there on GPU machines only.
+        from raycache.attention.recurrent_kernels import KernelRecurrence
 
-    def to_tokens(self, every: Tensor) -> Tensor:
-        """Heads for tokens."""
-        return self._inputs.exchange.to_tokens(every)
+        return KernelRecurrence(self._layout)
 
-    def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Short convolution."""
-        return self._recurrent_plan().convolve(view, name, x, weight, bias)
-
-    def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-        """Linear attention."""
-        return self._recurrent_plan().scan(view, q, k, v, g, beta)
+    @property
+    def exchange(self) -> Exchange:
+        """Of the inputs."""
+        return self._inputs.exchange
 
     def _latent_plan(self, layers: LatentLayers) -> LatentKernels:
         if layers not in self._latent:
@@ -179,14 +177,6 @@ class FlashInferStep:
         if layers not in self._selected:
             self._selected[layers] = SelectedKernels(self._backend.kernels, layers, self._layout, choice, self._static)
         return self._selected[layers]
-
-    def _recurrent_plan(self) -> KernelRecurrence:
-        # It needs Triton, which is there on GPU machines only.
-        from raycache.attention.recurrent_kernels import KernelRecurrence
-
-        if self._recurrence is None:
-            self._recurrence = KernelRecurrence(self._layout)
-        return self._recurrence
 
     def _torch(self, reason: str) -> TorchStep:
         """The torch backend's step of the same inputs."""

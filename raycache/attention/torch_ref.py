@@ -14,6 +14,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,8 @@ from raycache.attention.latent import LatentAttention, LatentLayer
 from raycache.attention.layout import StepLayout
 from raycache.attention.sparse import Indexer, TorchSelection, see_all
 from raycache.attention.states import Recurrence
-from raycache.memory.views import IndexView, KVView, LatentView, StateView
+from raycache.memory.views import IndexView, KVView, LatentView
+from raycache.step.exchange import Exchange
 from raycache.step.inputs import StepInputs
 
 EXPANDED_BYTES = 128 << 20
@@ -63,7 +66,6 @@ class TorchStep:
         self._full: dict[str, FullAttention] = {}
         self._indexers: dict[str, Indexer] = {}
         self._latent = LatentAttention(self._layout, expanded_bytes=expanded_bytes)
-        self._recurrence: Recurrence | None = None
 
     def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
         """Keys and values."""
@@ -102,26 +104,15 @@ class TorchStep:
             self._indexers[view.space] = Indexer(self._layout, self._inputs.places[view.space].prefixes)
         return self._indexers[view.space].select(view, q, k, weights, top_k=top_k)
 
-    def to_heads(self, local: Tensor) -> Tensor:
-        """Tokens for heads."""
-        return self._inputs.exchange.to_heads(local)
+    @cached_property
+    def recurrent(self) -> Recurrence:
+        """Convolutions and scans."""
+        return Recurrence(self._layout)
 
-    def to_tokens(self, every: Tensor) -> Tensor:
-        """Heads for tokens."""
-        return self._inputs.exchange.to_tokens(every)
-
-    def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Short convolution."""
-        return self._recurrent_plan().convolve(view, name, x, weight, bias)
-
-    def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-        """Linear attention."""
-        return self._recurrent_plan().scan(view, q, k, v, g, beta)
-
-    def _recurrent_plan(self) -> Recurrence:
-        if self._recurrence is None:
-            self._recurrence = Recurrence(self._layout)
-        return self._recurrence
+    @property
+    def exchange(self) -> Exchange:
+        """Of the inputs."""
+        return self._inputs.exchange
 
     def _gather(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's [T_local, H, D] -> all cp ranks' [T, H, D]."""

@@ -44,10 +44,10 @@ class DeltaRule:
         view = run.pool.state(self._layer)
 
         def convolved(name: str, x: Tensor) -> Tensor:
-            return F.silu(run.step.convolve(view, name, x, self._taps[name], None), inplace=True)
+            return F.silu(run.step.recurrent.convolve(view, name, x, self._taps[name], None), inplace=True)
 
         q, k, v = convolved("q", q), convolved("k", k), convolved("v", v)
-        return run.step.scan(view, unit_length(q).mul_(q.shape[-1] ** -0.5), unit_length(k), v, g, beta)
+        return run.step.recurrent.scan(view, unit_length(q).mul_(q.shape[-1] ** -0.5), unit_length(k), v, g, beta)
 
 
 class GatedHeadNorm:

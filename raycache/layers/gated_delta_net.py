@@ -157,10 +157,10 @@ class GatedDeltaNet:
         qk = qk.unflatten(1, (2, *self._key_shape)).transpose(1, 2)
         decay = F.softplus(precise(a) + self._dt_bias).mul_(-self._rate)
         gates = torch.stack((decay, precise(b).sigmoid()), dim=-1)  # [T_local, Hv, 2]
-        q, k = run.step.to_heads(qk).unbind(2)
-        v = run.step.to_heads(v.unflatten(1, self._value_shape))
-        gates = run.step.to_heads(gates)
-        out = run.step.to_tokens(self._rule(run, q, k, v, g=gates[..., :1], beta=gates[..., 1]))
+        q, k = run.step.exchange.to_heads(qk).unbind(2)
+        v = run.step.exchange.to_heads(v.unflatten(1, self._value_shape))
+        gates = run.step.exchange.to_heads(gates)
+        out = run.step.exchange.to_tokens(self._rule(run, q, k, v, g=gates[..., :1], beta=gates[..., 1]))
         return self._out(self._norm(out, gate.unflatten(1, self._value_shape)).flatten(1))
 
 

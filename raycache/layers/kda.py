@@ -121,9 +121,9 @@ class KimiDeltaAttention:
         qkv = qkv.unflatten(1, (3, *self._shape)).transpose(1, 2)
         log_decay = self._forget(self._decay(x).unflatten(1, self._shape))
         gates = torch.cat((log_decay, precise(b).sigmoid()[..., None]), dim=-1)
-        q, k, v = run.step.to_heads(qkv).unbind(2)
-        gates = run.step.to_heads(gates)
-        out = run.step.to_tokens(self._rule(run, q, k, v, g=gates[..., :-1], beta=gates[..., -1]))
+        q, k, v = run.step.exchange.to_heads(qkv).unbind(2)
+        gates = run.step.exchange.to_heads(gates)
+        out = run.step.exchange.to_tokens(self._rule(run, q, k, v, g=gates[..., :-1], beta=gates[..., -1]))
         return self._out(self._norm(out, self._gate(x).unflatten(1, self._shape)).flatten(1))
 
 

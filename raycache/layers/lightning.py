@@ -107,10 +107,10 @@ class LightningAttention:
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T_local, C] -> new [T_local, C]."""
         qkv, gate = self._inputs(x).split(self._sizes, dim=-1)
-        q, k, v = run.step.to_heads(self._heads(qkv, run)).unbind(2)
+        q, k, v = run.step.exchange.to_heads(self._heads(qkv, run)).unbind(2)
         g = self._log_decay.expand(q.shape[0], -1, -1)
-        out = run.step.scan(run.pool.state(self._layer), q, k, v, g, None)
-        return self._out(self._norm(run.step.to_tokens(out).flatten(1)) * gate.sigmoid())
+        out = run.step.recurrent.scan(run.pool.state(self._layer), q, k, v, g, None)
+        return self._out(self._norm(run.step.exchange.to_tokens(out).flatten(1)) * gate.sigmoid())
 
 
 Heads = Callable[[Tensor, ForwardPass], Tensor]

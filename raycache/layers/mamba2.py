@@ -86,12 +86,12 @@ class StateSpace:
         x = x.to(self._decay.dtype)
         low, high = self._dt_limit
         dt = F.softplus(dt.to(self._decay.dtype) + self._dt_bias).clamp(low, high)[..., None]
-        y = step.scan(view, c, b, dt * x, dt * self._decay[:, None], None)
+        y = step.recurrent.scan(view, c, b, dt * x, dt * self._decay[:, None], None)
         return y.addcmul_(x, self._skip[:, None])
 
     def _convolve(self, step: AttentionStep, view: StateView, name: str, x: Tensor) -> Tensor:
         taps = self._taps[name]
-        return F.silu(step.convolve(view, name, x, taps.weight, taps.bias), inplace=True)
+        return F.silu(step.recurrent.convolve(view, name, x, taps.weight, taps.bias), inplace=True)
 
 
 class GatedGroupNorm:
@@ -177,10 +177,10 @@ class Mamba2:
         # Two exchanges: one per head and one per group, since ranks may share groups.
         per_head = torch.cat([x.unflatten(1, self._heads), dt[..., None]], dim=-1)
         per_group = torch.cat([b.unflatten(1, self._groups), c.unflatten(1, self._groups)], dim=-1)
-        per_head, per_group = run.step.to_heads(per_head), run.step.to_heads(per_group)
+        per_head, per_group = run.step.exchange.to_heads(per_head), run.step.exchange.to_heads(per_group)
         b, c = per_group.chunk(2, dim=-1)
         y = self._ssm(run.step, run.pool.state(self._layer), per_head[..., :-1], b, c, per_head[..., -1])
-        return self._out(self._norm(run.step.to_tokens(y.to(u.dtype)).flatten(1), z))
+        return self._out(self._norm(run.step.exchange.to_tokens(y.to(u.dtype)).flatten(1), z))
 
 
 def load_mamba2(mamba: Mamba2Config, weights: ShardedWeights, *, layer: int, size: int, eps: float) -> Mamba2:

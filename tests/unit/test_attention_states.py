@@ -105,11 +105,11 @@ def check(backend: AttentionBackend, sequences: Sequences) -> None:
                 view.conv["v"][read] = sequences.convolution_state(i, start)[heads]
         before = view.state.clone(), view.conv["v"].clone()
 
-        fields = {name: step.to_heads(seat.local(case.new(getattr(sequences, name)))) for name in names}
+        fields = {name: step.exchange.to_heads(seat.local(case.new(getattr(sequences, name)))) for name in names}
         weight = sequences.weight[heads].to(case.device)
         bias = None if sequences.bias is None else sequences.bias[heads].to(case.device)
-        y = step.convolve(view, "v", fields["v"], weight, bias)
-        out = step.scan(view, fields["q"], fields["k"], fields["v"], fields["g"], fields.get("beta"))
+        y = step.recurrent.convolve(view, "v", fields["v"], weight, bias)
+        out = step.recurrent.scan(view, fields["q"], fields["k"], fields["v"], fields["g"], fields.get("beta"))
         assert y.dtype == out.dtype == case.dtype and y.shape == out.shape == fields["v"].shape
 
         written = {write for _, write in batch.states}
@@ -119,7 +119,7 @@ def check(backend: AttentionBackend, sequences: Sequences) -> None:
         for i, (_, write) in enumerate(batch.states):
             close(view.state[write].cpu(), rights[i][2][-1, heads], ERROR[case.dtype])
             assert torch.equal(view.conv["v"][write].cpu(), sequences.convolution_state(i, len(sequences.v[i]))[heads])
-        return torch.cat([step.to_tokens(y), step.to_tokens(out)], dim=2)
+        return torch.cat([step.exchange.to_tokens(y), step.exchange.to_tokens(out)], dim=2)
 
     for found, (y, out, _) in zip(batch.run(backend, [sequences.component], work), rights, strict=True):
         close(found[..., :VALUE], y, ERROR[case.dtype])
