@@ -1,7 +1,7 @@
-"""Metrics shown once more by the names that dashboards of other servers read, so that those show this one as well.
+"""Aliases of metrics under the names of vLLM and SGLang, so that their dashboards work unchanged.
 
-Names as of vLLM 0.12 to 0.32 (vllm/v1/metrics/loggers.py) and SGLang 0.5 (srt/metrics/collector.py). Only what means
-the same here; all of them have the labels model_name and engine, the replica's name.
+Names as of vLLM 0.12 to 0.32 (vllm/v1/metrics/loggers.py) and SGLang 0.5 (srt/metrics/collector.py). Only metrics with
+the same meaning have one; all have the labels model_name and engine, which is the replica's name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from raycache.observe.figures import PREFIX
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name.
+    """Another name of a metric.
 
     Attributes:
-        name: there, without _total, _bucket, _sum and _count.
-        of: the name in figures.py.
-        labels: ours -> theirs; others keep their names.
+        name: without _total, _bucket, _sum and _count.
+        of: name in figures.py.
+        labels: renamed labels: our name -> theirs.
     """
 
     name: str
@@ -57,7 +57,7 @@ ALIASES = (
 
 
 def aliases(families: Iterable[Family]) -> list[Family]:
-    """Those of the given families that have other names, under these."""
+    """Return copies of the given families under their other names."""
     known = {family.name: family for family in families}
     return [_renamed(known[PREFIX + alias.of], alias) for alias in ALIASES if PREFIX + alias.of in known]
 
@@ -66,7 +66,7 @@ def _renamed(family: Family, alias: Alias) -> Family:
     renamed = Family(alias.name, family.documentation, family.type)
     for sample in family.samples:
         suffix = sample.name.removeprefix(family.name)
-        if suffix == "_created":  # a gauge beside it, which nobody there reads
+        if suffix == "_created":  # a separate gauge that those dashboards do not read
             continue
         labels = {alias.labels.get(name, name): value for name, value in sample.labels.items() if name != "replica"}
         engine = {"engine": sample.labels.get("replica", "0")}

@@ -1,7 +1,7 @@
-"""Lines of logs, for people or for programs.
+"""Log formats.
 
-text    as Python writes them: warnings and errors, a line each
-json    one object per line: time, level, logger, message, and what is known of request, replica, rank and epoch
+text    Python's default: the messages of warnings and errors
+json    one object per line: time, level, logger, message, and request_id, replica, rank and epoch where known
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that a task of the server works for."""
+"""Id of the request that the current task handles."""
 
 _WITH_HANDLERS = ("huggingface_hub",)
-"""Loggers of libraries that write lines of their own."""
+"""Libraries that install log handlers of their own."""
 
 _LINE_PER_REQUEST = ("httpx2",)
+"""Libraries that log every request at INFO."""
 
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-"""What every record has; anything else was given with `extra`."""
+"""Attributes of every log record; others come from `extra`."""
 
 
 def set_up(log_format: str, **fields: object) -> dict[str, object]:
-    """Have this process write its logs in a format, from now on.
+    """Set the log format of this process.
 
     Args:
-        log_format: "text" leaves everything as it is.
-        fields: of every line, such as rank=3.
+        log_format: "json"; "text" changes nothing.
+        fields: added to every JSON line, such as rank=3.
     Returns:
-        Those fields; what is put there later is in the lines that follow.
+        The fields, as a mutable mapping: later changes affect later lines.
     """
     if log_format == "json":
         handler = logging.StreamHandler(sys.stderr)
@@ -50,10 +51,10 @@ def set_up(log_format: str, **fields: object) -> dict[str, object]:
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON.
+    """Formats a record as one line of JSON.
 
     Args:
-        fields: of every line; may change.
+        fields: added to every line; may change later.
     """
 
     def __init__(self, fields: Mapping[str, object]) -> None:
@@ -61,7 +62,7 @@ class JsonLines(logging.Formatter):
         self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Return the line without a newline."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -71,7 +72,7 @@ class JsonLines(logging.Formatter):
         }
         if request_id := REQUEST_ID.get():
             line["request_id"] = request_id
-        # Ray adds fields of its own, with an underscore before their names.
+        # Names with a leading underscore are attributes that Ray adds.
         line |= {name: value for name, value in vars(record).items() if name not in _PLAIN and name[0] != "_"}
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)

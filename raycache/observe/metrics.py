@@ -1,7 +1,7 @@
-"""Prometheus metrics of one server: what its engines count, and what its front end sees.
+"""Prometheus metrics of a server: those of its engines and of its front end.
 
-All names begin with raycache_ and stand in figures.py; some are shown again by the names of other servers (aliases.py).
-Each server has its own registry.
+All are listed in figures.py; some are also shown under the names of other servers (aliases.py). Each server has its own
+registry.
 """
 
 from __future__ import annotations
@@ -24,35 +24,34 @@ from raycache.types import EngineStats, FinishReason, GenerateRequest, RequestOu
 
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TIMEOUT)
 _STATUSES = (200, 429, 500, 503)
-"""Shown before they are counted: Prometheus sees no increase in a series that begins with 1."""
+"""Exported as 0 from the start, since Prometheus sees no increase in a series whose first value is 1."""
 
 
 class Observation(Protocol):
-    """One request, watched by somebody else too."""
+    """Observes one request."""
 
     def take(self, output: RequestOutput) -> None:
-        """An increment came."""
+        """Called with each increment."""
         ...
 
     def end(self, error: BaseException | None) -> None:
-        """It is over; `error` is what ended it, GeneratorExit or CancelledError when its client went."""
+        """Called at the end; `error` is GeneratorExit or CancelledError if the client disconnected."""
         ...
 
 
 class Observer(Protocol):
-    """Watches requests, such as for traces."""
+    """Observes requests, for example for traces."""
 
     def begin(self, request: GenerateRequest) -> Observation:
-        """A request goes to an engine."""
+        """Called when a request is sent to an engine."""
         ...
 
 
 class Metrics:
-    """The registry of one server.
+    """The metrics of one server.
 
     Args:
         model_name: value of the label model_name.
-        observer: of all requests, or None.
     """
 
     def __init__(self, model_name: str, *, observer: Observer | None = None) -> None:
@@ -69,29 +68,29 @@ class Metrics:
         ready = figures.READY
         gauge = prometheus_client.Gauge(ready.full_name, ready.text, ["model_name"], registry=self._registry)
         self._ready = gauge.labels(model_name=model_name)
-        answers = figures.RESPONSES
+        responses = figures.RESPONSES
         self._responses = prometheus_client.Counter(
-            answers.full_name, answers.text, ["model_name", *answers.labels], registry=self._registry
+            responses.full_name, responses.text, ["model_name", *responses.labels], registry=self._registry
         )
         for status in _STATUSES:
             self._responses.labels(model_name=model_name, status=str(status))
 
     def watch(self, request: GenerateRequest) -> RequestWatch:
-        """Start the clock of a request; use it as a context that lasts as long as the request."""
+        """Start timing a request; use the result as a context manager around the whole request."""
         return RequestWatch(self, request, None if self._observer is None else self._observer.begin(request))
 
     def count_response(self, status: int) -> None:
-        """The server has answered with an HTTP status."""
+        """Count an HTTP response."""
         self._responses.labels(model_name=self._model_name, status=str(status)).inc()
 
     def show(self, stats: EngineStats | None) -> None:
-        """Take in the engine's figures now; None while it does not answer: the last ones stay."""
+        """Set the engine's current statistics; None if it does not respond, which keeps the last ones."""
         self._ready.set(stats is not None)
         if stats is not None:
             self._engine.stats = stats
 
     def families(self, *, of_engines: bool = True, of_front: bool = True) -> list[Family]:
-        """Metrics of figures.py that have values: those of engines, those that the front end sees, or both."""
+        """Return metrics that have values: those of engines, of the front end, or both."""
         chosen = {PREFIX + metric.name for metric in (*figures.ENGINE, figures.READY)} if of_engines else set()
         chosen |= (
             {PREFIX + metric.name for metric in figures.FRONT if metric is not figures.READY} if of_front else set()
@@ -99,7 +98,7 @@ class Metrics:
         return [family for family in self._registry.collect() if family.name in chosen]
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Return all metrics and aliases in Prometheus text format."""
         shown = CollectorRegistry()
         shown.register(self._registry)
         shown.register(_Given(aliases(self.families())))
@@ -113,7 +112,7 @@ class Metrics:
 
 
 class RequestWatch:
-    """Times of one request, as its client sees them."""
+    """Times a request, as its client sees it."""
 
     def __init__(self, metrics: Metrics, request: GenerateRequest, observation: Observation | None) -> None:
         self._metrics = metrics
@@ -129,7 +128,7 @@ class RequestWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The request ended, in whatever way; one that was refused, failed or left by its client has no duration."""
+        """Record the duration, except of requests that were refused, failed or abandoned by their client."""
         if error is None or self._is_ended:
             self._metrics.duration_s.observe(time.monotonic() - self._start_s)
             self._metrics.prompt_tokens.observe(self._prompt_len)
@@ -138,7 +137,7 @@ class RequestWatch:
             self._observation.end(error)
 
     def take(self, output: RequestOutput) -> None:
-        """An increment came, with or without tokens."""
+        """Record an increment, with or without tokens."""
         if self._observation is not None:
             self._observation.take(output)
         self._is_ended = output.finish_reason in _ENDS
@@ -158,7 +157,7 @@ class RequestWatch:
 
 
 class _EngineCollector(Collector):
-    """Shows the latest EngineStats."""
+    """Exports the latest EngineStats."""
 
     def __init__(self, model_name: str) -> None:
         self.stats = EngineStats()
@@ -177,7 +176,7 @@ class _EngineCollector(Collector):
 
 
 class _Given(Collector):
-    """Shows what it was given."""
+    """Exports given families."""
 
     def __init__(self, families: list[Family]) -> None:
         self._families = families

@@ -1,1 +1,1 @@
-"""Which replica gets a request, and what replicas report together."""
+"""Choice of a replica for each request, and aggregated statistics."""

@@ -1,16 +1,16 @@
-"""Which replica gets a request: what each one is believed to have cached, what it has to do, and the choice.
+"""Routes requests to replicas by expected cache hits and load.
 
-    cost of a replica = tokens of this request that it would compute + tokens that it has to compute already
+    cost of a replica = tokens of this request it would have to compute + tokens it still has to compute
 
-The least cost wins, so a long prefix in the cache is worth a queue that is shorter than it, and no more. What a replica
-has to compute of a request: the part of the prompt that is not cached, then an output as long as outputs have been so
-far. One token counts as one, whether it is read or written: that is what it adds to the work of a batch.
+The cheapest replica wins, so a cached prefix outweighs a longer queue only by its own length. The work of a request is
+the uncached part of its prompt plus the expected output length, the mean of recent outputs. Prompt and output tokens
+count alike, as each adds one token to a batch.
 
-An index of prefixes follows each replica. It takes in what was computed there (a request's first token tells, and its
-end) and holds as many pages as the replica can, least recently used out first, as there. If a replica reuses less than
-the index has, its cache does not reach back so far, or was lost: then all goes that was used no later.
+The router keeps a prefix index per replica. A prompt enters it with the first token, the output when the request ends.
+Like the replica's cache it is LRU, with the same capacity. If a replica reuses less than its index predicts, it has
+evicted or lost pages, so the index drops everything that was not used since.
 
-Pure: no clock, no thread, no network. A router belongs to one event loop.
+No I/O, clock or threads. A router belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from raycache.cache.keys import Identity, PageChain
 from raycache.types import GenerateRequest, Miss, RequestOutput
 
 _FIRST_OUTPUT_LEN = 128.0
-"""Tokens that an output is taken to have before one has ended."""
+"""Expected output length in tokens before any request has ended."""
 _OUTPUT_MEMORY = 32
-"""Outputs over which the mean is taken, the latest ones counting most."""
+"""Time constant, in outputs, of the moving average of output lengths."""
 _MAX_PAGES = 1 << 19
-"""Of one index, some 170 bytes each."""
+"""Maximum size of an index, at about 170 bytes per page."""
 _GONE = frozenset(
     {Miss.NEVER_SEEN, Miss.EVICTED_DEVICE, Miss.EVICTED_HOST, Miss.EVICTED_STORAGE, Miss.CHECKSUM, Miss.IDENTITY}
 )
-"""Reasons that say of a page that it is not there. The others say that it was not used."""
+"""Miss reasons for pages that the replica does not have. The others mean that it has them but did not use them."""
 
 
 class PrefixIndex:
-    """Pages that a replica is believed to have, least recently used first.
+    """Pages that a replica is expected to have, in LRU order.
 
-    A page stands for its whole prefix. A use of a prefix counts for its pages from the last to the first, so the first
-    ones stay longest, and a page that is known vouches for those before it.
+    A page is identified by the digest of its whole prefix. A use of a prefix touches its pages from last to first, so
+    the first ones are evicted last, and if a page is known, so are all before it.
 
     Args:
-        capacity: most pages.
+        capacity: maximum number of pages.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -58,7 +58,7 @@ class PrefixIndex:
         return page in self._last_use
 
     def add(self, pages: Sequence[bytes]) -> None:
-        """Note a use of a prefix, given by all its pages from the first on."""
+        """Record a use of a prefix, given by its pages from the first on."""
         self._num_uses += 1
         for page in reversed(pages):
             self._last_use[page] = self._num_uses
@@ -67,28 +67,28 @@ class PrefixIndex:
             self._last_use.popitem(last=False)
 
     def uses(self, pages: Sequence[bytes]) -> list[int]:
-        """Numbers of the last uses of those of a prefix's pages that are known, which are its first ones."""
+        """Numbers of the last uses of a prefix's known pages, which are its first ones."""
         return [self._last_use[page] for page in pages[: _length_of(pages, self)]]
 
     def forget_through(self, use: int) -> None:
-        """Forget all pages that were not used later than that use."""
+        """Forget all pages whose last use was not after `use`."""
         while self._last_use and next(iter(self._last_use.values())) <= use:
             self._last_use.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all pages."""
         self._last_use.clear()
 
 
 @dataclass(eq=False)
 class _Replica:
-    """What is known of a replica.
+    """The router's view of a replica.
 
     Attributes:
-        coming: pages that it is computing -> requests that it does so for.
-        work: tokens that it has to compute.
-        num_open: requests that it has.
-        chosen: number of the choice that fell on it last.
+        coming: pages being computed -> number of requests that compute them.
+        work: tokens left to compute.
+        num_open: number of open requests.
+        chosen: number of the last choice that selected it.
     """
 
     name: str
@@ -102,12 +102,12 @@ class _Replica:
         return page in self.index or page in self.coming
 
     def expect(self, pages: Sequence[bytes]) -> None:
-        """A request is about to compute these."""
+        """Count a request that is about to compute these pages."""
         for page in pages:
             self.coming[page] = self.coming.get(page, 0) + 1
 
     def end_expecting(self, pages: Sequence[bytes]) -> None:
-        """It has, or never will."""
+        """Count back a request that has computed these pages, or never will."""
         for page in pages:
             self.coming[page] -= 1
             if not self.coming[page]:
@@ -116,16 +116,16 @@ class _Replica:
 
 @dataclass(eq=False)
 class Route:
-    """A request and the replica that it was given to; filled in by `Router`.
+    """A request and its replica; maintained by `Router`.
 
     Attributes:
-        tokens: of prompt and output so far, packed.
-        chain: of their pages; None where no index is kept.
-        pages: those that were there when it was chosen.
-        expected_len: tokens that the replica is believed to have of them.
-        uses: numbers of the last uses of those that its index had.
-        prompt_left, output_left: tokens that are to be computed for it.
-        output_len: tokens that came from this replica.
+        tokens: prompt and output so far, packed; empty without an index.
+        chain: digests of their pages; None without an index.
+        pages: digests of whole pages when the replica was chosen.
+        expected_len: expected cache hit in tokens.
+        uses: numbers of the last uses of the pages found in the index.
+        prompt_left, output_left: tokens left to compute.
+        output_len: tokens generated by this replica.
     """
 
     _replica: _Replica
@@ -140,15 +140,16 @@ class Route:
 
     @property
     def replica(self) -> str:
-        """Name of the one that was chosen."""
+        """Name of the chosen replica."""
         return self._replica.name
 
 
 class Router:
-    """Chooses replicas, and learns from what they answer.
+    """Chooses replicas, and tracks their caches and load from their output.
 
     Args:
-        policy: one of the setting `routing`: "prefix"; "load": the least work; "round_robin": each in turn.
+        policy: "prefix": least cost; "load": least work; "round_robin": each in turn.
+        page_size: tokens per page.
     """
 
     def __init__(self, policy: str, *, page_size: int) -> None:
@@ -159,45 +160,45 @@ class Router:
         self._mean_output = _FIRST_OUTPUT_LEN
 
     def add(self, name: str, *, num_pages: int) -> None:
-        """Take a replica in.
+        """Add a replica.
 
         Args:
-            name: that is not in use.
-            num_pages: that its device and host tiers hold together.
+            name: must not be in use.
+            num_pages: capacity of its device and host tiers together.
         """
-        assert name not in self._replicas, f"replica {name} is there already"
+        assert name not in self._replicas, f"replica {name} exists already"
         self._replicas[name] = _Replica(name, PrefixIndex(num_pages))
 
     def remove(self, name: str) -> None:
-        """Forget a replica; its routes may still be noted and ended."""
+        """Remove a replica; its routes may still be passed to `note` and `end`."""
         del self._replicas[name]
 
     def clear(self, name: str) -> None:
-        """The replica's cache was emptied."""
+        """Forget what a replica has cached."""
         self._replicas[name].index.clear()
 
     def work(self, name: str) -> int:
-        """Tokens that a replica has to compute."""
+        """Tokens that a replica has left to compute."""
         return self._replicas[name].work
 
     def choose(self, request: GenerateRequest, among: Collection[str]) -> Route:
-        """Choose a replica for a request, and count the request as its.
+        """Choose a replica for a request and add the request to its load.
 
         Args:
-            request: that starts, or goes on after the tokens of its output.
+            request: a new one, or one to be continued after its output so far.
             among: names to choose from, at least one.
         Returns:
-            To be given to `note` with each increment, and to `end` once.
+            A route to pass to `note` with each increment, and to `end` exactly once.
         """
         self._num_choices += 1
         num_tokens = len(request.prompt) + len(request.output)
         tokens, chain, pages = bytearray(), None, list[bytes]()
         if self._policy == "prefix" and len(self._replicas) > 1:
             tokens += np.asarray([*request.prompt, *request.output], np.int32).tobytes()
-            # The model is the same for all; what matters is that no two tenants share a seed.
+            # All replicas serve the same model, so only the salt matters: tenants must not share digests.
             chain = PageChain(Identity("", self._page_size, salt=request.cache_salt))
             pages = list(chain.digests(tokens))
-        # One token at least is left to compute, and a request that wants the prompt's log-probabilities computes all.
+        # At least one token is computed; for log-probabilities of the prompt, all of them.
         is_reusing = request.sampling.prompt_logprobs is None
         usable = pages[: (num_tokens - 1) // self._page_size if is_reusing else 0]
         hits = {name: _length_of(usable, self._replicas[name]) * self._page_size for name in among}
@@ -220,7 +221,7 @@ class Router:
         return route
 
     def note(self, route: Route, output: RequestOutput) -> None:
-        """Learn from an increment, as the replica gave it."""
+        """Update load and index from an increment of the output."""
         if not output.token_ids:
             return
         if not route.output_len:
@@ -228,13 +229,13 @@ class Router:
         route.output_len += len(output.token_ids)
         if route.chain is not None:
             route.tokens += np.asarray(output.token_ids, np.int32).tobytes()
-        # An output that is longer than was thought has one more token to come, as long as it has not ended.
+        # An output longer than expected counts as one token left until it ends.
         left = max(1, route.output_left - len(output.token_ids))
         route._replica.work -= route.output_left - left
         route.output_left = left
 
     def end(self, route: Route) -> None:
-        """The request has ended there, in whatever way."""
+        """Remove the request from its replica's load, however it ended."""
         replica = route._replica
         replica.num_open -= 1
         replica.work -= route.prompt_left + route.output_left
@@ -243,11 +244,11 @@ class Router:
             return
         self._mean_output += (route.output_len - self._mean_output) / _OUTPUT_MEMORY
         if route.chain is not None:
-            # The last token was given out and not read again.
+            # The last token was never fed back into the model, so it is not cached.
             replica.index.add(route.chain.digests(route.tokens[:-4]))
 
     def _rank(self, replica: _Replica, hit_len: int) -> tuple[int, ...]:
-        """What is compared, the least wins. Equal ones take turns."""
+        """Sort key: the lowest wins. Ties go to the replica chosen least recently."""
         match self._policy:
             case "prefix":
                 return replica.work - hit_len, replica.work, replica.num_open, replica.chosen
@@ -261,7 +262,7 @@ class Router:
         return max(1, (expected if most is None else min(most, expected)) - len(request.output))
 
     def _learn(self, route: Route, output: RequestOutput) -> None:
-        """The first token: the whole prompt has been computed."""
+        """Update the index at the first token, when the whole prompt has been computed."""
         replica = route._replica
         replica.work -= route.prompt_left
         route.prompt_left = 0
@@ -273,7 +274,7 @@ class Router:
 
 
 def _length_of(pages: Sequence[bytes], known: PrefixIndex | _Replica) -> int:
-    """How many first pages are known; by bisection, as a known page vouches for those before it."""
+    """Number of leading pages that are known; by bisection, since all pages before a known one are known."""
     low, high = 0, len(pages)
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Figures of several replicas as those of one."""
+"""Aggregates the statistics of several replicas."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raycache.types import EngineInfo, EngineStats
 
 
 def total_stats(by_replica: Mapping[str, EngineStats]) -> EngineStats:
-    """Sums, with each replica's own figures in `replicas`; those of "0" alone as they are.
+    """Sum up statistics, keeping each replica's own in `replicas`; a single replica "0" is returned unchanged.
 
-    A single one of another name keeps it: the others may be back soon, and series must not change their labels.
+    A single replica of another name keeps its entry: others may return, and time series must not change labels.
 
     Args:
-        by_replica: name of the replica -> its figures; at least one.
+        by_replica: replica name -> its statistics; at least one.
     """
     if list(by_replica) == ["0"]:
         return by_replica["0"]
@@ -31,21 +31,21 @@ def total_stats(by_replica: Mapping[str, EngineStats]) -> EngineStats:
 
 
 def total_info(by_replica: Mapping[str, EngineInfo]) -> EngineInfo:
-    """The first one's facts, with the ranks of all; each row of a rank names its replica."""
+    """Return the first replica's info with the ranks of all; each rank's row names its replica."""
     ranks = tuple({"replica": name, **row} for name, info in by_replica.items() for row in info.ranks)
     return dataclasses.replace(next(iter(by_replica.values())), ranks=ranks)
 
 
 def total_answer(by_replica: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Answers to an operator's command: those of a single one as they are, else sums, and each in "replicas"."""
+    """Combine the replies to a command: sums, and each reply in "replicas"; a single reply is returned unchanged."""
     if len(by_replica) == 1:
         return next(iter(by_replica.values()))
     return {**total(list(by_replica.values())), "replicas": dict(by_replica)}
 
 
 def total(values: Sequence[Any]) -> Any:
-    """Numbers add up, mappings by name, tuples of numbers by place, other sequences one after the other; of the rest
-    the first one counts."""
+    """Add numbers, mappings by name and tuples of numbers by position, and concatenate other sequences; of any other
+    type, return the first value."""
     first = values[0]
     match first:
         case bool() | str():
@@ -56,7 +56,7 @@ def total(values: Sequence[Any]) -> Any:
             names = dict.fromkeys(name for value in values for name in value)
             return {name: total([value[name] for value in values if name in value]) for name in names}
         case tuple() if first and all(isinstance(item, int | float) for item in first):
-            return tuple(sum(places) for places in zip(*values, strict=True))
+            return tuple(sum(column) for column in zip(*values, strict=True))
         case list() | tuple():
             return type(first)(item for value in values for item in value)
     return first
