@@ -1,4 +1,4 @@
-"""`raycache cache`: commands to the cache of a running server (its HTTP side is launch/http/cache.py)."""
+"""`raycache cache`: inspects and changes the cache of a running server, over the API in launch/http/cache.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raycache.errors import ConfigError
 from raycache.types import TIERS
 
 _MARGIN_S = 60.0
-"""For an answer on top of the time that the command itself may take."""
+"""Added to the time limit of flush and scrub, to wait for the response."""
 _EXAMPLES = """\
 examples:
   raycache cache status
@@ -26,7 +26,7 @@ examples:
 
 
 def add_cache_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the commands. Imports nothing heavy: --help has to answer at once."""
+    """Add the subcommands. Imports nothing heavy, so that --help is fast."""
     parser.epilog, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
 
@@ -61,12 +61,10 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Send a command and print the answer.
+    """Send a command, print the response and return the exit code.
 
-    Returns:
-        Exit code.
     Raises:
-        RayCacheError: it cannot be sent, or was refused.
+        RayCacheError: the server cannot be reached, or rejected the command.
     """
     is_status = options.action == "status"
     return send(
@@ -113,7 +111,7 @@ def _inspected(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(answer: Mapping[str, Any]) -> str:
-    """Any answer."""
+    """Format any response as a table."""
     if not answer:
         return "done"
     return render(("WHAT", "VALUE"), rows=[(name, _value(name, value)) for name, value in _flat(answer)])
@@ -159,7 +157,7 @@ def summary(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Names and values, those of inner mappings with a dot between."""
+    """Flatten nested mappings into (dotted name, value)."""
     found: list[tuple[str, Any]] = []
     for name, value in values.items():
         if isinstance(value, dict):
@@ -170,7 +168,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _value(name: str, value: object) -> str:
-    """A figure as people read it."""
+    """Format a value for people."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if "bytes" in name:
             return human_bytes(value)

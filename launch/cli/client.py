@@ -1,4 +1,4 @@
-"""Asking a running server over HTTP, with the standard library."""
+"""HTTP client for a running server, with the standard library only."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MAX_BYTES = 4 << 20
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class AnswerError(RayCacheError):
-    """A server did not answer, or refused."""
+class ResponseError(RayCacheError):
+    """A server did not respond, or returned an error."""
 
 
 def ask(
@@ -31,25 +31,25 @@ def ask(
     body: Mapping[str, Any] | None = None,
     certificate: str = "",
 ) -> dict[str, Any]:
-    """GET a path, or POST a body to it.
+    """GET a path, or POST a JSON body to it.
 
     Args:
         endpoint: such as "http://127.0.0.1:8000".
         path: such as "/status".
-        key: API key; empty for none.
-        timeout_s: for an answer.
-        body: to post as JSON.
-        certificate: PEM file that a server on this machine must show, whatever its name; else it must be one that
-            RAYCACHE_CA_FILE or this machine trusts.
+        key: API key; empty: none.
+        timeout_s: for the response.
+        body: None: GET.
+        certificate: PEM file with the exact certificate expected, whatever its name; empty: any certificate trusted by
+            RAYCACHE_CA_FILE or this machine.
     Returns:
-        The JSON object that the server answers.
+        The JSON object in the response.
     Raises:
-        ConfigError: the endpoint is not an HTTP URL, or a file of certificates cannot be read.
-        AnswerError: no answer, or not a good one; the text says why, without the endpoint.
+        ConfigError: the endpoint is not an HTTP URL, or a certificate file cannot be read.
+        ResponseError: no response or an error; the message does not include the endpoint.
     """
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
-        raise ConfigError(f"{endpoint!r} is not an endpoint; write it as http://HOST:PORT")
+        raise ConfigError(f"{endpoint!r} is not a valid endpoint; write it as http://HOST:PORT")
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(endpoint.rstrip("/") + path, data, {"Content-Type": "application/json"})
     if key:
@@ -62,24 +62,24 @@ def ask(
         trusted = trust_exactly(certificate) if certificate else trust(ca_file())
         handlers.append(urllib.request.HTTPSHandler(context=trusted))
     try:
-        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as answer:
-            found = json.loads(answer.read(_MAX_BYTES))
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
+            found = json.loads(response.read(_MAX_BYTES))
     except urllib.error.HTTPError as cause:
-        raise AnswerError(_refusal(cause)) from cause
-    except (OSError, ValueError) as cause:  # URLError and time-outs are OSErrors
+        raise ResponseError(_refusal(cause)) from cause
+    except (OSError, ValueError) as cause:  # URLError and TimeoutError are OSErrors
         reason = cause.reason if isinstance(cause, urllib.error.URLError) else cause
         hint = "; set RAYCACHE_CA_FILE to its CA" if isinstance(reason, ssl.SSLCertVerificationError) else ""
-        raise AnswerError(f"{reason}{hint}") from cause
+        raise ResponseError(f"{reason}{hint}") from cause
     if not isinstance(found, dict):
-        raise AnswerError(f"its {path} is not that of RayCache")
+        raise ResponseError(f"{path} did not return what RayCache returns")
     return found
 
 
-def _refusal(answer: urllib.error.HTTPError) -> str:
-    """The status, and the server's own words if it is one of ours."""
-    hint = "; set RAYCACHE_API_KEY to its key" if answer.code == 401 else ""
+def _refusal(response: urllib.error.HTTPError) -> str:
+    """The HTTP status, with the error message of a RayCache server."""
+    hint = "; set RAYCACHE_API_KEY to its key" if response.code == 401 else ""
     try:
-        words = json.loads(answer.read(_MAX_BYTES))["error"]["message"]
+        message = json.loads(response.read(_MAX_BYTES))["error"]["message"]
     except (OSError, ValueError, TypeError, LookupError):
-        return f"HTTP {answer.code}{hint}"
-    return f"HTTP {answer.code}{hint}: {' '.join(str(words).split())}"
+        return f"HTTP {response.code}{hint}"
+    return f"HTTP {response.code}{hint}: {' '.join(str(message).split())}"

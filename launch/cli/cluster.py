@@ -1,7 +1,7 @@
-"""`raycache launch`: from settings to a server that answers, and back to nothing.
+"""`raycache launch`: starts a service, runs it until a signal, and stops it.
 
 bind port -> check model -> Ray -> replicas (placement, engine actor, ranks) -> HTTP server -> table -> ... -> stop in
-reverse. With ingress=serve, replicas and HTTP server are Ray Serve's (ray_serve.py).
+reverse order. With ingress=serve, Ray Serve runs replicas and HTTP server (ray_serve.py).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from raycache.observe import logs
 from raycache.routing.totals import total_info
 from raycache.types import EngineInfo
 
-_TOKEN_HINT = " (if it asks for a token: `ray get-auth-token` prints it)"
+_TOKEN_HINT = " (`ray get-auth-token` prints its token, if it asks for one)"
 
 
 class Service(Protocol):
-    """Engines and a server over them.
+    """Engines and an HTTP server.
 
     Attributes:
-        info: facts of the engines.
+        info: of the engines.
     """
 
     info: EngineInfo
@@ -50,23 +50,18 @@ class Service(Protocol):
         """Serve until `stop` is set.
 
         Args:
-            stop: set it to end.
-            on_started: told the endpoint when clients can connect.
+            on_started: called with the endpoint once clients can connect.
         Raises:
-            RayCacheError: it cannot serve on.
+            RayCacheError: the service failed.
         """
         ...
 
 
 def run(config: Config) -> int:
-    """Serve a model until SIGINT, SIGTERM or SIGHUP, or until its engines fail for good.
+    """Serve a model until SIGINT, SIGTERM or SIGHUP, or until its engines fail permanently; returns the exit status.
 
-    Args:
-        config: of the service.
-    Returns:
-        Exit status.
     Raises:
-        RayCacheError: why it cannot serve, or serve on; nothing is left running.
+        RayCacheError: the start or the service failed; everything is cleaned up.
     """
     logs.set_up(config.log_format)
     with contextlib.ExitStack() as cleanup:
@@ -78,7 +73,7 @@ def run(config: Config) -> int:
         config = pinned(config)
         with outlined(config) as here:
             tokenizer = Tokenizer.of(here, vocab_size=check_model(here).vocab_size)
-        ChatTemplate.load(tokenizer, path=config.chat_template)  # or it would be refused after the weights are loaded
+        ChatTemplate.load(tokenizer, path=config.chat_template)  # fails now instead of after the weights are loaded
         progress.show("starting Ray", 0.0)
         keep_job_variables()
         cluster = connect(config, variables=hub_variables() if pinned_models(config) else {})
@@ -96,7 +91,7 @@ def run(config: Config) -> int:
 
 
 class _Builtin:
-    """Engines of this process, and a server in it."""
+    """Engines driven by this process, and its own HTTP server."""
 
     def __init__(
         self, config: Config, sock: socket.socket, *, tokenizer: Tokenizer, seen: Observed, progress: _Progress
@@ -123,7 +118,7 @@ class _Builtin:
 
     async def run(self, *, stop: asyncio.Event, on_started: Callable[[str], None]) -> None:
         watch = asyncio.create_task(self._engine.watch())
-        # Whoever runs this command can start it again; a server that only answers 503 helps nobody.
+        # Exit, so that a supervisor can restart the service, instead of responding only 503.
         watch.add_done_callback(lambda ended: stop.set())
         async with publishing(self._engine, self._seen.metrics):
             await serve(self._app, sock=self._sock, stop=stop, on_started=on_started, config=self._config)
@@ -187,7 +182,7 @@ def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config)
 
 
 class _Progress:
-    """What the start is doing: one line that is rewritten on a terminal, a line per phase elsewhere."""
+    """Shows the progress of the start: one updated line on a terminal, otherwise a line per phase."""
 
     def __init__(self) -> None:
         self._topic = ""
@@ -201,7 +196,7 @@ class _Progress:
         self.close()
 
     def show(self, phase: str, share: float) -> None:
-        """Tell the phase, and the share of it that is done (0 to 1; 0 when it is not known)."""
+        """Show the phase and the fraction of it that is done; 0: unknown."""
         has_share = share and phase.startswith(("loading", "downloading"))
         line = f"{phase} [{'#' * round(20 * share):20}] {share:.0%}" if has_share else phase
         if self._is_terminal:
@@ -212,7 +207,7 @@ class _Progress:
             self._topic = topic
 
     def close(self) -> None:
-        """End the line."""
+        """Clear the line."""
         if self._is_terminal and self._width:
             print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
         self._width = 0

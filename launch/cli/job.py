@@ -1,9 +1,9 @@
-"""`raycache launch` on a remote cluster: the same command as a Ray job on its head, followed from here.
+"""`raycache launch` on a remote cluster: runs the same command as a Ray job on its head, and follows it.
 
 this machine                         head
 raycache launch --address http://... -> Ray job: raycache launch --address auto ...
 log, endpoint, exit status           <-
-Ctrl-C                               -> the job ends as at its own Ctrl-C
+Ctrl-C                               -> stops the job cleanly
 """
 
 from __future__ import annotations
@@ -23,46 +23,44 @@ from raycache.config import Config
 from raycache.errors import ConfigError
 
 _NOT_FOUND = 127
-"""What a shell says of a command that it does not find."""
+"""A shell's exit status if the command is not found."""
 
 
 def is_remote(address: str) -> bool:
-    """Whether an address is that of a dashboard, for `run`."""
+    """Whether an address is a dashboard URL."""
     return address.startswith(("http://", "https://"))
 
 
 def check_client() -> None:
-    """Check, in a job of a cluster, that it runs the version of those who have submitted it.
+    """Check, inside a job, that the machine that submitted it has the same version of RayCache.
 
     Raises:
-        ConfigError: it does not; flags may mean something else here.
+        ConfigError: it has another one, whose flags may differ.
     """
     if environment.client_version() not in ("", __version__):
         raise ConfigError(
-            f"the cluster has RayCache {__version__}, the machine that launches on it {environment.client_version()}; "
+            f"the cluster has RayCache {__version__}, the submitting machine {environment.client_version()}; "
             "install the same version on both"
         )
 
 
 def run(values: Mapping[str, Any]) -> int:
-    """Launch on the cluster that `values["address"]` names; returns when the service has ended.
+    """Launch on the cluster at `values["address"]`; returns the exit status when the service has ended.
 
     Args:
-        values: settings that were given, as `flags.settings` returns them.
-    Returns:
-        Exit status.
+        values: explicit settings, from `flags.settings`.
     Raises:
-        ConfigError: it cannot be launched there.
+        ConfigError: the job cannot be started, or was lost.
     """
     config = Config.from_mapping(values)
     if name := environment.ray_address_variable():
-        raise ConfigError(f"{name} is set, and Ray's job client would follow it and not --address; unset it")
+        raise ConfigError(f"{name} is set, and Ray's job client would use it instead of --address; unset it")
     for path in config.directories:
         if not os.path.isabs(path) and hub_id(path) is None:
             name = "model" if path == config.model else "draft"
             raise ConfigError(
-                f"{name}={path} is relative; for a launch on a remote cluster give the absolute path that it has on "
-                "the nodes there, or the name of a model of the Hub"
+                f"{name}={path} is relative; for a remote cluster, use an absolute path on its nodes or the name of a "
+                "Hub model"
             )
     from actors.job import Job  # imports Ray
 
@@ -77,16 +75,16 @@ def run(values: Mapping[str, Any]) -> int:
             return 0
         status = job.exit_status()
     if status == _NOT_FOUND:
-        raise ConfigError(f"no raycache on the PATH of Ray at {config.address}; install it on every node, as here")
+        raise ConfigError(f"raycache is not on the PATH of Ray at {config.address}; install this version on every node")
     if isinstance(status, str):
         raise ConfigError(f"the job {job.job_id} was lost: {' '.join(status.split())}")
     if status:
-        print(f"raycache: the job {job.job_id} has ended with exit status {status}", file=sys.stderr)
+        print(f"raycache: the job {job.job_id} ended with exit status {status}", file=sys.stderr)
     return status
 
 
 def _command(values: Mapping[str, Any]) -> str:
-    """The command line for the head: what was given, with the cluster that the head belongs to."""
+    """The command line for the head: the explicit settings, with --address auto."""
     config = Config.from_mapping(values)
     words = ["raycache", "launch", config.model, "--address", "auto"]
     for name in values:
@@ -101,7 +99,7 @@ def _command(values: Mapping[str, Any]) -> str:
 
 
 _SECRETS = ("api_key", "storage")
-"""Settings that can hold passwords; they travel in variables, as all users of a machine see command lines."""
+"""Settings that can hold passwords are passed in environment variables, since all users can see command lines."""
 
 
 def _variables(config: Config) -> dict[str, str]:
@@ -111,18 +109,18 @@ def _variables(config: Config) -> dict[str, str]:
 
 
 class _Screen:
-    """Shows the log of a job, and says how its endpoint is reached from here."""
+    """Shows the log of a job, and how to reach its endpoint from this machine."""
 
     def __init__(self, node: Any, *, is_loopback: bool) -> None:
         self._node, self._is_loopback = node, is_loopback
         self._line = ""
 
     def show(self, text: str) -> None:
-        """Show more of the log."""
+        """Show the next part of the log."""
         print(text, end="", flush=True)
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             if line.startswith("endpoint ") and self._is_loopback:
                 port = urlsplit(line.split()[1]).port
                 node = self._node() or "HEAD"
-                print(f"reached    from here with: ssh -N -L {port}:127.0.0.1:{port} {node}", flush=True)
+                print(f"tunnel     ssh -N -L {port}:127.0.0.1:{port} {node}", flush=True)

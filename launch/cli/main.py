@@ -1,4 +1,4 @@
-"""The command line. What a command needs is imported when it runs, so that --help answers at once."""
+"""The command line. Commands import their dependencies when they run, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: without the program's name; None for those of this process.
+        argv: without the program's name; None: those of this process.
     Returns:
-        Exit code: 0 done, 1 the answer is no, 2 it cannot work, 130 interrupted, 141 nobody reads.
+        Exit code: 0: success; 1: negative result; 2: error; 130: interrupted; 141: standard output was closed.
     """
     options = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = options.command
@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _is_output_closed():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again on exit
         return 141
 
 
 def _is_output_closed() -> bool:
-    """Whether the reader of standard output is gone, as in `raycache ... | head`."""
+    """Whether standard output was closed by its reader, as in `raycache ... | head`."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -73,33 +73,33 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     add_config_flags(add("launch", _launch, "serve a model until Ctrl-C"))
-    status = add("status", _status, "show the services that run on this machine")
+    status = add("status", _status, "show the services running on this machine")
     status.add_argument("--endpoint", metavar="URL", help="server on another machine, such as http://HOST:8000")
-    status.add_argument("--json", action="store_true", help="print all figures as JSON")
+    status.add_argument("--json", action="store_true", help="print all statistics as JSON")
     status.add_argument(
         "--timeout-s",
         type=seconds,
         metavar="SECONDS",
         default=5.0,
-        help="time limit for an answer (default: %(default)g s)",
+        help="time limit for a response (default: %(default)g s)",
     )
     top = add("top", _top, "watch a running service in the terminal")
     top.add_argument("--endpoint", metavar="URL", help="server on another machine, such as http://HOST:8000")
     for flag, default, text in (
         ("--interval-s", 2.0, "time between updates"),
-        ("--timeout-s", 5.0, "time limit for an answer"),
+        ("--timeout-s", 5.0, "time limit for a response"),
     ):
         top.add_argument(
             flag, type=seconds, metavar="SECONDS", default=default, help=f"{text} (default: %(default)g s)"
         )
     top.add_argument("--once", action="store_true", help="print a single frame")
-    boards = add("dashboards", _dashboards, "write a Grafana dashboard, alert rules and settings for Prometheus")
+    boards = add("dashboards", _dashboards, "write a Grafana dashboard, alert rules and a Prometheus configuration")
     boards.add_argument(
         "directory",
         metavar="DIR",
         type=Path,
         nargs="?",
-        help="directory to write to (default: Ray's, where its Grafana finds the dashboard)",
+        help="directory to write to (default: Ray's, from which its Grafana loads the dashboard)",
     )
     boards.add_argument(
         "--server",
@@ -110,8 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_cache_flags(add("cache", _cache, "inspect and change the cache of a running server"))
     add_replicas_flags(add("replicas", _replicas, "start, drain and replace the replicas of a running server"))
-    add_stop_flags(add("stop", _stop, "stop a service that runs on this machine"))
-    _add_key_flags(add("key", _key, "make an API key for a tenant, with its line for the file of --api-keys"))
+    add_stop_flags(add("stop", _stop, "stop a service running on this machine"))
+    _add_key_flags(add("key", _key, "create an API key for a tenant, and its line for the --api-keys file"))
     add_config_flags(add("doctor", _doctor, "check whether launch would work, without loading weights"))
     demo = add("demo-model", _demo_model, "write a small real model as a Hugging Face directory")
     demo.add_argument("directory", metavar="DIR", type=Path, help="directory to write to")
@@ -205,11 +205,11 @@ def _key(options: argparse.Namespace) -> int:
 
     key, line = new_key(options.name, rights=tuple(options.rights))
     if options.file is None:
-        print(f"line for the file of --api-keys:\n{line}", file=sys.stderr)
+        print(f"line for the --api-keys file:\n{line}", file=sys.stderr)
     else:
         add_line(options.file, line)
-        print(f"added {options.name} to {options.file}; a running server reads it by itself", file=sys.stderr)
-    print("API key, shown only now:", file=sys.stderr)
+        print(f"added {options.name} to {options.file}; running servers reload it automatically", file=sys.stderr)
+    print("API key (not shown again):", file=sys.stderr)
     print(key)
     return 0
 

@@ -1,4 +1,4 @@
-"""`raycache replicas`: commands to the replicas of a running server (its HTTP side is launch/http/replicas.py)."""
+"""`raycache replicas`: changes the replicas of a running server, over the API in launch/http/replicas.py."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _EXAMPLES = """\
 examples:
   raycache replicas status
   raycache replicas scale 3
-  raycache replicas restart                one after the other, each replaced before it is drained
+  raycache replicas restart                one by one, each replaced before it is drained
   raycache replicas restart --drain-first  if the cluster cannot hold one more
 """
 
 
 def add_replicas_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the commands. Imports nothing heavy: --help has to answer at once."""
+    """Add the subcommands. Imports nothing heavy, so that --help is fast."""
     parser.epilog, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
 
@@ -41,12 +41,10 @@ def add_replicas_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Send a command and print the answer.
+    """Send a command, print the response and return the exit code.
 
-    Returns:
-        Exit code.
     Raises:
-        RayCacheError: it cannot be sent, or was refused.
+        RayCacheError: the server cannot be reached, or rejected the command.
     """
     is_status = options.action == "status"
     path = "/replicas" if is_status else f"/replicas/{options.action}"

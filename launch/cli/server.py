@@ -1,4 +1,4 @@
-"""What the commands to a running server share. Light, so that --help answers at once."""
+"""Flags and request code shared by the commands for a running server. Imports nothing heavy, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def add_server_flags(parser: argparse.ArgumentParser, *, timeout_s: float) -> None:
-    """Add which server gets the command, and how its answer is shown."""
-    parser.add_argument("--endpoint", metavar="URL", help="server to ask (default: the one on this machine)")
+    """Add flags for the server to use and for the output format."""
+    parser.add_argument("--endpoint", metavar="URL", help="server to use (default: the one on this machine)")
     parser.add_argument("--api-key", metavar="KEY", default="", help="API key of the server (or set RAYCACHE_API_KEY)")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument("--json", action="store_true", help="print the response as JSON")
     parser.add_argument(
         "--timeout-s", type=seconds, metavar="SECONDS", default=timeout_s, help="time limit (default: %(default)g s)"
     )
@@ -33,20 +33,18 @@ def send(
     show: Callable[[Mapping[str, Any]], str],
     margin_s: float = 0.0,
 ) -> int:
-    """Send a command and print the answer.
+    """Send a command, print the response and return the exit code.
 
     Args:
         options: with the flags of `add_server_flags`.
-        path: of the command.
-        body: of the command; None for one that only asks.
-        show: makes the answer a text, where JSON is not wanted.
-        margin_s: for an answer on top of `--timeout-s`.
-    Returns:
-        Exit code.
+        path: URL path.
+        body: JSON body; None: GET.
+        show: formats the response, unless JSON is requested.
+        margin_s: added to `--timeout-s`.
     Raises:
-        RayCacheError: it cannot be sent, or was refused.
+        RayCacheError: the server cannot be reached, or rejected the command.
     """
-    from launch.cli.client import AnswerError, ask
+    from launch.cli.client import ResponseError, ask
 
     service = None if options.endpoint else only_service()
     endpoint = service.endpoint if service else options.endpoint
@@ -59,24 +57,24 @@ def send(
             body=body,
             certificate=service.certificate if service else "",
         )
-    except AnswerError as refusal:
-        raise AnswerError(f"{endpoint}: {refusal}") from refusal
+    except ResponseError as refusal:
+        raise ResponseError(f"{endpoint}: {refusal}") from refusal
     print(json.dumps(answer, indent=2, ensure_ascii=False) if options.json else show(answer))
     return 0
 
 
 def only_service() -> Service:
-    """The service that runs on this machine.
+    """Return the only service running on this machine.
 
     Raises:
-        ConfigError: there is none, or several.
+        ConfigError: there are none or several.
     """
     from launch.service import running
 
     found = running()
     if len(found) != 1:
         what = (
-            f"several services run here, {', '.join(one.endpoint for one in found)}"
+            f"several services run on this machine: {', '.join(one.endpoint for one in found)}"
             if found
             else "no service runs on this machine"
         )

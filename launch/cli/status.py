@@ -1,4 +1,4 @@
-"""What running services do, asked over HTTP."""
+"""`raycache status`: the state of running services, queried over HTTP."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from launch.table import render
 
 @dataclass(frozen=True)
 class Report:
-    """One service and its answer.
+    """One service and its response.
 
     Attributes:
-        endpoint: its URL.
-        service: its state file, or None for a remote one.
-        figures: fields of EngineInfo and EngineStats, empty when it did not answer.
-        error: why it did not answer, or empty.
+        service: from its state file; None for a remote one.
+        figures: fields of EngineInfo and EngineStats; empty without a response.
+        error: why there is no response, or empty.
     """
 
     endpoint: str
@@ -31,7 +30,7 @@ class Report:
 
 
 def ask(endpoint: str, *, service: Service | None, timeout_s: float) -> Report:
-    """GET its /status; a service that does not answer is a report too.
+    """GET /status; without a response, the report holds the error.
 
     Raises:
         ConfigError: the endpoint is not an HTTP URL.
@@ -39,18 +38,18 @@ def ask(endpoint: str, *, service: Service | None, timeout_s: float) -> Report:
     try:
         certificate = service.certificate if service else ""
         figures = client.ask(endpoint, path="/status", key=api_key(), timeout_s=timeout_s, certificate=certificate)
-    except client.AnswerError as cause:
+    except client.ResponseError as cause:
         return Report(endpoint, service, error=str(cause))
     return Report(endpoint, service, figures=figures)
 
 
 def as_json(reports: Sequence[Report]) -> str:
-    """All that is known, for programs."""
+    """Format all fields as JSON."""
     return json.dumps([asdict(report) for report in reports], indent=2)
 
 
 def as_table(reports: Sequence[Report]) -> str:
-    """The most telling figures, one service a line."""
+    """Format the most important statistics, one service per line."""
     header = (
         "ENDPOINT",
         "MODEL",
@@ -67,7 +66,7 @@ def as_table(reports: Sequence[Report]) -> str:
 
 
 def _replica_rows(report: Report) -> list[tuple[object, ...]]:
-    """A line for each of several replicas, below that of their service."""
+    """One row per replica, if there are several."""
     rows = []
     for name, figures in report.figures.get("replicas", {}).items():
         ranks = [rank for rank in report.figures.get("ranks", ()) if rank.get("replica") == name]
@@ -81,7 +80,7 @@ def _row(report: Report) -> tuple[object, ...]:
     model = figures.get("model") or (service.model if service else "?")
     head = (report.endpoint, model, service.pid if service else "-")
     if report.error:
-        return (*head, *["-"] * 6, f"no answer: {report.error}")
+        return (*head, *["-"] * 6, f"no response: {report.error}")
     pages = f"{figures.get('pages_in_use', 0)}/{figures.get('pages_total', 0)}"
     prompt, cached = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
     share = f"{100 * cached / prompt:.1f} %" if prompt else "-"

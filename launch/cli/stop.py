@@ -1,4 +1,4 @@
-"""`raycache stop`: end services of this machine."""
+"""`raycache stop`: stops services of this machine."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ if TYPE_CHECKING:
 
 
 def add_stop_flags(parser: argparse.ArgumentParser) -> None:
-    """Add which service to stop, and how patiently. Imports nothing heavy: --help has to answer at once."""
+    """Add the flags. Imports nothing heavy, so that --help is fast."""
     parser.add_argument(
-        "service", metavar="SERVICE", nargs="?", default="", help="port, pid, model or endpoint, as `status` shows them"
+        "service",
+        metavar="SERVICE",
+        nargs="?",
+        default="",
+        help="port, pid, model or endpoint, as shown by `raycache status`",
     )
-    parser.add_argument("--all", action="store_true", help="stop all services of this machine")
+    parser.add_argument("--all", action="store_true", help="stop all services on this machine")
     parser.add_argument(
         "--grace-s",
         type=seconds,
         metavar="SECONDS",
         default=30.0,
-        help="time to end cleanly before it is killed (default: %(default)g s)",
+        help="time to stop cleanly before it is killed (default: %(default)g s)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Stop a service, or all.
+    """Stop one or all services; returns the exit code, 1 if none is running.
 
-    Returns:
-        Exit code: 1 if none runs.
     Raises:
-        ConfigError: it is not clear which one.
+        ConfigError: the name matches no service or several.
     """
     from launch import service
 
@@ -50,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chosen(running: Sequence[Service], name: str, *, takes_all: bool) -> Sequence[Service]:
-    """The service of that name; without one, the only one, or all."""
+    """Select the service with a name; without a name, the only one, or all."""
     if name and takes_all:
         raise ConfigError(f"name a service or use --all, not both; got {name} and --all")
     named = [one for one in running if name in ("", str(one.port), str(one.pid), one.model, one.endpoint)]
     if not named and running:
-        raise ConfigError(f"no service {name!r} on this machine; name one of these:\n{_table(running)}")
+        raise ConfigError(f"no service {name!r} on this machine; services:\n{_table(running)}")
     if len(named) > 1 and not takes_all:
         which = f"are named {name!r}" if name else "run on this machine"
         raise ConfigError(f"{len(named)} services {which}; name one by its port or pid, or use --all:\n{_table(named)}")

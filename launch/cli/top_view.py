@@ -1,4 +1,4 @@
-"""One frame of `raycache top`: what a service does now, from two looks at its /status."""
+"""One frame of `raycache top`: the state and rates of a service, from two snapshots of its /status."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from launch.table import human_bytes
 from raycache.observe.figures import LANES
 
 _MOST_RANKS = 8
-"""More of them are shown by node."""
+"""Above this number, ranks are summarised by node."""
 _BAR = 12
-_MOST_PLACES = 3
+_MAX_POSITIONS = 3
 _MOST_MISSES = 3
 _NAME = 8
 Figures = Mapping[str, Any]
 
 
-class Look:
-    """Two looks at a service.
+class Change:
+    """Two snapshots of a service.
 
     Args:
-        figures: of its /status now.
-        before: the same earlier; empty at first.
+        figures: current /status.
+        before: earlier /status; empty at first.
         seconds: between them.
     """
 
@@ -38,125 +38,123 @@ class Look:
         return self.figures.get(name, 0)
 
     def gain(self, *path: str) -> float:
-        """What a counter has gained since the earlier look; since its engine began anew if it is lower."""
+        """Increase of a counter since the earlier snapshot, or its value if the engine restarted since."""
         now, before = _at(self.figures, path), _at(self.before, path) if self.before else 0.0
         return now - before if now >= before else now
 
     def rate(self, *path: str) -> float | None:
-        """The same per second; None after one look."""
+        """Increase per second; None with one snapshot only."""
         return self.gain(*path) / self._seconds if self.before and self._seconds > 0 else None
 
-    def of(self, replica: str) -> Look:
-        """The same of one replica."""
+    def of(self, replica: str) -> Change:
+        """The change of one replica."""
         before = self.before.get("replicas", {}).get(replica, {})
-        return Look(self.figures["replicas"][replica], before=before, seconds=self._seconds)
+        return Change(self.figures["replicas"][replica], before=before, seconds=self._seconds)
 
 
-def view(look: Look, *, endpoint: str, error: str) -> RenderableType:
-    """The whole frame.
+def view(change: Change, *, endpoint: str, error: str) -> RenderableType:
+    """Render the whole frame.
 
     Args:
-        look: at the service.
-        endpoint: of it.
-        error: why it does not answer right now, or empty.
+        error: why the service does not respond at the moment, or empty.
     """
-    parts: list[RenderableType] = [_head(look, endpoint=endpoint, error=error), _load(look), Text()]
-    parts += [_tiers(look), _moves(look), _misses(look)]
-    has_replicas = len(look.figures.get("replicas", {})) > 1
+    parts: list[RenderableType] = [_head(change, endpoint=endpoint, error=error), _load(change), Text()]
+    parts += [_tiers(change), _moves(change), _misses(change)]
+    has_replicas = len(change.figures.get("replicas", {})) > 1
     if has_replicas:
-        parts += [Text(), _replicas(look)]
-    rows = [{**row, "rank": _named(row) if has_replicas else row["rank"]} for row in look["ranks"] or ()]
+        parts += [Text(), _replicas(change)]
+    rows = [{**row, "rank": _named(row) if has_replicas else row["rank"]} for row in change["ranks"] or ()]
     parts += [Text(), _ranks(rows)]
-    parts += [Text(f"! {line}", "yellow", no_wrap=True, overflow="ellipsis") for line in look["warnings"] or ()]
+    parts += [Text(f"! {line}", "yellow", no_wrap=True, overflow="ellipsis") for line in change["warnings"] or ()]
     return Group(*parts)
 
 
-def _head(look: Look, *, endpoint: str, error: str) -> Text:
-    head = Text.assemble((f"{look['model']}", "bold"), "  ", no_wrap=True, overflow="ellipsis")
-    head.append(f"no answer: {error}" if error else "ready", "bold red" if error else "green")
-    head.append(f"  epoch {look['epoch']}")
+def _head(change: Change, *, endpoint: str, error: str) -> Text:
+    head = Text.assemble((f"{change['model']}", "bold"), "  ", no_wrap=True, overflow="ellipsis")
+    head.append(f"no response: {error}" if error else "ready", "bold red" if error else "green")
+    head.append(f"  epoch {change['epoch']}")
     for name, text in (("rebuilds", "gangs lost"), ("engines_lost", "engines lost")):
-        if look[name]:
-            head.append(f"  {text} {look[name]}", "yellow")
+        if change[name]:
+            head.append(f"  {text} {change[name]}", "yellow")
     return head.append(f"  {endpoint}", "dim")
 
 
-def _load(look: Look) -> Table:
+def _load(change: Change) -> Table:
     grid = _grid(5)
-    finished = sum(look.figures.get("finished", {}).values())
-    rates = {name: _rate(look.rate(name)) for name in ("prompt_tokens", "computed_tokens", "output_tokens")}
+    finished = sum(change.figures.get("finished", {}).values())
+    rates = {name: _rate(change.rate(name)) for name in ("prompt_tokens", "computed_tokens", "output_tokens")}
     grid.add_row(
         "requests",
-        f"running {look['running']}",
-        f"waiting {look['waiting']}",
+        f"running {change['running']}",
+        f"waiting {change['waiting']}",
         f"ended {_short(finished)}",
-        f"refused {look['refused']}, preempted {look['preemptions']}",
+        f"refused {change['refused']}, preempted {change['preemptions']}",
     )
     grid.add_row(
         "tokens/s",
         f"prompt {rates['prompt_tokens']}",
         f"computed {rates['computed_tokens']}",
         f"output {rates['output_tokens']}",
-        f"cached {_hit_rate(look)}",
+        f"cached {_hit_rate(change)}",
     )
-    drafted, accepted = look.figures.get("drafted", {}), look.figures.get("accepted", {})
+    drafted, accepted = change.figures.get("drafted", {}), change.figures.get("accepted", {})
     if drafted:
-        rows = look["output_tokens"] - sum(accepted.values())
-        per_step = f"{look['output_tokens'] / rows:.2f} per step" if rows > 0 else ""
-        grid.add_row("drafts", per_step, *_by_place(drafted, accepted))
+        rows = change["output_tokens"] - sum(accepted.values())
+        per_step = f"{change['output_tokens'] / rows:.2f} per step" if rows > 0 else ""
+        grid.add_row("drafts", per_step, *_by_position(drafted, accepted))
     return grid
 
 
-def _by_place(drafted: Mapping[str, int], accepted: Mapping[str, int]) -> Iterator[str]:
-    """Acceptance rate of draft tokens by their distance from the last known token; the first few."""
-    for place in sorted(drafted, key=int)[:_MOST_PLACES]:
-        yield f"{_percent(accepted.get(place, 0), drafted[place])} accepted at {place}"
+def _by_position(drafted: Mapping[str, int], accepted: Mapping[str, int]) -> Iterator[str]:
+    """Acceptance rates of draft tokens at the first few positions after the last known token."""
+    for position in sorted(drafted, key=int)[:_MAX_POSITIONS]:
+        yield f"{_percent(accepted.get(position, 0), drafted[position])} accepted at {position}"
 
 
-def _hit_rate(look: Look) -> str:
-    """Of the prompt tokens, how many came from the cache: lately, and of all."""
-    lately, whole = look.gain("prompt_tokens"), look["prompt_tokens"]
-    now = _percent(look.gain("cached_tokens"), lately) if look.before else "-"
-    return f"{now} now, {_percent(look['cached_tokens'], whole)} of all"
+def _hit_rate(change: Change) -> str:
+    """Fraction of prompt tokens from the cache: between the snapshots, and in total."""
+    lately, whole = change.gain("prompt_tokens"), change["prompt_tokens"]
+    now = _percent(change.gain("cached_tokens"), lately) if change.before else "-"
+    return f"{now} now, {_percent(change['cached_tokens'], whole)} in total"
 
 
-def _tiers(look: Look) -> Table:
+def _tiers(change: Change) -> Table:
     table = _table("tier".ljust(_NAME), "used", "", "holds", "hits", "in", "out", "evicted")
-    free, total = look["pages_free"], look["pages_total"]
+    free, total = change["pages_free"], change["pages_total"]
     table.add_row(
         *("device", _bar(total - free, total), _percent(total - free, total), f"{_short(total)} pages"),
-        *(_hits(look, "device"), "", "", _short(look["evicted_pages"])),
+        *(_hits(change, "device"), "", "", _short(change["evicted_pages"])),
     )
-    tiers = look.figures.get("tiers", {})
+    tiers = change.figures.get("tiers", {})
     if "host" in tiers:
         host = tiers["host"]
         free, total = host.get("pages_free", 0), host.get("pages_total", 0)
-        moved = (_rate_bytes(look.rate("tiers", "host", f"{name}_bytes")) for name in ("saved", "loaded"))
+        moved = (_rate_bytes(change.rate("tiers", "host", f"{name}_bytes")) for name in ("saved", "loaded"))
         table.add_row(
             *("host", _bar(total - free, total), _percent(total - free, total), f"{_short(total)} pages"),
-            *(_hits(look, "host"), *moved, _short(host.get("evicted_pages", 0))),
+            *(_hits(change, "host"), *moved, _short(host.get("evicted_pages", 0))),
         )
     if "storage" in tiers and "objects" in tiers["storage"]:
         stored = tiers["storage"]
         used, limit = stored.get("bytes_used", 0), stored.get("bytes_limit", 0)
-        moved = (_rate_bytes(look.rate("tiers", "storage", f"{name}_bytes")) for name in ("persisted", "prefetched"))
+        moved = (_rate_bytes(change.rate("tiers", "storage", f"{name}_bytes")) for name in ("persisted", "prefetched"))
         table.add_row(
             *("storage", _bar(used, limit), _percent(used, limit), human_bytes(used)),
-            *(_hits(look, "storage"), *moved, _short(stored.get("evicted", 0))),
+            *(_hits(change, "storage"), *moved, _short(stored.get("evicted", 0))),
         )
     return table
 
 
-def _hits(look: Look, tier: str) -> str:
-    return _percent(look.figures.get("cached_by_tier", {}).get(tier, 0), look["prompt_tokens"])
+def _hits(change: Change, tier: str) -> str:
+    return _percent(change.figures.get("cached_by_tier", {}).get(tier, 0), change["prompt_tokens"])
 
 
-def _moves(look: Look) -> Table:
-    """How busy each lane is, as the share of time that it spends in moves."""
+def _moves(change: Change) -> Table:
+    """Fraction of time that each kind of transfer takes."""
     grid = _grid(1 + len(LANES))
-    tiers = look.figures.get("tiers", {})
+    tiers = change.figures.get("tiers", {})
     lanes = [
-        f"{lane} {_share(look.rate('tiers', tier, seconds))} busy"
+        f"{lane} {_share(change.rate('tiers', tier, seconds))} busy"
         for lane, (tier, _, seconds) in LANES.items()
         if seconds in tiers.get(tier, {})
     ]
@@ -165,19 +163,19 @@ def _moves(look: Look) -> Table:
     return grid
 
 
-def _misses(look: Look) -> Table:
-    """Why prompts found no more, the most frequent reasons."""
-    misses = look.figures.get("misses", {})
+def _misses(change: Change) -> Table:
+    """The most frequent miss reasons."""
+    misses = change.figures.get("misses", {})
     most = sorted(misses.items(), key=lambda item: -item[1])[:_MOST_MISSES]
     grid = _grid(2)
     grid.add_row("misses", "  ".join(f"{reason} {_short(count)}" for reason, count in most) or "none")
     return grid
 
 
-def _replicas(look: Look) -> Table:
+def _replicas(change: Change) -> Table:
     table = _table("replica", "running", "waiting", "output/s", "cached", "pages used", "epoch")
-    for name in look["replicas"]:
-        own = look.of(name)
+    for name in change["replicas"]:
+        own = change.of(name)
         used = own["pages_total"] - own["pages_free"]
         table.add_row(
             *(name, str(own["running"]), str(own["waiting"]), _rate(own.rate("output_tokens"))),
@@ -214,7 +212,7 @@ def _spans(names: Iterable[str]) -> str:
 
 
 def _grid(num_columns: int) -> Table:
-    """Whose first column has the names of the lines."""
+    """A table without header; the first column holds the names of the rows."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold cyan", min_width=_NAME, no_wrap=True)
     for _ in range(num_columns - 1):
@@ -257,7 +255,7 @@ def _rate_bytes(value: float | None) -> str:
 
 
 def _short(count: float) -> str:
-    """Such as 950, 12.3k or 4.5M."""
+    """Format a count, such as 950, 12.3k or 4.5M."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(count) >= limit:
             return f"{count / (limit if unit != 'k' else 1e3):.1f}{unit}"

@@ -1,1 +1,1 @@
-"""The Grafana dashboard, the alert rules and the settings of Prometheus, made from the table of metrics."""
+"""Generates a Grafana dashboard, alert rules and a Prometheus configuration from the table of metrics."""

@@ -1,8 +1,8 @@
-"""`raycache dashboards`: the files of it, where Ray's Grafana and a Prometheus look for them.
+"""`raycache dashboards`: writes its files where Ray's Grafana and Prometheus find them.
 
-FOLDER/grafana/dashboards/raycache_grafana_dashboard.json    beside the dashboards of Ray
+FOLDER/grafana/dashboards/raycache_grafana_dashboard.json    beside Ray's dashboards
 FOLDER/prometheus/raycache_rules.yml                         alert rules
-FOLDER/prometheus/raycache.yml                               settings of a Prometheus that reads all of it
+FOLDER/prometheus/raycache.yml                               Prometheus configuration that uses them
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raycache.errors import ConfigError
 from raycache.observe.figures import PREFIX
 
 RAY_FOLDER = Path("/tmp/ray/session_latest/metrics")
-"""Of a Ray that was started with `ray start` or `ray up`."""
+"""The metrics folder of a Ray started with `ray start` or `ray up`."""
 _DISCOVERY = "prom_metrics_service_discovery.json"
 _INTERVAL = "10s"
 
@@ -26,12 +26,12 @@ def write(folder: Path, *, servers: tuple[str, ...] = ()) -> list[Path]:
     """Write the files.
 
     Args:
-        folder: Ray's for metrics, such as `RAY_FOLDER`, or any other.
-        servers: HOST:PORT of servers whose /metrics are to be read; none to read Ray's metrics.
+        folder: Ray's metrics folder, such as `RAY_FOLDER`, or any other.
+        servers: HOST:PORT of servers whose /metrics to scrape; empty: scrape Ray's metrics.
     Returns:
-        What was written: dashboard, rules, settings.
+        The files written: dashboard, rules, configuration.
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the folder is not writable.
     """
     import yaml
 
@@ -64,7 +64,7 @@ def _settings(folder: Path, *, servers: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _discovery(folder: Path) -> Path:
-    """The file in which Ray keeps the addresses of its agents."""
+    """The service discovery file with the addresses of Ray's agents."""
     of_session = folder.absolute().parent / _DISCOVERY
     return of_session if of_session.exists() else RAY_FOLDER.parent / _DISCOVERY
 
@@ -74,5 +74,5 @@ def _plain(text: str) -> str:
 
 
 def _of_ray(text: str) -> str:
-    """With the names that Ray gives to our metrics."""
+    """Add Ray's prefix to the names of metrics."""
     return text.replace(PREFIX, f"ray_{PREFIX}")

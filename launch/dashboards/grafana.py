@@ -1,4 +1,4 @@
-"""The dashboard as Grafana's JSON."""
+"""The dashboard in Grafana's JSON format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def dashboard() -> dict[str, Any]:
-    """With rows of panels, two beside each other."""
+    """Build the dashboard, with two panels per line."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS.items():
@@ -64,7 +64,7 @@ def _datasource() -> dict[str, Any]:
 
 
 def _variable(name: str, metric: str) -> dict[str, Any]:
-    """A choice of values of a label, all of them at first."""
+    """A drop-down for the values of a label; all are selected by default."""
     label = "model_name" if name == "model" else name
     query = f"label_values({series(metric, is_filtered=False)}, {label})"
     return {

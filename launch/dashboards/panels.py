@@ -1,4 +1,4 @@
-"""The panels of the dashboard, in rows. Seconds, bytes and shares; Grafana writes them as people read them."""
+"""The panels of the dashboard, in rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ class Panel:
     """One graph.
 
     Attributes:
-        title: of it.
-        unit: Grafana's name of the unit.
-        queries: (expression, legend); a legend in braces shows a label.
-        text: what it tells, in a sentence.
+        unit: Grafana's identifier of the unit.
+        queries: (PromQL, legend); {{name}} in a legend shows a label.
+        text: description.
     """
 
     title: str
@@ -37,7 +36,7 @@ _LOAD = (
             (rate("computed_tokens", "replica"), "computed, replica {{replica}}"),
             (rate("output_tokens", "replica"), "output, replica {{replica}}"),
         ),
-        "Prompt tokens that got an answer, tokens that ranks computed, tokens generated.",
+        "Prompt tokens of requests with output, tokens scheduled for computation, and tokens generated.",
     ),
     Panel(
         "Requests",
@@ -50,15 +49,15 @@ _LOAD = (
     Panel(
         "Requests ended per second",
         "reqps",
-        ((rate("requests_finished", "reason"), "{{reason}}"), (rate("requests_refused"), "refused, queue full")),
+        ((rate("requests_finished", "reason"), "{{reason}}"), (rate("requests_refused"), "rejected, queue full")),
     ),
-    Panel("HTTP answers per second", "reqps", ((rate("http_responses", "status"), "{{status}}"),)),
+    Panel("HTTP responses per second", "reqps", ((rate("http_responses", "status"), "{{status}}"),)),
 )
 _LATENCY = (
     _latency("Time to first token", "time_to_first_token_seconds", "From arrival at the server."),
-    _latency("Between two tokens", "inter_token_latency_seconds", "Of one request."),
-    _latency("Whole request", "request_duration_seconds", "From arrival to the last token."),
-    _latency("Time in the queue", "queue_time_seconds", "From arrival at the engine until it begins to run."),
+    _latency("Inter-token latency", "inter_token_latency_seconds", "Between consecutive tokens of a request."),
+    _latency("Request duration", "request_duration_seconds", "From arrival at the server to the last token."),
+    _latency("Queue time", "queue_time_seconds", "From arrival at the engine until the request starts to run."),
 )
 _DRAFTS = (
     Panel(
@@ -71,7 +70,7 @@ _DRAFTS = (
                 "replica {{replica}}",
             ),
         ),
-        "1 without drafts; each accepted draft token gives one more.",
+        "1 without draft tokens; each accepted draft token adds one.",
     ),
     Panel(
         "Draft tokens per second",
@@ -80,7 +79,7 @@ _DRAFTS = (
             (rate("drafted_tokens", "position"), "drafted at {{position}}"),
             (rate("accepted_draft_tokens", "position"), "accepted at {{position}}"),
         ),
-        "By position behind the last known token.",
+        "By position after the last known token.",
     ),
 )
 _HITS = (
@@ -93,19 +92,19 @@ _HITS = (
         "Prompt tokens from the cache per second",
         "short",
         ((rate("cached_prompt_tokens_by_tier", "tier"), "{{tier}}"),),
-        "By the tier that they came from.",
+        "By the tier that held them.",
     ),
     Panel(
-        "Why no more was reused",
+        "Cache misses by reason",
         "reqps",
         ((rate("cache_misses", "reason"), "{{reason}}"),),
-        "Requests per second by the first reason met behind their cached tokens.",
+        "Requests per second that did not reuse their whole prompt, by the first reason after their cached tokens.",
     ),
     Panel(
         "Warnings",
         "short",
         ((now("cache_warnings", "replica"), "replica {{replica}}"),),
-        "Such as a tier that stores and never hits; `raycache cache status` has their texts.",
+        "For example, a tier that stores but never hits; `raycache cache status` shows their texts.",
     ),
 )
 _PAGES = (
@@ -129,7 +128,7 @@ _PAGES = (
                 "{{tier}}: {{component}}",
             ),
         ),
-        "Of each kind of state: pages, window pages, slots of recurrent states.",
+        "Per component: pages, window pages, slots of recurrent states.",
     ),
     Panel(
         "Pages evicted per second",
@@ -144,20 +143,20 @@ _PAGES = (
         "Preemptions per second",
         "short",
         ((rate("preemptions", "replica"), "replica {{replica}}"),),
-        "Running requests that gave their pages back; many mean that the device holds too few pages.",
+        "Running requests that had to give up their pages; many mean that the device pool is too small.",
     ),
 )
 _TIERS = (
     Panel("Bytes moved per second", "Bps", ((rate("move_bytes", "lane"), "{{lane}}"),)),
     Panel(
-        "Time in moves",
+        "Time in transfers",
         "percentunit",
         ((rate("move_seconds", "lane"), "{{lane}}"),),
-        "Seconds of moving per second.",
+        "Fraction of time spent in transfers between tiers.",
     ),
     Panel("Storage used", "bytes", ((now("tier_used_bytes", "tier"), "{{tier}}"),)),
     Panel(
-        "Storage trouble per second",
+        "Storage errors per second",
         "short",
         tuple(
             (rate(name), legend)
@@ -178,7 +177,7 @@ _GANG = (
         "Epoch",
         "short",
         ((f"max by (replica) ({now('epoch', 'replica')})", "replica {{replica}}"),),
-        "Number of the gang of ranks that runs; it grows when ranks are lost.",
+        "Number of the current gang of ranks; increases whenever ranks are lost.",
     ),
     Panel(
         "Gangs and engines lost",
@@ -191,7 +190,7 @@ _GANG = (
 ROWS: dict[str, tuple[Panel, ...]] = {
     "Load": _LOAD,
     "Latency": _LATENCY,
-    "Drafted tokens": _DRAFTS,
+    "Draft tokens": _DRAFTS,
     "Cache hits": _HITS,
     "Pages": _PAGES,
     "Tiers": _TIERS,

@@ -1,4 +1,4 @@
-"""Expressions of Prometheus over the metrics of raycache/observe/figures.py. A name that is not there is refused."""
+"""Builds PromQL over the metrics of raycache/observe/figures.py; unknown names raise KeyError."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from raycache.observe.figures import ENGINE, FRONT, Kind
 _KNOWN = {metric.name: metric for metric in (*ENGINE, *FRONT)}
 _OF_ENGINES = {metric.name for metric in ENGINE}
 WINDOW = "$__rate_interval"
-"""Grafana's: long enough for the interval between two scrapes."""
+"""Grafana's variable: always spans several scrapes."""
 
 
 def series(name: str, *, suffix: str = "", where: str = "", is_filtered: bool = True) -> str:
-    """The series of a metric, of the model and the replicas that are chosen.
+    """Selector of a metric's series.
 
     Args:
         name: in figures.py.
-        suffix: of a histogram: bucket, sum or count.
-        where: another condition on its labels.
-        is_filtered: whether only what is chosen in the dashboard is wanted.
+        suffix: "bucket", "sum" or "count" for a histogram; else empty.
+        where: additional label matcher.
+        is_filtered: whether to select only the model and replicas chosen in the dashboard.
     """
     metric = _KNOWN[name]
     assert bool(suffix) == (metric.kind is Kind.HISTOGRAM), f"{name} is a {metric.kind}"
@@ -32,22 +32,22 @@ def series(name: str, *, suffix: str = "", where: str = "", is_filtered: bool = 
 
 
 def now(name: str, *by: str, where: str = "") -> str:
-    """A gauge, summed up."""
+    """Sum of a gauge."""
     return f"{_sum(by)}({series(name, where=where)})"
 
 
 def rate(name: str, *by: str, where: str = "") -> str:
-    """What a counter gains per second, summed up."""
+    """Sum of a counter's increase per second."""
     return f"{_sum(by)}(rate({series(name, where=where)}[{WINDOW}]))"
 
 
 def share(part: str, whole: str, *by: str) -> str:
-    """What one counter gains of what another one does, 0 to 1; nothing while that gains nothing."""
+    """Ratio of the increases of two counters, 0 to 1; no value while `whole` does not increase."""
     return f"{rate(part, *by)} / ({rate(whole, *by)} > 0)"
 
 
 def quantile(name: str, at: float) -> str:
-    """Of what a histogram has counted lately; nothing if that is nothing."""
+    """Quantile of a histogram's recent observations; no value without any."""
     buckets = f"sum by (le) (rate({series(name, suffix='bucket')}[{WINDOW}]))"
     return f"histogram_quantile({at}, {buckets})"
 

@@ -1,1 +1,1 @@
-"""A real model on local Ray actors, asked two questions about one long text: `python -m launch.demo`."""
+"""`python -m launch.demo`: a real model on local Ray actors, asked two questions about one long text."""

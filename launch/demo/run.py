@@ -1,10 +1,10 @@
 """`make demo`: a real model on local Ray ranks, and two questions about one long text.
 
-    python -m launch.demo [DIR]        DIR: where the model is; SmolLM2 is written there if there is none
+    python -m launch.demo [DIR]        DIR: model directory; if it does not exist, SmolLM2 is written there
 
-The second question finds the text in the cache, so only the question itself has to be computed. The server is the
-command that a user would type; `ask` is all that a client needs. A model with a demo.json beside it, such as those of
-demos/hybrids/, is asked what that says.
+The second question finds the text in the cache, so only the question itself is computed. The server is started with the
+command a user would type, and `ask` is a complete client. A model directory with a demo.json, such as those of
+demos/hybrids/, is asked the questions in that file.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _STOP_S = 60.0
 
 @dataclass(frozen=True)
 class Timing:
-    """What one answer took.
+    """Timing of one answer.
 
     Attributes:
         first_token_s: from the request to the first token.
-        between_tokens_s: mean of the others.
-        prompt_tokens, cached_tokens, output_tokens: as the server counts them.
+        between_tokens_s: mean over the other tokens.
+        prompt_tokens, cached_tokens, output_tokens: as counted by the server.
     """
 
     first_token_s: float
@@ -57,13 +57,13 @@ class Scene:
     """Two questions about one text.
 
     Attributes:
-        text: what the text is, for people.
-        system: the text, as a message of its own; else it is part of `questions`.
-        questions: messages of the user.
+        text: description of the text.
+        system: the text as a system message; empty: it is part of `questions`.
+        questions: user messages.
         titles: the questions without the text.
-        answers: what must come out, where that is known.
-        stop: ends an answer.
-        flags: more flags of the server.
+        answers: expected answers; empty: any.
+        stop: stop string.
+        flags: additional flags for the server.
     """
 
     text: str
@@ -76,7 +76,7 @@ class Scene:
 
     @classmethod
     def of(cls, directory: Path) -> Scene:
-        """That of a model's demo.json, or questions about a manual."""
+        """Read a model's demo.json; without one, ask about the manual."""
         file = directory / "demo.json"
         if not file.is_file():
             titles = ("Who built the clock?", "With what is the stove fed, and why?")
@@ -95,7 +95,7 @@ class Scene:
         )
 
     def messages(self, question: str) -> list[dict[str, str]]:
-        """A chat with one question."""
+        """The chat messages for one question."""
         before = [{"role": "system", "content": self.system}] if self.system else []
         return [*before, {"role": "user", "content": question}]
 
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.demo", description="Two questions about one long text.")
     parser.add_argument("directory", metavar="DIR", type=Path, nargs="?", default=Path("models/smollm2"))
     directory: Path = parser.parse_args(argv).directory
-    # A closed terminal and `kill` must not leave the server behind.
+    # Closing the terminal or `kill` must not leave the server running.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
@@ -125,18 +125,14 @@ def main(argv: list[str] | None = None) -> int:
 def ask(
     endpoint: str, messages: Sequence[Mapping[str, str]], *, max_tokens: int = _MAX_TOKENS, stop: str = ""
 ) -> tuple[str, Timing]:
-    """Stream an answer to the terminal, with nothing but the standard library. Any OpenAI client does as well.
+    """Stream an answer to the terminal, using only the standard library; any OpenAI client works as well.
 
     Args:
         endpoint: such as "http://127.0.0.1:8000/v1".
-        messages: of the chat.
-        max_tokens: of the answer.
-        stop: text that ends it.
-    Returns:
-        The answer, and what it took.
+        stop: stop string.
     Raises:
-        OSError: the server does not answer, or answers with an HTTP error.
-        RequestFailedError: the answer broke off.
+        OSError: the server does not respond, or returns an HTTP error.
+        RequestFailedError: the answer ended early.
     """
     body = {
         "model": "demo",
@@ -161,7 +157,7 @@ def ask(
             print(text, end="", flush=True)
     print()
     if len(times) < 2 or not usage:
-        raise RequestFailedError("the answer ended early; the messages of the server above say why")
+        raise RequestFailedError("the answer ended early; see the server's messages above")
     count = usage["completion_tokens"]
     return "".join(texts), Timing(
         first_token_s=times[1] - times[0],
@@ -173,7 +169,7 @@ def ask(
 
 
 def _events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """POST, and the JSON of each server-sent event."""
+    """POST a request and iterate over the JSON of its server-sent events."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key()}"}
     request = urllib.request.Request(url, json.dumps(body).encode("utf-8"), headers)
     # A proxy from the environment cannot reach this machine's loopback.
@@ -186,11 +182,11 @@ def _events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _server(directory: Path, *, flags: Sequence[str]) -> Iterator[str]:
-    """`raycache launch`, its endpoint, and its end."""
+    """Run `raycache launch` for the `with` block; yields its endpoint."""
     command = [sys.executable, "-m", "raycache", "launch", str(directory), "--served-model-name", "demo", *_FLAGS]
     command += flags
     print("Server: raycache", *command[3:], "\n", flush=True)
-    # In a session of its own: Ctrl-C then interrupts the demo alone, which interrupts the server once.
+    # In its own session, so that Ctrl-C interrupts only the demo, which then interrupts the server once.
     process = subprocess.Popen(command, start_new_session=True)
     try:
         yield f"{_endpoint(process)}/v1"
@@ -200,26 +196,26 @@ def _server(directory: Path, *, flags: Sequence[str]) -> Iterator[str]:
 
 
 def _endpoint(process: subprocess.Popen[bytes]) -> str:
-    """Wait until the server has put down its endpoint; its own deadline for the start ends the wait."""
+    """Wait until the server has registered its endpoint, or has ended."""
     while process.poll() is None:
         for service in running():
             if service.pid == process.pid:
-                time.sleep(0.2)  # its table is printed next
+                time.sleep(0.2)  # let it print its table first
                 return service.endpoint
         time.sleep(0.1)
-    raise ConfigError(f"the server ended with exit code {process.returncode}; its messages above say why")
+    raise ConfigError(f"the server ended with exit code {process.returncode}; see its messages above")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the server as Ctrl-C does, and make sure that it is gone."""
-    # A second Ctrl-C must not cut the stop short, that would leave ranks behind.
+    """Interrupt the server like Ctrl-C, and kill it if it does not end."""
+    # A second Ctrl-C must not interrupt this, which would leave ranks behind.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     for service in running():
         if service.pid == process.pid:
             stop(service, grace_s=_STOP_S)
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)  # it was still starting
+        process.send_signal(signal.SIGINT)  # it was still starting and not registered
     try:
         process.wait(_STOP_S)
     except subprocess.TimeoutExpired:
@@ -245,7 +241,7 @@ def _converse(endpoint: str, scene: Scene) -> int:
         print("demo: error: the second question found nothing in the cache", file=sys.stderr)
         return 1
     ratio = first.first_token_s / second.first_token_s
-    print(f"\nThe second answer began {ratio:.1f} times sooner than the first, out of the cache.", flush=True)
+    print(f"\nThe second answer started {ratio:.1f} times sooner than the first, thanks to the cache.", flush=True)
     return 0
 
 

@@ -111,8 +111,8 @@ def test_a_laptop_launches_on_the_cluster_and_stops_it(
     command = lab.control.command(launch, RAY_AUTH_MODE="token")
     with cluster.forwarded(8265), launched(command, log=lab.folder / "remote.log") as service:
         with phase("launch from a laptop"):
-            reached = service.await_line("reached", within_s=_READY_S)
-        assert reached.endswith(f"ssh -N -L 8002:127.0.0.1:8002 {lab.address(0)}")
+            tunnel = service.await_line("tunnel", within_s=_READY_S)
+        assert tunnel.endswith(f"ssh -N -L 8002:127.0.0.1:8002 {lab.address(0)}")
         with cluster.forwarded(8002):
             assert ask(lab, "http://127.0.0.1:8002/v1", PROMPT, _COUNT)[0] == expected
         with phase("Ctrl-C on the laptop"):

@@ -61,7 +61,7 @@ def test_the_official_client_and_our_commands_speak_https(
                 with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                     await stranger.get(f"{endpoint}/health")
             assert (await asyncio.to_thread(status, endpoint, server["tls_cert"]))["model"] == "tiny"
-            with pytest.raises(own_client.AnswerError, match="set RAYCACHE_CA_FILE to its CA"):
+            with pytest.raises(own_client.ResponseError, match="set RAYCACHE_CA_FILE to its CA"):
                 await asyncio.to_thread(status, endpoint)
             monkeypatch.setenv("RAYCACHE_CA_FILE", str(authority.certificate))
             assert (await asyncio.to_thread(status, endpoint))["model"] == "tiny"

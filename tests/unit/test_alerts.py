@@ -24,7 +24,7 @@ _TROUBLE: dict[str, dict[str, str]] = {
     "RayCacheNotReady": {f"raycache_ready{_ONE}": "1 0x59"},
     "RayCacheGone": {f"raycache_ready{_ONE}": "1x50"},
     "RayCacheRanksLost": {f"raycache_rebuilds_total{_REPLICA}": "0x56 1x3"},
-    "RayCacheRanksLostAgainAndAgain": {f"raycache_rebuilds_total{_REPLICA}": "0x55 5x3"},
+    "RayCacheRanksLostRepeatedly": {f"raycache_rebuilds_total{_REPLICA}": "0x55 5x3"},
     "RayCacheEngineLost": {f"raycache_engines_lost_total{_REPLICA}": "0x56 1x3"},
     "RayCacheQueueFull": {f"raycache_requests_refused_total{_REPLICA}": "0x56 3x3"},
     "RayCacheRequestsFail": {
@@ -68,7 +68,7 @@ _CALM = {
 def test_every_alert_fires_when_it_should_and_no_other(tmp_path: Path) -> None:
     assert set(_TROUBLE) == {alert.name for alert in ALERTS}
     # One that is lost again and again is lost, too.
-    also = {"RayCacheRanksLostAgainAndAgain": {"RayCacheRanksLost"}}
+    also = {"RayCacheRanksLostRepeatedly": {"RayCacheRanksLost"}}
     cases = [case(series, fires={name} | also.get(name, set())) for name, series in _TROUBLE.items()]
     check(tmp_path, [*cases, case(_CALM, fires=set())])
 

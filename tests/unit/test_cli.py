@@ -167,7 +167,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         (["launch", "m", "--cp", "3"], "cp=3 does not divide page_size=64"),
         (["launch", "m", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
         (["doctor"], "no model"),
-        (["status", "--endpoint", "file:///etc/passwd"], "is not an endpoint"),
+        (["status", "--endpoint", "file:///etc/passwd"], "is not a valid endpoint"),
     ],
 )
 def test_what_cannot_work_is_one_line_and_exit_2(
@@ -354,7 +354,7 @@ def test_status_of_a_remote_endpoint_without_its_key_says_which_variable_to_set(
 def test_a_service_that_does_not_answer_is_shown_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with service.register("http://127.0.0.1:9", model="tiny", ray_address="local", dashboard=""):
         assert main(["status"]) == 1
-    assert "no answer: " in capsys.readouterr().out
+    assert "no response: " in capsys.readouterr().out
 
 
 SERVICE = """

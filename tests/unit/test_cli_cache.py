@@ -203,7 +203,7 @@ def test_without_an_endpoint_the_only_service_is_asked(
     assert main(["cache", "scrub"]) == 2
     assert "no service runs on this machine; name one with --endpoint" in capsys.readouterr().err
     run(scenario())
-    assert len(engine.commands) == 1 and "several services run here" in capsys.readouterr().err
+    assert len(engine.commands) == 1 and "several services run on this machine" in capsys.readouterr().err
 
 
 def test_a_server_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def test_secrets_travel_beside_the_command_line() -> None:
 def test_a_job_refuses_another_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(environment.CLIENT_VERSION, "9.9")
     assert main(["launch", "/m"]) == 2
-    assert f"RayCache {__version__}, the machine that launches on it 9.9" in capsys.readouterr().err
+    assert f"RayCache {__version__}, the submitting machine 9.9" in capsys.readouterr().err
 
 
 def test_a_relative_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

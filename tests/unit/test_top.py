@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from launch.cli.main import main
-from launch.cli.top_view import Look, view
+from launch.cli.top_view import Change, view
 from raycache.api.tokenizer import Tokenizer
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine, over_port, run
@@ -70,10 +70,10 @@ def figures(**more: Any) -> dict[str, Any]:
     }
 
 
-def shown(look: Look, *, width: int = 80) -> str:
+def shown(change: Change, *, width: int = 80) -> str:
     console = Console(width=width, file=io.StringIO(), color_system=None)
     with console.capture() as capture:
-        console.print(view(look, endpoint="http://127.0.0.1:8000", error=""))
+        console.print(view(change, endpoint="http://127.0.0.1:8000", error=""))
     return capture.get()
 
 
@@ -81,9 +81,9 @@ def test_rates_are_those_between_two_looks() -> None:
     before = figures()
     tiers = {**before["tiers"], "host": {**before["tiers"]["host"], "saved_bytes": (1 << 30) + (40 << 20), "save_s": 3}}
     now = figures(prompt_tokens=102_000, cached_tokens=41_500, output_tokens=9_500, tiers=tiers)
-    text = " ".join(shown(Look(now, before=before, seconds=4.0), width=100).split())
+    text = " ".join(shown(Change(now, before=before, seconds=4.0), width=100).split())
     for said in (
-        *("prompt 500", "output 125", "computed 0", "75 % now, 41 % of all", "10.0 MiB/s", "save 25 % busy"),
+        *("prompt 500", "output 125", "computed 0", "75 % now, 41 % in total", "10.0 MiB/s", "save 25 % busy"),
         *("running 12", "waiting 3", "ended 12.3k", "epoch 2", "gangs lost 1"),
         *("75 % 5120 pages 29 %", "50 % 20.0k pages 10 %", "75 % 3.0 GiB", "never_seen 40 evicted_host 25 timeout 2"),
     ):
@@ -92,15 +92,15 @@ def test_rates_are_those_between_two_looks() -> None:
 
 
 def test_an_engine_that_began_anew_counts_from_zero() -> None:
-    look = Look(figures(output_tokens=50), before=figures(), seconds=2.0)
-    assert look.rate("output_tokens") == 25.0
-    assert Look(figures(), before={}, seconds=0.0).rate("output_tokens") is None
+    change = Change(figures(output_tokens=50), before=figures(), seconds=2.0)
+    assert change.rate("output_tokens") == 25.0
+    assert Change(figures(), before={}, seconds=0.0).rate("output_tokens") is None
 
 
 @pytest.mark.parametrize("count", [8, 32])
 def test_a_frame_fits_80_columns_and_24_lines(count: int) -> None:
-    look = Look(figures(ranks=ranks(count)), before=figures(), seconds=2.0)
-    lines = shown(look).splitlines()
+    change = Change(figures(ranks=ranks(count)), before=figures(), seconds=2.0)
+    lines = shown(change).splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 24
     text = "\n".join(lines)
@@ -113,12 +113,12 @@ def test_a_frame_fits_80_columns_and_24_lines(count: int) -> None:
 def test_replicas_are_shown_where_there_are_several() -> None:
     replicas = {"0": figures(output_tokens=400, running=7), "b": figures(output_tokens=600, running=5)}
     earlier = {"0": figures(output_tokens=300), "b": figures(output_tokens=100)}
-    text = shown(Look(figures(replicas=replicas), before=figures(replicas=earlier), seconds=2.0))
+    text = shown(Change(figures(replicas=replicas), before=figures(replicas=earlier), seconds=2.0))
     table = text[text.index("replica") : text.index("rank ")]
     rows = {line.split()[0]: line.split() for line in table.splitlines() if line.startswith(("0 ", "b "))}
     assert rows["0"][1:4] == ["7", "3", "50"]
     assert rows["b"][1:4] == ["5", "3", "250"]
-    assert "replica" not in shown(Look(figures(replicas={"0": replicas["0"]}), before={}, seconds=0.0))
+    assert "replica" not in shown(Change(figures(replicas={"0": replicas["0"]}), before={}, seconds=0.0))
 
 
 def test_once_prints_a_frame_of_a_server(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +134,7 @@ def test_once_prints_a_frame_of_a_server(tokenizer: Tokenizer, capsys: pytest.Ca
     text = capsys.readouterr().out
     assert "tiny" in text and "ready" in text and "device" in text
     assert main(["top", "--once", "--endpoint", "http://127.0.0.1:9", "--interval-s", "0.1"]) == 1
-    assert "no answer" in capsys.readouterr().out
+    assert "no response" in capsys.readouterr().out
 
 
 def test_it_runs_in_a_terminal_until_q(tokenizer: Tokenizer) -> None:
