@@ -133,17 +133,16 @@ class ServedIngress:
         http = {"host": config.host, "port": port}
         if config.tls_cert:
             http |= {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
-        try:
-            _start_proxy(http, timeout_s=config.start_timeout_s)
-            serve.run(application(config, build=build), name=config.model_name, logging_config=_LOGS)
-            handle = serve.get_deployment_handle("Engines", config.model_name)
-            _, self.info = handle.hub.remote().result(timeout_s=_CHECK_TIMEOUT_S)
-        except (RuntimeError, TimeoutError, RayActorError, RayTaskError) as cause:
-            self.stop()
-            raise ConfigError(f"the Serve application did not start: {' '.join(str(cause).split())}") from cause
-        except BaseException:  # an interrupt, too: the application would stay
-            self.stop()
-            raise
+        with contextlib.ExitStack() as unless_started:
+            unless_started.callback(self.stop)
+            try:
+                _start_proxy(http, timeout_s=config.start_timeout_s)
+                serve.run(application(config, build=build), name=config.model_name, logging_config=_LOGS)
+                handle = serve.get_deployment_handle("Engines", config.model_name)
+                _, self.info = handle.hub.remote().result(timeout_s=_CHECK_TIMEOUT_S)
+            except (RuntimeError, TimeoutError, RayActorError, RayTaskError) as cause:
+                raise ConfigError(f"the Serve application did not start: {' '.join(str(cause).split())}") from cause
+            unless_started.pop_all()
         self._name = config.model_name
 
     async def watch(self) -> None:

@@ -259,14 +259,8 @@ class LLM:
 
     def _open_host(self, deployment: Deployment) -> HostLink:
         """Create a host tier, whose memory is freed with this process."""
-        directory = SHARED_MEMORY / new_name()
-        service = HostService(directory)
-        try:
-            (opened,) = open_all([service], deployment, epoch=0)
-        except BaseException:  # an interrupt, too: its memory would stay
-            service.close()
-            raise
-        self._host = service
+        self._host = service = HostService(SHARED_MEMORY / new_name())
+        (opened,) = open_all([service], deployment, epoch=0)
         return HostLink(opened.path, opened.spec.sizes, service.work, has_storage=bool(opened.spec.storage))
 
     def _settle(self) -> None:

@@ -83,7 +83,9 @@ def run(config: Config) -> int:
 
             service: Service = cleanup.enter_context(serving(config, sock=sock, on_progress=progress.show))
         else:
-            service = cleanup.enter_context(_Builtin(config, sock, tokenizer=tokenizer, seen=seen, progress=progress))
+            starter = Starter(config, device=device_type(config))
+            cleanup.callback(starter.stop)
+            service = _Builtin(config, sock, starter=starter, tokenizer=tokenizer, seen=seen, progress=progress)
         progress.close()
         cleanup.callback(signals.ignore)
         asyncio.run(_serve(service, config=config, cluster=cluster))
@@ -94,27 +96,23 @@ class _Builtin:
     """Engines driven by this process, and its own HTTP server."""
 
     def __init__(
-        self, config: Config, sock: socket.socket, *, tokenizer: Tokenizer, seen: Observed, progress: _Progress
+        self,
+        config: Config,
+        sock: socket.socket,
+        *,
+        starter: Starter,
+        tokenizer: Tokenizer,
+        seen: Observed,
+        progress: _Progress,
     ) -> None:
         self._config, self._sock, self._seen = config, sock, seen
-        self._starter = Starter(config, device=device_type(config))
-        try:
-            started = self._starter.start_all(on_progress=progress.show)
-            self._engine = Replicas(config, self._starter, started)
-            self.info = total_info({name: facts for name, (_, facts) in started.items()})
-            routes = ReplicasApi(self._engine, config=config).routes()
-            self._app = build_app(
-                self._engine, config=config, info=self.info, tokenizer=tokenizer, routes=routes, observed=seen
-            )
-        except BaseException:  # an interrupt, too: engines would go on
-            self._starter.stop()
-            raise
-
-    def __enter__(self) -> _Builtin:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._starter.stop()
+        started = starter.start_all(on_progress=progress.show)
+        self._engine = Replicas(config, starter, started)
+        self.info = total_info({name: facts for name, (_, facts) in started.items()})
+        routes = ReplicasApi(self._engine, config=config).routes()
+        self._app = build_app(
+            self._engine, config=config, info=self.info, tokenizer=tokenizer, routes=routes, observed=seen
+        )
 
     async def run(self, *, stop: asyncio.Event, on_started: Callable[[str], None]) -> None:
         watch = asyncio.create_task(self._engine.watch())
