@@ -1,1 +1,1 @@
-"""What an operator runs: command line, HTTP server, placement."""
+"""Command line and HTTP server."""

@@ -1,4 +1,4 @@
-"""The environment variables that RayCache reads, all of them."""
+"""All environment variables that RayCache reads."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ _HUB_PATHS = ("HF_HOME", "HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE", "HF_
 
 
 def api_key() -> str:
-    """Bearer token of the server, for the server and for the commands that ask it; empty for none."""
+    """API key, for the server and for commands to it; empty: none."""
     return os.environ.get(API_KEY, "")
 
 
 def ca_file() -> str:
-    """PEM file of certificates by which the commands know a server; empty for those that this machine trusts."""
+    """PEM file of CA certificates that commands trust; empty: those of this machine."""
     return os.environ.get(CA_FILE, "")
 
 
 def storage() -> str:
-    """URL of the storage tier: it can hold a password, and other users of a machine see flags. Empty for none."""
+    """URL of the storage tier, which can hold a password, while flags are visible to other users; empty: none."""
     return os.environ.get(STORAGE, "")
 
 
 def hub_variables(*, has_paths: bool = True) -> dict[str, str]:
-    """What is set for huggingface_hub, such as HF_TOKEN, to be set for processes on other machines as well.
+    """Variables of huggingface_hub, such as HF_TOKEN, to set for processes on other machines too.
 
     Args:
-        has_paths: with those that name files or folders of this machine.
+        has_paths: whether to include those that name paths on this machine.
     """
     found = {name: value for name, value in os.environ.items() if name.startswith("HF_")}
     return found if has_paths else {name: value for name, value in found.items() if name not in _HUB_PATHS}
 
 
 def keep_job_variables() -> None:
-    """Let variables of a job be set once more by its driver; Ray refuses that otherwise, though they are the same."""
+    """Allow a job's driver to set the job's environment variables again, which Ray rejects even for equal values."""
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
 
 
 def client_version() -> str:
-    """Version of the RayCache on whose behalf this process launches, as a job of a cluster; empty for its own."""
+    """In a job, version of RayCache on the machine that submitted it; else empty."""
     return os.environ.get(CLIENT_VERSION, "")
 
 
 def ray_address_variable() -> str:
-    """Name of a variable that tells Ray's job client another cluster than the one it is asked for; empty for none."""
+    """Name of a set variable that overrides the address given to Ray's job client; empty: none."""
     set_here = [name for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS") if os.environ.get(name)]
     return set_here[0] if set_here else ""
 
 
 def keep_ray_on_loopback() -> None:
-    """Have a Ray cluster of this process listen on 127.0.0.1 only; call it before Ray is imported.
+    """Make a Ray cluster started by this process listen on 127.0.0.1 only; call it before importing Ray.
 
-    Ray's processes listen on all interfaces unless the node's address is a loopback one. Ray asks for that itself on
-    systems where it makes no clusters, and this is how to ask for it here; it takes no such address as an argument.
+    Ray listens on all interfaces unless the node's address is a loopback address, and it accepts no such address as an
+    argument. It chooses one itself on platforms without multi-node support, which this variable imitates.
     """
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 def state_dirs() -> list[Path]:
-    """Folders that can hold the state of running services; new state goes into the first.
+    """Folders with state files of running services; new files go into the first.
 
-    A login shell has $XDG_RUNTIME_DIR, a cron job of the same user has not, and each must find what the other started.
+    Two, since $XDG_RUNTIME_DIR is set in a login shell but not in a cron job, and both must find all services.
     """
     home = Path.home() / ".raycache" / "run"
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))

@@ -1,4 +1,4 @@
-"""Flags and YAML keys from the fields of `Config`, so that a setting is written down once."""
+"""Derives flags and YAML keys from the fields of `Config`, so that each setting is defined once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raycache.errors import ConfigError
 from raycache.settings import kind_of
 from raycache.spelling import did_you_mean
 
-_EPILOG = "These are the settings that most services need; --help-all shows all."
-_YAML = "All settings can also stand in the YAML file, with _ for -, such as `kv_memory: 4GiB`."
+_EPILOG = "These are the most common settings; --help-all shows all."
+_YAML = "All settings can also be given in the YAML file, with _ instead of -, such as `kv_memory: 4GiB`."
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviations, and suggests the flag or the command that was probably meant."""
+    """Accepts no abbreviations, and suggests the flag or command that was probably meant."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # one signature instead of three overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As argparse does, except that what a command does not know is refused by that command."""
+        """Like argparse, but unknown arguments are rejected by the subcommand instead of the main parser."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse(next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0])
@@ -45,11 +45,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, shows_all: bool = False) -> None:
-    """Add MODEL, --config and one flag per setting. A flag that is not given leaves no trace in the parsed options.
+    """Add MODEL, --config and one flag per setting. Flags that are not given are absent from the parsed options.
 
     Args:
-        parser: of a command.
-        shows_all: whether the help has all settings, and not only the common ones.
+        shows_all: whether --help lists all settings instead of the common ones.
     """
     parser.usage = f"{parser.prog} [MODEL] [--config FILE.yaml] [--SETTING VALUE ...]"
     parser.epilog = _YAML if shows_all else f"{_EPILOG}\n{_YAML}"
@@ -67,10 +66,10 @@ def add_config_flags(parser: argparse.ArgumentParser, *, shows_all: bool = False
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Settings from the YAML file, the environment and the flags, the later over the earlier; not checked yet.
+    """Settings from the YAML file, the environment and the flags, in increasing precedence; not yet validated.
 
     Raises:
-        ConfigError: the file cannot be read, or there is no model.
+        ConfigError: the file cannot be read, or no model is given.
     """
     names = {field.name for field in dataclasses.fields(Config)}
     values = from_yaml(options.config) if options.config else {}
@@ -80,12 +79,12 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         values["storage"] = storage()
     values |= {name: value for name, value in vars(options).items() if name in names}
     if not values.get("model"):
-        raise ConfigError("no model; name the directory of one, or `model:` in the file of --config")
+        raise ConfigError("no model given; pass a model directory or name, or set `model:` in the --config file")
     return values
 
 
 def seconds(text: str) -> float:
-    """A flag's value: a number above 0."""
+    """Parse a flag's value: a number above 0."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
@@ -114,7 +113,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], *, is_shown: bool) -> N
 
 
 def _reader(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """What makes a value of a flag's text. Whether the value can work is checked with all the others."""
+    """Parser for a flag's value; its range is validated later, with all other settings."""
     kind = kind_of(field)
 
     def read(text: str) -> Any:
@@ -132,7 +131,7 @@ def _reader(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
-    """Help text as argparse wants it, with the default if that says something."""
+    """Help text for argparse, with the default unless that is empty."""
     text = str(field.metadata["help"]).replace("%", "%%")
     if field.default == "":
         return text
@@ -142,10 +141,10 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 def from_yaml(path: Path) -> dict[str, Any]:
-    """Settings of a file, not checked yet.
+    """Settings in a file, not yet validated.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     import yaml
 
@@ -157,5 +156,5 @@ def from_yaml(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"{path} must hold settings, one `name: value` a line, such as `tp: 2`")
+        raise ConfigError(f"{path} must contain settings, one `name: value` per line, such as `tp: 2`")
     return values

@@ -1,9 +1,9 @@
-"""The service as a Ray Serve application: for `launch --ingress serve`, `serve deploy` and KubeRay's RayService.
+"""The service as a Ray Serve application, for `launch --ingress serve`, `serve deploy` and KubeRay's RayService.
 
 import_path: launch.ray_serve:app
 args: {model: /models/smollm2, cp: 2}        settings; or {config: /etc/raycache.yaml}, or both
 
-RAYCACHE_API_KEY and RAYCACHE_STORAGE of the environment (`runtime_env`) count as they do for `raycache launch`.
+RAYCACHE_API_KEY and RAYCACHE_STORAGE in the environment (`runtime_env`) work as for `raycache launch`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def app(args: Mapping[str, Any]) -> Any:
     """Build the application; called by Serve.
 
     Args:
-        args: settings, over those of the environment, over those of the YAML file that `config` names.
+        args: settings; they override the environment, which overrides the YAML file named by `config`.
     Raises:
-        ConfigError: they cannot work.
+        ConfigError: a setting is invalid.
     """
     settings = dict(args)
     path = settings.pop("config", None)
@@ -51,15 +51,15 @@ def app(args: Mapping[str, Any]) -> Any:
     values |= {name: text for name, text in {"api_key": api_key(), "storage": storage()}.items() if text}
     config = Config.from_mapping({**values, **settings, "ingress": "serve"})
     if not (config.api_key or config.api_keys):
-        _log.warning("whoever reaches Ray Serve's proxy may use the service: set RAYCACHE_API_KEY or api_keys")
+        _log.warning("anyone who can reach Ray Serve's proxy can use the service: set RAYCACHE_API_KEY or api_keys")
     return application(pinned(config), build=build)
 
 
 def build(engine: HubClient, config: Config, info: EngineInfo) -> ASGIApp:
-    """The ASGI application of one ingress process."""
+    """Build the ASGI application of one ingress process."""
     logs.set_up(config.log_format)
     tokenizer = Tokenizer.of(described(config), vocab_size=info.vocab_size)
-    observed = contextlib.ExitStack().enter_context(observe(config))  # to the end of the process
+    observed = contextlib.ExitStack().enter_context(observe(config))  # until the process ends
     publish_front(observed.metrics)
     routes = ReplicasApi(engine, config=config).routes()
     return build_app(engine, config=config, info=info, tokenizer=tokenizer, routes=routes, observed=observed)
@@ -67,19 +67,17 @@ def build(engine: HubClient, config: Config, info: EngineInfo) -> ASGIApp:
 
 @contextlib.contextmanager
 def serving(config: Config, *, sock: socket.socket, on_progress: OnProgress) -> Iterator[_Served]:
-    """The service on a cluster without Serve, as long as the block lasts.
+    """Run the service for the `with` block, starting Serve on the cluster.
 
     Args:
-        config: of the service.
-        sock: bound to the port, which Serve's proxy gets.
-        on_progress: told phase and share.
+        sock: bound to the port; closed here so that Serve's proxy can use it.
     Raises:
-        ConfigError: it cannot be served.
+        ConfigError: the application did not start.
     """
     endpoint = endpoint_of(sock, scheme="https" if config.tls_cert else "http")
     port = sock.getsockname()[1]
     sock.close()
-    on_progress("starting Ray Serve, and replicas in it", 0.0)
+    on_progress("starting Ray Serve and the replicas", 0.0)
     ingress = ServedIngress(config, build=build, port=port)
     try:
         yield _Served(ingress, endpoint)
@@ -88,7 +86,7 @@ def serving(config: Config, *, sock: socket.socket, on_progress: OnProgress) -> 
 
 
 class _Served:
-    """Engines and server of a Serve application."""
+    """A running Serve application."""
 
     def __init__(self, ingress: ServedIngress, endpoint: str) -> None:
         self.info = ingress.info

@@ -1,7 +1,7 @@
-"""Services that run on this machine: one small JSON file each, written at start and removed at exit.
+"""State files of the services on this machine: one JSON file each, written at startup and removed at exit.
 
-A file counts as long as the process that wrote it lives. A process is known by its id *and* its start time, because ids
-are used again.
+A file is valid while the process that wrote it lives. Processes are identified by pid and start time, as pids are
+reused.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Service:
     """A running service.
 
     Attributes:
-        pid: of the process that a person started.
-        create_time_s: when that process started, seconds since the epoch.
+        pid: of `raycache launch`.
+        create_time_s: start time of that process, in seconds since the epoch.
         endpoint: such as "http://127.0.0.1:8000".
         model: name that clients use.
-        ray_address: of the cluster, HOST:PORT, or "local".
+        ray_address: HOST:PORT of the cluster, or "local".
         dashboard: URL of the Ray dashboard, or empty.
-        started_at: when it was ready to serve, ISO 8601 in UTC.
-        certificate: PEM file that it shows to its clients, or empty.
+        started_at: when it was ready, ISO 8601 in UTC.
+        certificate: PEM file of the server's certificate, or empty.
     """
 
     pid: int
@@ -65,16 +65,10 @@ class Service:
 def register(
     endpoint: str, *, model: str, ray_address: str, dashboard: str, certificate: str = ""
 ) -> Iterator[Service]:
-    """Keep the state file of this process's service while the block runs.
+    """Keep a state file for this process during the `with` block (arguments as in `Service`).
 
-    Args:
-        endpoint: such as "http://127.0.0.1:8000".
-        model: name that clients use.
-        ray_address: of the cluster, HOST:PORT, or "local".
-        dashboard: URL of the Ray dashboard, or empty.
-        certificate: PEM file that the server shows to its clients, or empty.
     Raises:
-        ConfigError: others may write to the folder for it.
+        ConfigError: other users can write to the folder.
     """
     me = psutil.Process()
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -89,7 +83,7 @@ def register(
 
 
 def running() -> list[Service]:
-    """Services of this user that run on this machine, the oldest first; files of dead ones are removed."""
+    """Running services of this user on this machine, the oldest first; stale state files are removed."""
     alive: list[Service] = []
     for folder in state_dirs():
         if not folder.is_dir():
@@ -106,18 +100,17 @@ def running() -> list[Service]:
 
 
 def stop(service: Service, *, grace_s: float, terminate_s: float = 5.0) -> str:
-    """Stop a service: interrupt it as Ctrl-C does, then terminate it, then kill it and what it started.
+    """Stop a service with SIGINT, then SIGTERM, then SIGKILL for it and its child processes.
 
     Args:
-        service: as `running` reports it.
-        grace_s: seconds that it may take to finish cleanly.
-        terminate_s: seconds after that, before it is killed.
+        grace_s: time between SIGINT and SIGTERM.
+        terminate_s: time between SIGTERM and SIGKILL.
     Returns:
-        What happened, for people.
+        The outcome, for display.
     """
     process = _process(service)
     if process is None:
-        return "had ended already"
+        return "had already ended"
     try:
         started = process.children(recursive=True)
         if _ended(process, signal_number=signal.SIGINT, within_s=grace_s):
@@ -132,7 +125,7 @@ def stop(service: Service, *, grace_s: float, terminate_s: float = 5.0) -> str:
 
 
 def _process(service: Service) -> psutil.Process | None:
-    """The service's process, or None when it is gone (its id may be somebody else's by now)."""
+    """The service's process; None if it has ended, even if its pid was reused."""
     try:
         process = psutil.Process(service.pid)
         same = abs(process.create_time() - service.create_time_s) < _START_TIME_TOLERANCE_S
@@ -150,26 +143,26 @@ def _ended(process: psutil.Process, *, signal_number: int, within_s: float) -> b
 
 
 def _swept(started: Sequence[psutil.Process], *, said: str) -> str:
-    """Kill what an unclean end left behind; psutil checks that an id was not used again."""
+    """Kill child processes left behind; psutil checks that their pids were not reused."""
     left = [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, timeout=_KILL_S)
-    return f"{said}, with {len(left)} processes that it had started" if left else said
+    return f"{said}, with {len(left)} of its child processes" if left else said
 
 
 def _private(folder: Path) -> Path:
-    """The folder, made if missing. Signals are sent to what its files name, so only this user may write there."""
+    """Create the folder if missing. Its files name processes to signal, so only this user may write there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise ConfigError(f"others than you may write to {folder}; remove it, or `chmod 700` it if it is yours")
+        raise ConfigError(f"other users can write to {folder}; remove it, or `chmod 700` it if it is yours")
     return folder
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that only this user can read (mkstemp's mode), whole or not at all."""
+    """Write a file atomically, readable by this user only (mkstemp's mode)."""
     handle, name = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(text)
@@ -179,8 +172,8 @@ def _write(path: Path, text: str) -> None:
 def _read(path: Path) -> Service | None:
     try:
         return Service(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:  # it ended between the listing and now
+    except FileNotFoundError:  # the service ended in the meantime
         return None
     except (ValueError, TypeError) as cause:
-        _log.warning("ignoring %s, it does not describe a service: %s", path, cause)
+        _log.warning("ignoring the invalid state file %s: %s", path, cause)
         return None

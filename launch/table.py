@@ -1,4 +1,4 @@
-"""Plain tables for terminals and pipes."""
+"""Plain-text tables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ from collections.abc import Sequence
 
 
 def render(header: Sequence[str], *, rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell, two spaces apart, without trailing spaces.
-
-    Args:
-        header: names of the columns.
-        rows: cells, as many per row as there are columns.
-    """
+    """Align columns, two spaces apart, without trailing spaces."""
     lines = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -20,12 +15,12 @@ def render(header: Sequence[str], *, rows: Sequence[Sequence[object]]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, such as "1 rank" and "2 ranks"."""
+    """Format a count, such as "1 rank" or "2 ranks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def human_bytes(count: float) -> str:
-    """Bytes as people read them, such as "1.5 GiB"."""
+    """Format a size, such as "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,1 +1,1 @@
-"""`raycache doctor`: whether a service can run, before it is launched."""
+"""`raycache doctor`: checks whether a service could run, without launching it."""

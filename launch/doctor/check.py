@@ -19,12 +19,12 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found.
+    """Result of a check.
 
     Attributes:
         check: name of the check.
-        outcome: FAILED if launch would refuse to start.
-        text: what was found, or what to do.
+        outcome: FAILED if `raycache launch` would not start.
+        text: details, or what to do.
     """
 
     check: str
@@ -33,7 +33,7 @@ class CheckResult:
 
 
 def attempt(name: str, check: Callable[[], str]) -> CheckResult:
-    """Run a check that returns what it found and raises ConfigError if it fails."""
+    """Run a check that returns its details, or raises ConfigError if it fails."""
     try:
         return CheckResult(name, Outcome.OK, check())
     except ConfigError as error:

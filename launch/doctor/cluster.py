@@ -1,4 +1,4 @@
-"""The doctor's look at a running cluster: what each node has, and where ranks would go."""
+"""Checks of a running cluster: the resources of each node, and where ranks would be placed."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ from raycache.parallel.placement import (
 )
 
 _ASK_S = 60.0
-"""For nodes to answer; Ray starts a process on each."""
+"""For nodes to reply; Ray starts a process on each."""
 
 
 def examine_cluster(config: Config) -> Iterator[CheckResult]:
-    """Connect to the cluster that the settings name, look at it, and leave it as it was.
+    """Connect to the configured cluster and check it, without changing it.
 
     Args:
-        config: of the service, with pinned models of the Hub.
+        config: with pinned Hub models.
     """
     if config.address.startswith(("http://", "https://")):
-        yield CheckResult("cluster", Outcome.WARNING, "remote clusters are not checked from here; run the doctor there")
+        yield CheckResult(
+            "cluster", Outcome.WARNING, "remote clusters are not checked; run `raycache doctor` on the head"
+        )
         return
     try:
         keep_job_variables()
@@ -58,10 +60,9 @@ def examine_cluster(config: Config) -> Iterator[CheckResult]:
 
 
 def examine_nodes(config: Config, *, device: str) -> Iterator[CheckResult]:
-    """Look at the nodes of the cluster that this process is connected to.
+    """Check the nodes of the cluster that this process is connected to.
 
     Args:
-        config: whose ranks to place.
         device: "cpu" or "cuda".
     """
     nodes = cluster_nodes()
@@ -78,7 +79,7 @@ def examine_nodes(config: Config, *, device: str) -> Iterator[CheckResult]:
 
 
 def _place(config: Config, need: Need, nodes: Sequence[Node]) -> tuple[list[CheckResult], list[tuple[Node, str]]]:
-    """The results, and each used node with its ranks."""
+    """Plan the placement; returns the results, and the used nodes with their ranks."""
     name, results, used = "placement", [], list[tuple[Node, str]]()
     left = list(nodes)
     for number in range(config.replicas):
@@ -114,13 +115,13 @@ def _impossible(name: str, error: ConfigError, config: Config) -> CheckResult:
 
 
 def _node(node: Node, said: Survey | str, *, ranks: str, config: Config) -> CheckResult:
-    """A line per node: refused where ranks go and would not start."""
+    """Result for one node; FAILED if ranks are placed there but could not start."""
     has = f"{node.hostname}, {node.cpus:g} CPU ({node.free_cpus:g} free), {node.gpus:g} GPU ({node.free_gpus:g} free)"
     hints, copied, failures = ["draining"] if node.is_draining else [], list[str](), []
     if isinstance(said, str):
         failures.append(said)
     else:
-        has += f", {human_bytes(said.memory_bytes)} of memory free, reached by {said.link.host}"
+        has += f", {human_bytes(said.memory_bytes)} of memory free, address {said.link.host}"
         has += f" ({said.link.interface})" if said.link.interface else ""
         has += f", {human_bytes(said.shared_bytes)} free for a host tier" if config.has_host_tier else ""
         hints += _other_versions(said)
@@ -137,7 +138,7 @@ def _other_versions(said: Survey) -> list[str]:
     if said.versions == here:
         return []
     theirs, ours = (f"raycache {found[0]} with Python {found[1]}" for found in (said.versions, here))
-    return [f"it has {theirs}, this machine {ours}; install the same versions"]
+    return [f"has {theirs}, but this machine has {ours}; install the same versions"]
 
 
 def _network(links: Mapping[str, Link]) -> str:

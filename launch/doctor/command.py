@@ -1,4 +1,4 @@
-"""What `launch` would do with the same settings, without loading weights: a check per line, all failures shown."""
+"""`raycache doctor`: runs the checks of a launch with the same settings, without loading weights."""
 
 from __future__ import annotations
 
@@ -17,23 +17,21 @@ from raycache.config import Config
 from raycache.errors import ConfigError
 
 _MACHINE_CHECKS = {"attention", "cache", "device", "download", "host tier", "memory", "storage"}
-"""Checks that can end differently on another machine."""
+"""Checks whose result depends on the machine."""
 
 
 def run(settings: Mapping[str, Any]) -> int:
-    """Print the report.
+    """Print the report; returns the exit code, 1 if a check failed.
 
     Args:
-        settings: fields of `Config`, not checked yet.
-    Returns:
-        Exit code: 1 when a check failed.
+        settings: fields of `Config`, not yet validated.
     """
     results = list(examine(settings))
     print(render(("CHECK", "RESULT", "DETAILS"), rows=[(one.check, one.outcome, one.text) for one in results]))
     failed, warnings = (sum(one.outcome is kind for one in results) for kind in (Outcome.FAILED, Outcome.WARNING))
     if failed:
         if any(one.check == "settings" for one in results):
-            print("\nthe other checks ran without the settings that failed")
+            print("\nthe other checks ran without the invalid settings")
         print(f"\n{failed} of {len(results)} checks failed: launch would not start")
     else:
         print(f"\nno check failed, {counted(warnings, 'warning')}" if warnings else "\nall checks passed")
@@ -64,7 +62,7 @@ def examine(settings: Mapping[str, Any]) -> Iterator[CheckResult]:
 
 
 def _read_settings(settings: Mapping[str, Any]) -> tuple[Config, list[CheckResult]]:
-    """The settings that can work, and a failure for each of the others, which count as not given."""
+    """Return the valid settings, with defaults for invalid ones, and a failure for each of these."""
     left = dict(settings)
     failures: list[CheckResult] = []
     while True:
@@ -76,7 +74,7 @@ def _read_settings(settings: Mapping[str, Any]) -> tuple[Config, list[CheckResul
 
 
 def _culprit(settings: Mapping[str, Any], failure: str) -> str:
-    """A setting without which the failure is another one, or none."""
+    """Find a setting whose removal changes or resolves the failure."""
     for name in settings:
         try:
             Config.from_mapping({key: value for key, value in settings.items() if key != name})
@@ -88,10 +86,10 @@ def _culprit(settings: Mapping[str, Any], failure: str) -> str:
 
 
 def _elsewhere(found: CheckResult) -> CheckResult:
-    """A failure on this machine is only a warning while ranks are on others."""
+    """Turn a failure that depends on the machine into a warning, since ranks may run on others."""
     if found.outcome is not Outcome.FAILED or found.check not in _MACHINE_CHECKS:
         return found
-    return CheckResult(found.check, Outcome.WARNING, f"on this machine, which may not be where ranks run: {found.text}")
+    return CheckResult(found.check, Outcome.WARNING, f"on this machine (ranks may run on others): {found.text}")
 
 
 def _versions() -> Iterator[CheckResult]:
@@ -108,7 +106,7 @@ def _cpus(config: Config) -> CheckResult:
     memory = human_bytes(psutil.virtual_memory().available)
     text = f"{cpus} for {counted(config.world_size, 'rank')}, {memory} of memory free"
     if config.address == "local" and config.world_size > cpus:
-        return CheckResult("CPUs", Outcome.WARNING, f"{text}; ranks share cores and are slow")
+        return CheckResult("CPUs", Outcome.WARNING, f"{text}; ranks will share cores and be slow")
     return CheckResult("CPUs", Outcome.OK, text)
 
 

@@ -1,4 +1,4 @@
-"""What of a model fits on this machine, before its weights are loaded."""
+"""Estimates the memory of a model on this machine without loading its weights."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MANY_PAGES = 1 << 16
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of the rank that holds most, if all ranks are on this machine.
+    """Memory of the fullest rank, assuming that all ranks run on this machine.
 
     Attributes:
-        weight_bytes: about.
-        page_bytes: one page of the sequence on this rank, without what restore points need.
-        cache_bytes: all pools of this rank.
-        slots: window and state spaces -> (pages or slots, bytes of one) on this rank.
-        num_pages: pages that every rank can hold.
+        weight_bytes: estimated size of its weights.
+        page_bytes: size of one page on this rank, without restore points.
+        cache_bytes: size of all its pools.
+        slots: window or state space -> (number of pages or slots, bytes of each).
+        num_pages: pages that fit on every rank.
         page_size: tokens per page.
-        free_bytes: memory of the device now, divided among the ranks that share it.
+        free_bytes: currently free device memory, divided by the ranks that share it.
     """
 
     weight_bytes: int
@@ -45,28 +45,28 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the whole cache holds."""
+        """Capacity of the whole cache in tokens."""
         return self.num_pages * self.page_size
 
     @property
     def is_too_large(self) -> bool:
-        """Whether weights and cache need more than there is."""
+        """Whether weights and cache exceed the free memory."""
         return self.weight_bytes + self.cache_bytes > self.free_bytes
 
 
 def device_type(config: Config) -> str:
-    """Where ranks on this machine would compute, "cpu" or "cuda"."""
+    """The device type of ranks on this machine: "cpu" or "cuda"."""
     if config.device != "auto":
         return config.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def plan_memory(deployment: Deployment, *, weight_bytes: int) -> MemoryPlan:
-    """Work out what the fullest rank would hold.
+    """Estimate the memory of the fullest rank.
 
     Args:
-        deployment: with a split that `check_split` has accepted, and stages.
-        weight_bytes: of that rank.
+        deployment: with stages, and a split accepted by `check_split`.
+        weight_bytes: size of that rank's weights.
     Raises:
         ConfigError: not even one page fits.
     """
@@ -81,7 +81,7 @@ def plan_memory(deployment: Deployment, *, weight_bytes: int) -> MemoryPlan:
     fullest = max(contexts, key=lambda ctx: cache_bytes(ctx, _MANY_PAGES))
     pages = pages_that_fit(deployment, ctx=fullest, ranks_on_node=sharing)
     if config.num_pages == "auto" and config.kv_memory == "auto":
-        # "auto" is a share of what is free once the weights are loaded, which they are not yet.
+        # "auto" is a fraction of the memory free after loading the weights, which are not loaded here.
         memory = int(auto_bytes(torch.device(where), sharing) * max(0.0, 1 - weight_bytes / free))
         pages = min(pages, pages_within(deployment, ctx=fullest, memory=memory))
     sizes = deployment.pool_sizes(pages)
@@ -93,17 +93,16 @@ def plan_memory(deployment: Deployment, *, weight_bytes: int) -> MemoryPlan:
 
 
 def stage_weights(config: Config, model: ModelConfig) -> tuple[int, ...]:
-    """Numbers in the weights of each pipeline stage.
+    """Number of parameters of each pipeline stage.
 
     Args:
-        config: of the service, with stages.
-        model: to serve.
+        config: with stages.
     """
     return layer_sizes(model).held.of_stages(config.stages or (model.num_layers,))
 
 
 def _contexts(config: Config, *, where: str) -> list[ParallelContext]:
-    """Coordinates of every rank, in groups that only know their size."""
+    """Contexts of all ranks, with groups that cannot communicate."""
     split = config.split
     places = [split.coords(rank) for rank in range(split.world_size)]
     return [

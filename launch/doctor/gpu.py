@@ -1,4 +1,4 @@
-"""The doctor's checks of GPUs and of what computes on them."""
+"""Checks of GPUs and of attention kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOPPER = 9  # major compute capability
 
 
 def examine_gpus(config: Config) -> Iterator[CheckResult]:
-    """Check this machine's GPUs, one after another, and how they are connected.
+    """Check this machine's GPUs and the links between them.
 
     Args:
         config: with ranks on GPUs.
@@ -47,12 +47,12 @@ def examine_gpus(config: Config) -> Iterator[CheckResult]:
 
 def _driver() -> str:
     said = ask_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    driver = f"driver {said[0].strip()}" if said else "driver unknown, there is no nvidia-smi"
+    driver = f"driver {said[0].strip()}" if said else "driver unknown (nvidia-smi not found)"
     return f"{driver}, torch for CUDA {torch.version.cuda}"
 
 
 def ask_smi(*arguments: str) -> str:
-    """What `nvidia-smi` prints, or "" without it."""
+    """Output of `nvidia-smi`; empty if it is missing or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
@@ -66,8 +66,8 @@ def ask_smi(*arguments: str) -> str:
 def _gpu(index: int) -> CheckResult:
     about = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    room = f"{human_bytes(free)} of {human_bytes(total)} free"
-    text = f"{about.name}, compute capability {about.major}.{about.minor}, {room}"
+    memory = f"{human_bytes(free)} of {human_bytes(total)} free"
+    text = f"{about.name}, compute capability {about.major}.{about.minor}, {memory}"
     if total - free > _BUSY_BYTES:
         return CheckResult(f"cuda:{index}", Outcome.WARNING, f"{text}; other processes use it, see `nvidia-smi`")
     return CheckResult(f"cuda:{index}", Outcome.OK, text)
@@ -77,7 +77,9 @@ def _links(count: int) -> CheckResult:
     links = read_topology(ask_smi("topo", "-m"))
     ways = {links.get((a, b), "") for a in range(count) for b in range(a)}
     if "" in ways:
-        return CheckResult("links", Outcome.WARNING, "`nvidia-smi topo -m` does not say how the GPUs are connected")
+        return CheckResult(
+            "links", Outcome.WARNING, "unknown: `nvidia-smi topo -m` does not show how the GPUs are connected"
+        )
     if all(way.startswith("NV") for way in ways):
         return CheckResult("links", Outcome.OK, f"NVLink between all pairs ({', '.join(sorted(ways))})")
     found = f"{', '.join(sorted(ways))}, see `nvidia-smi topo -m`"
@@ -85,7 +87,7 @@ def _links(count: int) -> CheckResult:
 
 
 def read_topology(matrix: str) -> Mapping[tuple[int, int], str]:
-    """(GPU, GPU) -> how they are connected, such as "NV18" or "SYS", from what `nvidia-smi topo -m` prints."""
+    """Parse `nvidia-smi topo -m`: (GPU, GPU) -> type of link, such as "NV18" or "SYS"."""
     lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()]
     columns: list[str] = next((words for words in lines if words and words[0] == "GPU0" and "GPU0" in words), [])
     links = {}
@@ -99,11 +101,11 @@ def read_topology(matrix: str) -> Mapping[tuple[int, int], str]:
 
 
 def examine_attention(config: Config, parts: Sequence[Component], *, dtype: torch.dtype) -> Iterator[CheckResult]:
-    """Check what would compute attention on this machine's GPUs, and whether its kernels are built.
+    """Check the attention backend for this machine's GPUs, and whether its kernels are compiled.
 
     Args:
-        config: with ranks on GPUs that can be used.
-        parts: what the model leaves behind.
+        config: with ranks on usable GPUs.
+        parts: cache components of the model.
         dtype: of activations.
     """
     if config.attention == "torch":
@@ -118,9 +120,9 @@ def examine_attention(config: Config, parts: Sequence[Component], *, dtype: torc
     from flashinfer.jit import env
 
     yield CheckResult("attention", Outcome.OK, f"flashinfer {__version__}: {str(dtype).removeprefix('torch.')} on cuda")
-    kernels, strange = wanted_kernels(parts, dtype=dtype, capability=torch.cuda.get_device_capability(0))
-    if strange:
-        text = f"flashinfer has none for {', '.join(strange)}; torch computes these, more slowly"
+    kernels, unsupported = wanted_kernels(parts, dtype=dtype, capability=torch.cuda.get_device_capability(0))
+    if unsupported:
+        text = f"flashinfer has none for {', '.join(unsupported)}; torch computes these, which is slower"
         yield CheckResult("kernels", Outcome.WARNING, text)
     folders = [Path(folder) for folder in (*env.FLASHINFER_AOT_DIRS, env.FLASHINFER_JIT_DIR)]
     yield _kernels(missing_kernels(kernels, folders), Path(env.FLASHINFER_JIT_DIR))
@@ -128,16 +130,16 @@ def examine_attention(config: Config, parts: Sequence[Component], *, dtype: torc
 
 def _kernels(missing: Sequence[str], folder: Path) -> CheckResult:
     if not missing:
-        return CheckResult("kernels", Outcome.OK, "built for this model")
+        return CheckResult("kernels", Outcome.OK, "compiled for this model")
     tools = [tool for tool in ("nvcc", "ninja") if not _has_tool(tool)]
-    text = f"{', '.join(missing)} will be built at the first start, about a minute each, into {folder}"
+    text = f"{', '.join(missing)} will be compiled into {folder} at the first start, about a minute each"
     if tools:
         text += f"; {' and '.join(tools)} not found: install the CUDA toolkit and ninja, or use attention=torch"
     return CheckResult("kernels", Outcome.WARNING, text)
 
 
 def _has_tool(name: str) -> bool:
-    """Whether a compiler's tool is where FlashInfer looks for it."""
+    """Whether a build tool is where FlashInfer looks for it."""
     return shutil.which(name) is not None or (name == "nvcc" and Path("/usr/local/cuda/bin/nvcc").exists())
 
 
@@ -146,9 +148,9 @@ class Kernel:
     """An attention kernel of FlashInfer.
 
     Attributes:
-        name: for people.
-        words: that are in the name of its library.
-        end: of that name.
+        name: for display.
+        words: substrings of its library's name.
+        end: suffix of its library's name.
     """
 
     name: str
@@ -156,22 +158,22 @@ class Kernel:
     end: str
 
     def is_in(self, library: str) -> bool:
-        """Whether a library holds it."""
+        """Whether a library contains this kernel, by the library's name."""
         return library.endswith(self.end) and all(word in library for word in self.words)
 
 
 def wanted_kernels(
     parts: Sequence[Component], *, dtype: torch.dtype, capability: tuple[int, int]
 ) -> tuple[list[Kernel], list[str]]:
-    """What FlashInfer computes of a model, and what of it there is no kernel for.
+    """List the FlashInfer kernels of a model, and descriptions of the attention that FlashInfer does not support.
 
     Args:
-        parts: what the model leaves behind.
-        dtype: of activations, a half type.
-        capability: of the GPU.
+        parts: cache components of the model.
+        dtype: of activations: bfloat16 or float16.
+        capability: compute capability of the GPU.
     """
     kernels: list[Kernel] = []
-    strange: list[str] = []
+    unsupported: list[str] = []
     number = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
 
     def want(name: str, library: str, *words: str, end: str) -> None:
@@ -186,7 +188,7 @@ def wanted_kernels(
             size = shapes["k"][-1]
             name = f"heads of {size}{' with a window' if part.window else ''}"
             if size not in HEAD_DIMS:
-                strange.append(name)
+                unsupported.append(name)
             else:
                 head = f"head_dim_qk_{size}_head_dim_vo_{size}_"
                 swa = f"use_swa_{bool(part.window)}_"
@@ -194,14 +196,14 @@ def wanted_kernels(
         if "latent" in shapes:
             dims = (shapes["latent"][0], shapes["rope"][0])
             if dims != LATENT_DIMS or "scale" in shapes:
-                strange.append(f"latents of {dims[0]} + {dims[1]}{' in fp8' if 'scale' in shapes else ''}")
+                unsupported.append(f"latents of {dims[0]} + {dims[1]}{' in fp8' if 'scale' in shapes else ''}")
             else:
                 head = f"head_dim_ckv_{dims[0]}_head_dim_kpe_{dims[1]}_"
                 want("latents", "batch_mla_attention", head, end="_planabi2")
-    return kernels, strange
+    return kernels, unsupported
 
 
 def missing_kernels(kernels: Sequence[Kernel], folders: Sequence[Path]) -> list[str]:
-    """Names of those of which no folder has a library."""
+    """Names of the kernels that have no compiled library in any of the folders."""
     built = [library.stem for folder in folders for library in folder.glob("*/*.so")]
     return [kernel.name for kernel in kernels if not any(map(kernel.is_in, built))]

@@ -1,4 +1,4 @@
-"""Weights in the memory of a rank, counted from config.json and the headers of the weight files."""
+"""Memory of a rank's weights, computed from config.json and the headers of the weight files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from raycache.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """Weights of the pipeline stage that holds most.
+    """Weights per rank of the largest pipeline stage.
 
     Attributes:
-        num_bytes: of a rank, by how the numbers are held: the name of a format, or a dtype.
-        formats: in which the checkpoint has quantised ones, the most frequent first.
+        num_bytes: by the format in memory: a quantisation format or a dtype.
+        formats: quantisation formats in the checkpoint, the most frequent first.
     """
 
     num_bytes: Mapping[str, int]
@@ -36,22 +36,22 @@ class HeldWeights:
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
+        """Total size in bytes."""
         return sum(self.num_bytes.values())
 
     def __str__(self) -> str:
-        """Bytes, and of what where there are several kinds."""
+        """Format the sizes, by format in memory."""
         parts = [f"{human_bytes(size)} in {kind}" for kind, size in sorted(self.num_bytes.items()) if size]
         return f"about {' + '.join(parts)}"
 
 
 def held_weights(deployment: Deployment) -> HeldWeights:
-    """Count what the fullest stage reads; takes no memory for it.
+    """Compute the weights of the largest stage, without allocating them.
 
     Args:
-        deployment: with stages, and the form of its weights.
+        deployment: with stages, and the format of its weights.
     Raises:
-        CheckpointError: the weights are damaged or not the model's.
+        CheckpointError: the weights are damaged or do not match the model.
     """
     split, counted = deployment.config.split, []
     for stage in range(split.pp):
@@ -94,19 +94,19 @@ def _source(deployment: Deployment, directory: Path) -> CountedWeights:
 
 
 def describe_quantisation(quantisation: Quantisation, held: HeldWeights, deployment: Deployment) -> str:
-    """How a checkpoint is quantised, and what becomes of it in memory."""
+    """Describe a checkpoint's quantisation, and which of it is kept in memory."""
     formats = held.formats or tuple(dict.fromkeys(scheme.format for scheme in quantisation.schemes))
     names = (" and " if held.formats else " or ").join(form.value for form in formats)
     told = f"{names} ({quantisation.method}, {quantisation.path.name})"
     dtype, form = deployment.dtype, deployment.weights_form(quantisation)
     kept = [one.value for one in formats if one in form.stored]
     if deployment.config.dummy_weights:
-        drawn = f"quantised where a kernel takes the layer, and counted as {_name(dtype)}" if kept else _name(dtype)
-        return f"{told}; random weights are {drawn}"
+        kind = f"quantised where a kernel supports the layer, but counted as {_name(dtype)}" if kept else _name(dtype)
+        return f"{told}; random weights are {kind}"
     if not kept:
         return f"{told}; dequantised to {_name(form.dtype)} in memory"
     rest = f", others are dequantised to {_name(form.dtype)}" if len(kept) < len(formats) else ""
-    return f"{told}; kept as {' and '.join(kept)} where a kernel takes the layer{rest}"
+    return f"{told}; kept as {' and '.join(kept)} where a kernel supports the layer{rest}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""The doctor's look at models of the Hub: what a launch would download, and a directory for the other checks."""
+"""Checks of Hub models: what a launch would download. Provides a local directory for the other checks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raycache.errors import ConfigError
 
 @dataclass(frozen=True)
 class FromHub:
-    """The models of the Hub among the settings.
+    """The Hub models in the settings.
 
     Attributes:
-        results: a line for each of them.
-        pinned: the settings with their commits; None if a model is refused.
-        here: the settings with directories on this machine, which have the headers of weights; None likewise.
+        results: one per model.
+        pinned: settings with commits pinned; None if a model cannot be used.
+        here: settings with local directories that hold config files and weight headers; None if a model cannot be used.
     """
 
     results: list[CheckResult]
@@ -28,11 +28,10 @@ class FromHub:
 
 
 def examine_hub(config: Config, made: ExitStack) -> FromHub:
-    """Look up the models of the Hub among the settings, without downloading weights.
+    """Look up the Hub models in the settings, without downloading weights.
 
     Args:
-        config: of the service.
-        made: what is entered into it lasts as long as the directories are needed.
+        made: keeps the temporary directories until it is closed.
     """
     found: list[CheckResult] = []
     try:
@@ -44,7 +43,7 @@ def examine_hub(config: Config, made: ExitStack) -> FromHub:
 
 
 def say(copy: Copy) -> str:
-    """What of a model is on a machine, and what is not."""
+    """Describe how much of a model is on a machine, and how much has to be downloaded."""
     whole = f"{copy.model.repo} at {copy.model.revision[:7]}, {human_bytes(copy.num_bytes)}"
     if not copy.missing_bytes:
         return f"{whole}: in {copy.cache_dir}"

@@ -1,4 +1,4 @@
-"""The doctor's checks that need the model and torch."""
+"""Checks that need the model and torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from raycache.rank.backend import device_obstacle
 
 
 def examine_model(config: Config) -> Iterator[CheckResult]:
-    """Check the device, the model's directory, the split and the memory that it needs."""
+    """Check the device, the model directory, the split and the memory."""
     devices = list(_devices(config))
     yield from devices
     try:
@@ -57,7 +57,7 @@ def _devices(config: Config) -> Iterator[CheckResult]:
 def _files(config: Config, model: ModelConfig | None) -> Iterator[CheckResult]:
     folder = Path(config.model)
     if config.dummy_weights:
-        yield CheckResult("weights", Outcome.OK, "random, of the shapes in config.json")
+        yield CheckResult("weights", Outcome.OK, "random, with the shapes in config.json")
     else:
         yield attempt("weights", lambda: _weights(folder))
     if model is not None and model.draft is not None and not config.dummy_weights:
@@ -183,7 +183,7 @@ def _memory(deployment: Deployment) -> Iterator[CheckResult]:
         yield CheckResult("memory", Outcome.WARNING if plan.is_too_large else Outcome.OK, need)
     holds = f"{plan.num_pages} pages, {plan.num_tokens} tokens in total"
     if plan.num_tokens < deployment.max_model_len:
-        text = f"{holds}, less than the context length: longer requests are refused; raise kv_memory or cp"
+        text = f"{holds}, less than the context length: longer requests are rejected; raise kv_memory or cp"
         yield CheckResult("cache", Outcome.WARNING, text)
     else:
         yield CheckResult("cache", Outcome.OK, holds)

@@ -1,4 +1,4 @@
-"""The doctor's checks of the tiers beside the device. It writes nothing: storage in files is looked at from outside."""
+"""Checks of the host and storage tiers. Writes nothing: a storage directory is only inspected, not opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def examine_tiers(deployment: Deployment, *, taken: int) -> Iterator[CheckResult
     """Check host memory and storage.
 
     Args:
-        deployment: to look at.
         taken: bytes of this machine's memory that weights and device tier will need.
     """
     config = deployment.config
@@ -35,7 +34,7 @@ def examine_tiers(deployment: Deployment, *, taken: int) -> Iterator[CheckResult
 
 
 def _page_bytes(deployment: Deployment) -> int:
-    """One page of the sequence on all ranks together, each replica's rows once."""
+    """Size of one page over all ranks together, each row counted once."""
     check_host_tier(deployment.config, deployment.model)
     return deployment.envelope_layout().unit_bytes(FULL)
 
@@ -46,7 +45,7 @@ def _host(config: Config, page_bytes: int, taken: int) -> str:
         free = min(free, shutil.disk_usage(_SHARED_MEMORY).free)
     each = f"{human_bytes(page_bytes / config.page_size)} per token"
     if config.host_memory == "auto":
-        return f"a share of {human_bytes(free)} available, {each}"
+        return f"a fraction of the {human_bytes(free)} available, {each}"
     wanted = parse_bytes("host_memory", config.host_memory)
     if wanted > free:
         raise ConfigError(
@@ -69,8 +68,8 @@ def _storage(config: Config) -> CheckResult:
     is_up = opened.is_up
     opened.close()
     if is_up:
-        return CheckResult("storage", Outcome.OK, f"{name} answers")
-    return CheckResult("storage", Outcome.WARNING, f"{name} is unreachable; it will be used once it answers")
+        return CheckResult("storage", Outcome.OK, f"{name} responds")
+    return CheckResult("storage", Outcome.WARNING, f"{name} is unreachable; it will be used once it responds")
 
 
 def _directory(url: str, name: str) -> CheckResult:

@@ -1,6 +1,6 @@
-"""The HTTP server: the OpenAI API over an AsyncEngine, health, metrics and status; cache.py has operators' commands.
+"""The ASGI application: the OpenAI API over an AsyncEngine, health, metrics and status.
 
-A client that goes away is noticed while its request runs, streamed or not, and the request is cancelled in the engine.
+When a client disconnects, its request is cancelled in the engine, whether it is streamed or not.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from raycache.observe.metrics import Metrics
 from raycache.types import EngineInfo, EngineStats
 
 _HEALTH_TIMEOUT_S = 5.0
-_THREAD_BYTES = 32 * 1024  # larger bodies are read and tokenised in a thread, so that other streams go on
-_CLIENT_GONE = 499  # no standard code exists; nobody reads it
+_THREAD_BYTES = 32 * 1024  # larger bodies are parsed and tokenised in a thread, so as not to delay other streams
+_CLIENT_GONE = 499  # nginx's code, for metrics and logs only
 
 T = TypeVar("T")
 
@@ -55,15 +55,14 @@ def build_app(
     routes: Sequence[Route] = (),
     observed: Observed | None = None,
 ) -> Starlette:
-    """The ASGI application.
+    """Build the ASGI application.
 
     Args:
-        engine: what runs the requests; it must be ready.
-        config: group "server".
-        routes: more of them; outside /v1 they need an operator's key.
-        observed: how it is watched; by default it keeps metrics and nothing else.
+        engine: must be ready.
+        routes: additional routes; outside /v1 they require the right "admin".
+        observed: metrics, traces and access log; default: metrics only.
     Raises:
-        ConfigError: the chat template or the file of tenants cannot be used.
+        ConfigError: the chat template or the API key file cannot be used.
     """
     keys = keys_of(config)
     observed = observed or Observed(Metrics(info.model))
@@ -131,11 +130,11 @@ class _Api:
             async with asyncio.timeout(_HEALTH_TIMEOUT_S):
                 await self._engine.stats()
         except TimeoutError as error:
-            raise EngineStoppedError(f"the engine has not answered for {_HEALTH_TIMEOUT_S:.0f} s") from error
+            raise EngineStoppedError(f"the engine has not responded for {_HEALTH_TIMEOUT_S:.0f} s") from error
         return PlainTextResponse("ok\n")
 
     async def metrics(self, request: Request) -> Response:
-        # Also while there is no engine: then it is the time to look at them.
+        # Also without a running engine: that is when metrics matter most.
         with suppress(EngineStoppedError, TimeoutError):
             async with asyncio.timeout(_HEALTH_TIMEOUT_S):
                 self._metrics.show(await self._engine.stats())
@@ -154,13 +153,13 @@ class _Api:
         return json_response(openapi(self._info))
 
     async def prepare(self, body: CompletionBody | ChatBody, *, size: int) -> Generation:
-        """From a checked body to requests for the engine; `size` is that of the body in bytes."""
+        """Convert a validated body to engine requests; `size`: of the body in bytes."""
         if body.model != self._info.model:
             raise ProblemError(unknown_model(body.model, self._info.model))
         if body.cache_priority and self._eviction != "priority":
             raise RequestError(
-                f"cache_priority has no effect here, the server evicts by {self._eviction}; "
-                "start it with --eviction priority, or leave cache_priority out",
+                f"cache_priority has no effect with --eviction {self._eviction}; start the server with "
+                "--eviction priority, or omit cache_priority",
                 field="cache_priority",
             )
         given: dict[str, Any] = {"tokenizer": self._tokenizer, "info": self._info, "timeout_s": self._timeout_s}
@@ -186,7 +185,7 @@ class _Api:
             whole = answer(self._engine, generation, form=form, metrics=self._metrics)
             return Response(await _unless_gone(request.receive, whole), headers=headers, media_type="application/json")
         events = answer_stream(self._engine, generation, form=form, metrics=self._metrics)
-        # Wait for the first event before any header is sent: until then an error still has an HTTP status.
+        # Wait for the first event before sending headers, so that an early error still gets an HTTP status.
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(aclosing(events))
             first = await _unless_gone(request.receive, _next(events))
@@ -204,7 +203,7 @@ class _Api:
 
 
 class _EventStream(Response):
-    """Sends server-sent events until they end or the client goes away."""
+    """Sends server-sent events until they end or the client disconnects."""
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], *, headers: dict[str, str]) -> None:
         super().__init__(
@@ -226,7 +225,7 @@ class _EventStream(Response):
         try:
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-        except RayCacheError as error:  # the status is sent already
+        except RayCacheError as error:  # the status has already been sent
             last = event(to_json(problem_of(error).body), name=b"error")
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
@@ -236,10 +235,10 @@ class _ClientGoneError(Exception):
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Result of `work`, which is cancelled when the client goes away.
+    """Await `work`, cancelling it if the client disconnects.
 
     Raises:
-        _ClientGoneError: it went.
+        _ClientGoneError: the client disconnected.
     """
     task, watch = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
     try:
@@ -292,4 +291,4 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    return problem_response(Problem(500, "internal error; the server's log has the reason"))
+    return problem_response(Problem(500, "internal error; see the server's log"))

@@ -1,4 +1,4 @@
-"""Who a request is from and what it may do: one API key for all, or a file of tenants.
+"""Authentication and authorisation: one API key for everybody, or a file with a key per tenant.
 
     # name     SHA-256 of its API key, in hex                                      rights
     alice      5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8
@@ -6,9 +6,9 @@
     prometheus 2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae    metrics
     operator   fcde2b2edba56bf408601fb721fe9b5c338d10ee429ea04fae5511b68fbf8fb9    admin
 
-Tenants never share cached tokens: what a client sends as `cache_salt` divides the cache within its own tenant. A tenant
-may have several lines, so that a key can be replaced without a gap; the first one decides where its cached tokens are.
-The file is read again when it changes.
+Tenants never share cached tokens; `cache_salt` in a request divides the cache within its tenant. A tenant can have
+several lines, so that a key can be rotated; its cached tokens belong to the first one. The file is reloaded when it
+changes.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ Body = TypeVar("Body", bound=GenerationBody)
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whom a key belongs to.
+    """The owner of a key.
 
     Attributes:
-        name: for people; empty for everybody, where there is no file of tenants.
-        rights: of ADMIN and METRICS.
-        max_requests: that may run at a time; 0 is no limit.
-        secret: what its salts are made from; empty where clients say the salt.
+        name: empty without an API key file.
+        rights: subset of ADMIN and METRICS.
+        max_requests: maximum concurrent requests; 0: no limit.
+        secret: key of its cache salts; empty: clients choose the salt.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Tenant:
     secret: bytes = field(default=b"", repr=False)
 
     def salt(self, sent: str) -> str:
-        """The cache's salt for what a client sent: without the secret, nobody can find one that another tenant has."""
+        """Cache salt for the one in a request; unpredictable for other tenants, as it depends on the secret."""
         if not self.secret:
             return sent
         return hmac.new(self.secret, sent.encode("utf-8"), hashlib.sha256).hexdigest()
@@ -76,20 +76,20 @@ _EVERYBODY = Tenant("", frozenset({ADMIN, METRICS}))
 
 
 class Keys(Protocol):
-    """The keys that are good."""
+    """The valid API keys."""
 
     is_of_tenants: bool
 
     def find(self, key: bytes) -> Tenant | None:
-        """Whose key it is; the time that it takes tells nothing about the good ones."""
+        """Return the owner of a key, or None; its duration reveals nothing about valid keys."""
         ...
 
 
 def keys_of(config: Config) -> Keys | None:
-    """The keys that the settings name; None if everybody may come in.
+    """Read the configured keys; None if none are required.
 
     Raises:
-        ConfigError: the file of tenants cannot be used.
+        ConfigError: the API key file cannot be used.
     """
     if config.api_keys:
         return _KeyFile(Path(config.api_keys))
@@ -97,10 +97,10 @@ def keys_of(config: Config) -> Keys | None:
 
 
 class Authentication:
-    """ASGI middleware: a request needs a good key, with the right that its path asks for.
+    """ASGI middleware that requires a valid key with the right for the path.
 
-    Only what _OPEN_TO_ALL lists needs none, so a route that somebody adds is guarded. Any key may go to /v1; the rest
-    is the operator's.
+    Only the paths in _OPEN_TO_ALL need no key, so new routes are protected by default. Any key can access /v1;
+    everything else needs a right.
     """
 
     def __init__(self, app: ASGIApp, *, keys: Keys) -> None:
@@ -110,7 +110,7 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        path = get_route_path(scope)  # what the routes are found by; a prefix of Ray Serve's is not in it
+        path = get_route_path(scope)  # as used for routing, without Ray Serve's prefix
         if path in _OPEN_TO_ALL:
             return await self._app(scope, receive, send)
         if path == "/metrics" and not self._keys.is_of_tenants:
@@ -130,37 +130,37 @@ class Authentication:
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Whom a request is from; everybody is one tenant where there is no file of them."""
+    """The tenant of a request; without an API key file, the same for all."""
     found = request.scope.get(_TENANT, _EVERYBODY)
     assert isinstance(found, Tenant)
     return found
 
 
 def salted(body: Body, request: Request) -> Body:
-    """A request's body with the salt of its tenant."""
+    """Replace the salt in a request by that of its tenant."""
     return body.model_copy(update={"cache_salt": tenant_of(request).salt(body.cache_salt)})
 
 
 def check_operator(request: Request, config: Config) -> None:
-    """Without API keys, accept commands from programs on this machine only, and from no browser.
+    """Without API keys, accept commands only from programs on this machine, and not from browsers.
 
     Raises:
         ProblemError: 403.
     """
     if config.api_key or config.api_keys:
-        return  # Authentication has asked for the right
+        return  # checked by Authentication
     if not _is_from_here(request):
-        text = "without an API key this server accepts commands from its own machine only; set RAYCACHE_API_KEY"
+        text = "without an API key, commands are accepted only from the server's own machine; set RAYCACHE_API_KEY"
         raise ProblemError(Problem(403, text, code="api_key_needed"))
-    if "origin" in request.headers:  # a web page that this machine's browser shows
+    if "origin" in request.headers:  # sent by a web page in a browser on this machine
         raise ProblemError(Problem(403, "commands from web pages need an API key", code="api_key_needed"))
 
 
 def new_key(name: str, *, rights: tuple[str, ...] = ()) -> tuple[str, str]:
-    """A key, and the line for the file of tenants that makes it good.
+    """Create a key and its line for the API key file.
 
     Raises:
-        ConfigError: the name or a right cannot be used.
+        ConfigError: the name or a right is invalid.
     """
     key = f"rck-{secrets.token_urlsafe(32)}"
     words = [name, hashlib.sha256(key.encode()).hexdigest(), *rights]
@@ -169,10 +169,10 @@ def new_key(name: str, *, rights: tuple[str, ...] = ()) -> tuple[str, str]:
 
 
 def add_line(path: Path, line: str) -> None:
-    """Add a line to a file of tenants, for this user's eyes if it is new.
+    """Append a line to an API key file; a new file is readable by this user only.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "r+", encoding="utf-8") as file:
@@ -183,7 +183,7 @@ def add_line(path: Path, line: str) -> None:
 
 
 class _OneKey:
-    """One key, that everybody shares."""
+    """A single key for everybody."""
 
     is_of_tenants = False
 
@@ -195,13 +195,13 @@ class _OneKey:
 
 
 class _KeyFile:
-    """The tenants of a file."""
+    """An API key file."""
 
     is_of_tenants = True
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Tables are searched by what attackers cannot compute, so that the time of a search is no hint.
+        # Look up keyed hashes, which attackers cannot compute, so that the timing of a lookup reveals nothing.
         self._blind = secrets.token_bytes(32)
         self._version, self._tenants = self._read()
         self._looked_s = time.monotonic()
@@ -216,9 +216,9 @@ class _KeyFile:
         try:
             if _version(self._path) != self._version:
                 self._version, self._tenants = self._read()
-                _log.warning("read %s again: %d API keys", self._path, len(self._tenants))
+                _log.warning("reloaded %s: %d API keys", self._path, len(self._tenants))
         except (ConfigError, OSError) as cause:
-            _log.error("%s; the API keys read before stay good", cause)
+            _log.error("%s; the API keys loaded before stay valid", cause)
 
     def _read(self) -> tuple[tuple[int, ...], dict[bytes, Tenant]]:
         try:
@@ -235,12 +235,12 @@ class _KeyFile:
 
 
 def parse_tenants(text: str, *, name: str) -> dict[bytes, Tenant]:
-    """The tenants in the text of a file, by the SHA-256 of their keys.
+    """Parse the text of an API key file: SHA-256 of a key -> its tenant.
 
     Args:
         name: of the file, for errors.
     Raises:
-        ConfigError: names the line.
+        ConfigError: a line is invalid.
     """
     found: dict[bytes, Tenant] = {}
     secret_of: dict[str, bytes] = {}
@@ -250,13 +250,15 @@ def parse_tenants(text: str, *, name: str) -> dict[bytes, Tenant]:
         try:
             digest, rights, max_requests = _parse_line(words)
             if digest in found:
-                raise ConfigError("this key is already in the file, under the name " + found[digest].name)
+                raise ConfigError("this key already belongs to " + found[digest].name)
         except ConfigError as cause:
-            raise ConfigError(f"{name}, line {number}: {cause}; `raycache key NAME` makes a line") from cause
+            raise ConfigError(f"{name}, line {number}: {cause}; `raycache key NAME` creates a line") from cause
         tenant, own = words[0], hmac.digest(digest, b"raycache tenant " + words[0].encode(), "sha256")
         found[digest] = Tenant(tenant, rights, max_requests, secret_of.setdefault(tenant, own))
     if not found:
-        raise ConfigError(f"{name} names no tenant, so nobody could connect; `raycache key NAME` makes a line for it")
+        raise ConfigError(
+            f"{name} contains no tenants, so nobody could connect; `raycache key NAME` creates a line for one"
+        )
     return found
 
 
@@ -283,7 +285,7 @@ def _version(path: Path) -> tuple[int, ...]:
 
 
 def _check_permissions(path: Path) -> None:
-    """Whoever can write to the file can let himself in; those who can read it learn names, and guess poor keys."""
+    """Refuse a file that others can write, and warn if all can read it: names leak, and weak keys could be guessed."""
     found = path.stat()
     if found.st_uid not in (0, os.getuid()) or stat.S_IMODE(found.st_mode) & 0o022:
         raise ConfigError(f"other users can write to {path}; own it yourself, and `chmod 600` it")
@@ -313,14 +315,14 @@ async def _refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) 
 
 
 def _bearer(scope: Scope) -> bytes:
-    """The key that was sent; empty for none, or for one that is not of this kind."""
+    """The bearer token in a request, or empty."""
     sent: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     kind, _, key = sent.partition(b" ")
     return key.strip() if kind.lower() == b"bearer" else b""
 
 
 def _missing_right(path: str, tenant: Tenant) -> str:
-    """The right that a path needs and the tenant lacks; empty if it lacks none."""
+    """The right that a path requires and the tenant lacks, or empty."""
     if path == "/v1" or path.startswith("/v1/") or ADMIN in tenant.rights:
         return ""
     if path == "/metrics":

@@ -1,7 +1,7 @@
-"""The operator's endpoints: GET /cache, and POST /cache/{attach,detach,clear,resize,scrub,inspect,flush}.
+"""Operator endpoints: GET /cache, and POST /cache/{attach,detach,clear,resize,scrub,inspect,flush}.
 
-They need the API key, or a tenant with the right "admin". A server without keys accepts them from this machine only,
-because a command can empty the cache or name a directory of the machine.
+They require the API key, or a tenant with the right "admin". A server without keys accepts commands only from its own
+machine, since they can clear the cache or name a directory there.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _SETTINGS = (
     "prefetch_timeout_s",
     "prefetch_share",
 )
-"""Shown to operators. Not the storage: it can be another one by now, and its URL can hold a password."""
+"""Settings in the response. Not the storage: it may have been replaced, and its URL can hold a password."""
 
 
 class Prepare(Protocol):
-    """Makes a request ready to run, as its own endpoint would."""
+    """Prepares a request like the endpoint for it."""
 
     def __call__(self, body: CompletionBody | ChatBody, *, size: int) -> Awaitable[Generation]:
-        """`size` is that of the whole body, in bytes."""
+        """`size`: of the whole body, in bytes."""
         ...
 
 
@@ -60,17 +60,17 @@ class CacheApi:
         self._config = config
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """Routes for the application."""
         return [Route("/cache", self.status), Route("/cache/{action}", self.carry_out, methods=["POST"])]
 
     async def status(self, request: Request) -> Response:
-        """Settings, what the tiers hold, their counters, and warnings."""
+        """Return settings, contents and counters of the tiers, and warnings."""
         command = CacheCommand(CacheAction.STATUS, replica=request.query_params.get("replica", ""))
         info, found = await self._engine.info(), await self._carry_out(command)
         return json_response({"settings": self._settings, "capacity": _plain(info.tiers), **_plain(found)})
 
     async def carry_out(self, request: Request) -> Response:
-        """Carry out one command, and answer with what was done."""
+        """Carry out a command and return its result."""
         action = _action(request.path_params["action"])
         check_operator(request, self._config)
         raw = await read_body(request, limit=self._max_body)
@@ -98,5 +98,5 @@ def _action(name: str) -> CacheAction:
 
 
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Dictionaries all the way down, as JSON wants them."""
+    """Convert nested mappings to dicts, for JSON."""
     return {name: _plain(item) if isinstance(item, Mapping) else item for name, item in value.items()}

@@ -1,10 +1,10 @@
-"""One client's connection, with a bound on everything that the client sends, takes or waits for.
+"""An HTTP connection with limits on sizes and on the time that a client may take.
 
-    waiting for a request -> its headers -> its body -> the answer -> waiting ...
-    `----------- may be closed for a newcomer ------'   `- is not'
+    waiting for a request -> headers -> body -> response -> waiting ...
+    `- may be closed for a new client ------'   `- never closed for one
 
-Stands on uvicorn's own protocol class, whose inner calls are no promise: tests/security/test_uvicorn.py says what this
-file relies on, and fails with a version of uvicorn that is different.
+Extends uvicorn's protocol class, whose internals are not a stable API: tests/security/test_uvicorn.py checks everything
+that this file relies on.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from raycache.api.problem import Problem
 from raycache.api.responses import to_json
 
 MAX_HEAD_BYTES = 32 * 1024
-"""Of a request's target, headers and trailers."""
+"""Maximum size of a request's target, headers and trailers."""
 STALL_S = 30.0
-"""A client that takes nothing of its answer for so long is gone."""
+"""A client that reads nothing of its response for this long is disconnected."""
 LEAST_TAKEN_BYTES = 32 * 1024
-"""Of an answer, in STALL_S."""
+"""Minimum that a client must read in STALL_S while its connection closes."""
 LINGER_S = 3.0
-"""For what is left when a connection closes: the rest of a body that nobody reads, an answer that is not taken."""
+"""Grace period of a closing connection, to receive the rest of an unread body or to finish the TLS shutdown."""
 
 
 class Waiting:
-    """Clients without a whole request, those that have waited longest first: who of them gives way to a newcomer."""
+    """Connections without a complete request, the longest waiting first; closed if a new client needs one."""
 
     def __init__(self) -> None:
         self._ends: dict[object, Callable[[], bool]] = {}
 
     def add(self, who: object, end: Callable[[], bool]) -> None:
-        """`who` waits from now on; `end` ends it, or says that it does not."""
+        """Add a connection; `end` closes it, or returns False."""
         self._ends.pop(who, None)
         self._ends[who] = end
 
     def remove(self, who: object) -> None:
-        """`who` has a request, or is gone."""
+        """Remove a connection that has a complete request or has closed."""
         self._ends.pop(who, None)
 
     def end_longest(self) -> bool:
-        """End who has waited longest of those that can be ended; whether there was one."""
+        """Close the connection that has waited longest and can be closed; returns whether there was one."""
         for who, end in self._ends.items():
             if end():
                 del self._ends[who]
@@ -58,8 +58,8 @@ class Connection(HttpToolsProtocol):
     """An HTTP connection.
 
     Args:
-        waiting: where it stands while it has no whole request.
-        state: of the server, with all connections that are open.
+        waiting: holds it while it has no complete request.
+        state: of the server, with all open connections.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config=config, server_state=state, app_state={})
         self._waiting, self._header_timeout_s = waiting, header_timeout_s
-        self._head_bytes = 0  # of the request that is being read
-        self._silent_bytes = 0  # since the parser told anything
+        self._head_bytes = 0  # of the request being read
+        self._silent_bytes = 0  # received since the parser's last callback
         self._is_in_body = self._is_refused = False
         self._refusal = Problem(400, "this is not a valid HTTP/1.1 request")
-        # In seconds of the loop: when the client began to wait for, or to send, the headers of a request; when it
-        # stopped taking an answer; when it got its answer before all of its request was there.
+        # In loop time: when the client started to wait or to send headers; when it stopped reading a response; when a
+        # response was complete before its request.
         self._since_s = self._stalled_s = self._left_s = 0.0
-        self._closing: tuple[float, int] | None = None  # when it closed, or was looked at then, and bytes not sent
+        self._closing: tuple[float, int] | None = None  # start of the current grace period, and bytes unsent then
 
-    # --- what the transport tells
+    # --- transport callbacks
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -89,7 +89,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        self._silent_bytes += len(data)  # the parser's calls below set it back
+        self._silent_bytes += len(data)  # reset by the parser's callbacks below
         super().data_received(data)
         if self._silent_bytes > MAX_HEAD_BYTES:
             self._refusal = _HEAD_TOO_LARGE
@@ -103,7 +103,7 @@ class Connection(HttpToolsProtocol):
         self._stalled_s = 0.0
         super().resume_writing()
 
-    # --- what the parser tells
+    # --- parser callbacks
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -116,7 +116,7 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(name, value)
-        if not self._is_in_body:  # else it is a trailer, which must not change what was decided from the headers
+        if not self._is_in_body:  # else a trailer, which must not change what was decided from the headers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -134,7 +134,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._is_in_body = False
         self._left_s = 0.0
-        if self._is_idle:  # the answer came first
+        if self._is_idle:  # the response was complete first
             self._wait()
         else:
             self._waiting.remove(self)
@@ -149,7 +149,7 @@ class Connection(HttpToolsProtocol):
             self._wait()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be parsed, in the shape of all errors."""
+        """Respond to a request that cannot be parsed, in the format of all errors."""
         if self._is_refused:
             return
         self._is_refused = True
@@ -157,22 +157,21 @@ class Connection(HttpToolsProtocol):
             if self.cycle.response_started:
                 self.transport.close()
                 return
-            self.cycle.disconnected = True  # for the application this client is gone
+            self.cycle.disconnected = True  # for the application, the client has disconnected
             self.cycle.message_event.set()
         self.transport.write(whole_response(self._refusal))
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        # What the client still sends is taken: a socket that closes with something unread resets the connection, and
-        # the client may never see the answer.
+        # Keep reading: closing a socket with unread data resets the connection, and the client may lose the response.
         self._left_s = self.loop.time()
 
-    # --- bounds
+    # --- limits
 
     def check(self, now_s: float) -> None:
-        """End the connection if it has overstayed.
+        """Close the connection if it has exceeded a time limit.
 
         Args:
-            now_s: the loop's time.
+            now_s: loop time.
         """
         if self.transport.is_closing():
             self._check_closing(now_s, unsent=self.transport.get_write_buffer_size())
@@ -187,7 +186,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _check_closing(self, now_s: float, *, unsent: int) -> None:
-        """A connection that closes still sends what was written, if the client takes it."""
+        """Let a closing connection send its remaining data while the client reads it."""
         begin_s, unsent_then = self._closing = self._closing or (now_s, unsent)
         if now_s - begin_s <= (STALL_S if unsent else LINGER_S):
             return
@@ -197,7 +196,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _give_way(self) -> bool:
-        """End it for a newcomer, unless the client still reads."""
+        """Close it for a new client, unless a response is still being sent."""
         if self.transport.get_write_buffer_size():
             return False
         self.transport.abort()
@@ -205,7 +204,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no request runs or is to be run."""
+        """Whether no request is running or pending."""
         return self.cycle is None or self.cycle.response_complete
 
     def _wait(self) -> None:
@@ -215,10 +214,10 @@ class Connection(HttpToolsProtocol):
 
     def _count(self, *parts: bytes) -> None:
         self._silent_bytes = 0
-        self._head_bytes += sum(map(len, parts)) + 4  # what parts them
+        self._head_bytes += sum(map(len, parts)) + 4  # separators
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refusal = _HEAD_TOO_LARGE
-            raise ValueError("the headers are too large")  # ends the parsing; uvicorn then calls send_400_response
+            raise ValueError("the headers are too large")  # stops the parser; uvicorn then calls send_400_response
 
 
 _HEAD_TOO_LARGE = Problem(431, f"request target and headers exceed {MAX_HEAD_BYTES} bytes in total")
@@ -226,7 +225,7 @@ _HEAD_TOO_SLOW = Problem(408, "the request headers did not arrive in time")
 
 
 def whole_response(problem: Problem) -> bytes:
-    """A whole answer that closes the connection."""
+    """A complete error response that closes the connection."""
     body = to_json(problem.body)
     headers = {
         "Content-Type": "application/json",

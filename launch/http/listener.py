@@ -1,11 +1,10 @@
-"""Accepts clients: how many there can be at a time, and who gives way when there are more.
+"""Accepts connections up to a limit.
 
     accept -> (TLS handshake) -> connection
-              `-- may be closed for a newcomer, as may a connection without a whole request
+              `-- may be closed for a new client, as may a connection without a complete request
 
-When all places are taken, the client that has waited longest without a whole request gives way to a newcomer. So
-thousands of slow or idle connections do not keep a client out that just asks; only when all places are held by requests
-that run is a newcomer sent away, with 503.
+At the limit, a new client replaces the one that has waited longest without a complete request. So thousands of slow or
+idle connections do not lock out others; a new client gets a 503 only if requests are running on all connections.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from launch.http.connection import LINGER_S, MAX_HEAD_BYTES, Connection, Waiting
 from raycache.api.problem import Problem
 from raycache.config import Config
 
-_OTHER_FILES = 512  # descriptors that this process needs for anything else
+_OTHER_FILES = 512  # file descriptors reserved for everything else
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FULL = Problem(503, "all connections of this server are in use; try again", code="busy", headers={"Retry-After": "1"})
 _log = logging.getLogger(__name__)
@@ -35,10 +34,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of the connections.
+    """Limits of connections.
 
     Attributes:
-        max_connections: open at a time.
+        max_connections: open at the same time.
         header_timeout_s: for a TLS handshake, and for the headers of a request.
     """
 
@@ -47,7 +46,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> Limits:
-        """As set, or as many as this process may have files; raises that bound where it can."""
+        """The configured limits, reduced if the limit of open files, raised if possible, is too low."""
         wanted = config.max_connections + _OTHER_FILES
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -56,7 +55,7 @@ class Limits:
         most = config.max_connections if soft == resource.RLIM_INFINITY else max(1, soft - _OTHER_FILES)
         if most < config.max_connections:
             _log.warning(
-                "max_connections=%d is more than this process may open; it takes %d (see `ulimit -Hn`)",
+                "max_connections=%d exceeds the limit of open files; using %d (see `ulimit -Hn`)",
                 config.max_connections,
                 most,
             )
@@ -64,17 +63,17 @@ class Limits:
 
     @property
     def tick_s(self) -> float:
-        """How often times are looked at."""
+        """Interval between checks of time limits."""
         return min(1.0, self.header_timeout_s / 10)
 
 
 class Listener:
-    """Accepts connections, and keeps their number within the limits.
+    """Accepts connections within the limits.
 
     Args:
-        sock: bound; listens from `open` on.
-        tls: for https, else None.
-        state: of the server, with all connections that are open.
+        sock: bound, not yet listening.
+        tls: None: plain HTTP.
+        state: of the server, with all open connections.
     """
 
     def __init__(
@@ -92,10 +91,10 @@ class Listener:
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self, *, backlog: int) -> None:
-        """Begin to listen.
+        """Start listening.
 
         Raises:
-            OSError: another process listens there.
+            OSError: another process listens on the port.
         """
         self._sock.setblocking(False)
         self._sock.listen(backlog)
@@ -103,13 +102,13 @@ class Listener:
         self._tasks = [loop.create_task(self._accept()), loop.create_task(self._watch())]
 
     def close(self) -> None:
-        """Let nobody in any more; those inside stay."""
+        """Stop accepting; open connections stay."""
         self._tasks[0].cancel()
         for task in self._entering:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """End it, after everybody has left."""
+        """Stop the tasks; call it when all connections have closed."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._entering, return_exceptions=True)
@@ -123,19 +122,19 @@ class Listener:
                 if error.errno in _NO_FILES:
                     self._waiting.end_longest()
                     await asyncio.sleep(0.05)
-                continue  # else: the client left before it was let in
+                continue  # otherwise the client disconnected before it was accepted
             num_open = len(self._entering) + len(self._state.connections)
             if num_open >= self._limits.max_connections and not self._waiting.end_longest():
-                _send_away(client, is_plain=self._tls is None)
+                _reject(client, is_plain=self._tls is None)
             else:
                 task = loop.create_task(self._enter(client))
                 self._entering.add(task)
                 self._waiting.add(task, task.cancel)
                 task.add_done_callback(self._entered)
-            await asyncio.sleep(0)  # a crowd of newcomers must not stop those that are served
+            await asyncio.sleep(0)  # many new clients at once must not starve the others
 
     async def _enter(self, client: socket.socket) -> None:
-        """Make a connection of a socket; for https that is the handshake."""
+        """Turn a socket into a connection, after the handshake for https."""
         loop = asyncio.get_running_loop()
         times: dict[str, Any] = {}
         if self._tls is not None:
@@ -150,10 +149,10 @@ class Listener:
         self._entering.discard(task)
         self._waiting.remove(task)
         if not task.cancelled() and (error := task.exception()) and not isinstance(error, OSError):
-            raise error  # others are handshakes that failed or took too long
+            raise error  # an OSError is a failed or slow handshake
 
     async def _watch(self) -> None:
-        """Look at all connections now and then: cheaper than timers that are set and cancelled with every message."""
+        """Check all connections periodically, which is cheaper than setting timers for every message."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._limits.tick_s)
@@ -162,12 +161,12 @@ class Listener:
                 connection.check(loop.time())
 
 
-def _send_away(client: socket.socket, *, is_plain: bool) -> None:
-    """Close at once; say why where that takes no waiting."""
+def _reject(client: socket.socket, *, is_plain: bool) -> None:
+    """Close a new connection, with a 503 if that does not block."""
     with contextlib.suppress(OSError), client:
         client.setblocking(False)
         if is_plain:
             with contextlib.suppress(BlockingIOError):
-                client.recv(MAX_HEAD_BYTES)  # a socket that closes with something unread resets, and the answer is lost
+                client.recv(MAX_HEAD_BYTES)  # closing with unread data would reset the connection and lose the response
             client.send(whole_response(_FULL))
             client.shutdown(socket.SHUT_WR)

@@ -1,6 +1,6 @@
-"""The OpenAPI description of the endpoint, made from the bodies that it checks: GET /openapi.json.
+"""GET /openapi.json: the OpenAPI description, generated from the schemas that validate requests.
 
-It describes what every client may use. Operators' commands are in docs/security.md.
+It covers the endpoints for clients; those for operators are described in docs/security.md.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from raycache.api.schema import (
 from raycache.types import MAX_TOP_LOGPROBS, EngineInfo
 
 _ERRORS = {
-    "400": "a field is wrong; `param` names it",
+    "400": "a field is invalid; `param` names it",
     "401": "the API key is missing or wrong",
     "403": "the API key lacks a right",
     "404": "no such model or path",
-    "405": "the path has no such method",
-    "408": "the request took longer than it may, or came too slowly",
+    "405": "the path does not support this method",
+    "408": "the request exceeded its time limit, or arrived too slowly",
     "413": "the body is too large",
-    "415": "the body is not JSON by its type",
-    "429": "too many requests wait, or run for this key; Retry-After says when to come back",
+    "415": "the Content-Type is not application/json",
+    "429": "too many requests are waiting, or running with this key; Retry-After says when to retry",
     "431": "the headers are too large",
     "500": "the request failed",
-    "503": "the engine, or the server, takes no requests now",
+    "503": "the engine or the server cannot accept requests at the moment",
 }
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
@@ -42,11 +42,7 @@ _FINISH = {"type": ["string", "null"]}
 
 
 def openapi(info: EngineInfo) -> dict[str, Any]:
-    """The description, of version 3.1.
-
-    Args:
-        info: of the engine: its model, and its limits.
-    """
+    """Return the description, in OpenAPI 3.1, for the engine's model and limits."""
     model = info.model
     return {
         "openapi": "3.1.0",
@@ -65,13 +61,16 @@ def openapi(info: EngineInfo) -> dict[str, Any]:
 
 
 def _generation(summary: str, kind: type[GenerationBody], answer: str) -> dict[str, Any]:
-    # Without a type: some read a schema here as that of the whole text, others as that of each event.
+    # Without a type: tools disagree on whether a schema here describes the whole text or each event.
     streamed = {"text/event-stream": {"schema": {"description": "Chunks as server-sent events, the last is [DONE]."}}}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": _json(kind.__name__)},
         "responses": {
-            "200": {"description": "The response; with stream=true its events.", "content": _json(answer) | streamed},
+            "200": {
+                "description": "The response; with stream=true, its chunks as events.",
+                "content": _json(answer) | streamed,
+            },
             **_errors(list(_ERRORS)),
         },
     }
@@ -122,10 +121,9 @@ def _schemas(info: EngineInfo) -> dict[str, Any]:
 
 
 def _as_accepted(schema: dict[str, Any], *, info: EngineInfo) -> dict[str, Any]:
-    """The schema of a body as the server takes it.
+    """Complete the schema of a body by what the server accepts.
 
-    Null is the same as absent, some fields change nothing, and what SamplingParams, the model and the engine demand
-    is said too.
+    Null is the same as absent, ignored fields are allowed, and the limits of SamplingParams, model and engine apply.
     """
     required = set(schema.get("required", ()))
     demands = _demands(info)
@@ -138,7 +136,7 @@ def _as_accepted(schema: dict[str, Any], *, info: EngineInfo) -> dict[str, Any]:
 
 
 def _demands(info: EngineInfo) -> dict[str, dict[str, Any]]:
-    """What is checked beside the types of the fields, see types.SamplingParams and api/prepare.py."""
+    """Constraints that types.SamplingParams and api/prepare.py check besides the types of fields."""
     token = {"type": "integer", "minimum": 0, "maximum": info.vocab_size - 1}
     text = {"type": "string", "minLength": 1}
     ids = {"type": "array", "items": token, "minItems": 1, "maxItems": info.max_model_len - 1}
@@ -163,7 +161,7 @@ def _demands(info: EngineInfo) -> dict[str, dict[str, Any]]:
         "stop": {"anyOf": [_stop(), {"type": "array", "items": _stop(), "maxItems": MAX_STOPS}]},
         "stop_token_ids": {"items": token},
         "prompt_logprobs": {"anyOf": [{"type": "integer", **logprobs}, {"type": "null"}]},
-        "best_of": {"anyOf": [{"type": "null"}], "description": "only the value of n, which is what it is without"},
+        "best_of": {"anyOf": [{"type": "null"}], "description": "must equal n, its default"},
         "suffix": {"const": ""},
         "tool_choice": {"enum": ["auto", "none"]},
         "response_format": {"anyOf": [_object(type={"const": "text"}), {"type": "null"}]},
@@ -186,5 +184,5 @@ def _answer(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(**fields: dict[str, Any]) -> dict[str, Any]:
-    """All fields are there; others may be."""
+    """Schema of an object with required fields; others are allowed."""
     return {"type": "object", "properties": fields, "required": list(fields)}

@@ -1,7 +1,7 @@
-"""The operator's endpoints of replicas: GET /replicas, and POST /replicas/{scale,restart}.
+"""Operator endpoints: GET /replicas, and POST /replicas/{scale,restart}.
 
-They need the same rights as commands to the cache. The response comes when the command is done, which can take as long
-as ranks take to start; a command whose client disconnects is carried out all the same.
+They require the same rights as cache commands. The response is sent when the command has completed, which can take as
+long as starting ranks; a command is completed even if its client disconnects.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class ReplicasApi:
         self._max_body = parse_bytes("max_body", config.max_body)
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """Routes for the application."""
         return [Route("/replicas", self.status), Route("/replicas/{action}", self.carry_out, methods=["POST"])]
 
     async def status(self, request: Request) -> Response:
-        """Which replicas there are, and what each has to do."""
+        """Return the replicas and their load."""
         return json_response(dict(await self._replicas.carry_out(ReplicaCommand(ReplicaAction.STATUS))))
 
     async def carry_out(self, request: Request) -> Response:
-        """Carry out one command, and answer with what was done."""
+        """Carry out a command and return its result."""
         action = _action(request.path_params["action"])
         check_operator(request, self._config)
         raw = await read_body(request, limit=self._max_body)

@@ -1,4 +1,4 @@
-"""Binding the port and running the HTTP server."""
+"""Binds the port and runs the HTTP server."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from raycache.config import Config
 from raycache.errors import ConfigError
 
 _BACKLOG = 2048
-_REFRESH_TICKS = 100  # of a tenth of a second
+_REFRESH_TICKS = 100  # of 0.1 s each
 _log = logging.getLogger(__name__)
 
 
 def bind(config: Config) -> socket.socket:
-    """Take the port, before the model is loaded. It does not listen yet, so clients are refused until it serves.
+    """Bind the port before the model is loaded; connections are refused until `serve` listens.
 
     Returns:
-        The socket; hand it to `serve`, or close it.
+        A socket to pass to `serve` or to close.
     Raises:
-        ConfigError: the port is in use, the address is not of this machine, or the certificate or the file of tenants
-            cannot be used.
+        ConfigError: the port is in use, the address does not belong to this machine, or the certificate or the API key
+            file cannot be used.
     """
     certificate_of(config)
     keys_of(config)
@@ -41,14 +41,14 @@ def bind(config: Config) -> socket.socket:
     try:
         found = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"host={config.host!r} is not an address of this machine: {error}") from error
+        raise ConfigError(f"host={config.host!r} is not a valid address: {error}") from error
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
     try:
-        # Connections of an earlier server that are not quite closed must not stop this one ...
+        # Lingering connections of an earlier server must not prevent binding ...
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        # ... but another server that also binds and does not listen yet must be told that the port is taken.
+        # ... but another server must not be able to bind the port while this one does not listen yet.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         sock.close()
@@ -61,7 +61,7 @@ def bind(config: Config) -> socket.socket:
 
 
 def endpoint_of(sock: socket.socket, *, scheme: str = "http") -> str:
-    """URL of a bound socket, as a client on this machine writes it, such as "http://127.0.0.1:8000"."""
+    """URL of a bound socket for clients on this machine, such as "http://127.0.0.1:8000"."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -76,8 +76,8 @@ def _warn_if_open(config: Config, sock: socket.socket) -> None:
         )
     elif not config.tls_cert:
         _log.warning(
-            "%s is reachable from other machines, and API keys travel unencrypted: set --tls-cert and --tls-key, or "
-            "let only a proxy that speaks https reach it",
+            "%s is reachable from other machines and API keys are sent unencrypted: set --tls-cert and --tls-key, or "
+            "allow access only through an HTTPS proxy",
             config.host,
         )
 
@@ -91,17 +91,14 @@ async def serve(
     config: Config,
     grace_s: float = 5.0,
 ) -> None:
-    """Serve until `stop` is set, then let running requests end. Signals are the caller's.
+    """Serve until `stop` is set, then let running requests end. The caller handles signals.
 
     Args:
-        app: see http.build_app.
         sock: from `bind`; closed at the end.
-        stop: set it to end.
-        on_started: called with the endpoint when clients can connect.
-        config: limits of connections, and the server's certificate.
-        grace_s: seconds that running requests have to end after `stop`; then they are cancelled.
+        on_started: called with the endpoint once clients can connect.
+        grace_s: time that running requests have to end after `stop`, before they are cancelled.
     Raises:
-        ConfigError: another process has taken the port meanwhile, or the certificate cannot be used.
+        ConfigError: another process now listens on the port, or the certificate cannot be used.
     """
     certificate = certificate_of(config)
     settings = uvicorn.Config(
@@ -110,10 +107,10 @@ async def serve(
         ws="none",
         http="httptools",
         log_config=None,
-        log_level="error",  # else a line for each request that is no HTTP
+        log_level="error",  # otherwise every malformed request is logged
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # whose address a client claims to have must not make it one of this machine
+        proxy_headers=False,  # a client must not be able to claim a local address
         backlog=_BACKLOG,
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )
@@ -138,7 +135,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server with a `Listener` of our own, that tells when it serves and leaves signals alone."""
+    """A uvicorn server with our own `Listener`, a startup callback and no signal handling."""
 
     def __init__(
         self, config: uvicorn.Config, *, limits: Limits, certificate: Certificate | None, on_started: Callable[[], None]
@@ -147,7 +144,7 @@ class _Server(uvicorn.Server):
         self._limits, self._certificate, self._on_started = limits, certificate, on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then tell."""
+        """Start listening, then call `on_started`."""
         assert sockets is not None
         listeners = [
             Listener(
@@ -159,7 +156,7 @@ class _Server(uvicorn.Server):
             )
             for sock in sockets
         ]
-        # Of which uvicorn calls close and wait_closed.
+        # uvicorn calls only close and wait_closed of these.
         self.servers = cast("list[asyncio.base_events.Server]", listeners)
         for listener in listeners:
             listener.open(backlog=self.config.backlog)
@@ -167,12 +164,12 @@ class _Server(uvicorn.Server):
         self._on_started()
 
     async def on_tick(self, counter: int) -> bool:
-        """What is done every tenth of a second."""
+        """Called every 0.1 s."""
         if self._certificate is not None and counter % _REFRESH_TICKS == 0:
             self._certificate.refresh()
         return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing: the caller decides what a signal means."""
+        """Do nothing: the caller handles signals."""
         yield

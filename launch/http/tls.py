@@ -1,8 +1,7 @@
-"""The server's certificate for https, with its private key.
+"""The server's TLS certificate and private key.
 
-Both files are checked before anything listens: they are read and matched, and then the server does a TLS handshake with
-itself in memory, with its own certificate as the only trusted one. That shows whether the certificate is valid today
-and meant for servers. Files that change, as those of a renewed certificate do, are read again.
+Both files are checked before the server listens: they must match, and a TLS handshake in memory, trusting only this
+certificate, shows whether it is currently valid and meant for servers. Changed files, as after a renewal, are reloaded.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ class Certificate:
 
     Args:
         chain: PEM file, the server's own certificate first.
-        key: PEM file, without a password.
+        key: PEM file without a password.
     Raises:
-        ConfigError: they cannot be used; says why.
-
+        ConfigError: a file is missing, invalid or does not match the other, or the certificate is not valid.
     Attributes:
-        context: for connections that begin.
+        context: for new connections.
     """
 
     def __init__(self, chain: Path, key: Path) -> None:
@@ -45,16 +43,16 @@ class Certificate:
         _check_validity(chain, self.context)
 
     def refresh(self) -> None:
-        """Take files that have changed, if they are good; connections that are open stay as they are."""
+        """Reload changed files if they are valid; open connections are not affected."""
         try:
             if (versions := self._stat()) == self._versions:
                 return
             self._versions = versions
             Certificate(self._chain, self._key)
             self.context.load_cert_chain(self._chain, self._key, _no_password)
-            _log.warning("read the certificate in %s again", self._chain)
+            _log.warning("reloaded the certificate in %s", self._chain)
         except (ConfigError, OSError) as cause:
-            _log.error("%s; the certificate read before stays", cause)
+            _log.error("%s; keeping the certificate loaded before", cause)
 
     def _stat(self) -> tuple[tuple[int, int], ...]:
         found = []
@@ -77,12 +75,12 @@ def certificate_of(config: Config) -> Certificate | None:
 
 
 def trust(certificates: str) -> ssl.SSLContext:
-    """For a client: take a server that shows one of these certificates, or one that they signed.
+    """Client context that trusts the given CA or server certificates.
 
     Args:
-        certificates: PEM file; empty for those that this machine trusts.
+        certificates: PEM file; empty: those trusted by this machine.
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     context = ssl.create_default_context()
     if certificates:
@@ -91,13 +89,13 @@ def trust(certificates: str) -> ssl.SSLContext:
 
 
 def trust_exactly(certificate: str) -> ssl.SSLContext:
-    """For a client on the server's machine: take this very certificate, whatever name it has.
+    """Client context that trusts exactly this certificate, whatever its name.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # a service on 127.0.0.1 shows the certificate of its public name
+    context.check_hostname = False  # on 127.0.0.1, a service presents the certificate of its public name
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     _load(context, certificate)
     return context
@@ -106,7 +104,7 @@ def trust_exactly(certificate: str) -> ssl.SSLContext:
 def _load(context: ssl.SSLContext, certificates: str) -> None:
     try:
         context.load_verify_locations(certificates)
-    except OSError as cause:  # an SSLError, too
+    except OSError as cause:  # includes SSLError
         raise ConfigError(f"cannot read the certificates in {certificates}: {_words(cause)}") from cause
 
 
@@ -133,7 +131,7 @@ def _context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def _check_validity(certificate: Path, server: ssl.SSLContext) -> None:
-    """Shake hands in memory, trusting this certificate alone."""
+    """Check the certificate by a handshake in memory that trusts only this certificate."""
     name = f"tls_cert={str(certificate)!r}"
     try:
         seen = _handshake(server, trust_exactly(str(certificate)))
@@ -142,9 +140,9 @@ def _check_validity(certificate: Path, server: ssl.SSLContext) -> None:
             case code if code == _EXPIRED:
                 raise ConfigError(f"{name} has expired; renew it") from cause
             case code if code == _NOT_YET_VALID:
-                raise ConfigError(f"{name} is not valid yet; is this machine's clock right?") from cause
+                raise ConfigError(f"{name} is not valid yet; check this machine's clock") from cause
             case code if code == _PURPOSE:
-                raise ConfigError(f"{name} is not meant for servers (its extended key usage)") from cause
+                raise ConfigError(f"{name} is not meant for servers (see its extended key usage)") from cause
         raise ConfigError(f"{name} cannot be used: {cause.verify_message}") from cause
     except ssl.SSLError as cause:
         raise ConfigError(f"{name} cannot be used: {_words(cause)}") from cause
@@ -154,11 +152,11 @@ def _check_validity(certificate: Path, server: ssl.SSLContext) -> None:
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, object]:
-    """The server's certificate as the client saw it."""
+    """Do a handshake; returns the server's certificate as seen by the client."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)]
     waiting = list(ends)
-    for _ in range(10):  # flights of a handshake, with room
+    for _ in range(10):  # more than the round trips of any handshake
         for end in list(waiting):
             try:
                 end.do_handshake()
@@ -178,7 +176,7 @@ def _check_permissions(key: Path) -> None:
 
 
 def _no_password() -> NoReturn:
-    """OpenSSL would ask for one on the terminal."""
+    """Fail instead of letting OpenSSL prompt on the terminal."""
     raise ssl.SSLError("it has a password")
 
 

@@ -1,4 +1,4 @@
-"""JSON over HTTP: reading request bodies within bounds, and writing answers."""
+"""JSON over HTTP: reads request bodies within limits, and builds responses."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from raycache.config import Config, parse_bytes
 
 BODY_TIMEOUT_S = 10.0
 LEAST_BYTES_PER_S = 64 * 1024
-"""A body may take this much longer than the timeout; a client that sends a byte now and then cannot stay."""
+"""Minimum rate of a body: each byte received extends the timeout by the inverse, so trickling clients are cut off."""
 _LEAST_BODIES, _SHARE_OF_MEMORY = 64, 1 / 16
 
 
 class ProblemError(Exception):
-    """Ends a request with an error answer."""
+    """Ends a request with an error response."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -30,12 +30,10 @@ class ProblemError(Exception):
 
 
 class Bodies:
-    """The bodies that are in memory. Each is bounded in size and time, and all together in size.
+    """Reads request bodies, each limited in size and time, and all bodies in memory together in size.
 
     Args:
-        config: max_body and header_timeout_s.
-        capacity: bytes of all; 0 for a sixteenth of this machine's memory, or 64 bodies of the largest size if that is
-            more.
+        capacity: bytes of all bodies; 0: a sixteenth of this machine's memory, but at least 64 bodies of maximum size.
     """
 
     def __init__(self, config: Config, *, capacity: int = 0) -> None:
@@ -47,10 +45,10 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """A request's body, which counts until the block is left.
+        """Read a request's body, which counts as in memory during the `with` block.
 
         Raises:
-            ProblemError: see read_body; or the bodies of others leave no memory.
+            ProblemError: as in `read_body`, or other bodies leave no memory.
         """
         held = 0
 
@@ -75,19 +73,18 @@ async def read_body(
     timeout_s: float = BODY_TIMEOUT_S,
     count: Callable[[int], None] = lambda num_bytes: None,
 ) -> bytes:
-    """Read the body, and never more than `limit` bytes of it.
+    """Read a request's body.
 
     Args:
-        request: whose.
-        limit: in bytes.
-        timeout_s: that it may take, and a second more for LEAST_BYTES_PER_S of it.
-        count: told of each part's bytes before it is kept; may raise.
+        limit: maximum size in bytes.
+        timeout_s: time limit; each LEAST_BYTES_PER_S received extend it by a second.
+        count: called with the size of each part before it is kept; may raise.
     Raises:
-        ProblemError: it is not JSON by its type, too large or too slow.
+        ProblemError: the Content-Type is not JSON, or the body is too large or too slow.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Also keeps web pages out: a browser sends this type to another site only if that site agrees.
+        # Also blocks web pages: browsers send this type cross-origin only if the server allows it.
         raise ProblemError(Problem(415, f"send the header Content-Type: application/json, got {kind or 'none'!r}"))
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced) > limit:
@@ -110,12 +107,12 @@ async def read_body(
 
 
 def json_response(value: dict[str, Any]) -> Response:
-    """200 with an object."""
+    """A response with status 200."""
     return Response(to_json(value), media_type="application/json")
 
 
 def problem_response(problem: Problem) -> Response:
-    """An error."""
+    """An error response."""
     return Response(to_json(problem.body), problem.status, dict(problem.headers), "application/json")
 
 

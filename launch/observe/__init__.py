@@ -1,1 +1,1 @@
-"""What an HTTP server does, as metrics, log lines and traces."""
+"""Metrics, access log and traces of the HTTP server."""

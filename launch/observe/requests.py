@@ -1,4 +1,4 @@
-"""Watching what the HTTP server does: its metrics, a line of the log per request, and traces."""
+"""ASGI middleware for metrics, the access log and traces."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from raycache.observe.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _QUIET = ("/health", "/metrics", "/status")
-"""Asked all the time; they get no line."""
+"""Polled by monitoring, so not logged."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """How a server is watched.
+    """How a server's requests are observed.
 
     Attributes:
-        tracer: of its requests, or None.
-        has_access_log: whether each request gets a line in the log.
+        has_access_log: whether each request is logged.
     """
 
     metrics: Metrics
@@ -36,16 +35,16 @@ class Observed:
 
     @property
     def middleware(self) -> Middleware:
-        """The outermost one of the application."""
+        """The middleware; must be the outermost one."""
         return Middleware(_Watching, observed=self)
 
 
 @contextmanager
 def observe(config: Config) -> Iterator[Observed]:
-    """What the settings log_format and otlp_endpoint ask for, as long as the block lasts.
+    """Set up observation for the `with` block, by the settings log_format and otlp_endpoint.
 
     Raises:
-        ConfigError: the collector of traces cannot be used.
+        ConfigError: the endpoint is invalid, or the tracing packages are not installed.
     """
     tracer = Tracer(config.otlp_endpoint, model=config.model_name) if config.otlp_endpoint else None
     try:
@@ -56,7 +55,7 @@ def observe(config: Config) -> Iterator[Observed]:
 
 
 class _Watching:
-    """Notes how each request is answered."""
+    """Records the response to each request."""
 
     def __init__(self, app: ASGIApp, *, observed: Observed) -> None:
         self._app = app
@@ -67,7 +66,7 @@ class _Watching:
             await self._app(scope, receive, send)
             return
         start_s = time.monotonic()
-        status, request_id = 500, ""  # of an error that nobody handles
+        status, request_id = 500, ""  # if an unhandled exception follows
 
         async def note(message: Message) -> None:
             nonlocal status, request_id

@@ -1,11 +1,11 @@
-"""A trace per request for an OpenTelemetry collector.
+"""Exports a trace per request to an OpenTelemetry collector.
 
-    POST /v1/chat/completions   server span; continues the client's trace if it sends one (W3C traceparent)
-      |- queue                  until the engine begins to run it
-      |- prefill                until its first token: prompt tokens, those from the cache by tier, why not more
-      `- decode                 until its last one: output tokens, finish reason
+    POST /v1/chat/completions   server span; continues the client's trace (W3C traceparent)
+      |- queue                  until the request starts to run
+      |- prefill                until its first token: prompt tokens, cached tokens by tier, miss reason
+      `- decode                 until its last token: output tokens, finish reason
 
-A request of several choices has these three for each. Spans are sent by a thread of their own, in batches.
+Each choice of a request has these three spans. A background thread sends spans in batches.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _PATH = "/v1/traces"
 
 
 class Tracer:
-    """Makes and sends spans.
+    """Creates and exports spans.
 
     Args:
-        endpoint: URL of the collector; the path of traces is added where it has none.
+        endpoint: URL of the collector; /v1/traces is appended if it has no path.
         model: name that clients use.
     Raises:
-        ConfigError: it is not an HTTP URL, or the package is not installed.
+        ConfigError: the endpoint is not an HTTP URL, or a package is not installed.
     """
 
     def __init__(self, endpoint: str, *, model: str) -> None:
@@ -62,7 +62,7 @@ class Tracer:
 
     @contextmanager
     def serve(self, scope: Scope) -> Iterator[ServerSpan | None]:
-        """The span of an HTTP request; of those that generate nothing there is none."""
+        """Open the server span of an HTTP request; yields None unless it is a POST to /v1."""
         if not get_route_path(scope).startswith("/v1/") or scope["method"] != "POST":
             yield None
             return
@@ -80,7 +80,7 @@ class Tracer:
             yield ServerSpan(span)
 
     def begin(self, request: GenerateRequest) -> RequestTrace:
-        """One choice of the request whose span is the current one."""
+        """Start tracing one choice, within the current server span."""
         from opentelemetry.context import get_current
 
         return RequestTrace(self, request, get_current())
@@ -96,7 +96,7 @@ class Tracer:
         events: list[tuple[str, int]],
         error: str = "",
     ) -> None:
-        """A span that is over; times in nanoseconds since 1970."""
+        """Add a completed span; times in nanoseconds since the epoch."""
         from opentelemetry.trace import Status, StatusCode
 
         span = self._tracer.start_span(name, context=within, start_time=start_ns, attributes=facts)
@@ -107,19 +107,19 @@ class Tracer:
         span.end(end_time=end_ns)
 
     def close(self) -> None:
-        """Send what was not sent yet; what the collector does not take within seconds is lost."""
+        """Send pending spans; those not delivered within a few seconds are dropped."""
         self._provider.force_flush(_FLUSH_MS)
         self._provider.shutdown()
 
 
 class ServerSpan:
-    """The span of an HTTP request, while it runs."""
+    """The open span of an HTTP request."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
 
     def answered(self, status: int, request_id: str) -> None:
-        """It was answered."""
+        """Record the response."""
         from opentelemetry.trace import Status, StatusCode
 
         self._span.set_attribute("http.response.status_code", status)
@@ -130,7 +130,7 @@ class ServerSpan:
 
 
 class RequestTrace:
-    """One choice of a request on its way; an `Observation`, see raycache/observe/metrics.py."""
+    """Traces one choice of a request; an `Observation` of raycache/observe/metrics.py."""
 
     def __init__(self, tracer: Tracer, request: GenerateRequest, within: Context) -> None:
         self._tracer, self._request, self._within = tracer, request, within
@@ -143,11 +143,11 @@ class RequestTrace:
         self._events: list[tuple[str, int]] = []
 
     def take(self, output: RequestOutput) -> None:
-        """An increment came."""
+        """Record an increment."""
         self._last_ns = time.time_ns()
         if output.num_starts > self._num_starts:
             self._num_starts = output.num_starts
-            self._events.append(("begun again, after it was preempted or its ranks were lost", self._last_ns))
+            self._events.append(("restarted after a preemption or a loss of ranks", self._last_ns))
         self._num_tokens += len(output.token_ids)
         self._reason = str(output.finish_reason or "")
         if self._first is None and output.token_ids:
@@ -155,7 +155,7 @@ class RequestTrace:
             self._add_prefill(output)
 
     def end(self, error: BaseException | None) -> None:
-        """It is over."""
+        """Add the last span."""
         text = "" if error is None or isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
         if self._first is None:
             self._add("queue", self._start_ns, time.time_ns(), {}, error=text)

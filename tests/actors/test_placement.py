@@ -200,7 +200,7 @@ def examined(nodes: Nodes) -> None:
             rows = list(examine_nodes(replace(CONFIG, model=folder, **settings), device="cpu"))
         assert [one.check for one in rows[:3]] == [f"node {there[0].address}"] * 3
         assert all("2 CPU (2 free), 0 GPU (0 free)" in one.text for one in rows[:3])
-        assert all(f"reached by {there[0].address}" in one.text for one in rows[:3])
+        assert all(f"address {there[0].address}" in one.text for one in rows[:3])
         return {"\n".join(one.text for one in rows[:3]): rows[0], **{one.check: one for one in rows[3:]}}
 
     found, outcomes = doctor()

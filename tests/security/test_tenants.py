@@ -199,13 +199,13 @@ def test_a_tenant_has_no_more_requests_at_a_time_than_it_may(tokenizer: Tokenize
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "names no tenant"),
+        ("", "contains no tenants"),
         ("alice\n", "line 1: the name alice must be followed by the SHA-256"),
         ("# x\nalice 1234\n", "line 2: the name alice must be followed by the SHA-256"),
         (line("al/ice", "x"), "'al/ice' is not a valid name"),
         (line("alice", "x", "root"), "'root' is not a right; use admin, metrics or requests=N"),
         (line("alice", "x", "requests=0"), "'requests=0' is not a right"),
-        (line("alice", "x") + line("bob", "x"), "line 2: this key is already in the file, under the name alice"),
+        (line("alice", "x") + line("bob", "x"), "line 2: this key already belongs to alice"),
     ],
 )
 def test_a_wrong_file_is_refused_before_anything_listens(tenants: Path, text: str, words: str) -> None:
@@ -271,4 +271,4 @@ def test_a_server_that_others_reach_without_a_key_is_warned_of(caplog: pytest.Lo
         assert "without an API key" in caplog.text
         caplog.clear()
         bind(Config(port="auto", host="0.0.0.0", api_key="x")).close()
-        assert "travel unencrypted" in caplog.text
+        assert "sent unencrypted" in caplog.text

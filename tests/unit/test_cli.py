@@ -284,7 +284,7 @@ def test_a_file_that_describes_no_service_is_ignored(home: Path) -> None:
 
 def test_a_state_folder_that_others_can_write_to_is_refused(home: Path) -> None:
     write_state(home).parent.chmod(0o777)
-    with pytest.raises(ConfigError, match="others than you"):
+    with pytest.raises(ConfigError, match="other users can write"):
         service.running()
 
 
@@ -426,8 +426,8 @@ def test_stop_asks_which_of_several_services(
 @pytest.mark.parametrize(
     ("ignored", "said"),
     [
-        (["SIGINT"], "did not stop within 0.5 s, terminated, with 1 processes that it had started"),
-        (["SIGINT", "SIGTERM"], "did not stop within 1 s, killed, with 1 processes that it had started"),
+        (["SIGINT"], "did not stop within 0.5 s, terminated, with 1 of its child processes"),
+        (["SIGINT", "SIGTERM"], "did not stop within 1 s, killed, with 1 of its child processes"),
     ],
 )
 def test_a_service_that_ignores_signals_is_ended_with_what_it_started(
@@ -437,7 +437,7 @@ def test_a_service_that_ignores_signals_is_ended_with_what_it_started(
     (mine,) = service.running()
     assert service.stop(mine, grace_s=0.5, terminate_s=0.5) == said
     assert gone(child) and service.running() == []
-    assert service.stop(mine, grace_s=0.5) == "had ended already"
+    assert service.stop(mine, grace_s=0.5) == "had already ended"
 
 
 def gone(process: psutil.Process) -> bool:

@@ -328,4 +328,4 @@ def test_a_cluster_elsewhere_is_a_warning(tiny: Path) -> None:
 
 def test_what_this_machine_lacks_refuses_nothing_of_a_cluster_elsewhere(tiny: Path) -> None:
     found = examined(tiny, address="http://10.0.0.1:8265", device="cuda", cp=64)
-    assert found["device"].outcome is Outcome.WARNING and "on this machine, which may not be" in found["device"].text
+    assert found["device"].outcome is Outcome.WARNING and "(ranks may run on others)" in found["device"].text

@@ -59,7 +59,7 @@ def test_random_weights_need_no_files_and_take_the_same_memory(gpt_oss: Path, tm
         shutil.copy(gpt_oss / name, tmp_path)
     found = examined(tmp_path, dummy_weights=True)
     assert not refused(found)
-    assert found["weights"].text == "random, of the shapes in config.json"
+    assert found["weights"].text == "random, with the shapes in config.json"
     assert found["weights per rank"] == examined(gpt_oss)["weights per rank"]
     assert "random weights are float32" in found["quantisation"].text
     assert set(refused(examined(tmp_path))) == {"weights"}

@@ -466,7 +466,7 @@ def test_a_port_in_use_is_refused_before_anything_listens() -> None:
         bind(Config(port=listening.getsockname()[1]))
     with pytest.raises(ConfigError, match="--host"):
         bind(Config(host="203.0.113.7", port="auto"))
-    with pytest.raises(ConfigError, match="not an address"):
+    with pytest.raises(ConfigError, match="not a valid address"):
         bind(Config(host="no such host", port="auto"))
 
 
