@@ -1,1 +1,1 @@
-"""Attention over new tokens and a cached prefix, under context parallelism."""
+"""Attention of new tokens to themselves and a cached prefix, with context parallelism."""

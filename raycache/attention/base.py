@@ -1,7 +1,7 @@
-"""What an attention backend is: a factory of steps. A step is planned once per plan and serves all layers.
+"""The interface of attention backends. A backend plans steps; a step is planned once and serves all layers.
 
-Every backend implements every method; what it cannot do, it says in its capabilities, and is refused at start. Models
-reach a step through layers.forward_pass.ForwardPass only, whatever wraps the backend.
+Every backend implements every method, and lists what it supports in its capabilities. Models use a step only through
+layers.forward_pass.ForwardPass.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from raycache.step.inputs import StepInputs
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do.
+    """What a backend supports.
 
     Attributes:
-        name: for people.
+        name: for messages.
         device_types: such as "cpu", "cuda".
         dtypes: of queries and cache, such as "float32".
-        can_capture: whether steps of decode batches can be recorded as CUDA graphs.
+        can_capture: whether decode steps can be captured in CUDA graphs.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class LatentProjection:
-    """How latents become keys and values of the heads of this rank.
+    """Projection of latents to keys and values of this rank's heads.
 
     Attributes:
-        key: [Hq, Dn, R]; key without rotary part of head h = key[h] @ latent.
+        key: [Hq, Dn, R]; the plain part of head h's key is key[h] @ latent.
         value: [Hq, Dv, R].
     """
 
@@ -50,21 +50,21 @@ class LatentProjection:
 
 
 class Selection(Protocol):
-    """Which earlier tokens each new one attends to, as one backend's `select` made it; opaque to models."""
+    """The tokens that each new token attends to, made by a backend's `select`; opaque to models."""
 
 
 class AttentionStep(Protocol):
-    """Attention of one step. All methods are collective over cp: every rank calls the same ones in the same order."""
+    """Attention of one step. All methods are collective over cp."""
 
     def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
-        """Keep the new keys and values that this rank owns; attend the new queries to everything that they see.
+        """Store this rank's share of the new keys and values in the cache, and compute attention of the new queries.
 
         Args:
-            view: of the layer; has its window.
+            view: of the layer, with its window.
             q: [T_local, Hq, D].
             k, v: [T_local, Hkv, D].
             scale: of the scores, such as D ** -0.5.
-            sinks: [Hq] scores of one more key per head, whose value is zero, or None.
+            sinks: [Hq], score of an additional key per head whose value is zero; or None.
         Returns:
             [T_local, Hq, D].
         """
@@ -81,14 +81,12 @@ class AttentionStep(Protocol):
         scale: float,
         selection: Selection | None,
     ) -> Tensor:
-        """Keep the new latents that this rank owns; attend the new queries to the keys and values made of latents.
+        """Store this rank's share of the new latents in the cache, and compute attention of the new queries to them.
 
         Args:
-            view: of the layer.
-            q: [T_local, Hq, Dn + Dr], its rotary part last.
+            q: [T_local, Hq, Dn + Dr], rotary part last.
             latent: [T_local, R], normalised.
-            rope: [T_local, Dr], the keys' rotary part, turned; one for all heads.
-            projection: of this rank's heads.
+            rope: [T_local, Dr], rotated rotary part of the keys, shared by all heads.
             scale: of the scores.
             selection: made by `select` in this step, or None for all earlier tokens.
         Returns:
@@ -97,17 +95,15 @@ class AttentionStep(Protocol):
         ...
 
     def select(self, view: IndexView, q: Tensor, k: Tensor, weights: Tensor, *, top_k: int) -> Selection:
-        """Keep the new index keys that this rank owns; choose the `top_k` tokens with the largest scores per query.
+        """Store this rank's share of the new index keys; select the `top_k` tokens with the highest scores per query.
 
-        The score of a key is the sum over heads of weight * relu(q . k) ("DeepSeek-V3.2", section 2.1); equal scores
-        are won by the earlier token. A query chooses among itself and all before it.
+        The score of a key is the sum over heads of weight * relu(q . k) ("DeepSeek-V3.2", section 2.1); of equal
+        scores, the earlier token's wins. A query selects among itself and all tokens before it.
 
         Args:
-            view: of the layer.
             q: [T_local, Hi, D].
             k: [T_local, D].
             weights: [T_local, Hi], all scales included.
-            top_k: tokens per query.
         """
         ...
 
@@ -118,21 +114,20 @@ class AttentionStep(Protocol):
 
     @property
     def exchange(self) -> Exchange:
-        """Exchange of tokens and heads between the cp ranks."""
+        """Exchange of tokens and heads between cp ranks."""
         ...
 
 
 class RecurrentStep(Protocol):
-    """What recurrent layers compute over time, in one step."""
+    """Convolutions and scans of recurrent layers in one step."""
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Short causal convolution of every channel, continued from and kept in the layer's states.
+        """Short causal convolution of each channel; its last inputs are read from and written to the layer's states.
 
         Args:
-            view: of the layer.
-            name: which of its convolutions.
+            name: of the convolution.
             x: [T, H, D], all tokens and this rank's recurrent heads.
-            weight: [H, D, K], the newest input's tap last.
+            weight: [H, D, K], the tap of the newest input last.
             bias: [H, D] or None.
         Returns:
             [T, H, D], before any activation.
@@ -140,7 +135,7 @@ class RecurrentStep(Protocol):
         ...
 
     def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-        """Linear attention with decay, continued from and kept in the layer's states.
+        """Linear attention with decay; S is read from and written to the layer's states.
 
         Per head, S [Dk, Dv] in float32:
 
@@ -149,8 +144,7 @@ class RecurrentStep(Protocol):
             out_t = S^T q_t
 
         Args:
-            view: of the layer.
-            q, k: [T, Hk, Dk]; value head i reads key head i // (Hv / Hk).
+            q, k: [T, Hk, Dk]; value head i uses key head i // (Hv / Hk).
             v: [T, Hv, Dv].
             g: [T, Hv, 1] or [T, Hv, Dk] float32, log of the decay.
             beta: [T, Hv] for the delta rule, or None.
@@ -161,48 +155,42 @@ class RecurrentStep(Protocol):
 
 
 class NotRecordableError(Exception):
-    """A layer has nothing that a CUDA graph could hold; the text says what."""
+    """A layer cannot be captured in a CUDA graph."""
 
 
 class StaticStep(AttentionStep, Protocol):
-    """A step of a decode batch that is recorded once, in a CUDA graph, and replayed with other rows.
+    """A step of a decode batch that is captured in a CUDA graph and replayed with other rows.
 
-    What its methods launch depends on nothing but the values of tensors: those of the inputs and those that `replan`
-    fills.
+    What its methods launch depends only on the values of tensors: those of the inputs, and those set by `replan`.
     """
 
     def replan(self, inputs: StepInputs) -> None:
         """Prepare the next replay, on the current stream.
 
         Args:
-            inputs: the same tensors with new values, as many rows, other pages.
+            inputs: the same tensors with new values, the same number of rows, other pages.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """Plans steps."""
+    """Plans the attention of steps."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """What the backend supports."""
         ...
 
     def plan(self, inputs: StepInputs) -> AttentionStep:
-        """Prepare one step.
-
-        Args:
-            inputs: the rank's view of the plan.
-        """
+        """Plan one step."""
         ...
 
     def plan_static(self, inputs: StepInputs) -> StaticStep:
-        """Prepare a step for many decode batches of one size.
+        """Plan a step for decode batches of one size; only if `can_capture`.
 
-        Called only where the capabilities say `can_capture`. Its methods raise NotRecordableError, before anything is
-        recorded, for a layer that needs what cannot be.
+        The methods of the step raise NotRecordableError for layers that cannot be captured, before they are.
 
         Args:
-            inputs: of a decode batch; its tensors keep their places and are overwritten before each replay.
+            inputs: of a decode batch; its tensors stay at their addresses and are overwritten before each replay.
         """
         ...

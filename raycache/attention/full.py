@@ -1,7 +1,8 @@
 """Softmax attention to all earlier tokens, or to a window of them: the cached and the causal part of each row.
 
-With a window of W, the query at position p sees positions p - W + 1 .. p. Queries beyond the first W - 1 of a chunk see
-no cached key, and blocks of queries see W - 1 keys before the block, so that the work is T * (W + block) and not T * T:
+With a window of W, the query at position p attends to positions p - W + 1 .. p. Only the first W - 1 queries of a chunk
+attend to cached keys. Queries are computed in blocks with the W - 1 keys before them, which takes T * (W + block)
+operations instead of T * T:
 
     chunk keys     . . . . . . . . . . . . . . . .
     block 0        # # # #
@@ -25,17 +26,17 @@ from raycache.attention.merge import Part, attend_all, attend_masked, attend_run
 from raycache.memory.views import KVView, Runs
 from raycache.step.inputs import Prefix
 
-WINDOW_BLOCK = 128  # queries; a larger block masks more of what it computes, a smaller one starts more kernels
+WINDOW_BLOCK = 128  # queries; larger blocks mask more of what they compute, smaller ones launch more kernels
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedRows:
-    """Queries against cached tokens of their row.
+    """Queries of a row against its cached tokens.
 
     Attributes:
-        tokens: of the queries among all T.
+        tokens: the queries among all T.
         runs: slots of the keys.
-        mask: bool [queries, L], or None when each sees all.
+        mask: bool [queries, L], or None for no mask.
     """
 
     tokens: slice
@@ -45,13 +46,13 @@ class _CachedRows:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Queries against new tokens of their chunk.
+    """Queries of a chunk against its new tokens; either `run` or `mask` is set.
 
     Attributes:
-        local: of the queries among this rank's tokens.
-        keys: of the new tokens among all T.
-        run: when causal within the chunk: the queries' run of it.
-        mask: else, bool [queries, keys].
+        local: the queries among this rank's tokens.
+        keys: the new tokens among all T.
+        run: the queries' run of the chunk, for causal attention.
+        mask: bool [queries, keys].
     """
 
     local: slice
@@ -61,12 +62,11 @@ class _Block:
 
 
 class FullAttention:
-    """Plan of the layers of one component space.
+    """Attention plan of the layers of one component space.
 
     Args:
-        layout: of the step.
-        prefixes: of the space, per row.
-        window: tokens that a query sees, itself included; 0 for all before it.
+        prefixes: cached tokens of each row in this space.
+        window: number of tokens that a query attends to, including itself; 0 for no limit.
     """
 
     def __init__(self, layout: StepLayout, prefixes: Sequence[Prefix], *, window: int) -> None:
@@ -111,7 +111,7 @@ class FullAttention:
             return _CachedRows(slice(tokens.start, tokens.stop), prefix.runs, None)
         first = int(prefix.positions.searchsorted(start - self._window + 1))
         positions = prefix.positions[first:]
-        # A single token is in its pages and sees itself there; of a chunk, one query less than W reaches back.
+        # A single token has been written to its page and attends to itself there; of a chunk, W - 1 queries reach back.
         count = 1 if len(tokens) == 1 else min(len(tokens), self._window - 1)
         if not count or not len(positions):
             return None
@@ -131,10 +131,10 @@ class FullAttention:
             for start in range(run.start, run.stop, WINDOW_BLOCK):
                 stop = min(start + WINDOW_BLOCK, run.stop)
                 first = max(0, start - self._window + 1)
-                place = local.start + start - run.start
+                offset = local.start + start - run.start
                 blocks.append(
                     _Block(
-                        slice(place, place + stop - start),
+                        slice(offset, offset + stop - start),
                         slice(begin + first, begin + stop),
                         mask=self._band(start - first, stop - start),
                     )
@@ -142,7 +142,7 @@ class FullAttention:
         return blocks
 
     def _band(self, before: int, count: int) -> Tensor:
-        """`count` queries see `before` keys and causally their own, inside the window: bool [count, L]."""
+        """Mask of `count` queries on `before` keys and their own, causal and inside the window: bool [count, L]."""
         if (before, count) not in self._masks:
             keys = torch.arange(before + count, device=self._device)
             queries = torch.arange(before, before + count, device=self._device)[:, None]

@@ -1,16 +1,16 @@
-"""Multi-head latent attention ("DeepSeek-V2", arXiv 2405.04434, section 2.1), over latents that all heads share.
+"""Multi-head latent attention ("DeepSeek-V2", arXiv 2405.04434, section 2.1), over latents shared by all heads.
 
-Keys and values of head h are made of a latent c [R] and a rotary part r [Dr]:
+Keys and values of head h are computed from a latent c [R] and a rotary part r [Dr]:
 
     key_h = [ K_h c, r ]      value_h = V_h c
 
     part                       how            because
     new tokens of a chunk      expanded       many queries share the keys: T * T * (Dn + Dr + Dv) instead of T * T * 2R
-    cached tokens of a chunk   expanded       the same, a piece of bounded size at a time
-    cached tokens of a single  absorbed       one query: (q K_h) c = q (K_h c), so that latents are read as they are
+    cached tokens of a chunk   expanded       the same, in pieces of bounded size
+    cached tokens of a single  absorbed       one query: (q K_h) c = q (K_h c), so that latents are used directly
 
-The causal part uses new latents as the model gives them; what is read from an fp8 cache was rounded. A single token is
-read from the cache, so it sees itself rounded.
+The causal part uses the new latents unrounded, while latents read from an fp8 cache have been rounded; so has a single
+new token, which is read from the cache.
 
 Shapes in this file: T new tokens of all cp ranks, N single ones, L cached tokens, Hq heads, R rank of latents, Dn and
 Dr sizes of queries' plain and rotary part, Dv of values.
@@ -34,14 +34,7 @@ from raycache.step.inputs import Prefix
 
 @dataclass(frozen=True, slots=True)
 class LatentLayer:
-    """What is special about one layer.
-
-    Attributes:
-        view: its cache.
-        projection: of this rank's heads.
-        scale: of the scores.
-        selection: of the tokens that each query sees.
-    """
+    """Attention arguments of one layer."""
 
     view: LatentView
     projection: LatentProjection
@@ -57,17 +50,16 @@ class LatentLayer:
         return k, torch.einsum("lr,hdr->lhd", latent, self.projection.value)
 
     def expanded_bytes(self, dtype: torch.dtype) -> int:
-        """Of one token, padded as kernels want it: the keys as wide as the values."""
+        """Bytes of the keys and values of one token, both padded to the wider of the two."""
         heads, dim, _ = self.projection.key.shape
         return 2 * heads * max(dim + self.view.rope_dim, self.projection.value.shape[1]) * dtype.itemsize
 
 
 class LatentAttention:
-    """Plan of all MLA layers.
+    """Attention plan of all MLA layers.
 
     Args:
-        layout: of the step.
-        expanded_bytes: bound on the keys and values that are made of cached latents at a time.
+        expanded_bytes: limit of the keys and values that are expanded from cached latents at a time.
     """
 
     def __init__(self, layout: StepLayout, *, expanded_bytes: int) -> None:
@@ -100,7 +92,7 @@ class LatentAttention:
         return out, lse
 
     def _absorbed(self, layer: LatentLayer, q: Tensor, prefixes: tuple[Prefix, ...]) -> Part:
-        """Single queries [N, Hq, Dn + Dr], each against the latents of its row as one head of size R + Dr."""
+        """Single queries [N, Hq, Dn + Dr], each against its row's latents as a single key head of size R + Dr."""
         plain, rotary = q.split([q.shape[2] - layer.view.rope_dim, layer.view.rope_dim], dim=2)
         absorbed = torch.cat([torch.einsum("nhd,hdr->nhr", plain, layer.projection.key), rotary], dim=2)
         out, lse = no_keys(absorbed, absorbed.shape[2])
@@ -112,7 +104,7 @@ class LatentAttention:
                 rows = torch.cat(layer.view.read(prefixes[row].runs, dtype=q.dtype), dim=1)[:, None]
             else:
                 continue
-            # Values are the latents; what comes out for the rotary part is cut off, which costs less than a copy.
+            # The latents are also the values. Dropping the rotary part of the result costs less than a copy.
             out[i : i + 1], lse[i : i + 1] = attend_all(absorbed[i : i + 1], rows, rows, scale=layer.scale)
         return torch.einsum("nhr,hvr->nhv", out[..., : layer.view.rank], layer.projection.value), lse
 
@@ -120,18 +112,18 @@ class LatentAttention:
         """The queries of a chunk [n, Hq, Dn + Dr] against its cached tokens, piece after piece."""
         mask = layer.selection.cached[chunk.row]
         length = max(1, self._expanded_bytes // layer.expanded_bytes(q.dtype))
-        # In the precision of the weights, because every piece adds to it.
+        # In the precision of the weights, since every piece adds to it.
         out, lse = no_keys(q, layer.projection.value.shape[1])
         whole: Part = (out.to(wide(q.dtype)), lse)
-        place = 0
+        begin = 0
         for runs, count in pieces(prefix.runs, length):
             k, v = layer.expand(*layer.view.read(runs, dtype=q.dtype))
             if mask is None:
                 part = attend_all(q, k, v, scale=layer.scale)
             else:
-                part = attend_masked(q, k, v, mask[:, place : place + count], scale=layer.scale)
+                part = attend_masked(q, k, v, mask[:, begin : begin + count], scale=layer.scale)
             whole = join(whole, part)
-            place += count
+            begin += count
         return whole[0].to(q.dtype), whole[1]
 
     def _causal(self, layer: LatentLayer, q: Tensor, latent: Tensor, rope: Tensor) -> Part:
@@ -153,17 +145,17 @@ class LatentAttention:
 
 
 def pieces(runs: Runs, length: int) -> Iterator[tuple[Runs, int]]:
-    """Runs cut into pieces of `length` slots, the last maybe shorter; with the length of each."""
+    """Split runs into pieces of `length` slots, the last one maybe shorter; yields each with its length."""
     piece: list[tuple[int, int]] = []
-    room = length
+    missing = length
     for start, count in runs:
         first, left = start, count
         while left:
-            taken = min(room, left)
+            taken = min(missing, left)
             piece.append((first, taken))
-            first, left, room = first + taken, left - taken, room - taken
-            if not room:
+            first, left, missing = first + taken, left - taken, missing - taken
+            if not missing:
                 yield piece, length
-                piece, room = [], length
+                piece, missing = [], length
     if piece:
-        yield piece, length - room
+        yield piece, length - missing

@@ -1,8 +1,8 @@
-"""How a step's rows are attended: what all layers share, found once per step.
+"""Rows of a step by kind of attention, computed once per step for all layers.
 
-row    new tokens    its part of the step
+row    new tokens    attention
 chunk  2 or more     cached: all its queries against this rank's pages; causal: this rank's queries against new keys
-single 1             cached only: a single token is in the pages by then, so that there is no causal part
+single 1             cached only: the token itself has been written to a page, so there is no causal part
 
 out = merge( causal(new tokens of this chunk), cached(pages of cp rank 0), ..., cached(pages of cp rank n-1) )
 """
@@ -27,9 +27,9 @@ class Chunk:
     Attributes:
         row: index of the row.
         start: position of its first new token.
-        tokens: where its new tokens lie among all T.
-        local: where this rank's lie among its T_local.
-        runs: this rank's, as runs of the chunk, in local order; maybe none.
+        tokens: its new tokens among all T.
+        local: those of this rank among its T_local.
+        runs: those of this rank as runs of the chunk, in local order; may be empty.
     """
 
     row: int
@@ -39,22 +39,21 @@ class Chunk:
     runs: tuple[range, ...]
 
     def local_runs(self) -> Iterator[tuple[slice, range]]:
-        """This rank's runs, with where each lies among the rank's T_local tokens."""
-        place = self.local.start
+        """This rank's runs, each with its slice of the rank's T_local tokens."""
+        begin = self.local.start
         for run in self.runs:
-            yield slice(place, place + len(run)), run
-            place += len(run)
+            yield slice(begin, begin + len(run)), run
+            begin += len(run)
 
 
 class StepLayout:
     """Rows of a step by kind.
 
     Attributes:
-        inputs: of the step.
         chunks: rows of two or more new tokens.
-        singles: indices of the rows of one.
-        single_tokens: int64; where the latter lie among all T.
-        has_cached: whether any rank's pages hold something that a query sees. The same on every rank.
+        singles: indices of the rows of one new token.
+        single_tokens: int64; indices of these tokens among all T.
+        has_cached: whether any query attends to pages; the same on every rank.
         has_causal: whether this rank computes tokens of a chunk.
     """
 
@@ -72,16 +71,15 @@ class StepLayout:
         self.has_causal = any(chunk.runs for chunk in self.chunks)
 
     def on_device(self, numbers: list[int]) -> Tensor:
-        """int64."""
+        """Copy to the device as int64."""
         return self.inputs.ctx.on_device(np.array(numbers, np.int64))
 
     def combine(self, cached: Part | None, causal: Part | None, sinks: Tensor | None) -> Tensor:
-        """Join the parts of this rank's queries over cp.
+        """Merge the parts of this rank's queries over cp.
 
         Args:
-            cached: all T queries against this rank's pages; None if, and only if, not `has_cached`.
+            cached: all T queries against this rank's pages; None exactly if not `has_cached`.
             causal: this rank's T_local queries against new keys; may be None if not `has_causal`.
-            sinks: as in `merge`.
         Returns:
             [T_local, Hq, Dv].
         """
@@ -94,7 +92,7 @@ class StepLayout:
         return merge(outs, lses, sinks)
 
     def _give_back(self, part: Part) -> Part:
-        """All queries on this rank's pages -> this rank's queries on the pages of each, [cp, T_local, ...]."""
+        """All queries on this rank's pages -> this rank's queries on every rank's pages, [cp, T_local, ...]."""
         out, lse = part
         if self.inputs.ctx.cp.size == 1:
             return out[None], lse[None]

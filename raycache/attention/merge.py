@@ -1,12 +1,12 @@
-"""Attention over a part of the keys, and joining the parts by log-sum-exp.
+"""Attention over parts of the keys, and merging of the parts by log-sum-exp.
 
-The softmax over a set of keys that is split into parts is the mean of the parts' results, weighted by the parts'
-sums of exponentials ("Online normalizer calculation for softmax", arXiv 1805.02867):
+Attention over a set of keys that is split into parts is the mean of the parts' results, weighted by the parts' sums of
+exponentials ("Online normalizer calculation for softmax", arXiv 1805.02867):
 
     out = sum_p exp(lse_p - lse) * out_p        lse = log sum_p exp(lse_p)
 
 Shapes in this file: T queries, L keys, Hq query heads, Hkv key heads, D size of queries and keys, Dv of values, P
-parts. Query head h reads key head h // (Hq / Hkv). Log-sum-exps are float32 (float64 for float64).
+parts. Query head h uses key head h // (Hq / Hkv). Log-sum-exps are float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -16,34 +16,33 @@ from torch import Tensor
 from torch.nn import functional
 
 Part = tuple[Tensor, Tensor]
-"""out [T, Hq, Dv] over some of the keys, and the log-sum-exp of their scores [T, Hq]: -inf where there are none."""
+"""out [T, Hq, Dv] over some of the keys, and the log-sum-exp of their scores [T, Hq], -inf without keys."""
 
-MAX_SCORES = 1 << 28  # numbers that a device without a fused kernel holds at once
+MAX_SCORES = 1 << 28  # scores held at once on devices without a fused kernel
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which sums and log-sum-exps are taken: float32 at least."""
+    """The dtype of sums and log-sum-exps: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def no_keys(q: Tensor, value_dim: int) -> Part:
-    """The part without keys, for queries [T, Hq, D]; new tensors, to be filled."""
+    """A part without keys, for queries [T, Hq, D]; new tensors, which may be filled."""
     lse = torch.full(q.shape[:2], float("-inf"), dtype=wide(q.dtype), device=q.device)
     return q.new_zeros((*q.shape[:2], value_dim)), lse
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Part:
-    """Every query sees every key.
+    """Every query attends to every key.
 
     Args:
         q: [T, Hq, D], T >= 1.
         k: [L, Hkv, D], L >= 1.
         v: [L, Hkv, Dv].
-        scale: of the scores.
     """
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
-    # The queries that share a key head go into one row of queries, so that each key is read once: [Hkv, T * group, D].
+    # Fold queries that share a key head into one dimension, so that each key is read once: [Hkv, T * group, D].
     folded = q.view(tokens, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
     out, lse = _softmax_attention(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale)
     out = out.reshape(kv_heads, tokens, -1, out.shape[-1]).transpose(0, 1).reshape(tokens, heads, -1)
@@ -51,17 +50,17 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Part:
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Part:
-    """Query i sees keys 0..i; shapes as in `attend_all` with L = T."""
+    """Query i attends to keys 0..i; shapes as in `attend_all` with L = T."""
     keys, values = (_one_per_head(x, q.shape[1]) for x in (k, v))
     out, lse = _softmax_attention(q.transpose(0, 1)[None], keys, values, scale=scale, is_causal=True)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float) -> Part:
-    """Query i sees the keys j where mask [T, L] is true, maybe none; other shapes as in `attend_all`."""
+    """Query i attends to keys j where mask [T, L] is true, maybe none; other shapes as in `attend_all`."""
     keys, values = (_one_per_head(x, q.shape[1]) for x in (k, v))
     out, lse = _softmax_attention(q.transpose(0, 1)[None], keys, values, scale=scale, mask=mask)
-    # Kernels call the log-sum-exp over nothing 0, and a plain softmax over it is not a number.
+    # For queries without keys, fused kernels return a log-sum-exp of 0, and the plain softmax gives NaN.
     is_blind = ~mask.any(-1)[:, None]
     return (
         out[0].transpose(0, 1).masked_fill(is_blind[..., None], 0),
@@ -70,14 +69,12 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float
 
 
 def attend_run(q: Tensor, k: Tensor, v: Tensor, run: range, *, scale: float) -> Part:
-    """The queries of a run of a chunk see all keys of the chunk before the run, and causally those of the run.
+    """The queries of a run of a chunk attend to all keys of the chunk before the run, and causally to those of the run.
 
     Args:
         q: [len(run), Hq, D].
         k: [L, Hkv, D], of the whole chunk.
         v: [L, Hkv, Dv].
-        run: of the chunk.
-        scale: of the scores.
     """
     own = slice(run.start, run.stop)
     part = attend_causal(q, k[own], v[own], scale=scale)
@@ -87,30 +84,30 @@ def attend_run(q: Tensor, k: Tensor, v: Tensor, run: range, *, scale: float) -> 
 
 
 def join(one: Part, other: Part) -> Part:
-    """Two parts of the same queries as one, in the dtype of the first."""
+    """Merge two parts of the same queries, in the dtype of the first."""
     (out, lse), (other_out, other_lse) = one, other
-    # The difference of two empty parts is not a number; either may win.
+    # If both parts are empty the difference is NaN, and either will do.
     weight = torch.sigmoid(other_lse - lse).nan_to_num_(nan=0.0)[..., None]
     joined = torch.lerp(out.to(lse.dtype), other_out.to(lse.dtype), weight)
     return joined.to(out.dtype), torch.logaddexp(lse, other_lse)
 
 
 def merge(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """Join all parts of the same queries.
+    """Merge all parts of the same queries.
 
     Args:
-        outs: [P, T, Hq, Dv]; where lse is -inf the part holds no key, and its out may be anything finite.
+        outs: [P, T, Hq, Dv]; any finite values where the part has no keys (lse is -inf).
         lses: [P, T, Hq].
-        sinks: [Hq], scores of one more key per head whose value is zero, or None.
+        sinks: [Hq], score of an additional key per head whose value is zero; or None.
     Returns:
-        [T, Hq, Dv], finite wherever one part holds a key.
+        [T, Hq, Dv], finite where at least one part has keys.
     """
     if sinks is None:
         weights = torch.softmax(lses, dim=0)
     else:
         scores = sinks.to(lses.dtype).expand(1, *lses.shape[1:])
         weights = torch.softmax(torch.cat([lses, scores]), dim=0)[:-1]
-    # In the precision of the weights: summed in half precision, each part would round once more.
+    # Summed in the precision of the weights, so that parts are not rounded again.
     merged = torch.einsum("pthd,pth->thd", outs.to(lses.dtype), weights)
     return merged.to(outs.dtype)
 
@@ -139,10 +136,10 @@ def _softmax_attention(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool, mask: Tensor | None) -> Part:
-    """The kernel behind scaled_dot_product_attention on CPU, called directly: only so does it return log-sum-exps."""
+    """The CPU kernel of scaled_dot_product_attention, called directly since it then returns log-sum-exps."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     dim, value_dim = q.shape[-1], v.shape[-1]
-    # It wants one size of all three; zeros add nothing to scores, and results of zeros are cut off.
+    # It needs queries, keys and values of the same size: pad with zeros, which do not change scores.
     if value_dim < dim:
         v = functional.pad(v, (0, dim - value_dim))
     elif value_dim > dim:
@@ -162,5 +159,5 @@ def _spelled_out(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor 
 
 
 def _as_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a key is seen, -inf elsewhere."""
+    """0 where the mask is true, -inf elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))

@@ -1,10 +1,10 @@
-"""Recurrent layers in plain torch: a decaying state that tokens write and read, and a short convolution.
+"""Recurrent layers in plain torch: linear attention with a decaying state, and a short convolution.
 
-A head's state S is a [Dk, Dv] matrix. A token decays it, writes into it and reads from it:
+A head's state S is a [Dk, Dv] matrix. Each token decays it, writes to it and reads from it:
 
     S <- exp(g) * S                        g <= 0, one for the head or one per row of S
     S <- S + k (v)^T                       linear attention
-    S <- S + k (beta * (v - S^T k))^T      with beta: the delta rule, which replaces what S holds under the key
+    S <- S + k (beta * (v - S^T k))^T      with beta: the delta rule, which replaces the value stored under the key
     out = S^T q
 
     layer                         g              q, k, v
@@ -13,12 +13,13 @@ A head's state S is a [Dk, Dv] matrix. A token decays it, writes into it and rea
     gated delta net               per head                           with beta; arXiv 2412.06464
     Kimi delta attention (KDA)    per channel                        with beta; arXiv 2510.26692
 
-Scales, norms, activations and skips belong to the caller. `scan` takes one sequence in chunks: inside a chunk all is
-matrix products, and only the state goes from chunk to chunk. `step` takes one token of many sequences. No exponent is
-positive and no sum of decays is subtracted from another in float32, so that every g <= 0 is safe and keeps its digits.
+Scales, norms, activations and skip connections are up to the caller. `scan` processes one sequence in chunks: it uses
+matrix products within a chunk and passes only the state between chunks. `step` processes one token of many sequences.
+No exponent is positive and no sums of decays are subtracted from each other in float32, so that every g <= 0 is safe
+and precise.
 
 Shapes in this file: T tokens, N sequences, Hk key heads, Hv value heads, Dk and Dv head sizes, n chunks of C tokens,
-K taps and F channels of the convolution. Value head h reads key head h // (Hv / Hk).
+K taps and F channels of the convolution. Value head h uses key head h // (Hv / Hk).
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-CHUNK = 64  # tokens, a power of two; the results do not depend on it
-# Tokens whose chunks are prepared together, multiples of CHUNK: they bound the memory beside the arguments. On CPU what
-# fits the caches is twice as fast as thousands of tokens at once; a GPU wants few launches.
+CHUNK = 64  # tokens, a power of two; results do not depend on it
+# Tokens whose chunks are prepared together, multiples of CHUNK; bounds temporary memory. On a CPU, tensors that fit the
+# caches are twice as fast as those of thousands of tokens; on a GPU, fewer launches are faster.
 CPU_RUN = 256
 DEVICE_RUN = 4096
-NO_MEMORY = -1e4  # its exponential is 0 in float64 too; keeps differences of infinite decays defined
+NO_MEMORY = -1e4  # lower limit of log decays: exp of it is 0 even in float64, and differences stay defined
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Take the T >= 1 next tokens of one sequence.
+    """Process the next T >= 1 tokens of one sequence.
 
     Args:
         q, k: [T, Hk, Dk].
         v: [T, Hv, Dv], Hk divides Hv.
         g: log decay <= 0, [T, Hv, 1] or [T, Hv, Dk].
         beta: [T, Hv] for the delta rule, or None.
-        state: [Hv, Dk, Dv] before the first of the tokens; not modified.
+        state: [Hv, Dk, Dv] before the first token; not modified.
     Returns:
         out [T, Hv, Dv] in v's dtype, and the state after the last token, a new tensor in state's dtype. Computed in
-        float32, or in float64 if q, k, v, g or state is.
+        float32, or in float64 if q, k, v, g or state is float64.
     """
     tokens = len(v)
     current = state.to(_compute_dtype(q, k, v, g, state))
@@ -61,7 +62,7 @@ def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state:
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Take one token of each of N sequences.
+    """Process one token of each of N sequences.
 
     Args:
         q, k: [N, Hk, Dk].
@@ -84,15 +85,15 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state:
 
 
 def causal_conv(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Convolve each channel of one sequence with its own taps over the newest K inputs.
+    """Causal convolution of each channel of one sequence over its last K inputs.
 
     Args:
         x: [T, F], T >= 1.
         state: [F, K - 1], the inputs before x, oldest first; not modified.
-        weight: [F, K]; the last column multiplies the newest input.
+        weight: [F, K], the tap of the newest input last.
         bias: [F] or None.
     Returns:
-        y [T, F] in x's dtype, summed in float32 at least, without activation; and the new state [F, K - 1], a new
+        y [T, F] in x's dtype, summed in at least float32, without activation; and the new state [F, K - 1], a new
         tensor in state's dtype.
     """
     dtype = _compute_dtype(x, state, weight)
@@ -147,21 +148,21 @@ def _compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def _copy(view: Tensor, state: Tensor) -> Tensor:
-    """A part of the inputs as a state of its own, so that it does not keep them all alive."""
+    """Copy a part of the inputs to a new state, so that it does not keep all of them alive."""
     own = torch.empty(view.shape, dtype=state.dtype, device=state.device)
     return own.copy_(view)
 
 
 def _chunks(x: Tensor, length: int) -> Tensor:
-    """[T, Hv, D] -> [n, Hv, C, D]. Tokens of zeros fill the last chunk: they decay, write and erase nothing."""
+    """[T, Hv, D] -> [n, Hv, C, D]. The last chunk is padded with zeros, which neither decay nor write."""
     missing = -len(x) % length
     padded: Tensor = functional.pad(x, (0, 0, 0, 0, 0, missing)).unflatten(0, (-1, length))
     return padded.transpose(1, 2).contiguous()
 
 
 def _products_per_head(rows: Tensor, cols: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`_products_per_channel` for one decay per head, g [n, Hv, C, 1]: a matrix product, then each pair's decay."""
-    # Differences of sums would lose the small ones among large ones in float32; g has no channels, so this is cheap.
+    """`_products_per_channel` for one decay per head, g [n, Hv, C, 1]: a matrix product times the decays of pairs."""
+    # In float64, since differences of sums lose small decays in float32; cheap, since g has no channels.
     total = g.double().clamp(min=NO_MEMORY).cumsum(-2)
     between = (total - total.mT).tril().exp().to(rows.dtype)
     products = (rows.flatten(-3, -2) @ cols.mT).unflatten(-2, rows.shape[-3:-1]) * between[..., None, :]
@@ -169,10 +170,10 @@ def _products_per_head(rows: Tensor, cols: Tensor, g: Tensor) -> tuple[Tensor, T
 
 
 def _products_per_channel(rows: Tensor, cols: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Products of all pairs of tokens i >= j of a chunk under the decay between them.
+    """Products of all pairs of tokens i >= j of a chunk, with the decay between them.
 
-    Halves a chunk again and again. From the left half of a block to its right half the decay is that up to the middle
-    times that from the middle on, so these pairs are one matrix product whose factors are both at most 1:
+    Works on blocks of doubling size. The decay from the left half of a block to its right half is that up to the middle
+    times that from the middle on, so these pairs are one matrix product with factors of at most 1:
 
         j, i in one token | C / 2 products of 1 x 1 | C / 4 of 2 x 2 | ... | one of C / 2 x C / 2
 
@@ -186,7 +187,7 @@ def _products_per_channel(rows: Tensor, cols: Tensor, g: Tensor) -> tuple[Tensor
         C, Dk].
     """
     length = g.shape[-2]
-    before, after = g.clone(), torch.zeros_like(g)  # inside the present block
+    before, after = g.clone(), torch.zeros_like(g)  # within the current block
     products = rows.new_zeros(*rows.shape[:-1], length)
     products.diagonal(dim1=-3, dim2=-1).copy_((rows * cols[..., None, :]).sum(-1).mT)
     half = 1
@@ -197,8 +198,8 @@ def _products_per_channel(rows: Tensor, cols: Tensor, g: Tensor) -> tuple[Tensor
         right = rows.unflatten(-3, halves).select(-4, 1) * right_before.exp()[..., None, :]
         left = cols.unflatten(-2, halves).select(-3, 0) * left_after.exp()
         pairs = (right.flatten(-3, -2) @ left.mT).unflatten(-2, right.shape[-3:-1])
-        place = products.unflatten(-3, halves).select(-4, 1).unflatten(-1, halves).select(-2, 0)
-        place.diagonal(dim1=-5, dim2=-2).copy_(pairs.movedim(-4, -1))
+        target = products.unflatten(-3, halves).select(-4, 1).unflatten(-1, halves).select(-2, 0)
+        target.diagonal(dim1=-5, dim2=-2).copy_(pairs.movedim(-4, -1))
         left_after += right_before[..., -1:, :]
         right_before += left_before[..., -1:, :]
         half *= 2
@@ -206,11 +207,11 @@ def _products_per_channel(rows: Tensor, cols: Tensor, g: Tensor) -> tuple[Tensor
 
 
 def _delta_writes(products: Tensor, beta: Tensor) -> Tensor:
-    """What the tokens of a chunk really write, as a matrix [n, Hv, C, C] on what they would write alone.
+    """Matrix [n, Hv, C, C] that maps the values u of a chunk's tokens to what they write, w.
 
-    Token i finds what the earlier ones left under its key: w_i = beta_i * (u_i - sum over j < i of products_ij * w_j),
-    that is (1 + tril(beta * products, -1)) w = beta * u. "Parallelizing Linear Transformers with the Delta Rule over
-    Sequence Length", arXiv 2406.06484.
+    Earlier tokens of the chunk have written under the key of token i: w_i = beta_i * (u_i - sum over j < i of
+    products_ij * w_j), that is (1 + tril(beta * products, -1)) w = beta * u. "Parallelizing Linear Transformers with
+    the Delta Rule over Sequence Length", arXiv 2406.06484.
 
     Args:
         products: keys with keys, [n, Hv, C, C].
@@ -223,5 +224,5 @@ def _delta_writes(products: Tensor, beta: Tensor) -> Tensor:
 
 
 def _read(state: Tensor, key: Tensor) -> Tensor:
-    """[N, Hv, Dk, Dv] under [N, Hv, Dk] -> [N, Hv, Dv]."""
+    """Read states [N, Hv, Dk, Dv] with keys [N, Hv, Dk] -> [N, Hv, Dv]."""
     return (key[..., None, :] @ state)[..., 0, :]

@@ -1,10 +1,9 @@
-"""Long rows of recurrent layers with a delta rule, through the Triton kernels of flash-linear-attention.
+"""Long rows of recurrent layers with a delta rule, computed by the Triton kernels of flash-linear-attention.
 
-All long rows of a step are one call: chunk_gated_delta_rule for one decay per head, chunk_kda for one per channel.
-Inside a chunk of 64 tokens all is matrix products of half precision with float32 sums; the state goes from chunk to
-chunk in float32.
+All long rows of a step are one call: of chunk_gated_delta_rule for one decay per head, of chunk_kda for one per
+channel. Chunks of 64 tokens use matrix products in half precision with float32 sums; the state is float32.
 
-FlashInfer's kernels for prompts of such layers need a newer chip than Hopper or the compiler of CUTLASS beside it.
+FlashInfer's prefill kernels for such layers need a newer GPU than Hopper, or the compiler of CUTLASS.
 """
 
 # Shapes in this file: T tokens of the step, L of them in long rows, N long rows, Hk key heads, Hv value heads, Dk and
@@ -41,15 +40,12 @@ TILES: Mapping[str, Mapping[str, int]] = {
     "kda.wy_fast:recompute_w_u_fwd_kda_kernel": {"num_warps": 4, "num_stages": 2},
     "gla.chunk:chunk_gla_fwd_kernel_o": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 2},
 }
-"""Module and kernel -> the one configuration that is used: the fastest seen on an H200, with heads of 128 features."""
+"""Module and kernel -> its configuration, the fastest on an H200 with heads of 128 features."""
 
 
 class DeltaRows:
     """Long rows of a step.
 
-    Args:
-        rows: of the step.
-        layout: of the step.
     Attributes:
         tokens: int64 [L], the rows' tokens; None if they are all T.
     """
@@ -62,18 +58,18 @@ class DeltaRows:
         self._writes = layout.on_device([row.write_state for row in rows])
         self._fresh = layout.on_device([i for i, row in enumerate(rows) if row.read_state < 0])
         self._bounds = layout.on_device(bounds)
-        # The same on the host, so that a call need not wait for the device to know how many chunks there are.
+        # The library computes the number of chunks from a copy on the host, so that it does not wait for the device.
         self._bounds_on_host = torch.tensor(bounds)
 
     def scan(
         self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, half: torch.dtype
     ) -> Tensor:
-        """Compute the rows' tokens.
+        """Process the rows' tokens.
 
         Args:
             states: [slots, Hv, Dk, Dv] float32, read and written.
             q, k, v, g, beta: as in AttentionStep.scan; Dk is at most recurrent_plain.MAX_KEY_DIM.
-            half: what is multiplied, bfloat16 or float16.
+            half: dtype of products, bfloat16 or float16.
         Returns:
             [L, Hv, Dv] in v's dtype.
         """
@@ -104,7 +100,7 @@ class DeltaRows:
 
 @cache
 def has_library() -> bool:
-    """Whether flash-linear-attention can be imported, with what it needs. The first call takes some seconds."""
+    """Whether flash-linear-attention and its dependencies can be imported. The first call takes some seconds."""
     try:
         import_module("fla.ops")
     except ImportError:
@@ -114,17 +110,17 @@ def has_library() -> bool:
 
 @cache
 def _kernel(module: str) -> Callable[..., Any]:
-    """The chunk-parallel function of a module of flash-linear-attention, with one configuration per kernel.
+    """The chunk-parallel function of a module of flash-linear-attention, with one fixed configuration per kernel.
 
-    It would tune every kernel at its first use: up to ninety builds of a second or two within the first prompt, of
-    which noise chooses one, so that ranks and runs would round differently.
+    By default it tunes every kernel at first use: up to ninety compilations of a second or two during the first prompt.
+    The winner depends on timing noise, so ranks and runs would round differently.
     """
     triton = import_module("triton")
     for place, values in TILES.items():
         file, name = place.split(":")
         sizes = {key: value for key, value in values.items() if not key.startswith("num_")}
         launch = {key: value for key, value in values.items() if key.startswith("num_")}
-        # Heuristics around a tuner around the kernel.
+        # `.fn` of the heuristics decorator is the tuner.
         vars(import_module(f"fla.ops.{file}"))[name].fn.configs = [triton.Config(sizes, **launch)]
     function: Callable[..., Any] = vars(import_module(f"fla.ops.{module}"))[f"chunk_{module}"]
     return function

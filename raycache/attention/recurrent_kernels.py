@@ -1,12 +1,11 @@
-"""Recurrent layers of one step on CUDA; what attention/states.py does row by row, in few launches.
+"""Recurrent layers of one step on CUDA: the same as attention/states.py, in few launches.
 
     convolution                 all rows in one launch, in float32
-    scan of short rows          all of them in one launch, token after token, in float32; those with drafts among them
-    scan of longer rows         all of them in one call of chunk-parallel kernels, in half precision with float32 sums
+    scan of short rows          all in one launch, token by token, in float32; includes rows with drafts
+    scan of longer rows         all in one call of chunk-parallel kernels, in half precision with float32 sums
 
-For what has no kernel the readable version steps in, which is told once. A decode batch whose rows all have a state
-has nothing but short rows, and reads its slots from the tensors of the step's inputs: it can be recorded in a CUDA
-graph.
+Where there is no kernel, attention/states.py is used, which is logged once. A decode batch whose rows all have a state
+has only short rows and reads its slots from the tensors of the step's inputs, so it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from raycache.step.inputs import RowInputs
 _log = logging.getLogger(__name__)
 
 SHORT = 32
-"""Tokens of a row that are taken one after the other, in full precision: 16 such rows in 0.16 ms on an H200, where the
-chunks of a delta rule, half of them empty, took 1 ms to launch."""
+"""Rows up to this length are processed token by token, in full precision. On an H200, 16 rows of this length take
+0.16 ms; chunks of a delta rule, half of them empty, take 1 ms to launch."""
 
 
 class KernelRecurrence:
-    """Plan of all recurrent layers; the methods of Recurrence.
+    """Plan of all recurrent layers, with the methods of `Recurrence`.
 
     Args:
-        layout: of the step; may be that of a static one, all rows of which have a state.
+        layout: may be that of a static step whose rows all have a state.
     """
 
     def __init__(self, layout: StepLayout) -> None:
@@ -90,15 +89,15 @@ class KernelRecurrence:
         return out.index_copy_(0, self._delta.tokens, found)
 
     def _read(self, reason: str) -> Recurrence:
-        """The readable version."""
-        _tell(reason)
+        """The plan in plain torch."""
+        _warn_once(reason)
         if self._readable is None:
             self._readable = Recurrence(self._layout)
         return self._readable
 
 
 def _is_short(row: RowInputs) -> bool:
-    """Whether it is taken token by token: with drafts the state behind each is kept."""
+    """Whether a row is processed token by token; with drafts it must be, since the state after each token is kept."""
     return len(row.tokens) <= SHORT or len(row.draft_states) > 0
 
 
@@ -107,7 +106,7 @@ def _slots(rows: Sequence[RowInputs], layout: StepLayout) -> Slots:
     inputs = layout.inputs
     kept = layout.on_device([1 + len(row.draft_states) for row in rows])
     if inputs.is_decode and all(row.read_state >= 0 for row in rows):
-        # Of a static step these change between replays. Its spans do not: token i is that of row i.
+        # In a static step these change between replays; its spans do not, since token i belongs to row i.
         return Slots(spans, inputs.read_states, inputs.write_states, kept)
     writes = [-1] * inputs.num_tokens
     for row in rows:
@@ -122,13 +121,13 @@ def _pairs(pairs: Sequence[tuple[int, int]], layout: StepLayout) -> Tensor:
 
 
 def _half(*tensors: Tensor) -> torch.dtype | None:
-    """The one half precision that any of them has: what long rows are computed in."""
+    """The half-precision dtype of these tensors, used for long rows; None unless there is exactly one."""
     halves = {x.dtype for x in tensors if x.dtype in (torch.bfloat16, torch.float16)}
     return halves.pop() if len(halves) == 1 else None
 
 
 def _refusal(half: torch.dtype | None, q: Tensor, g: Tensor, beta: Tensor | None) -> str | None:
-    """Why no kernel takes long rows, or None."""
+    """Why there is no kernel for long rows, or None."""
     if half is None:
         return f"rows of more than {SHORT} tokens in {q.dtype}"
     if q.shape[-1] > MAX_KEY_DIM:
@@ -139,5 +138,5 @@ def _refusal(half: torch.dtype | None, q: Tensor, g: Tensor, beta: Tensor | None
 
 
 @cache
-def _tell(reason: str) -> None:
-    _log.warning("recurrent layers: no kernel for %s; torch computes it, much slower", reason)
+def _warn_once(reason: str) -> None:
+    _log.warning("recurrent layers: no kernel for %s; using torch, which is much slower", reason)

@@ -1,13 +1,13 @@
 """A Triton kernel for long rows of recurrent layers without a delta rule: Mamba2, lightning attention.
 
-One program per row, value head and BV columns of its state walks through the row's chunks of C tokens. Inside a chunk
-all is matrix products of half precision with float32 sums; the state stays in registers, in float32:
+One program per row, value head and BV columns of its state loops over the row's chunks of C tokens. Chunks use matrix
+products in half precision with float32 sums; the state stays in registers, in float32:
 
-    out   = (q k^T * decay between the two tokens, not of later ones) v + (q * decay from the start) state
+    out   = (q k^T * decay between the two tokens, 0 for later ones) v + (q * decay from the start) state
     state = decay of the whole chunk * state + k^T (v * decay to the end)
 
-flash-linear-attention has such kernels, but they know no groups of heads that share a key, and no slots: on an H200
-they took 1.2 ms and 1 GiB for 8192 tokens of 128 heads of 64 with 8 key heads of 128, this one 0.36 ms and nothing.
+The kernels of flash-linear-attention support neither shared key heads nor slots: for 8192 tokens of 128 heads of 64
+with 8 key heads of 128 they take 1.2 ms and 1 GiB on an H200, this one 0.36 ms and no memory.
 
 Imports Triton: only what runs on CUDA may import this module.
 """
@@ -25,10 +25,10 @@ from raycache.attention.recurrent_triton import Slots, side_by_side
 
 CHUNK = 64
 MAX_KEY_DIM = 256
-"""Largest Dk: a program holds Dk rows of the state. Those of flash-linear-attention have the same limit."""
+"""Largest Dk: a program holds Dk rows of the state. flash-linear-attention has the same limit."""
 FORGOTTEN = -60.0
-"""Log decays are held to this. exp(-60) leaves nothing of a state that could be seen in a sum, and sums of C decays are
-subtracted from each other, where small ones must keep their digits."""
+"""Lower limit of log decays. exp(-60) is negligible in any sum, and the limit keeps small decays precise where sums of
+C decays are subtracted from each other."""
 
 _HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -36,16 +36,15 @@ _HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 def scan_plain(
     states: Tensor, rows: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, half: torch.dtype, out: Tensor
 ) -> None:
-    """Take the tokens of rows; see attention.recurrence for what it computes.
+    """Process the tokens of rows like `attention.recurrence.scan`.
 
     Args:
         states: [slots, Hv, Dk, Dv] float32, read and written.
-        rows: which tokens, read slots and write slots.
         q, k: [T, Hk, Dk], Dk at most MAX_KEY_DIM.
         v: [T, Hv, Dv].
         g: [T, Hv, 1].
-        half: what is multiplied, bfloat16 or float16.
-        out: [T, Hv, Dv] contiguous; the rows' tokens are written.
+        half: dtype of products, bfloat16 or float16.
+        out: [T, Hv, Dv] contiguous; written for the rows' tokens.
     """
     value_heads, key_dim, value_dim = states.shape[1:]
     q, k, v = (side_by_side(x) for x in (q, k, v))

@@ -2,13 +2,13 @@
 
 Both read a row's state from one slot and write it to another, or to the same, without copies in between:
 
-    step       one program per row, value head and BV columns of its state; the tokens of the row one after the other
-    convolve   one program per BT tokens of a row and BF channels; that of a row's first tokens moves the state on too
+    step       one program per row, value head and BV columns of its state; loops over the tokens of the row
+    convolve   one program per BT tokens of a row and BF channels; that of a row's first tokens also writes the state
 
-Other kernels for single tokens want states of their own layout: FlashInfer's Mamba kernel has [Dv, Dk], those of
-flash-linear-attention have one state per row, so that slots are gathered before and scattered after, three times the
-bytes: 265 us on an H200 for 64 rows of 32 heads of 128 x 128, against 76 us here. What a row reads and where it writes
-comes from tensors, so that launches can be recorded in a CUDA graph.
+Kernels of other libraries need another layout: FlashInfer's Mamba kernel has states [Dv, Dk]; flash-linear-attention
+has one state per row, so that slots must be gathered and scattered, which moves three times the bytes: 265 us on an
+H200 for 64 rows of 32 heads of 128 x 128, against 76 us here. Slots are read from tensors, so that launches can be
+captured in CUDA graphs.
 
 Imports Triton: only what runs on CUDA may import this module.
 """
@@ -26,18 +26,18 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_TOKENS = 32
-"""Tokens of a row that one program of the convolution computes; at least K - 1."""
+"""Tokens per program of the convolution; at least K - 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Rows of a launch, int64 on the device. No row reads what another one writes, but for padding, which nobody needs.
+    """Rows of a launch, int64 on the device. No row reads what another one writes, except for padding.
 
     Attributes:
         spans: [N, 2], first token and number of tokens.
-        reads: [N], slots of the states before; negative where there is none, which counts as zeros.
-        writes: [T], slots of the states after each token of the step, as far as they are kept.
-        kept: [N], of how many tokens of the row, the last ones: of one, or of all where all but the first are drafts.
+        reads: [N], slots of the states before; negative for a state of zeros.
+        writes: [T], slots of the states after each token of the step, where they are kept.
+        kept: [N], number of tokens at the end of the row after which the state is kept: 1, or all of a row with drafts.
     """
 
     spans: Tensor
@@ -49,11 +49,10 @@ class Slots:
 def step(
     states: Tensor, rows: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *, out: Tensor
 ) -> None:
-    """Take the tokens of rows, in float32; see attention.recurrence for what it computes.
+    """Process the tokens of rows in float32, like `attention.recurrence.scan`.
 
     Args:
         states: [slots, Hv, Dk, Dv] float32, read and written.
-        rows: which tokens, read slots and write slots.
         q, k: [T, Hk, Dk].
         v: [T, Hv, Dv].
         g: [T, Hv, 1] or [T, Hv, Dk].
@@ -96,10 +95,9 @@ def convolve(
 
     Args:
         states: [slots, H, D, K - 1], oldest input first, read and written.
-        rows: which tokens, read slots and write slots.
-        blocks: int64 [M, 2], a row and which of its tokens is the block's first: all rows in blocks of `block_tokens`.
+        blocks: int64 [M, 2], row and first token in the row of each block; all rows in blocks of `block_tokens`.
         x: [T, H, D].
-        weight: [H, D, K], the newest input's tap last.
+        weight: [H, D, K], the tap of the newest input last.
         bias: [H, D] or None.
         block_tokens: a power of two.
     Returns:
@@ -136,11 +134,11 @@ def convolve(
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """With features side by side, as the kernels read them; tokens and heads may be apart."""
+    """Make the last dimension contiguous, as the kernels require; others may have any stride."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-# Tables are parts of larger tensors in a static step, aligned or not: that must not make a kernel of its own each time.
+# In a static step, tables are parts of larger tensors, aligned or not; alignment must not cause recompilation.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize_on_alignment=["spans", "reads", "writes", "kept"]
 )
@@ -232,7 +230,7 @@ def _convolve(
     BF: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> None:
-    """`source` is where an input lies in the row; negative ones are in the state, whose column is source + TAPS - 1."""
+    """`source` is the index of an input in the row; negative ones are in column source + TAPS - 1 of the state."""
     row, first = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
     read, first_kept = tl.load(reads + row), start + count - tl.load(kept + row)
@@ -263,15 +261,15 @@ def _convolve(
     tl.store(to, total.to(out.dtype.element_ty), mask=is_output)
 
     if first == 0:
-        # The first token may write where the row reads: all of the old state is read before any of the new ones is
-        # written, and that token's last. The columns below are each read and written by the same thread, and none is
-        # read after it was written.
+        # The first token may write to the slot that the row reads: the outputs above have read all of the old state,
+        # and the state after the first token is written last. Each column is read and written by the same thread below,
+        # and none is read after it was written.
         tl.debug_barrier()
         for back in range(0, start + count - first_kept):
             last = count - 1 - back
             new = states + tl.load(writes + start + last) * slot + channel * (TAPS - 1)
             for column in tl.static_range(TAPS - 1):
-                end = last + 1 - (TAPS - 1) + column  # where the input lies that becomes this column
+                end = last + 1 - (TAPS - 1) + column  # index of the input for this column
                 is_new = is_channel & (end >= 0)
                 late = tl.load(inputs + end * x_token, mask=is_new, other=0.0)
                 early = tl.load(old + end, mask=is_channel & (end < 0) & (read >= 0), other=0.0)

@@ -1,12 +1,12 @@
-"""The sparse indexer: which tokens each query attends to, found together by all cp ranks.
+"""Sparse indexer: selects the tokens that each query attends to, across all cp ranks.
 
     1. Each rank scores its cached index keys for all queries and keeps its top_k candidates per query.
-    2. Candidates travel to the queries' ranks, which add the new keys and find the last one chosen: a threshold, which
-       is a score and a position, since equal scores are won by the earlier token.
-    3. Thresholds travel to all ranks, and each takes what is above from its own candidates.
+    2. Candidates are sent to the queries' ranks, which add the new keys and find the last selected one. Its score and
+       position are a threshold (of equal scores, the earlier token's wins).
+    3. Thresholds are sent to all ranks, and each selects those of its own candidates that reach them.
 
-A rank's own candidates hold all that it has of the global top_k. Rows that end within top_k tokens see all and are not
-scored. Positions make all candidates different, so the choice does not depend on how they are split.
+A rank's candidates include all its tokens of the global top_k. Rows that end within top_k tokens attend to all tokens
+and are not scored. No two candidates are equal, since positions differ, so the selection is independent of the split.
 
 Shapes in this file: T new tokens of all cp ranks, n queries, L keys, Hi index heads, K candidates.
 """
@@ -25,17 +25,17 @@ from raycache.attention.merge import wide
 from raycache.memory.views import IndexView, Runs
 from raycache.step.inputs import Prefix, RowInputs, StepInputs
 
-MAX_SCORES = 1 << 25  # per-head scores that are held at once
-NO_TOKEN = (1 << 31) - 1  # position of what fills a table of candidates; its score is -inf
+MAX_SCORES = 1 << 25  # per-head scores held at once
+NO_TOKEN = (1 << 31) - 1  # position of padding in a table of candidates; its score is -inf
 
 
 @dataclass(frozen=True, slots=True)
 class TorchSelection:
-    """What the queries of each row see, beyond which they see nothing; None for all.
+    """The tokens that the queries of each row attend to; None for all.
 
     Attributes:
-        cached: per row; of a chunk bool [queries, L] about this rank's cached tokens, of a single int64 slots.
-        causal: per row; of a chunk bool [this rank's queries, new tokens].
+        cached: per row; for a chunk bool [queries, L] of this rank's cached tokens, for a single their int64 slots.
+        causal: per row; for a chunk bool [this rank's queries, new tokens].
     """
 
     cached: tuple[Tensor | None, ...]
@@ -44,27 +44,27 @@ class TorchSelection:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Keys with their scores, per query.
+    """Scores and positions of keys, per query.
 
     Attributes:
         scores: [n, K].
-        positions: int64 [n, K] in the sequence; `NO_TOKEN` where there is none.
+        positions: int64 [n, K] in the sequence; `NO_TOKEN` for padding.
     """
 
     scores: Tensor
     positions: Tensor
 
     def some(self, queries: range) -> Scored:
-        """Those of some of the queries."""
+        """Select some of the queries."""
         return Scored(self.scores[_slice(queries)], self.positions[_slice(queries)])
 
     @classmethod
     def beside(cls, parts: Sequence[Scored]) -> Scored:
-        """All keys of some parts about the same queries."""
+        """Concatenate the keys of parts with the same queries."""
         return cls(torch.cat([part.scores for part in parts], 1), torch.cat([part.positions for part in parts], 1))
 
     def last_chosen(self, top_k: int) -> Scored:
-        """The lowest one that is among the `top_k` of each query, K = 1; below all when there are no more."""
+        """The lowest of the `top_k` of each query, K = 1; below all keys if there are not more."""
         if self.scores.shape[1] <= top_k:
             lowest = self.scores.new_full((len(self.scores), 1), float("-inf"))
             return Scored(lowest, torch.full_like(lowest, NO_TOKEN - 1, dtype=torch.int64))
@@ -74,11 +74,11 @@ class Scored:
         return Scored(scores[:, top_k - 1 : top_k], positions.gather(1, last).clamp_(max=NO_TOKEN - 1))
 
     def reach(self, last: Scored) -> Tensor:
-        """Which are not below `last`: bool [n, K]."""
+        """Which keys are not below `last`: bool [n, K]."""
         return (self.scores > last.scores) | ((self.scores == last.scores) & (self.positions <= last.positions))
 
     def pack(self) -> Tensor:
-        """As integers [n, K, 2], to travel."""
+        """Pack into integers [n, K, 2] for transfer."""
         bits = torch.int64 if self.scores.dtype == torch.float64 else torch.int32
         return torch.stack([self.scores.view(bits), self.positions.to(bits)], dim=-1)
 
@@ -90,11 +90,10 @@ class Scored:
 
 
 class Indexer:
-    """Plan of all layers with an indexer of one component space.
+    """Selection plan of all layers with an indexer of one component space.
 
     Args:
-        layout: of the step.
-        prefixes: of the space, per row.
+        prefixes: cached tokens of each row in this space.
     """
 
     def __init__(self, layout: StepLayout, prefixes: tuple[Prefix, ...]) -> None:
@@ -132,7 +131,7 @@ class Indexer:
         return TorchSelection(tuple(cached), tuple(causal))
 
     def _best(self, row: int, view: IndexView, q: Tensor, weights: Tensor, *, top_k: int) -> tuple[Scored, Tensor]:
-        """A row's queries [n, Hi, D] against this rank's pages: its best, and which of the L cached tokens they are."""
+        """Candidates of a row's queries [n, Hi, D] in this rank's pages, and their indices among L cached tokens."""
         keys = view.read(self._prefixes[row].runs)
         block = max(1, MAX_SCORES // (q.shape[1] * len(keys)))
         scores, index = [], []
@@ -144,7 +143,7 @@ class Indexer:
         return Scored(torch.cat(scores), self._positions[row][chosen]), chosen
 
     def _fresh(self, chunk: Chunk, q: Tensor, k: Tensor, weights: Tensor) -> Scored:
-        """This rank's queries of a chunk [n, Hi, D] against its new keys [L, D], up to themselves."""
+        """Scores of this rank's queries of a chunk [n, Hi, D] for its new keys [L, D], up to themselves."""
         block = max(1, MAX_SCORES // (q.shape[1] * len(k)))
         parts = zip(q.split(block), weights.split(block), strict=True)
         scores = torch.cat([index_scores(some, k, weight) for some, weight in parts])
@@ -160,7 +159,7 @@ class Indexer:
         inputs = self._layout.inputs
         if inputs.ctx.cp.size == 1:
             return found
-        # The same width on every rank: no rank holds more of a row than all of it.
+        # Must be the same width on every rank; no rank holds more of a row than all of it.
         width = min(top_k, max(row.start for row in rows.values()) + 1)
         shape = (inputs.num_tokens, width)
         scores = torch.full(shape, float("-inf"), dtype=dtype, device=inputs.ctx.device)
@@ -180,7 +179,7 @@ class Indexer:
         top_k: int,
         dtype: torch.dtype,
     ) -> Scored:
-        """The last chosen token of each of this rank's queries, [T_local, 1]."""
+        """The last selected token of each of this rank's queries, [T_local, 1]."""
         inputs = self._layout.inputs
         scores = torch.zeros((len(inputs.ids), 1), dtype=dtype, device=inputs.ctx.device)
         positions = torch.zeros_like(scores, dtype=torch.int64)
@@ -192,7 +191,7 @@ class Indexer:
         return Scored(scores, positions)
 
     def _chosen(self, row: int, best: Scored, index: Tensor, every_last: Scored) -> Tensor:
-        """As TorchSelection.cached wants it, from candidates [n, K] and the last chosen one of each of all queries."""
+        """`TorchSelection.cached` of a row, given its candidates [n, K] and the last selected token of every query."""
         is_chosen = best.reach(every_last.some(self._layout.inputs.rows[row].tokens))
         if row in self._slots:
             return self._slots[row][index[is_chosen]]
@@ -202,13 +201,13 @@ class Indexer:
 
 
 def see_all(inputs: StepInputs) -> TorchSelection:
-    """Every query sees all before it."""
+    """A selection of all tokens before each query."""
     nothing = (None,) * len(inputs.rows)
     return TorchSelection(nothing, nothing)
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Sum over heads of weight * relu(q . k): q [n, Hi, D], k [L, D], weights [n, Hi] -> [n, L]; nan counts as -inf."""
+    """Sum over heads of weight * relu(q . k): q [n, Hi, D], k [L, D], weights [n, Hi] -> [n, L]; NaN becomes -inf."""
     dtype = wide(q.dtype)
     products = (q.to(dtype).flatten(0, 1) @ k.to(dtype).T).relu_().unflatten(0, q.shape[:2])
     scores: Tensor = (weights.to(dtype)[:, None] @ products)[:, 0]
@@ -216,7 +215,7 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 
 
 def best_first_come(scores: Tensor, count: int) -> Tensor:
-    """Which `count` of [n, L] scores are the largest, the first of equal ones; ascending indices [n, count]."""
+    """Indices of the `count` largest of [n, L] scores, ascending, [n, count]; of equal scores, the first ones."""
     if count == scores.shape[1]:
         return torch.arange(count, device=scores.device).expand_as(scores)
     last = scores.topk(count, dim=1).values[:, -1:]

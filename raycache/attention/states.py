@@ -1,11 +1,11 @@
-"""Recurrent layers of one step: which state each row goes on from, and where the new one is kept.
+"""Recurrent layers of one step: reads the state of each row, runs the recurrence and writes the new state.
 
-    row of one token     all of them together, one `step`
-    row of more          one `scan` each, chunk-parallel inside
-    row with drafts      a `step` per token, because the state after each of them is kept: the first together with
-                         the rows of one token, the second of all such rows together, and so on
+    rows of one token       all in one `step`
+    rows of more tokens     a chunk-parallel `scan` each
+    rows with drafts        a `step` per token, since the state after each token is kept: first tokens together with the
+                            rows of one token, then the second tokens of all such rows, and so on
 
-A state is read from the row's read slot and written to its write slot, so that a restore point stays as it was. At the
+States are read from the row's read slot and written to its write slot, so that restore points stay unchanged. At the
 beginning of a sequence the state is zero, whatever the slot holds.
 
 Shapes in this file: T new tokens of all cp ranks, N rows of one token, H heads, D features of a head, K taps.
@@ -27,11 +27,7 @@ from raycache.step.inputs import RowInputs
 
 
 class Recurrence:
-    """Plan of all recurrent layers.
-
-    Args:
-        layout: of the step.
-    """
+    """Plan of all recurrent layers of a step."""
 
     def __init__(self, layout: StepLayout) -> None:
         rows = layout.inputs.rows
@@ -43,7 +39,7 @@ class Recurrence:
         steps = [step for i in layout.singles for step in _steps(rows[i])]
         steps += [step for row in rows if row.draft_states for step in _steps(row)]
         self._waves = [
-            _Wave.of([s for s in steps if s.turn == turn], layout) for turn in sorted({s.turn for s in steps})
+            _Wave.of([s for s in steps if s.number == number], layout) for number in sorted({s.number for s in steps})
         ]
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -74,15 +70,15 @@ class Recurrence:
 
 
 class _Step(NamedTuple):
-    """One token of a row that is taken alone.
+    """A token of a row that is processed alone.
 
     Attributes:
-        turn: behind so many others of its row.
-        token: its place among all T.
-        read, write: slots.
+        number: index among the tokens of its row.
+        token: index among all T.
+        read, write: slots of the states before and after it.
     """
 
-    turn: int
+    number: int
     token: int
     read: int
     write: int
@@ -91,19 +87,19 @@ class _Step(NamedTuple):
 def _steps(row: RowInputs) -> Iterator[_Step]:
     assert len(row.tokens) == 1 + len(row.draft_states), "a state is kept after each token of a row with drafts"
     read = row.read_state
-    for turn, (token, write) in enumerate(zip(row.tokens, (row.write_state, *row.draft_states), strict=True)):
-        yield _Step(turn, token, read, write)
+    for number, (token, write) in enumerate(zip(row.tokens, (row.write_state, *row.draft_states), strict=True)):
+        yield _Step(number, token, read, write)
         read = write
 
 
 @dataclass(frozen=True, slots=True)
 class _Wave:
-    """Tokens of different rows that are taken together.
+    """Tokens of different rows that are processed together.
 
     Attributes:
-        tokens: int64 [N]; their places among all T.
-        reads, writes: int64 [N]; slots.
-        fresh: int64; which of them begin a sequence. None if none does.
+        tokens: int64 [N]; indices among all T.
+        reads, writes: int64 [N]; slots of states.
+        fresh: int64; indices of those that begin a sequence, or None.
     """
 
     tokens: Tensor
@@ -128,5 +124,5 @@ class _Wave:
 
 
 def _state(states: Tensor, slot: int) -> Tensor:
-    """One state; zeros where there is none yet."""
+    """A state; zeros at the beginning of a sequence."""
     return states[slot] if slot >= 0 else torch.zeros_like(states[0])

@@ -1,15 +1,15 @@
-"""The readable backend: the design's one formula in plain torch, on any device. It is the oracle of the fast ones.
+"""The reference backend: attention in plain torch, on any device; other backends are tested against it.
 
     out = merge( causal(new tokens of this chunk), all(prefix held by cp rank 0), ..., all(prefix held by cp rank n-1) )
 
 1. Gather q, k, v of the new tokens over cp.
 2. Write the tokens that this rank owns into its pages.
 3. Causal part: this rank's queries against the chunk's keys.
-4. Prefix part: all queries against this rank's tokens; partial results go back to the queries' ranks by all-to-all.
+4. Prefix part: all queries against this rank's tokens; partial results return to the queries' ranks by all-to-all.
 5. Merge.
 
-    full.py    keys and values, all or a window    latent.py   MLA      sparse.py  which tokens an indexer selects
-    states.py  recurrent layers                    layout.py   what all of them share in a step
+    full.py    keys and values, with or without window    latent.py   MLA      sparse.py  sparse indexers
+    states.py  recurrent layers                           layout.py   rows of a step by kind
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TorchBackend:
     """Plain torch attention.
 
     Args:
-        expanded_bytes: bound on the keys and values that a rank makes of cached latents at a time, but one token's.
+        expanded_bytes: limit of the keys and values expanded from cached latents at a time, at least one token's.
     """
 
     capabilities = Capabilities(
@@ -53,12 +53,12 @@ class TorchBackend:
         return TorchStep(inputs, expanded_bytes=self._expanded_bytes)
 
     def plan_static(self, inputs: StepInputs) -> StaticStep:
-        """Its steps look at rows one by one, so no graph can hold them."""
-        raise AssertionError("the torch backend does not say that it can capture")
+        """Not supported: steps process rows one by one on the host."""
+        raise AssertionError("the torch backend does not support CUDA graphs")
 
 
 class TorchStep:
-    """Attention of one step; see AttentionStep. What a kind of layer needs is planned when its first layer comes."""
+    """Attention of one step. Each kind of layer is planned when the first layer of the kind runs."""
 
     def __init__(self, inputs: StepInputs, *, expanded_bytes: int) -> None:
         self._inputs = inputs
@@ -68,7 +68,7 @@ class TorchStep:
         self._latent = LatentAttention(self._layout, expanded_bytes=expanded_bytes)
 
     def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
-        """Keys and values."""
+        """Attention to keys and values."""
         places = self._inputs.places[view.space]
         if view.space not in self._full:
             self._full[view.space] = FullAttention(self._layout, places.prefixes, window=view.window)
@@ -92,14 +92,14 @@ class TorchStep:
         scale: float,
         selection: Selection | None,
     ) -> Tensor:
-        """Latents."""
+        """Attention to latents."""
         if selection is None:
             selection = see_all(self._inputs)
         assert isinstance(selection, TorchSelection), "a selection is used by the backend that made it"
         return self._latent.attend(LatentLayer(view, projection, scale, selection), q, latent, rope)
 
     def select(self, view: IndexView, q: Tensor, k: Tensor, weights: Tensor, *, top_k: int) -> TorchSelection:
-        """Index keys."""
+        """Selection by index keys."""
         if view.space not in self._indexers:
             self._indexers[view.space] = Indexer(self._layout, self._inputs.places[view.space].prefixes)
         return self._indexers[view.space].select(view, q, k, weights, top_k=top_k)
@@ -111,7 +111,7 @@ class TorchStep:
 
     @property
     def exchange(self) -> Exchange:
-        """Of the inputs."""
+        """Exchange of tokens and heads between cp ranks."""
         return self._inputs.exchange
 
     def _gather(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
