@@ -47,9 +47,11 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add("resize", "change the size limit of the storage tier").add_argument(
         "size", metavar="SIZE", help="such as 50GiB"
     )
-    add("scrub", "check everything in the storage tier and drop what is damaged, for --timeout-s at most")
-    add("flush", "write device and host tier to the storage tier, for --timeout-s at most")
-    inspect = add("inspect", "show how much of a prompt each tier would hit, and why not more", _show_inspected)
+    add("scrub", "check all objects in the storage tier and delete damaged ones, within --timeout-s")
+    add("flush", "write device and host tier to the storage tier, within --timeout-s")
+    inspect = add(
+        "inspect", "show how many tokens of a prompt each tier would hit, and the reason for a miss", _show_inspected
+    )
     inspect.add_argument("prompt", metavar="PROMPT", nargs="?", help="text of the prompt")
     inspect.add_argument(
         "--file",
@@ -137,7 +139,7 @@ def _show_inspected(answer: Mapping[str, Any]) -> str:
     tiers: Mapping[str, int] = answer.get("tiers", {})
     rows = [(tier, hit, f"{100 * hit / num_tokens:.1f} %" if num_tokens else "-") for tier, hit in tiers.items()]
     by = f" ({answer['cut_by']})" if answer.get("cut_by") else ""
-    why = f"not more because: {answer['miss']}{by}" if answer.get("miss") else "all whole pages are cached"
+    why = f"reason for the miss: {answer['miss']}{by}" if answer.get("miss") else "all whole pages are cached"
     table = render(("TIER", "TOKENS HIT", "OF THE PROMPT"), rows=rows)
     return f"{num_tokens} tokens\n\n{table}\n\n{why}"
 

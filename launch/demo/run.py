@@ -228,7 +228,7 @@ def _converse(endpoint: str, scene: Scene) -> int:
     ask(endpoint, [{"role": "user", "content": "Say hello."}], max_tokens=8)
     answers, timings = [], []
     for number, (title, question) in enumerate(zip(scene.titles, scene.questions, strict=True), start=1):
-        print(f"\nQuestion {number}, below {scene.text}: {title}\nAnswer: ", end="", flush=True)
+        print(f"\nQuestion {number}, about {scene.text}: {title}\nAnswer: ", end="", flush=True)
         answer, timing = ask(endpoint, scene.messages(question), stop=scene.stop)
         print(f"  {_figures(timing)}", flush=True)
         answers.append(answer)

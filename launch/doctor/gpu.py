@@ -109,7 +109,7 @@ def examine_attention(config: Config, parts: Sequence[Component], *, dtype: torc
         dtype: of activations.
     """
     if config.attention == "torch":
-        yield CheckResult("attention", Outcome.WARNING, "torch, as set; flashinfer is faster")
+        yield CheckResult("attention", Outcome.WARNING, "torch, as configured; flashinfer is faster")
         return
     if obstacle := device_obstacle(torch.device("cuda:0"), dtype) or package_obstacle():
         is_refused = config.attention == "flashinfer"

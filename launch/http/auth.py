@@ -288,7 +288,7 @@ def _check_permissions(path: Path) -> None:
     """Refuse a file that others can write, and warn if all can read it: names leak, and weak keys could be guessed."""
     found = path.stat()
     if found.st_uid not in (0, os.getuid()) or stat.S_IMODE(found.st_mode) & 0o022:
-        raise ConfigError(f"other users can write to {path}; own it yourself, and `chmod 600` it")
+        raise ConfigError(f"other users can write to {path}; make it your own file and `chmod 600` it")
     if stat.S_IMODE(found.st_mode) & 0o004:
         _log.warning("all users of this machine can read %s; `chmod 600` it", path)
 

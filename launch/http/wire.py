@@ -48,14 +48,14 @@ class Bodies:
         """Read a request's body, which counts as in memory during the `with` block.
 
         Raises:
-            ProblemError: as in `read_body`, or other bodies leave no memory.
+            ProblemError: as in `read_body`, or the bodies in memory exceed their limit.
         """
         held = 0
 
         def count(num_bytes: int) -> None:
             nonlocal held
             if self._used + num_bytes > self._capacity:
-                text = "the bodies of other requests leave no memory for this one; try again"
+                text = "the request bodies in memory have reached their limit; try again"
                 raise ProblemError(Problem(503, text, code="busy", headers={"Retry-After": "1"}))
             held += num_bytes
             self._used += num_bytes

@@ -163,7 +163,7 @@ class ObjectStorage:
         return [size is not None for size in sizes]
 
     def checksums(self, keys: Sequence[bytes]) -> list[int]:
-        """None known, as that would need a request to the server."""
+        """Return zeros: checksums would take requests to the bucket."""
         return [0] * len(keys)
 
     def suffixes(self) -> set[bytes]:
@@ -223,7 +223,7 @@ class ObjectStorage:
                 pack_object(key, payload, into=packed, checksum=checksum)
                 obstore.put(self._bucket, _path_of(key), packed, use_multipart=False)
         except PermissionError:
-            return _Put.FAILED  # it may still be read
+            return _Put.FAILED  # the credentials may only permit reading
         return _Put.STORED
 
     def _get(self, key: bytes, num_bytes: int) -> memoryview | Fetch:

@@ -42,7 +42,7 @@ from raycache.storage.workers import Scratch, Workers
 
 _LOG = logging.getLogger(__name__)
 _NUM_THREADS = 4  # connections
-_BATCH_BYTES = 8 << 20  # of one round trip
+_BATCH_BYTES = 8 << 20  # per round trip
 _BATCH_KEYS = 1000
 
 

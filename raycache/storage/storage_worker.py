@@ -77,7 +77,7 @@ class StorageWorker:
             return command.not_done(Outcome.LATE)
         turn = self._enter(command.epoch)
         if not turn:
-            return command.not_done(Outcome.CANCELLED, f"of epoch {command.epoch}, now is {self._epoch}")
+            return command.not_done(Outcome.CANCELLED, f"epoch {command.epoch} has been replaced by {self._epoch}")
         start_s = time.monotonic()
         try:
             result = self._do(command)

@@ -45,7 +45,7 @@ class Workers:
             for done in as_completed(pending, timeout=self._timeout_s):
                 yield pending.pop(done), done.result()
         except TimeoutError as error:
-            raise TimeoutError(f"no answer within {self._timeout_s:g} s") from error
+            raise TimeoutError(f"no response within {self._timeout_s:g} s") from error
         finally:
             for late in pending:
                 late.cancel()

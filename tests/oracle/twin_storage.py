@@ -26,13 +26,13 @@ class StorageTrouble:
     """Parts of 1 of what is asked that go wrong, and how late answers are.
 
     Attributes:
-        errors: orders that raise OSError.
+        errors: commands that raise OSError.
         lost: objects that turn out to be gone, once FIND has promised them.
         bad: objects that come back damaged, foreign or not at all.
         refused: objects that are not taken.
         foreign: FINDs that see another model's objects behind what they find.
-        late: orders that are given up because their turn never comes.
-        most_ticks: that an order takes at most.
+        late: commands that are given up because their turn never comes.
+        most_ticks: that a command takes at most.
     """
 
     errors: float = 0.0
@@ -74,23 +74,23 @@ class TwinStorage:
         self._host, self._random, self._most = host, random or Random(0), most
         self._page_size, self._windows, self._state_space = page_size, dict(windows), state_space
 
-    def work(self, order: StorageCommand) -> StorageResult:
+    def work(self, command: StorageCommand) -> StorageResult:
         if self._happens(self.trouble.errors):
             raise OSError("the twin's storage is away")
         answer = {CommandKind.FIND: self._find, CommandKind.FETCH: self._fetch, CommandKind.PERSIST: self._persist}
-        return answer[order.kind](order)
+        return answer[command.kind](command)
 
     def forget(self, space: str | None = None) -> None:
         """Lose everything, or all of one space."""
         self.objects = {key: held for key, held in self.objects.items() if space is not None and key[0] != space}
 
-    def _find(self, order: StorageCommand) -> StorageResult:
+    def _find(self, command: StorageCommand) -> StorageResult:
         # A page vouches for those before it, as galloping takes it.
-        stored = [n for n, digest in enumerate(order.digests, start=1) if (FULL, digest) in self.objects]
+        stored = [n for n, digest in enumerate(command.digests, start=1) if (FULL, digest) in self.objects]
         num_pages = max(stored, default=0)
-        points = [n for n in range(1, num_pages + 1) if self._is_point(order.digests, n)]
+        points = [n for n in range(1, num_pages + 1) if self._is_point(command.digests, n)]
         found = Found(num_pages, max(points, default=0), self._happens(self.trouble.foreign))
-        return StorageResult(order.number, order.kind, order.owner, Outcome.DONE, found=found)
+        return StorageResult(command.number, command.kind, command.owner, Outcome.DONE, found=found)
 
     def _is_point(self, digests: Sequence[bytes], length: int) -> bool:
         needed = [(self._state_space, digests[length - 1])] if self._state_space else []
@@ -99,9 +99,9 @@ class TwinStorage:
             needed += [(space, digest) for digest in digests[first:length]]
         return all(key in self.objects for key in needed)
 
-    def _fetch(self, order: StorageCommand) -> StorageResult:
-        fetches = tuple(self._fetch_one(unit) for unit in order.units)
-        return StorageResult(order.number, order.kind, order.owner, Outcome.DONE, fetches=fetches)
+    def _fetch(self, command: StorageCommand) -> StorageResult:
+        fetches = tuple(self._fetch_one(unit) for unit in command.units)
+        return StorageResult(command.number, command.kind, command.owner, Outcome.DONE, fetches=fetches)
 
     def _fetch_one(self, unit: StoredUnit) -> Fetch:
         self._host.slots.pop((unit.space, unit.host), None)
@@ -115,11 +115,11 @@ class TwinStorage:
         self._host.slots[unit.space, unit.host] = Slot(unit.tag, self.objects[key])
         return Fetch.HIT
 
-    def _persist(self, order: StorageCommand) -> StorageResult:
-        stored = tuple(self._persist_one(unit) for unit in order.units)
+    def _persist(self, command: StorageCommand) -> StorageResult:
+        stored = tuple(self._persist_one(unit) for unit in command.units)
         while len(self.objects) > self._most:
             del self.objects[next(iter(self.objects))]
-        return StorageResult(order.number, order.kind, order.owner, Outcome.DONE, stored=stored)
+        return StorageResult(command.number, command.kind, command.owner, Outcome.DONE, stored=stored)
 
     def _persist_one(self, unit: StoredUnit) -> bool:
         if not self._host.holds(unit.space, unit.host, unit.tag):
@@ -136,13 +136,13 @@ class TwinStorage:
 
 @dataclass
 class _Turn:
-    order: StorageCommand
+    command: StorageCommand
     begins_in: int
     ends_in: int
 
 
 class TwinLanes:
-    """`StorageLanes` without threads: orders end some ticks after they were posted, in any order.
+    """`StorageLanes` without threads: commands end some ticks after they were posted, in any order.
 
     Args:
         storage: does them.
@@ -158,16 +158,16 @@ class TwinLanes:
     def num_open(self) -> int:
         return len(self._turns) + len(self._answers)
 
-    def post(self, order: StorageCommand) -> None:
+    def post(self, command: StorageCommand) -> None:
         ticks = self._random.randint(0, self._storage.trouble.most_ticks)
-        self._turns.append(_Turn(order, self._random.randint(0, ticks), ticks))
+        self._turns.append(_Turn(command, self._random.randint(0, ticks), ticks))
 
     def results(self) -> list[StorageResult]:
         self._random.shuffle(self._turns)
         for turn in self._turns:
             turn.begins_in -= 1
             turn.ends_in -= 1
-            if turn.begins_in >= 0 and self._is_late(turn.order):
+            if turn.begins_in >= 0 and self._is_late(turn.command):
                 self._give_up(turn, Outcome.LATE)
         self._end(lambda turn: turn.ends_in < 0)
         answers, self._answers = self._answers, []
@@ -175,12 +175,12 @@ class TwinLanes:
 
     def cancel(self, owner: str) -> None:
         for turn in list(self._turns):
-            if turn.order.owner == owner and turn.begins_in >= 0:
+            if turn.command.owner == owner and turn.begins_in >= 0:
                 self._give_up(turn, Outcome.CANCELLED)
 
     def cancel_kind(self, kind: CommandKind) -> None:
         for turn in list(self._turns):
-            if turn.order.kind is kind and turn.begins_in >= 0:
+            if turn.command.kind is kind and turn.begins_in >= 0:
                 self._give_up(turn, Outcome.CANCELLED)
 
     def wait(self, timeout_s: float) -> bool:
@@ -196,18 +196,18 @@ class TwinLanes:
         for turn in list(self._turns):
             self._give_up(turn, Outcome.CANCELLED)
 
-    def _is_late(self, order: StorageCommand) -> bool:
-        return order.deadline_s <= time.monotonic() or self._random.random() < self._storage.trouble.late
+    def _is_late(self, command: StorageCommand) -> bool:
+        return command.deadline_s <= time.monotonic() or self._random.random() < self._storage.trouble.late
 
     def _give_up(self, turn: _Turn, outcome: Outcome) -> None:
         self._turns = [other for other in self._turns if other is not turn]
-        self._answers.append(turn.order.not_done(outcome))
+        self._answers.append(turn.command.not_done(outcome))
 
     def _end(self, is_over: Callable[[_Turn], bool]) -> None:
         over = [turn for turn in self._turns if is_over(turn)]
         self._turns = [turn for turn in self._turns if not is_over(turn)]
         for turn in over:
             try:
-                self._answers.append(self._storage.work(turn.order))
+                self._answers.append(self._storage.work(turn.command))
             except OSError as error:
-                self._answers.append(turn.order.not_done(Outcome.UNAVAILABLE, str(error)))
+                self._answers.append(turn.command.not_done(Outcome.UNAVAILABLE, str(error)))

@@ -19,7 +19,7 @@ from tests.oracle.twin_storage import StorageTrouble
 from tests.pure.tiers_soak import KINDS
 
 TEXT = np.random.default_rng(5).integers(1, VOCAB, 400).tolist()
-PROMPT = TEXT[:85]  # 21 whole pages: more than one order fetches
+PROMPT = TEXT[:85]  # 21 whole pages: more than one command fetches
 SLOW = StorageTrouble(most_ticks=1 << 20)
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 
@@ -41,33 +41,35 @@ def first_output(tiers: Tiered, *, most: int = 100_000) -> RequestOutput:
     raise AssertionError("never ends")
 
 
-def orders_of(tiers: Tiered) -> list[StorageCommand]:
-    """All orders from now on, as they are done."""
-    orders: list[StorageCommand] = []
+def commands_of(tiers: Tiered) -> list[StorageCommand]:
+    """All commands from now on, as they are done."""
+    commands: list[StorageCommand] = []
     work = tiers.storage.work
 
-    def remember(order: StorageCommand) -> StorageResult:
-        orders.append(order)
-        return work(order)
+    def remember(command: StorageCommand) -> StorageResult:
+        commands.append(command)
+        return work(command)
 
     tiers.storage.work = remember  # type: ignore[method-assign]
-    return orders
+    return commands
 
 
 def test_a_long_prefix_is_fetched_in_several_orders() -> None:
     tiers = stored()
-    orders = orders_of(tiers)
+    commands = commands_of(tiers)
     assert tiers.ask(PROMPT).cached_by_tier == {"storage": 84}
-    assert {len(order.units) for order in orders if order.kind is CommandKind.FETCH} == {16, 5}
-    assert not any(order.kind is CommandKind.PERSIST for order in orders), "it is stored already"
+    assert {len(command.units) for command in commands if command.kind is CommandKind.FETCH} == {16, 5}
+    assert not any(command.kind is CommandKind.PERSIST for command in commands), "it is stored already"
 
 
 @pytest.mark.parametrize("kind", ["window", "state", "both"])
 def test_a_restore_point_comes_with_its_last_pages(kind: str) -> None:
     tiers = stored(kind)
-    orders = orders_of(tiers)
+    commands = commands_of(tiers)
     assert tiers.ask(PROMPT).cached_by_tier == {"storage": 84}
-    fetches = sorted((order for order in orders if order.kind is CommandKind.FETCH), key=lambda order: order.number)
+    fetches = sorted(
+        (command for command in commands if command.kind is CommandKind.FETCH), key=lambda command: command.number
+    )
     assert {unit.space for unit in fetches[0].units} == {FULL}
     assert {unit.space for unit in fetches[1].units} == {FULL, *tiers.setup.widths}
 
@@ -81,19 +83,19 @@ def test_only_what_the_host_lacks_is_fetched() -> None:
     tiers.ask(PROMPT[:41])
     tiers.forget("device")
     tiers.storage_tier.is_attached = True
-    orders = orders_of(tiers)
+    commands = commands_of(tiers)
     assert tiers.ask(PROMPT).cached_by_tier == {"host": 40, "storage": 44}
-    assert sum(len(order.units) for order in orders if order.kind is CommandKind.FETCH) == 11
+    assert sum(len(command.units) for command in commands if command.kind is CommandKind.FETCH) == 11
 
 
 def test_nothing_is_asked_for_what_the_host_has_or_what_fills_no_page() -> None:
     tiers = stored()
     tiers.ask(PROMPT)
     tiers.forget("device")
-    orders = orders_of(tiers)
+    commands = commands_of(tiers)
     tiers.ask(PROMPT)
     tiers.ask(PROMPT[:4])
-    assert orders == []
+    assert commands == []
 
 
 def test_best_effort_does_not_wait() -> None:
@@ -109,7 +111,7 @@ def test_no_wait_is_without_end(waiting: Waiting, least_s: float) -> None:
     tiers = stored(waiting=waiting, prefetch_timeout_s=0.03)
     tiers.storage.trouble = SLOW
     finds = tiers.lanes._is_late
-    tiers.lanes._is_late = lambda order: False  # type: ignore[method-assign]
+    tiers.lanes._is_late = lambda command: False  # type: ignore[method-assign]
     start_s = time.monotonic()
     tiers.engine.add(GenerateRequest("r", PROMPT, ONE_TOKEN))
     first_output(tiers)
@@ -175,8 +177,8 @@ def test_a_prefetch_takes_no_more_of_the_host_than_its_share() -> None:
 def test_a_storage_that_is_detached_is_not_asked_and_gets_nothing() -> None:
     tiers = stored()
     tiers.engine.admin(CacheCommand(CacheAction.DETACH))
-    orders = orders_of(tiers)
-    assert tiers.ask(PROMPT).cached_by_tier == {} and orders == []
+    commands = commands_of(tiers)
+    assert tiers.ask(PROMPT).cached_by_tier == {} and commands == []
     tiers.engine.admin(CacheCommand(CacheAction.ATTACH))
     tiers.forget("device", "host")
     assert tiers.ask(PROMPT).cached_by_tier == {"storage": 84}
@@ -226,9 +228,9 @@ def test_a_prompt_that_the_device_has_asks_no_storage() -> None:
     tiers = stored(policy=WritePolicy.SELECTIVE)
     tiers.forget("storage")
     tiers.ask(PROMPT)
-    orders = orders_of(tiers)
+    commands = commands_of(tiers)
     tiers.ask(PROMPT)
-    assert not any(order.kind is CommandKind.FIND for order in orders)
+    assert not any(command.kind is CommandKind.FIND for command in commands)
 
 
 def test_forty_requests_that_wait_for_storage_keep_nobody_from_running() -> None:

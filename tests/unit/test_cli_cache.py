@@ -115,7 +115,7 @@ def test_inspect_prints_what_each_tier_would_hit_and_why_not_more(
         "host     256         25.0 %",
         "storage  512         50.0 %",
         "",
-        "not more because: state_missing (state)",
+        "reason for the miss: state_missing (state)",
     ]
 
 

@@ -35,12 +35,12 @@ class OneFault:
     def __init__(self, storage: TwinStorage, fetch: Fetch) -> None:
         self._work, self._fetch = storage.work, fetch
 
-    def work(self, order: StorageCommand) -> StorageResult:
-        answer = self._work(order)
-        if order.kind is not CommandKind.FETCH:
+    def work(self, command: StorageCommand) -> StorageResult:
+        answer = self._work(command)
+        if command.kind is not CommandKind.FETCH:
             return answer
         return StorageResult(
-            order.number, order.kind, order.owner, answer.outcome, fetches=(self._fetch,) * len(order.units)
+            command.number, command.kind, command.owner, answer.outcome, fetches=(self._fetch,) * len(command.units)
         )
 
 
