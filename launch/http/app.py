@@ -27,9 +27,9 @@ from launch.http.wire import Bodies, ProblemError, json_response, problem_respon
 from launch.observe.requests import Observed
 from raycache.api.chat import ChatTemplate
 from raycache.api.engine import AsyncEngine
-from raycache.api.prepare import Generation, prepare_chat, prepare_completion
+from raycache.api.prepare import Generation, Served, prepare_chat, prepare_completion
 from raycache.api.problem import Problem, problem_of, unknown_model
-from raycache.api.responses import AnswerForm, to_json
+from raycache.api.completions_form import CompletionsForm, to_json
 from raycache.api.run import answer, answer_stream, event
 from raycache.api.schema import ChatBody, CompletionBody, parse_body, parse_json
 from raycache.api.tokenizer import Tokenizer
@@ -104,10 +104,14 @@ class _Api:
         self._engine = engine
         self._info = info
         self._tokenizer = tokenizer
-        self._template = ChatTemplate.load(tokenizer, path=config.chat_template)
+        self._served = Served(
+            tokenizer=tokenizer,
+            template=ChatTemplate.load(tokenizer, path=config.chat_template),
+            info=info,
+            timeout_s=None if config.request_timeout_s == "none" else config.request_timeout_s,
+        )
         self._metrics = metrics
         self._bodies = Bodies(config)
-        self._timeout_s = None if config.request_timeout_s == "none" else config.request_timeout_s
         self._eviction = config.eviction
 
     async def list_models(self, request: Request) -> Response:
@@ -162,12 +166,11 @@ class _Api:
                 "--eviction priority, or omit cache_priority",
                 field="cache_priority",
             )
-        given: dict[str, Any] = {"tokenizer": self._tokenizer, "info": self._info, "timeout_s": self._timeout_s}
         match body:
             case CompletionBody():
-                work = partial(prepare_completion, body, **given)
+                work = partial(prepare_completion, body, self._served)
             case ChatBody():
-                work = partial(prepare_chat, body, template=self._template, **given)
+                work = partial(prepare_chat, body, self._served)
         return work() if size < _THREAD_BYTES else await asyncio.to_thread(work)
 
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
@@ -179,7 +182,7 @@ class _Api:
 
     async def _respond(self, request: Request, generation: Generation) -> Response:
         REQUEST_ID.set(generation.generation_id)
-        form = AnswerForm(generation, tokenizer=self._tokenizer)
+        form = CompletionsForm(generation, tokenizer=self._tokenizer)
         headers = {"X-Request-Id": generation.generation_id}
         if not generation.body.stream:
             whole = answer(self._engine, generation, form=form, metrics=self._metrics)

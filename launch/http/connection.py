@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from raycache.api.problem import Problem
-from raycache.api.responses import to_json
+from raycache.api.completions_form import to_json
 
 MAX_HEAD_BYTES = 32 * 1024
 """Maximum size of a request's target, headers and trailers."""

@@ -22,12 +22,21 @@ class Detokenizer:
         prompt: tokens before the first one that is pushed. They give no text, but the output may finish a character
             that they began, and a space after them is kept where it would be dropped at the start of a text.
         skip_special_tokens: marks such as <s> give no text.
+        shown: special tokens that give their text all the same, such as <tool_call>.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
         self._pieces = tokenizer.pieces
         self._skips_special = skip_special_tokens
+        self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_start = True
         self._spaces_to_strip = self._pieces.strip_start
@@ -39,7 +48,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Add one token; returns the characters that are complete with it, perhaps none."""
-        if self._skips_special and self._tokenizer.is_special(token_id):
+        if self._is_hidden(token_id):
             return ""
         piece = self._pieces[token_id]
         if self._is_start and piece:
@@ -49,6 +58,9 @@ class Detokenizer:
     def finish(self) -> str:
         """End the text: U+FFFD if a character was left incomplete, else nothing."""
         return self._decoder.decode(b"", final=True)
+
+    def _is_hidden(self, token_id: int) -> bool:
+        return self._skips_special and token_id not in self._shown and self._tokenizer.is_special(token_id)
 
     def _strip(self, piece: bytes) -> bytes:
         spaces = min(self._spaces_to_strip, len(piece) - len(piece.lstrip(b" ")))
@@ -60,8 +72,7 @@ class Detokenizer:
         # begins in them.
         found: list[int] = []
         for token_id in reversed(prompt):
-            is_hidden = self._skips_special and self._tokenizer.is_special(token_id)
-            if not is_hidden and self._pieces[token_id]:
+            if not self._is_hidden(token_id) and self._pieces[token_id]:
                 found.append(token_id)
                 if len(found) == _LONGEST_CHARACTER:
                     break

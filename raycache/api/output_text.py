@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raycache.api.detokenize import Detokenizer
+from raycache.api.parts import Part, PartsParser, ToolCallStart
 from raycache.api.stops import StopMatcher
 from raycache.api.tokenizer import Tokenizer
 from raycache.types import FinishReason, Miss, RequestOutput, SamplingParams, TokenLogprob
@@ -46,6 +47,7 @@ class TextDelta:
         entries: their log-probabilities if asked for; with echo those of the prompt come first.
         prompt_logprobs: as in RequestOutput.
         finish_reason: set in the last one.
+        parts: the text split into reasoning, content and tool calls, if a parser was given.
     """
 
     text: str = ""
@@ -53,6 +55,7 @@ class TextDelta:
     entries: tuple[LogprobEntry, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
+    parts: tuple[Part, ...] = ()
 
 
 class OutputText:
@@ -63,8 +66,12 @@ class OutputText:
         sampling: its stop strings are used.
         echo: the text begins with the prompt.
         skip_special_tokens: marks such as <s> give no text.
+        shown: special tokens that give their text all the same.
+        parser: splits the text into parts.
     Attributes:
         num_tokens: tokens generated, up to and including the one that completed a stop string.
+        num_reasoning_tokens: those of them that are reasoning, its closing mark included.
+        num_calls: tool calls that have begun.
         cached_tokens: prompt tokens that were reused from the cache.
         cached_by_tier: those tokens by the tier that they came from.
         miss: why no more of the prompt was reused.
@@ -81,13 +88,16 @@ class OutputText:
         sampling: SamplingParams,
         echo: bool = False,
         skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+        parser: PartsParser | None = None,
     ) -> None:
         context = () if echo else prompt
-        self._detokenizer = Detokenizer(tokenizer, prompt=context, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, prompt=context, skip_special_tokens=skip_special_tokens, shown=shown)
         self._stops = StopMatcher(sampling.stop)
+        self._parser = parser
         self._echo = prompt if echo else ()
         self._text_len = 0
-        self.num_tokens = 0
+        self.num_tokens = self.num_reasoning_tokens = self.num_calls = 0
         self.cached_tokens = 0
         self.cached_by_tier: Mapping[str, int] = {}
         self.miss = Miss.NONE
@@ -112,6 +122,7 @@ class OutputText:
         text, entries = self._push_prompt(output.prompt_logprobs)
         logprobs = output.logprobs or ()
         last_text = len(output.token_ids) - (output.finish_reason is FinishReason.STOP)
+        parts: list[Part] = []
         count = 0
         for token_id in output.token_ids:
             if logprobs:
@@ -119,15 +130,27 @@ class OutputText:
             piece, is_stopped = self._push_token(token_id) if count < last_text else ("", False)
             text += piece
             count += 1
+            self.num_reasoning_tokens += self._parser is not None and self._parser.is_reasoning
+            parts += self._split(piece)
             if is_stopped:
                 self.finish_reason = FinishReason.STOP
                 break
         else:
             if output.finish_reason is not None:
                 self.finish_reason = output.finish_reason
-                text += self._finish()
+                tail = self._finish()
+                text += tail
+                parts += self._split(tail)
+        if self.finish_reason is not None and self._parser is not None:
+            parts += self._parser.finish()
         self.num_tokens += count
-        return TextDelta(text, output.token_ids[:count], tuple(entries), output.prompt_logprobs, self.finish_reason)
+        self.num_calls += sum(isinstance(part, ToolCallStart) for part in parts)
+        return TextDelta(
+            text, output.token_ids[:count], tuple(entries), output.prompt_logprobs, self.finish_reason, tuple(parts)
+        )
+
+    def _split(self, piece: str) -> list[Part]:
+        return self._parser.feed(piece) if piece and self._parser is not None else []
 
     def _push_token(self, token_id: int) -> tuple[str, bool]:
         piece = self._detokenizer.push(token_id)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from raycache.api.chat import ChatTemplate
 from raycache.api.output_text import OutputText
+from raycache.api.parts import ContentOnly, PartsParser
 from raycache.api.schema import ChatBody, CompletionBody, GenerationBody
 from raycache.api.tokenizer import Tokenizer
 from raycache.errors import PromptTooLongError, RequestError
@@ -55,20 +56,34 @@ class Generation:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def prepare_completion(
-    body: CompletionBody, *, tokenizer: Tokenizer, info: EngineInfo, timeout_s: float | None
-) -> Generation:
+@dataclass(frozen=True)
+class Served:
+    """What requests are prepared for.
+
+    Attributes:
+        tokenizer, template: of the model.
+        info: limits of the engine.
+        timeout_s: longest time that a request may take; None is no limit.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    info: EngineInfo
+    timeout_s: float | None
+
+
+def prepare_completion(body: CompletionBody, served: Served) -> Generation:
     """Tokenise the prompts of a /v1/completions request.
 
     Args:
         body: checked by parse_body.
-        info: limits of the engine.
-        timeout_s: longest time that a request may take; None is no limit.
+        served: the model and its limits.
     Raises:
         RequestError: a value is out of range; names the field.
     """
-    _check_count(len(body.prompt), body, info=info)
-    prompts = [p if isinstance(p, list) else tokenizer.encode(p, add_special_tokens=True) for p in body.prompt]
+    _check_count(len(body.prompt), body, info=served.info)
+    encode = served.tokenizer.encode
+    prompts = [p if isinstance(p, list) else encode(p, add_special_tokens=True) for p in body.prompt]
     is_score_only = body.max_tokens == 0
     wanted = 1 if is_score_only else body.max_tokens
     sampling = _Sampling(
@@ -79,21 +94,16 @@ def prepare_completion(
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     )
     generation_id = f"cmpl-{uuid.uuid4().hex}"
-    choices = _choices(
-        generation_id, body, prompts, sampling, tokenizer=tokenizer, info=info, timeout_s=timeout_s, echo=body.echo
-    )
-    return Generation(generation_id, info.model, choices, body, is_score_only)
+    choices = _choices(generation_id, body, prompts, sampling, served=served, split=_Split(echo=body.echo))
+    return Generation(generation_id, served.info.model, choices, body, is_score_only)
 
 
-def prepare_chat(
-    body: ChatBody, *, tokenizer: Tokenizer, template: ChatTemplate, info: EngineInfo, timeout_s: float | None
-) -> Generation:
+def prepare_chat(body: ChatBody, served: Served) -> Generation:
     """Render and tokenise the messages of a /v1/chat/completions request.
 
     Args:
         body: checked by parse_body.
-        info: limits of the engine.
-        timeout_s: longest time that a request may take; None is no limit.
+        served: the model and its limits.
     Raises:
         RequestError: a value is out of range, or the template refuses the messages.
     """
@@ -101,14 +111,14 @@ def prepare_chat(
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     opens_answer = body.add_generation_prompt
-    text = template.render(
+    text = served.template.render(
         body.messages,
         tools=body.tools if body.tool_choice == "auto" else None,
         add_generation_prompt=not body.continue_final_message if opens_answer is None else opens_answer,
         continue_final_message=body.continue_final_message,
         variables=variables,
     )
-    prompt = tokenizer.encode(text, add_special_tokens=False)
+    prompt = served.tokenizer.encode(text, add_special_tokens=False)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = _Sampling(
         max_tokens=max_tokens,
@@ -117,10 +127,8 @@ def prepare_chat(
         prompt_logprobs=body.prompt_logprobs,
     )
     generation_id = f"chatcmpl-{uuid.uuid4().hex}"
-    choices = _choices(
-        generation_id, body, [prompt], sampling, tokenizer=tokenizer, info=info, timeout_s=timeout_s, echo=False
-    )
-    return Generation(generation_id, info.model, choices, body)
+    choices = _choices(generation_id, body, [prompt], sampling, served=served, split=_Split(parser=ContentOnly))
+    return Generation(generation_id, served.info.model, choices, body)
 
 
 @dataclass(frozen=True)
@@ -133,17 +141,31 @@ class _Sampling:
     prompt_logprobs: int | None
 
 
+@dataclass(frozen=True)
+class _Split:
+    """How the text of an output is shown.
+
+    Attributes:
+        echo: it begins with the prompt.
+        parser: makes what splits it into parts.
+        shown: special tokens that the parser reads.
+    """
+
+    echo: bool = False
+    parser: Callable[[], PartsParser] | None = None
+    shown: frozenset[int] = frozenset()
+
+
 def _choices(
     generation_id: str,
     body: GenerationBody,
     prompts: Sequence[list[int]],
     sampling: _Sampling,
     *,
-    tokenizer: Tokenizer,
-    info: EngineInfo,
-    timeout_s: float | None,
-    echo: bool,
+    served: Served,
+    split: _Split,
 ) -> tuple[Choice, ...]:
+    info = served.info
     _check_count(len(prompts), body, info=info)
     field_name = "prompt" if isinstance(body, CompletionBody) else "messages"
     for prompt in prompts:
@@ -157,13 +179,19 @@ def _choices(
             prompt=prompt,
             sampling=params,
             priority=body.priority,
-            timeout_s=min(filter(None, (body.timeout_s, timeout_s)), default=None),
+            timeout_s=min(filter(None, (body.timeout_s, served.timeout_s)), default=None),
             cache_salt=body.cache_salt,
             cache_priority=body.cache_priority,
             cache_ttl_s=body.cache_ttl_s,
         )
         text = OutputText(
-            tokenizer, prompt=prompt, sampling=params, echo=echo, skip_special_tokens=body.skip_special_tokens
+            served.tokenizer,
+            prompt=prompt,
+            sampling=params,
+            echo=split.echo,
+            skip_special_tokens=body.skip_special_tokens,
+            shown=split.shown,
+            parser=split.parser() if split.parser else None,
         )
         choices.append(Choice(index, index % body.n == 0, request, text))
     return tuple(choices)

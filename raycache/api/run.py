@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any, Protocol
 
 from raycache.api.engine import AsyncEngine
 from raycache.api.output_text import TextDelta
 from raycache.api.prepare import Choice, Generation
-from raycache.api.responses import AnswerForm, to_json
+from raycache.api.completions_form import to_json
 from raycache.errors import EngineStoppedError, RequestFailedError, RequestTimeoutError
 from raycache.observe.metrics import Metrics
 from raycache.types import FinishReason, RequestOutput
+
+
+class AnswerForm(Protocol):
+    """Writes the answer of one generation in the shape of an API.
+
+    Attributes:
+        names_events: server-sent events are named by the "type" of their data.
+        last_event: what ends a stream, or nothing.
+    """
+
+    names_events: bool
+    last_event: bytes
+
+    def whole(self, outputs: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
+        """The answer of a request without stream.
+
+        Args:
+            outputs: for each choice, all that its request gave.
+        """
+        ...
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Events that come before the first increment."""
+        ...
+
+    def chunks(self, choice: Choice, delta: TextDelta, *, is_first: bool) -> Iterator[dict[str, Any]]:
+        """Events of one increment of a choice; none if it shows nothing."""
+        ...
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Events behind the last increment."""
+        ...
 
 
 async def answer(engine: AsyncEngine, generation: Generation, *, form: AnswerForm, metrics: Metrics) -> bytes:
@@ -44,19 +77,24 @@ async def answer_stream(
         async for choice, delta in increments:
             if not seen:
                 for chunk in form.opening():
-                    yield event(to_json(chunk))
+                    yield _event(form, chunk)
             is_first = choice.index not in seen
             seen.add(choice.index)
             for chunk in form.chunks(choice, delta, is_first=is_first):
-                yield event(to_json(chunk))
+                yield _event(form, chunk)
     for chunk in form.closing():
-        yield event(to_json(chunk))
-    yield event(b"[DONE]")
+        yield _event(form, chunk)
+    if form.last_event:
+        yield form.last_event
 
 
 def event(data: bytes, *, name: bytes = b"") -> bytes:
     """One server-sent event."""
     return (b"event: " + name + b"\n" if name else b"") + b"data: " + data + b"\n\n"
+
+
+def _event(form: AnswerForm, chunk: dict[str, Any]) -> bytes:
+    return event(to_json(chunk), name=chunk["type"].encode() if form.names_events else b"")
 
 
 async def _increments(

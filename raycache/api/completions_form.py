@@ -1,4 +1,4 @@
-"""Answers of the OpenAI API, whole and as chunks of a stream.
+"""Answers of /v1/completions and /v1/chat/completions, whole and as chunks of a stream.
 
 Plain dictionaries: they are built once per token and stream, and a validated model would cost more than the rest.
 """
@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from raycache.api.output_text import LogprobEntry, TextDelta
+from raycache.api.parts import Content, Message, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
 from raycache.api.prepare import Choice, Generation
 from raycache.api.schema import ChatBody
 from raycache.api.tokenizer import Tokenizer
-from raycache.types import TIERS, TokenLogprob
+from raycache.types import TIERS, FinishReason, TokenLogprob
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -41,18 +42,19 @@ def usage_of(generation: Generation) -> dict[str, Any]:
             "cached_tokens_by_tier": {tier: sum(c.text.cached_by_tier.get(tier, 0) for c in firsts) for tier in TIERS},
             **({"cut_by": cut_by} if (cut_by := next(filter(None, (c.text.cut_by for c in firsts)), "")) else {}),
         },
-        **_draft_usage(generation),
+        **({"completion_tokens_details": details} if (details := _output_details(generation)) else {}),
     }
 
 
-def _draft_usage(generation: Generation) -> dict[str, Any]:
-    """What became of draft tokens at the output, if any were made; under the names of the OpenAI API."""
+def _output_details(generation: Generation) -> dict[str, int]:
+    """Reasoning tokens, and what became of draft tokens at the output, if there were any."""
+    reasoning = sum(choice.text.num_reasoning_tokens for choice in generation.choices)
     drafted = sum(choice.text.drafted_tokens for choice in generation.choices)
     accepted = sum(choice.text.accepted_tokens for choice in generation.choices)
-    if not drafted:
-        return {}
-    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
-    return {"completion_tokens_details": details}
+    details = {"reasoning_tokens": reasoning} if reasoning else {}
+    if drafted:
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    return details
 
 
 def cache_info(generation: Generation) -> dict[str, Any]:
@@ -69,13 +71,16 @@ def cache_info(generation: Generation) -> dict[str, Any]:
     return infos[0] if len(infos) == 1 else {"prompts": infos}
 
 
-class AnswerForm:
-    """Writes the answer of one generation.
+class CompletionsForm:
+    """Writes the answer of one generation, see `AnswerForm`.
 
     Args:
         generation: what was asked.
         tokenizer: for the text of tokens beside their log-probabilities.
     """
+
+    names_events = False
+    last_event = b"data: [DONE]\n\n"
 
     def __init__(self, generation: Generation, *, tokenizer: Tokenizer) -> None:
         body = generation.body
@@ -110,16 +115,18 @@ class AnswerForm:
 
     def chunks(self, choice: Choice, delta: TextDelta, *, is_first: bool) -> Iterator[dict[str, Any]]:
         """Chunks of one increment of a choice; none if it shows nothing."""
-        finish_reason = None if delta.finish_reason is None else delta.finish_reason.value
+        finish_reason = _finish_reason(choice, delta)
         extras = self._extras(choice, delta, is_first=is_first)
         logprobs = self._logprobs(delta.entries) if delta.entries else None
-        has_content = bool(delta.text or logprobs or (delta.token_ids and extras) or (is_first and extras))
+        has_extras = bool(logprobs or (delta.token_ids and extras) or (is_first and extras))
         if not self._is_chat:
-            if has_content or finish_reason:
+            if delta.text or has_extras or finish_reason:
                 yield self._chunk(choice.index, {"text": delta.text, **extras}, finish_reason, logprobs)
             return
-        if has_content:
-            yield self._chunk(choice.index, {"delta": {"content": delta.text}, **extras}, None, logprobs)
+        parts = [_delta(part) for part in merged(delta.parts)] or ([{"content": ""}] if has_extras else [])
+        for number, part in enumerate(parts):
+            shown = extras if number == 0 else {}
+            yield self._chunk(choice.index, {"delta": part, **shown}, None, logprobs if number == 0 else None)
         if finish_reason:
             yield self._chunk(choice.index, {"delta": {}}, finish_reason)
 
@@ -159,12 +166,11 @@ class AnswerForm:
         return chunk
 
     def _whole_choice(self, choice: Choice, delta: TextDelta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text}
         return {
             "index": choice.index,
-            **({"message": message} if self._is_chat else {"text": delta.text}),
+            **({"message": _message(delta.parts)} if self._is_chat else {"text": delta.text}),
             "logprobs": self._logprobs(delta.entries) if self._with_logprobs else None,
-            "finish_reason": delta.finish_reason.value if delta.finish_reason else None,
+            "finish_reason": _finish_reason(choice, delta),
             **self._extras(choice, delta, is_first=True),
         }
 
@@ -210,6 +216,40 @@ class AnswerForm:
         return {"token": self._tokenizer.token_text(token_id), "logprob": _finite(logprob), "bytes": list(piece)}
 
 
+def _finish_reason(choice: Choice, delta: TextDelta) -> str | None:
+    if delta.finish_reason is FinishReason.STOP and choice.text.num_calls:
+        return "tool_calls"
+    return None if delta.finish_reason is None else delta.finish_reason.value
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    """A part as a stream of the chat API shows it."""
+    match part:
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case Content(text):
+            return {"content": text}
+        case ToolCallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ToolCallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _message(parts: Sequence[Part]) -> dict[str, Any]:
+    message = Message.of(parts)
+    shown: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.reasoning:
+        shown |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+    if message.calls:
+        shown["content"] = message.content or None
+        shown["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.calls
+        ]
+    return shown
+
+
 def _join(deltas: Sequence[TextDelta]) -> TextDelta:
     return TextDelta(
         text="".join(delta.text for delta in deltas),
@@ -217,6 +257,7 @@ def _join(deltas: Sequence[TextDelta]) -> TextDelta:
         entries=tuple(entry for delta in deltas for entry in delta.entries),
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
         finish_reason=deltas[-1].finish_reason,
+        parts=tuple(part for delta in deltas for part in delta.parts),
     )
 
 
