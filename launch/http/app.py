@@ -26,10 +26,10 @@ from launch.http.openapi import openapi
 from launch.http.wire import Bodies, ProblemError, json_response, problem_response
 from launch.observe.requests import Observed
 from raycache.api.chat import ChatTemplate
+from raycache.api.completions_form import CompletionsForm, to_json
 from raycache.api.engine import AsyncEngine
 from raycache.api.prepare import Generation, Served, prepare_chat, prepare_completion
 from raycache.api.problem import Problem, problem_of, unknown_model
-from raycache.api.completions_form import CompletionsForm, to_json
 from raycache.api.run import answer, answer_stream, event
 from raycache.api.schema import ChatBody, CompletionBody, parse_body, parse_json
 from raycache.api.tokenizer import Tokenizer

@@ -17,8 +17,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from raycache.api.problem import Problem
 from raycache.api.completions_form import to_json
+from raycache.api.problem import Problem
 
 MAX_HEAD_BYTES = 32 * 1024
 """Maximum size of a request's target, headers and trailers."""

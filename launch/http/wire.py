@@ -11,8 +11,8 @@ import psutil
 from starlette.requests import Request
 from starlette.responses import Response
 
-from raycache.api.problem import Problem
 from raycache.api.completions_form import to_json
+from raycache.api.problem import Problem
 from raycache.config import Config, parse_bytes
 
 BODY_TIMEOUT_S = 10.0

@@ -8,10 +8,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
 
+from raycache.api.completions_form import to_json
 from raycache.api.engine import AsyncEngine
 from raycache.api.output_text import TextDelta
 from raycache.api.prepare import Choice, Generation
-from raycache.api.completions_form import to_json
 from raycache.errors import EngineStoppedError, RequestFailedError, RequestTimeoutError
 from raycache.observe.metrics import Metrics
 from raycache.types import FinishReason, RequestOutput
