@@ -1,1 +1,1 @@
-"""State that tokens leave behind, as data, and the pools that hold it."""
+"""Cached state: its description, the pools that hold it, and moves between device and host."""

@@ -1,14 +1,14 @@
-"""The arena: the host tier of one node, one file of shared memory that outlives whoever maps it.
+"""The arena: the host tier of one node, a file of shared memory that outlives the processes that map it.
 
-    head | catalog | rank 0: headers and slab of each space | rank 1: ... | ...      of the ranks on the node
+    head | catalog | rank 0: headers and slab of each space | rank 1: ... | ...      for the ranks on the node
 
-    head      magic, what the file was made for, the epoch of the gang that writes, and the owner's description
-    catalog   what each unit is, written by the decider alone (cache/catalog.py); only on its node
-    headers   [units, 2] per rank and space: tag (which page or state it is), checksum of the envelope; 0, 0: nothing
+    head      magic, digests of geometry and description, epoch of the gang that writes, and the owner's description
+    catalog   contents of each unit, written by the decider only (cache/catalog.py); only on its node
+    headers   [units, 2] per rank and space: tag (which page or state it is), checksum of the envelope; 0, 0 if invalid
     slab      [units, envelope_bytes] per rank and space (rows.py)
 
-The rank writes its own headers and slab when it saves, the arena's owner when it fetches from storage. A header is
-cleared before its envelope changes and written last, so that what a crash leaves behind is either whole or nothing.
+A rank writes its own headers and slab when it saves, the arena's owner when it reads from storage. Headers are cleared
+before their envelope changes and written last, so that after a crash an envelope is either complete or invalid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raycache.errors import ConfigError
 from raycache.memory.rows import EnvelopeLayout
 
 HEAD_BYTES = 64 * 1024
-"""Of the head, most of it for the description."""
+"""Size of the head, most of which is for the description."""
 
 _MAGIC = b"RCarena1"
 _FIXED = struct.Struct("<8sQ32s32sI")
@@ -44,14 +44,12 @@ class Arena:
     """A mapped arena; made by `create` or `open`.
 
     Args:
-        path: of the file.
         layout: envelopes of the node's ranks.
-        sizes: component space -> units, the same on all nodes.
-        catalog_bytes: length of the catalog, 0 for none.
+        sizes: component space -> number of units, the same on all nodes.
+        catalog_bytes: size of the catalog, 0 for none.
     Attributes:
-        path, layout, sizes: as given.
         description: of the owner, any bytes.
-        catalog: bytes that the decider writes; zeros in a fresh arena.
+        catalog: zeros in a new arena.
     """
 
     def __init__(self, path: Path, layout: EnvelopeLayout, *, sizes: Mapping[str, int], catalog_bytes: int) -> None:
@@ -59,8 +57,8 @@ class Arena:
         self._places, num_bytes = _places(layout, self.sizes, catalog_bytes)
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), num_bytes)
-        # One array that keeps the mapping, and all views are views of it: an array made with buffer= does not, and
-        # would end the process after `close`.
+        # All views derive from this array, which keeps the mapping alive. Arrays made with buffer= do not, and would
+        # crash the process after `close`.
         self._bytes = np.frombuffer(self._map, np.uint8)
         length: int = _FIXED.unpack_from(self._map)[-1]
         self.description = self._map[_DESCRIPTION_AT : _DESCRIPTION_AT + length]
@@ -68,17 +66,17 @@ class Arena:
 
     @staticmethod
     def num_bytes(layout: EnvelopeLayout, *, sizes: Mapping[str, int], catalog_bytes: int) -> int:
-        """Length of the file."""
+        """Size of the file."""
         return _places(layout, sizes, catalog_bytes)[1]
 
     @classmethod
     def create(
         cls, path: Path, layout: EnvelopeLayout, *, sizes: Mapping[str, int], catalog_bytes: int, description: bytes
     ) -> Arena:
-        """Make a new file and take all of its memory at once.
+        """Create a file and allocate all of its memory.
 
         Raises:
-            ConfigError: the file is there already, its memory is not, or the description is too long for the head.
+            ConfigError: the file exists, there is not enough memory, or the description is too long.
         """
         if len(description) > HEAD_BYTES - _DESCRIPTION_AT:
             raise ConfigError(
@@ -96,10 +94,10 @@ class Arena:
 
     @classmethod
     def open(cls, path: Path, layout: EnvelopeLayout, *, sizes: Mapping[str, int], catalog_bytes: int) -> Arena:
-        """Map an arena that is there.
+        """Map an existing arena.
 
         Raises:
-            ConfigError: it is not there, no arena, damaged, or was made for another model, split or size.
+            ConfigError: it does not exist, is not an arena, is damaged, or was made for another model, split or size.
         """
         num_bytes = cls.num_bytes(layout, sizes=sizes, catalog_bytes=catalog_bytes)
         try:
@@ -122,7 +120,7 @@ class Arena:
 
     @property
     def epoch(self) -> int:
-        """Of the gang that writes; 0 in a fresh arena."""
+        """Epoch of the gang that writes; 0 in a new arena."""
         return int(self._epoch_word()[0])
 
     @epoch.setter
@@ -130,24 +128,24 @@ class Arena:
         self._epoch_word()[0] = value
 
     def slab(self, rank: int, space: str) -> NDArray[np.uint8]:
-        """Envelopes [units, envelope_bytes] of a rank, shared and writable; without columns where it has none."""
+        """Envelopes of a rank, [units, envelope_bytes], shared and writable; envelope_bytes is 0 if it has none."""
         units, width, start = self.sizes[space], self.layout.envelope_bytes(rank, space), self._places[rank, space][1]
         return self._bytes[start : start + units * width].reshape(units, width)
 
     def headers(self, rank: int, space: str) -> NDArray[np.uint64]:
-        """(tag, checksum) [units, 2] of a rank's envelopes, shared and writable; 0, 0 where nothing is valid."""
+        """(tag, checksum) of a rank's envelopes, [units, 2], shared and writable; (0, 0) for invalid ones."""
         units, start = self.sizes[space], self._places[rank, space][0]
         return self._bytes[start : start + 2 * _WORD * units].view(np.uint64).reshape(units, 2)
 
     def close(self) -> None:
-        """Let go of the memory; who still has a view of it keeps it mapped until that is gone."""
+        """Unmap the memory; it stays mapped as long as views of it exist."""
         self._bytes = np.empty(0, np.uint8)
-        with contextlib.suppress(BufferError):  # what BufferError says is that such a view is there
+        with contextlib.suppress(BufferError):  # raised if there are such views
             self.catalog.release()
             self._map.close()
 
     def unlink(self) -> None:
-        """Remove the file; mappings stay valid, the memory is given back with the last of them."""
+        """Remove the file; mappings stay valid, and memory is freed with the last of them."""
         self.path.unlink(missing_ok=True)
 
     def _epoch_word(self) -> NDArray[np.uint64]:
@@ -157,7 +155,7 @@ class Arena:
 def _places(
     layout: EnvelopeLayout, sizes: Mapping[str, int], catalog_bytes: int
 ) -> tuple[dict[tuple[int, str], tuple[int, int]], int]:
-    """(rank, space) -> where its headers and its slab begin; and where all ends, bytes."""
+    """(rank, space) -> offsets of its headers and its slab; and the size of the file, bytes."""
     places, end = dict[tuple[int, str], tuple[int, int]](), _aligned(HEAD_BYTES + catalog_bytes)
     for rank in layout.ranks:
         for space in layout.spaces:
@@ -175,7 +173,7 @@ def _aligned(offset: int) -> int:
 def _fixed(
     layout: EnvelopeLayout, sizes: Mapping[str, int], num_bytes: int, catalog_bytes: int, description: bytes
 ) -> bytes:
-    """The part of the head that does not change."""
+    """The immutable part of the head."""
     ranks = range(layout.split.world_size)
     envelopes = [layout.pieces(rank, space) for rank in ranks for space in layout.spaces]
     geometry = repr((layout.split, sorted(sizes.items()), catalog_bytes, envelopes)).encode()
@@ -184,7 +182,7 @@ def _fixed(
 
 
 def _reserve(path: Path, num_bytes: int) -> None:
-    """Make a file of zeros whose memory is there: a later write into a hole would end the process by SIGBUS."""
+    """Create a file of zeros with all memory allocated; a later write to a hole could kill the process with SIGBUS."""
     try:
         with path.open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -1,4 +1,4 @@
-"""The part of a page that a rank holds, or that an object in storage is made of."""
+"""The part of a page that a rank or an object in storage holds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BOX_BYTES = _PACKED.size
 
 @dataclass(frozen=True)
 class Box:
-    """The part of a page that an object holds: half-open ranges.
+    """A part of a page, as half-open ranges.
 
     Attributes:
-        first_layer, end_layer: places in `Component.layers`, not model layers, so that layers of other kinds between
-            them do not tell equal objects apart.
-        first_token, end_token: within the page; (0, 1) for a state, of which a sequence has one.
-        first_head, end_head: of the whole model; (0, 1) for what has no heads.
+        first_layer, end_layer: indices in `Component.layers`, not model layers, so that other kinds of layers between
+            them do not matter.
+        first_token, end_token: within the page; (0, 1) for a state.
+        first_head, end_head: of the whole model; (0, 1) without heads.
     Raises:
         ValueError: a range is empty or does not fit 16 bits.
     """
@@ -52,7 +52,7 @@ class Box:
         return layers, tokens, heads
 
     def common(self, other: Box) -> Box | None:
-        """What both cover, None for nothing."""
+        """The intersection, None if it is empty."""
         ends = []
         for (first, end), (other_first, other_end) in zip(self.ranges, other.ranges, strict=True):
             low, high = max(first, other_first), min(end, other_end)
@@ -62,7 +62,7 @@ class Box:
         return Box(*ends)
 
     def minus(self, other: Box) -> list[Box]:
-        """What this covers and `other` does not, as at most six boxes without overlap."""
+        """The difference, as at most six boxes without overlap."""
         common = self.common(other)
         if common is None:
             return [self]
@@ -76,7 +76,7 @@ class Box:
         return rest
 
     def within(self, outer: Box) -> tuple[slice, slice, slice]:
-        """Where it lies in an array [layers, tokens, heads, ...] that holds `outer`."""
+        """Its slices of an array [layers, tokens, heads, ...] that holds `outer`."""
         layers, tokens, heads = (
             slice(first - outer_first, end - outer_first)
             for (first, end), (outer_first, _) in zip(self.ranges, outer.ranges, strict=True)
@@ -93,23 +93,22 @@ class Box:
         """Inverse of `packed`.
 
         Raises:
-            ValueError: these are no ranges.
+            ValueError: these are not ranges.
         """
         return cls(*_PACKED.unpack(packed))
 
     def packed(self) -> bytes:
-        """The last 12 bytes of a key."""
+        """Pack into 12 bytes, the end of a storage key."""
         return _PACKED.pack(*(end for bounds in self.ranges for end in bounds))
 
 
 def cover(wanted: Box, stored: Iterable[Box]) -> list[tuple[Box, Box]]:
-    """Join stored boxes into one that is wanted, whatever split wrote them.
+    """Cover a box with stored boxes, which may have been written with another split.
 
     Args:
-        wanted: to be filled.
-        stored: boxes that are there, those to prefer first.
+        stored: available boxes, preferred ones first.
     Returns:
-        (stored box, part of `wanted` to take from it), without overlap; empty when something would be missing.
+        (stored box, part of `wanted` to take from it), without overlap; empty if a part would be missing.
     """
     missing, taken = [wanted], []
     for box in stored:

@@ -1,4 +1,4 @@
-"""How the units of a move get to the other side: a carrier for a pool in the CPU's memory, one for CUDA.
+"""Carriers, which copy the units of a move: one for a pool in CPU memory, one for CUDA.
 
     CPU    save   unit by unit, while it is in the processor's cache: copy | checksum, tag
            load   check all | copy turn by turn
@@ -26,37 +26,37 @@ Spaces = Mapping[str, HostSpace]
 """Component space -> its units."""
 
 Units = Mapping[str, Batch]
-"""Component space -> those of a move, at least one each."""
+"""Component space -> units of a move, at least one each."""
 
 Release = Callable[[Iterable[int], Event], None]
-"""Told which layers of a load may be used, by what comes after the event."""
+"""Called with layers of a load that may be used by work after the event."""
 
 CPU_TURNS = 8
-"""In how many turns a load copies all layers on the CPU: with more, calls cost as much as the copies."""
+"""Turns of a load on the CPU; with more, calls would cost as much as the copies."""
 
 
 class Carrier(Protocol):
-    """Copies units of one rank; a save and a load may be on their way at the same time, two of a kind may not."""
+    """Copies units of one rank; a save and a load may run concurrently, but not two saves or two loads."""
 
     def save(self, units: Units, *, after: Event) -> None:
-        """Copy to the host what the device holds after the event; on return the headers say so."""
+        """Copy the device's content after the event to the host; done on return, headers included."""
 
     def load(self, units: Units, *, after: Event, release: Release) -> str:
-        """Copy to the device after the event, done on return; the layers of the last turn are not released.
+        """Copy to the device after the event; done on return. The layers of the last turn are not released.
 
         Returns:
             What is wrong with a unit on the host; empty if nothing is.
         """
 
     def close(self) -> None:
-        """No move is on its way, and none will be."""
+        """Release resources; no move may be in progress."""
 
 
 def open_carrier(spaces: Spaces, *, device: torch.device) -> Carrier:
-    """A carrier to and from a device's memory, for the spaces of a rank.
+    """Make the carrier for a device.
 
     Raises:
-        ConfigError: the host's memory cannot be pinned, or Triton is not there.
+        ConfigError: host memory cannot be pinned, or Triton is missing.
     """
     if device.type != "cuda":
         return CpuCarrier(spaces)
@@ -70,9 +70,9 @@ def open_carrier(spaces: Spaces, *, device: torch.device) -> Carrier:
 
 
 class CpuCarrier:
-    """For a pool in the CPU's memory.
+    """Carrier for a pool in CPU memory.
 
-    numpy copies with the calling thread alone; torch would take the threads that compute.
+    Uses numpy, which copies on the calling thread; torch would use the threads that compute.
     """
 
     def __init__(self, spaces: Spaces) -> None:
@@ -85,7 +85,7 @@ class CpuCarrier:
         ]
 
     def save(self, units: Units, *, after: Event) -> None:
-        """Copy and check unit by unit, while the envelope is in the processor's cache."""
+        """Copy and compute checksums unit by unit, while the envelope is in the processor's cache."""
         after.synchronize()
         for name, of_space in units.items():
             space = self._spaces[name]
@@ -111,20 +111,20 @@ class CpuCarrier:
         return ""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """There are no resources to release."""
 
 
 Arrays = Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
-"""Of each strip the pool [L, U, B] and the envelopes [U, L, B]."""
+"""Pool [L, U, B] and envelopes [U, L, B] of each strip."""
 
 
 def arrays_of(strips: Sequence[Strip]) -> Arrays:
-    """Strips of a pool in the CPU's memory."""
+    """Strips of a pool in CPU memory as arrays."""
     return [(strip.pool.numpy(), strip.envelopes.numpy()) for strip in strips]
 
 
 def copy_units(arrays: Arrays, units: Batch) -> None:
-    """Copy all layers of units to the host, one after the other."""
+    """Copy all layers of units to the host, unit by unit."""
     for device, host in zip(units.devices.tolist(), units.hosts.tolist(), strict=True):
         for pool, envelopes in arrays:
             envelopes[host] = pool[:, device]
@@ -138,7 +138,7 @@ def copy_runs(arrays: Arrays, taken: Sequence[Run]) -> None:
 
 
 def _turns(spaces: Spaces) -> list[Sequence[int]]:
-    """Layers that loads fill, cut into runs."""
+    """Split the layers that loads fill into turns."""
     layers = sorted({layer for space in spaces.values() for layer in space.layers})
     count = min(len(layers), CPU_TURNS)
     parts = (even_range(len(layers), turn, count) for turn in range(count))

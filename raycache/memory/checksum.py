@@ -1,11 +1,11 @@
-"""Checksums of what lies outside the device."""
+"""Checksums of data outside the device."""
 
 from __future__ import annotations
 
 import xxhash
 
 Buffer = bytes | bytearray | memoryview
-"""C-contiguous bytes; where they are read into, writable ones."""
+"""C-contiguous bytes; writable where they are read into."""
 
 
 def checksum_of(payload: Buffer) -> int:

@@ -1,4 +1,4 @@
-"""XXH3-64 of many envelopes on the device, where their bytes pass at a hundred times the speed of the link.
+"""XXH3-64 of many envelopes on the device, at a hundred times the speed of the link to the host.
 
 XXH3 ("xxHash fast digest algorithm", XXH3 of more than 240 bytes) reads stripes of 8 lanes of 8 bytes, and mixes its 8
 sums after every 16 stripes:
@@ -7,9 +7,9 @@ sums after every 16 stripes:
     of each block of 1024 bytes:    sums += what its stripes add;  sums = mix(sums)       (the last one is not mixed)
     checksum = merge(sums, length)
 
-What the stripes of a block add does not depend on what came before, so it is added up in any order, as bytes arrive;
-only the mixing goes from block to block, over a 16th of the bytes. An envelope is whole stripes; the very last has a
-key of its own.
+The contribution of a block's stripes does not depend on earlier blocks, so it is accumulated in any order as bytes
+arrive; only the mixing is sequential, over a 16th of the bytes. Envelopes consist of whole stripes; the last stripe has
+a key of its own.
 
 Imports Triton: only what runs on CUDA may import this module.
 """
@@ -27,10 +27,10 @@ from torch import Tensor
 # Shapes in this file: U units, K blocks of an envelope.
 
 STRIPE = 64
-"""Bytes that are read together; envelopes are multiples of it."""
+"""Bytes; envelopes are multiples of it."""
 
 MIN_BYTES = 241
-"""Shorter ones have a checksum of another kind."""
+"""XXH3 uses another algorithm for shorter inputs."""
 
 _BLOCK = 1024
 _SECRET = bytes.fromhex(
@@ -43,7 +43,7 @@ _PRIME32 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _PRIME64 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 _START = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
 _LAST_KEY, _MIX_KEY, _MERGE_KEY = 192 - STRIPE - 7, 192 - STRIPE, 11
-"""Where in the secret the keys of the last stripe, of the mixing and of the merging begin."""
+"""Offsets in the secret of the keys for the last stripe, for mixing and for merging."""
 
 _TILE, _NUM_WARPS = 16, 8  # blocks that a program reads at once, 2 KiB for each of its warps
 

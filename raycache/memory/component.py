@@ -1,12 +1,12 @@
-"""Kinds of state that a token leaves behind, as data.
+"""Components: the kinds of cached state of a model, as data.
 
-A model declares its components; pools, plans and page moves are built from them and know no model. Full KV, MLA
-latents, indexer keys, sliding windows and recurrent states are values of `Component`, not subclasses.
+Models declare their components; pools, plans and page moves are built from them and are independent of models. Full KV,
+MLA latents, indexer keys, sliding windows and recurrent states are values of `Component`, not subclasses.
 
-    rule           one row is of     lives in                     a prefix can be continued where
-    EVERY_PAGE     a token           the pages of the sequence    every page before is there
-    LAST_WINDOW    a token           pages of its own, the last   the last `window` - 1 tokens are there
-    STATE_HERE     a sequence        one slot                     the state at exactly this token is there
+    rule           one row per       stored in                    a prefix can be reused if
+    EVERY_PAGE     token             pages of the sequence        all its pages are cached
+    LAST_WINDOW    token             pages of its own             its last `window` - 1 tokens are cached
+    STATE_HERE     sequence          one slot                     the state at exactly its last token is cached
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from enum import Enum
 from raycache.errors import ConfigError
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-"""Bytes per number of the types that rows are made of."""
+"""Bytes per element of the dtypes of rows."""
 
 
 class Reuse(Enum):
-    """Where a prefix can be continued, for one component."""
+    """When a prefix can be reused, for one component."""
 
     EVERY_PAGE = "every_page"
     LAST_WINDOW = "last_window"
@@ -35,8 +35,8 @@ class CacheFormat:
     """How rows are stored.
 
     Attributes:
-        dtype: of keys, values, latents and index keys, a key of `ITEMSIZE`; that of the activations.
-        has_fp8_latent: latents as float8 with one float32 scale per 128 numbers, their rotary part in bfloat16.
+        dtype: of keys, values, latents and index keys; the same as that of the activations.
+        has_fp8_latent: whether latents are float8 with a float32 scale per 128 elements, and rotary parts bfloat16.
     """
 
     dtype: str
@@ -44,7 +44,7 @@ class CacheFormat:
 
     @property
     def state_dtype(self) -> str:
-        """Of recurrent states, which add up over the whole sequence."""
+        """The dtype of recurrent states, which accumulate over the whole sequence."""
         return "float64" if self.dtype == "float64" else "float32"
 
 
@@ -56,7 +56,7 @@ class RowField:
         name: such as "k" or "v".
         shape: of the whole model, such as (num_kv_heads, head_dim).
         dtype: a key of `ITEMSIZE`.
-        head_axis: the axis of `shape` that is split over ranks, or None when every one of them holds all of it.
+        head_axis: the axis of `shape` that is split over ranks, or None if every rank holds all of it.
     """
 
     name: str
@@ -66,7 +66,7 @@ class RowField:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole model."""
+        """Bytes of a row of the whole model."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
@@ -76,13 +76,13 @@ class Component:
 
     Attributes:
         name: unique within a model.
-        layers: model layers that keep it, ascending.
-        fields: what one token, or one sequence, leaves in one of those layers.
-        reuse: where a prefix can be continued.
-        window: tokens that a query sees, itself included (LAST_WINDOW only).
-        is_draft: whether it is of the model that drafts for another; its layers follow the other's.
+        layers: model layers that have it, ascending.
+        fields: tensors of a row in one layer.
+        reuse: when a prefix can be reused.
+        window: number of tokens that a query attends to, including itself (LAST_WINDOW only).
+        is_draft: whether it belongs to the draft model, whose layers follow the target's.
     Raises:
-        ConfigError: no layer, no field, a row without bytes, or a window where none belongs.
+        ConfigError: no layers, no fields, an empty row, or a window that does not match `reuse`.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Component:
 
     @property
     def space(self) -> str:
-        """Whose ids name its rows: those of the sequence's pages, of its states, or its own."""
+        """The component space of its ids: the pages of sequences, their states, or a space of its own."""
         return _SHARED_SPACES.get(self.reuse, self.name)
 
 
@@ -117,40 +117,40 @@ _SHARED_SPACES = {Reuse.EVERY_PAGE: FULL, Reuse.STATE_HERE: STATE}
 
 
 def window_pages(window: int, page_size: int) -> int:
-    """Most pages that a query and the window before it touch."""
+    """Maximum number of pages that a query's window overlaps."""
     return -(-(window - 1) // page_size) + 1 if window else 0
 
 
 def first_window_page(position: int, *, window: int, page_size: int) -> int:
-    """The first page that a query at `position` sees through a window."""
+    """The first page in the window of a query at `position`."""
     return max(0, position - window + 1) // page_size
 
 
 def tokens_per_point(*, token_bytes: float, point_bytes: float) -> float:
-    """Tokens per restore point of a tier: so many that its points take no more memory than its pages, at least 1024."""
+    """Tokens per restore point of a tier: at least 1024, and enough that points take no more memory than pages."""
     return max(1024, point_bytes / max(token_bytes, 1))
 
 
 def kv(name: str, layers: Sequence[int], *, heads: int, dim: int, fmt: CacheFormat, window: int = 0) -> Component:
-    """Keys and values, split by KV heads; of all tokens, or of a window's."""
+    """Keys and values, split by KV heads; of all tokens, or of a window."""
     fields = tuple(RowField(field, (heads, dim), fmt.dtype, head_axis=0) for field in ("k", "v"))
     reuse = Reuse.LAST_WINDOW if window else Reuse.EVERY_PAGE
     return Component(name, tuple(layers), fields, reuse, window)
 
 
 def latent(layers: Sequence[int], *, rank: int, rope_dim: int, fmt: CacheFormat) -> Component:
-    """MLA latents with their rotary part, whole on every tp rank ("DeepSeek-V2", arXiv 2405.04434, section 2.1).
+    """MLA latents and rotary parts, replicated on every tp rank ("DeepSeek-V2", arXiv 2405.04434, section 2.1).
 
-    In float8 a row of 512 + 64 numbers takes 512 + 16 + 128 = 656 bytes.
+    In float8 a row of 512 + 64 elements takes 512 + 16 + 128 = 656 bytes.
 
     Raises:
-        ConfigError: float8 is wanted and 128 does not divide `rank`.
+        ConfigError: for float8, 128 does not divide `rank`.
     """
     if not fmt.has_fp8_latent:
         plain = (RowField("latent", (rank,), fmt.dtype), RowField("rope", (rope_dim,), fmt.dtype))
         return Component("latent", tuple(layers), plain)
     if rank % FP8_BLOCK:
-        raise ConfigError(f"an fp8 cache needs a kv_lora_rank in multiples of {FP8_BLOCK}, this model has {rank}")
+        raise ConfigError(f"an fp8 cache needs a kv_lora_rank that is a multiple of {FP8_BLOCK}, this model has {rank}")
     fields = (
         RowField("latent", (rank,), "float8_e4m3fn"),
         RowField("scale", (rank // FP8_BLOCK,), "float32"),
@@ -160,11 +160,11 @@ def latent(layers: Sequence[int], *, rank: int, rope_dim: int, fmt: CacheFormat)
 
 
 FP8_BLOCK = 128
-"""Numbers of a float8 latent that share a scale."""
+"""Elements of a float8 latent that share a scale."""
 
 
 def index_keys(layers: Sequence[int], *, dim: int, fmt: CacheFormat) -> Component:
-    """Keys of a sparse indexer, one head, whole on every tp rank."""
+    """Keys of a sparse indexer, replicated on every tp rank."""
     return Component("index", tuple(layers), (RowField("key", (dim,), fmt.dtype),))
 
 
@@ -181,11 +181,9 @@ def recurrent(
     """The state of a recurrent layer, split by heads over tp x cp.
 
     Args:
-        layers: that keep it.
-        heads, key_dim, value_dim: of the matrix [key_dim, value_dim] that each head carries on.
-        fmt: of the cache.
-        conv: (name, heads, features per head) of the inputs of short convolutions, whose last conv_kernel - 1 are kept.
-        conv_kernel: taps of those convolutions.
+        heads, key_dim, value_dim: each head has a state [key_dim, value_dim].
+        conv: (name, heads, features per head) of short convolutions, whose last conv_kernel - 1 inputs are kept.
+        conv_kernel: taps of the convolutions.
     """
     inputs = tuple(
         RowField(f"conv_{name}", (count, dim, conv_kernel - 1), fmt.dtype, head_axis=0) for name, count, dim in conv

@@ -3,8 +3,7 @@
     pool      [L, U, B]    a field's rows, layer first
     buffer    [U, L, B]    the same rows, page first; unit i of a copy is row i
 
-The kernel knows nothing of fields: a row of its table says where a strip begins and how far its layers and units lie
-apart.
+The kernel does not know fields: its table has the address and the strides of layers and units of each strip.
 
 Imports Triton: only what runs on CUDA may import this module.
 """
@@ -24,10 +23,10 @@ from raycache.memory.host import Strip
 # Shapes in this file: L layers of a strip, U units, B bytes of one unit in one layer and field.
 
 _WORDS = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-"""Bytes that a lane moves at once -> what it is counted in; 16 are two words that lie behind each other."""
+"""Bytes per access -> dtype; 16 bytes are two consecutive words."""
 
 _BLOCK_BYTES = {16: 16384, 8: 16384, 4: 8192, 2: 4096, 1: 2048}
-"""That a program reads before it writes."""
+"""Bytes per access -> bytes that a program reads before it writes."""
 
 _NUM_WARPS = 8
 

@@ -1,15 +1,14 @@
-"""Moves between a CUDA device and the host, at the speed of the link.
+"""Moves units between a CUDA device and the host at the speed of the link.
 
     save   gather, check  [ chunk 0 ][ chunk 1 ][ chunk 2 ]                kernels, pool to buffer
            copy                      [ chunk 0  ][ chunk 1  ][ chunk 2  ]  copy engine, buffer to host
     load   copy           [ turn 0 ][ turn 1        ][ turn 2        ]     copy engine, host to buffer
            scatter, check           [ turn 0 ][ turn 1 ]      [ turn 2 ]   kernels, buffer to pool
 
-There are two buffers for each direction. A turn is some layers of all units, cut into chunks that fit a buffer.
+There are two buffers per direction. A turn is some layers of all units, split into chunks that fit a buffer.
 
-Checksums are computed on the device, of what passes through it: a host has no cores for as many bytes, and what went
-wrong on the link is found too. A load is compared at its end. A rank checks its own envelopes, its peers check theirs:
-what one of them posts as failed has failed for all.
+Checksums are computed on the device from the buffers: the host is too slow, and errors of the link are found as well. A
+load is checked at its end. Each rank checks its own envelopes; a load that fails on one rank fails for all.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from raycache.memory.streams import CopyEngine, Event, PinnedSlabs, cuda_major
 from raycache.parallel.sharding import even_range
 
 BUFFER_BYTES = 32 << 20
-"""Of each of the two buffers of a lane. What the last one holds is all that the end of a move waits for."""
+"""Size of each of the two buffers of a lane. Only the last buffer's content delays the end of a move."""
 
 SUMS_BYTES = 320 << 20
-"""Of what is kept of a load until its end, a 16th of it. A load that needs more is done in parts."""
+"""Size of the partial checksums of a load, which are a 16th of its bytes; loads that need more are done in parts."""
 
 TURN_BYTES = 768 << 10
-"""Of a unit, with which a turn is long enough for copies at full speed."""
+"""Bytes of a unit per turn, enough for copies at full speed."""
 
 FIRST_TURN_BYTES = 256 << 10
-"""Fewer would not be there earlier: copies would wait for the calls that give them."""
+"""Bytes of a unit in the first turn; fewer would not arrive earlier, since launching copies takes longer."""
 
 
 Item = TypeVar("Item")
@@ -53,7 +52,7 @@ class Turn(NamedTuple):
 
     Attributes:
         layers: ascending.
-        stages: component space -> one per buffer; only spaces with such layers.
+        stages: component space -> one per buffer; only spaces that have these layers.
     """
 
     layers: Sequence[int]
@@ -64,10 +63,9 @@ class Chunk(NamedTuple):
     """Units of a turn that fit a buffer.
 
     Attributes:
-        space: component space.
-        units: which of the load's.
+        units: slice of the load's units.
         stages: one per buffer.
-        layers: those that are there once it is.
+        layers: layers that are complete with this chunk.
     """
 
     space: str
@@ -77,12 +75,11 @@ class Chunk(NamedTuple):
 
 
 class Lane:
-    """Two streams, the second behind the first, with two buffers between them.
+    """Two streams, the second one following the first, with two buffers between them.
 
     Args:
-        device: of CUDA.
-        num_bytes: of a buffer.
-        spaces: component space -> most units of a move.
+        num_bytes: size of a buffer.
+        spaces: component space -> maximum number of units of a move.
     """
 
     def __init__(self, device: torch.device, *, num_bytes: int, spaces: Mapping[str, int]) -> None:
@@ -94,34 +91,34 @@ class Lane:
         self._next = itertools.cycle(range(len(self.buffers)))
 
     def begin(self, after: Event) -> None:
-        """Let what is given from now on come after an event, and after what was given before."""
+        """Order all further work after an event and after all work submitted before."""
         self.first.wait_stream(self.second)
         with torch.cuda.stream(self.first):
             after.wait()
         self.second.wait_stream(self.first)
 
     def ids(self, units: Batch) -> Tensor:
-        """Of the units in the pool [U], on the device, given to the current stream; once in a move."""
+        """Copy the pool ids of units to the device, [U], on the current stream; once per move."""
         pinned = self._ids[units.space][: len(units)]
         pinned.numpy()[:] = units.devices
         return pinned.to(self._device, non_blocking=True)
 
     def fill(self) -> int:
-        """Which buffer the first stream may fill next."""
+        """Index of the buffer that the first stream may fill next."""
         buffer = next(self._next)
         self.first.wait_event(self._emptied[buffer])
         return buffer
 
     def hand_over(self) -> None:
-        """What the first stream was given is the second one's."""
+        """Let the second stream wait for the first."""
         self.second.wait_stream(self.first)
 
     def empty(self, buffer: int) -> None:
-        """What the second stream was given is the last of this buffer."""
+        """Mark a buffer as empty once the second stream has done its work so far."""
         self._emptied[buffer] = self.second.record_event()
 
     def wait(self) -> None:
-        """Return when both are done; other threads have the processor meanwhile."""
+        """Wait until both streams are done, without blocking other threads."""
         self.second.wait_stream(self.first)
         done = torch.cuda.Event(blocking=True)
         done.record(self.second)
@@ -129,20 +126,17 @@ class Lane:
 
 
 class CudaCarrier:
-    """For a pool of a CUDA device.
+    """Carrier for the pool of a CUDA device.
 
-    Args:
-        spaces: of the rank.
-        device: of the pool.
     Raises:
-        ConfigError: the host's memory cannot be pinned.
+        ConfigError: host memory cannot be pinned.
     """
 
     def __init__(self, spaces: Spaces, *, device: torch.device) -> None:
         self._spaces, self._device = spaces, device
         self._copies = CopyEngine(has_batches=cuda_major() >= 13)
         self._checksums = {name: checksums_of(space, device) for name, space in spaces.items()}
-        # A part of an envelope is cut at stripes, outside of its own first and last byte.
+        # Parts of an envelope are extended to whole stripes.
         widest = max(sum(strip.num_bytes + 2 * ALIGN for strip in space.loads) for space in spaces.values())
         num_units = {name: space.num_device_units for name, space in spaces.items()}
         self._saves, self._loads = (
@@ -158,18 +152,18 @@ class CudaCarrier:
         }
         self._turns = [self._turn(layers) for layers in _turns(spaces)]
         self._compile()
-        # Last, since nobody unpins what belongs to a carrier that was not made.
+        # Last: if the constructor failed after it, nobody would unpin.
         self._pinned = PinnedSlabs([slab for space in spaces.values() for slab in space.slabs], device=device)
 
     def save(self, units: Units, *, after: Event) -> None:
-        """Gather, copy and check chunk by chunk."""
+        """Gather, copy and compute checksums, chunk by chunk."""
         self._saves.begin(after)
         for name, of_space in units.items():
             if name in self._stages:
                 self._save_space(self._spaces[name], of_space, self._stages[name])
 
     def load(self, units: Units, *, after: Event, release: Release) -> str:
-        """Copy and check; what has arrived of a damaged unit is not to be used."""
+        """Copy and check; returns "", or which unit is damaged."""
         for name, of_space in units.items():
             space = self._spaces[name]
             fault = space.foreign(of_space)
@@ -178,7 +172,7 @@ class CudaCarrier:
             if fault:
                 return fault
         self._loads.begin(after)
-        parts = list(self._rooms(units))
+        parts = list(self._fitting(units))
         for part in parts:
             if fault := self._load_part(part, release if part is parts[-1] else _not_yet):
                 return fault
@@ -205,7 +199,7 @@ class CudaCarrier:
         space.end_save(units, checksums.numpy().view(np.uint64) if len(checksums) else space.checksums(units))
 
     def _load_part(self, units: Units, release: Release) -> str:
-        """A load whose sums have room; what is wrong with it."""
+        """Load units whose partial checksums fit; returns "", or what is wrong."""
         lane = self._loads
         with self._finishing(lane), torch.cuda.stream(lane.second):
             arrivals = _ahead(self._arrivals(units))
@@ -230,14 +224,14 @@ class CudaCarrier:
 
     @contextmanager
     def _finishing(self, lane: Lane) -> Iterator[None]:
-        """What is given within is done on leaving, also after a failure: units of a failed move are soon others'."""
+        """Wait for all work of the block, even after a failure, since the units of a failed move may be reassigned."""
         try:
             yield
         finally:
             lane.wait()
 
     def _arrivals(self, units: Units) -> Iterator[tuple[Chunk, int, torch.cuda.Event]]:
-        """Give the copies of a load to the engine, a chunk with each item: in which buffer it is, after which event."""
+        """Submit the copies of a load, chunk by chunk; yields each with its buffer and the event of its arrival."""
         lane = self._loads
         for chunk in self._chunks(units):
             buffer = lane.fill()
@@ -246,7 +240,7 @@ class CudaCarrier:
             yield chunk, buffer, lane.first.record_event()
 
     def _chunks(self, units: Units) -> list[Chunk]:
-        """What a load copies, in this order."""
+        """Chunks of a load, in order."""
         chunks: list[Chunk] = []
         waiting: list[int] = []
         for turn in self._turns:
@@ -272,27 +266,27 @@ class CudaCarrier:
                 ]
         return Turn(layers, stages)
 
-    def _rooms(self, units: Units) -> Iterator[dict[str, Batch]]:
-        """The units, cut so that the sums of each part have room."""
-        part, room = dict[str, Batch](), len(self._sums)
+    def _fitting(self, units: Units) -> Iterator[dict[str, Batch]]:
+        """Split units into parts whose partial checksums fit into `SUMS_BYTES`."""
+        part, left = dict[str, Batch](), len(self._sums)
         for name, of_space in units.items():
             first, size = 0, self._num_sums(name)
             while first < len(of_space):
-                if room < size:
+                if left < size:
                     yield part
-                    part, room = {}, len(self._sums)
-                taken = of_space[first : first + room // size] if size else of_space
+                    part, left = {}, len(self._sums)
+                taken = of_space[first : first + left // size] if size else of_space
                 part[name] = taken
-                first, room = first + len(taken), room - len(taken) * size
+                first, left = first + len(taken), left - len(taken) * size
         yield part
 
     def _num_sums(self, space: str) -> int:
-        """Numbers that are kept of a unit on its way."""
+        """Number of partial checksums per unit."""
         checksums = self._checksums[space]
         return 0 if checksums is None else checksums.num_blocks * 8
 
     def _zeros(self, units: Units) -> dict[str, Tensor]:
-        """Sums of all units [U, K, 8], K is 0 for those that the host has checked."""
+        """Zeroed partial checksums of all units, [U, K, 8]; K is 0 for units checked by the host."""
         sizes = [len(of_space) * self._num_sums(name) for name, of_space in units.items()]
         cut = self._sums[: sum(sizes)].zero_().split(sizes)
         return {
@@ -301,7 +295,7 @@ class CudaCarrier:
         }
 
     def _compile(self) -> None:
-        """Launch all kernels that a move will, for nothing: the first one must not wait for a compiler."""
+        """Launch all kernels of moves once on empty data, so that the first move does not wait for compilation."""
         none = torch.empty(0, dtype=torch.int64, device=self._device)
         for saves in self._stages.values():
             saves[0].gather(none)
@@ -316,7 +310,7 @@ class CudaCarrier:
 
 
 def _turns(spaces: Spaces) -> list[Sequence[int]]:
-    """Layers that loads fill: some first, the others in runs of the same length."""
+    """Split layers into turns: a short first one, then runs of equal length."""
     per_layer = Counter[int]()
     for space in spaces.values():
         for strip in space.loads:
@@ -331,12 +325,12 @@ def _turns(spaces: Spaces) -> list[Sequence[int]]:
 
 
 def _parts(count: int, size: int) -> Iterator[slice]:
-    """range(count), so many at a time."""
+    """Slices of range(count), `size` at a time."""
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
 def _ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The items, each made before the one before it is used, the first one at once."""
+    """The items, each produced before the previous one is used; the first one immediately."""
     return _behind(next(items, None), items)
 
 
@@ -348,4 +342,4 @@ def _behind(made: Item | None, items: Iterator[Item]) -> Iterator[Item]:
 
 
 def _not_yet(layers: Iterable[int], filled: Event) -> None:
-    """Units of a later part are still missing in these layers."""
+    """Keep layers locked, since units of a later part are still missing."""

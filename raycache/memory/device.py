@@ -1,11 +1,11 @@
-"""The device pool: rows of every component of this rank's layers, in the rank's memory.
+"""The device pool: the cache of all components of this rank's layers.
 
-One tensor per component and field, for all L layers of this rank that keep it:
+One tensor per component and field, for all L layers of this rank that have it:
 
     rows of tokens       [L, num_pages, page_size / cp, *the field's shape with heads / tp]
     states of sequences  [L, num_slots, *the field's shape with heads / (tp * cp)]
 
-An id means the same tokens on every rank; each cp rank holds its run of a page's tokens, each tp rank its heads.
+An id refers to the same tokens on every rank; each cp rank holds its share of a page's tokens, each tp rank its heads.
 """
 
 from __future__ import annotations
@@ -49,22 +49,18 @@ class DevicePool:
     """Rows of all components of one rank.
 
     Args:
-        components: of the model.
-        num_layers: of the whole model, without its draft.
-        sizes: component space -> pages or slots, the same on every rank.
+        num_layers: of the whole model, without its draft model.
+        sizes: component space -> number of pages or slots, the same on every rank.
         page_size: tokens per page.
-        ctx: whose part to hold.
-        has_scratch: one unit more of everything, behind the last: what padded rows of a recorded batch read and write.
-        num_spare_states: slots more behind those, of states of the draft: what draft tokens pass through.
+        has_scratch: whether to add a scratch unit to each space, which padding rows of CUDA graphs read and write.
+        num_spare_states: additional state slots of the draft model, used while drafting.
     Attributes:
-        sizes, page_size: as given.
-        windows: component space of pages -> tokens that a query sees; 0 for all before it.
-        device: that the rows are on.
-        first_spare_state: slot of the first of those.
+        windows: component space of pages -> tokens that a query attends to; 0 for no limit.
+        first_spare_state: first of the additional slots.
         gate: called with a layer before any of its views is handed out; returns when what is on its way there has
             arrived (mover.py). At first nothing is.
     Raises:
-        ConfigError: the memory is not there, or no view can serve a component's fields.
+        ConfigError: there is not enough memory, or there is no view for a component's fields.
     """
 
     def __init__(
@@ -124,7 +120,7 @@ class DevicePool:
         return self._view(StateView, layer)
 
     def behind(self) -> DraftLayers:
-        """The layers behind the model's own, numbered from 0."""
+        """The layers of the draft model, which follow the model's own, numbered from 0."""
         return DraftLayers(self, self._num_layers)
 
     def _view(self, kind: type[V], layer: int) -> V:
@@ -134,7 +130,7 @@ class DevicePool:
         return view
 
     def _allocate(self, component: Component, num_layers: int, ctx: ParallelContext) -> dict[str, Tensor]:
-        """Rows by field. Not cleared: none is read before it is written, untouched memory is free."""
+        """Allocate rows by field. Not cleared: rows are written before they are read, and untouched memory is free."""
         lead = [num_layers, self.sizes[component.space] + self._num_scratch]
         if component.reuse is Reuse.STATE_HERE and component.is_draft:
             lead[1] += self._num_spare

@@ -1,12 +1,12 @@
-"""Host units as one rank sees them: which bytes of the slabs are which bytes of its device pool.
+"""Host units of one rank: which bytes of the slabs correspond to which bytes of its device pool.
 
-Rows are bytes here, whatever their type:
+Rows are treated as bytes:
 
     device   a field's rows    [layers, units, bytes of a unit in a layer]
     host     a slab            [units, envelope]; the same field in it [units, layers, bytes of a unit in a layer]
 
-A rank saves into its own envelopes alone. It loads from them and, for what it and its replicas hold alike and store
-once, from theirs.
+A rank saves to its own envelopes only. It loads from them and, for data that replicas share and store once, from those
+of its replicas.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Strip(NamedTuple):
         pool: [L, U, B], a view of the device pool.
         slab: [U, envelope_bytes].
         offset: in each envelope, bytes.
-        layers: model layer of each L, ascending.
-        peer: rank whose envelopes they are.
+        layers: model layers of the L layers, ascending.
+        peer: rank that the envelopes belong to.
     """
 
     pool: Tensor
@@ -48,17 +48,17 @@ class Strip(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """In one envelope."""
+        """Bytes in one envelope."""
         return self.pool.shape[0] * self.pool.shape[2]
 
     @property
     def envelopes(self) -> Tensor:
-        """Where it lies in the slab [U, L, B]; unflatten makes a view or raises."""
+        """Its bytes in the slab [U, L, B], as a view."""
         rows: Tensor = self.slab[:, self.offset : self.offset + self.num_bytes].unflatten(1, self.pool.shape[::2])
         return rows
 
     def between(self, first: int, last: int) -> Strip:
-        """Only the model layers from `first` to `last`, perhaps none."""
+        """Restrict to the model layers from `first` to `last`, maybe none."""
         start, stop = bisect_left(self.layers, first), bisect_right(self.layers, last)
         offset = self.offset + start * self.pool.shape[2]
         return self._replace(pool=self.pool[start:stop], offset=offset, layers=self.layers[start:stop])
@@ -67,19 +67,13 @@ class Strip(NamedTuple):
 class HostSpace:
     """The units of one component space.
 
-    Args:
-        space: component space.
-        pool: of the rank.
-        arena: of its node.
-        layout: of the arena.
-        rank: world rank.
     Attributes:
         layers: model layers that loads fill, ascending.
         loads: strips to copy on load.
-        num_device_units: in the pool.
+        num_device_units: units in the pool.
         envelope_bytes: of the rank's own envelope of a unit; 0 for none.
         own_slab: the rank's own envelopes [U, envelope_bytes].
-        slabs: all that are read or written.
+        slabs: all slabs that are read or written.
     """
 
     def __init__(self, space: str, *, pool: DevicePool, arena: Arena, layout: EnvelopeLayout, rank: int) -> None:
@@ -97,19 +91,19 @@ class HostSpace:
         self.layers = sorted({layer for strip in self.loads for layer in strip.layers})
 
     def saves(self, slab: Tensor) -> list[Strip]:
-        """Strips to copy on save, into a slab like the rank's own [U, envelope_bytes]."""
+        """Strips to copy on save, to a slab with the layout of the rank's own [U, envelope_bytes]."""
         return [strip._replace(slab=slab) for strip in self.loads if strip.peer == self._rank]
 
     def loads_between(self, first: int, last: int) -> list[Strip]:
-        """What a load copies of the model layers from `first` to `last`."""
+        """Strips to copy on load for the model layers from `first` to `last`."""
         return [strip for cut in self.loads if (strip := cut.between(first, last)).layers]
 
     def owns(self, strip: Strip) -> bool:
-        """Whether a strip is of the rank's own envelopes."""
+        """Whether a strip belongs to the rank's own envelopes."""
         return strip.peer == self._rank
 
     def check(self, units: Batch) -> None:
-        """Refuse ids that are out of range: a negative one would name a unit at the end.
+        """Check that ids are in range; negative ones would silently select units at the end.
 
         Raises:
             IndexError: there is no such unit.
@@ -121,23 +115,23 @@ class HostSpace:
             raise IndexError(f"{units.first(wrong)} is not among {self._num_units} units of device and host")
 
     def begin_save(self, units: Batch) -> None:
-        """Say that nothing valid is in the rank's envelopes, before they are copied into."""
+        """Mark the rank's envelopes as invalid before they are overwritten."""
         if self.envelope_bytes:
             self._own_headers[units.hosts] = 0
 
     def end_save(self, units: Batch, checksums: NDArray[np.uint64]) -> None:
-        """Once they are copied: say what the envelopes hold. Tags are last, until then they are worth nothing."""
+        """Mark the rank's envelopes as valid after they were written. Tags, which make them valid, are set last."""
         if self.envelope_bytes:
             self._own_headers[units.hosts, 1] = checksums
             self._own_headers[units.hosts, 0] = units.tags
 
     def checksums(self, units: Batch) -> NDArray[np.uint64]:
-        """Of what is in the rank's envelopes now."""
+        """Compute the checksums of the rank's envelopes."""
         slab = self.own_slab.numpy()
         return np.array([checksum_of(slab[host].data) for host in units.hosts], np.uint64)
 
     def foreign(self, units: Batch) -> str:
-        """Which unit the host holds no longer, by the tags of all envelopes that a load reads; empty for none."""
+        """Message about the first unit that the host no longer holds, judging by the tags; empty for none."""
         for peer, (_, headers) in self._sources.items():
             tags = headers[units.hosts, 0]
             if (wrong := tags != units.tags).any():
@@ -145,7 +139,7 @@ class HostSpace:
         return ""
 
     def damaged(self, units: Batch) -> str:
-        """Which unit does not have its checksum, in any envelope that a load reads; empty for none."""
+        """Message about the first unit with a wrong checksum in any envelope that a load reads; empty for none."""
         for peer, (slab, headers) in self._sources.items():
             for at, host in enumerate(units.hosts):
                 if checksum_of(slab[host].data) != headers[host, 1]:
@@ -153,7 +147,7 @@ class HostSpace:
         return ""
 
     def differing(self, units: Batch, checksums: NDArray[np.uint64]) -> str:
-        """Which unit arrived with another checksum than the rank's own envelope has; empty for none."""
+        """Message about the first unit whose checksum differs from that of the rank's own envelope; empty for none."""
         wrong = self._own_headers[units.hosts, 1] != checksums
         return _damage(units[int(wrong.argmax()) :], self._rank) if wrong.any() else ""
 
@@ -163,9 +157,9 @@ class HostSpace:
         return [Strip(self._in_pool(piece, place), slab, place.offset, layers, peer) for place in piece.fields]
 
     def _in_pool(self, piece: Piece, place: FieldPlace) -> Tensor:
-        """Where a field of a piece lies in the pool [L, U, B]."""
+        """Rows of a field of a piece in the pool, [L, U, B]."""
         held = self._layout.device_box(piece.group, self._rank)
-        assert held is not None, "a source has rows that the device holds"
+        assert held is not None, "sources contain only rows that the device holds"
         layers, tokens, heads = piece.box.within(held)
         assert (heads.start, heads.stop) == (0, held.shape[2]), "pieces are not cut by heads"
         rows = self._pool.rows(piece.group.name)[place.field.name].flatten(2).view(torch.uint8)
@@ -174,5 +168,5 @@ class HostSpace:
 
 
 def _damage(units: Batch, peer: int) -> str:
-    """Of the first one."""
+    """Message about the first unit."""
     return f"{units.first(np.ones(1, bool))} does not have its checksum in the slab of rank {peer}"

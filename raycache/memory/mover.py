@@ -1,16 +1,16 @@
-"""The mover: copies units between one rank's device pool and the host, behind the computation.
+"""The mover: copies units between one rank's device pool and the host, in parallel with computation.
 
-Two lanes, each with a thread of its own that does its moves in order. The decider says what moves where (StepPlan) and
-is told by `post` what came of it; the mover decides nothing.
+There are two lanes, each with a thread that processes its moves in order. The decider requests moves (StepPlan), and
+results are posted to it.
 
     save   clear headers | copy, checksum, tag | post
     load   check tags | copy the first layers, release them | ... | copy the last | post, release them
 
-A load is posted before its last layers are released: who has got past all layers of a step has posted the step's loads.
-A move that fails, however it does, is posted as failed and releases what waits for it; what a step then computes from
-it is thrown away. So checksums may be compared before the copy or beside it (carriers.py has how units are copied).
+A load is posted before its last layers are released, so a rank that has run all layers of a step has posted the step's
+loads. A failed move is posted as failed and releases everything that waits for it; what steps compute from it is
+discarded. Checksums may therefore be compared before or during the copy (carriers.py copies units).
 
-Posting is a job of its own behind its move, on the same thread: it finds whatever became of the move.
+Posting is a separate job after its move on the same thread, so that it runs however the move ends.
 """
 
 from __future__ import annotations
@@ -35,27 +35,24 @@ _log = logging.getLogger(__name__)
 
 LaneName = Literal["save", "load"]
 Post = Callable[[LaneName, int, bool], None]
-"""Lane, number of the moves that are done, whether they failed. Called in order, by the lane's thread."""
+"""(lane, number of the moves that are done, whether they failed). Called in order, on the lane's thread."""
 
 Posting = deque[tuple[int, Future[None]]]
-"""Moves on their way, by number."""
+"""Moves in progress, by number."""
 
 DEADLINE_S = 120.0
-"""Of a wait for copies within a node's memory. A device that takes longer is broken."""
+"""Timeout of copies within a node's memory; a device that takes longer is broken."""
 
 
 class Mover:
     """Saves and loads of one rank.
 
     Args:
-        pool: of the rank; its gate becomes this mover's.
-        arena: of the rank's node.
-        layout: of the arena.
-        rank: world rank.
-        post: told of every move.
+        pool: its gate is set to this mover's.
+        post: called for every move.
     Attributes:
         load_s, save_s: time spent in loads, and in saves.
-        last_numbers: of the last save and the last load that it was given.
+        last_numbers: of the last submitted save and load.
     """
 
     def __init__(self, pool: DevicePool, arena: Arena, layout: EnvelopeLayout, *, rank: int, post: Post) -> None:
@@ -76,16 +73,16 @@ class Mover:
         pool.gate = self._wait_loaded
 
     def save(self, moves: Moves) -> None:
-        """Copy what the device holds after all that it was given so far; returns at once."""
+        """Start copying to the host, after all work submitted to the device so far."""
         _forget_posted(self._saving)
         self.last_numbers = (moves.number, self.last_numbers[1])
         move = self._saver.submit(self._save, moves, after_compute(self._device))
         self._saving.append((moves.number, self._saver.submit(self._finish, "save", moves.number, move)))
 
     def load(self, moves: Moves) -> None:
-        """Copy to the device, after all that it was given so far; returns at once.
+        """Start copying to the device, after all work submitted to it so far.
 
-        From now on a layer's view waits until the layer is there.
+        From now on, views wait until their layer is loaded.
         """
         _forget_posted(self._load_posts)
         self.last_numbers = (self.last_numbers[0], moves.number)
@@ -94,7 +91,7 @@ class Mover:
         self._load_posts.append((moves.number, self._loader.submit(self._finish_load, moves.number, loading, move)))
 
     def wait_saved(self, number: int) -> None:
-        """Return when all saves up to this one are done, so that their pages may be overwritten.
+        """Wait for all saves up to this one, so that their pages may be overwritten.
 
         Raises:
             TimeoutError: they take longer than `DEADLINE_S`.
@@ -104,7 +101,7 @@ class Mover:
             raise TimeoutError(f"saves up to {number} of {self._name} are not done after {DEADLINE_S:.0f} s")
 
     def close(self) -> None:
-        """End: what has begun is finished, what has not is dropped and not posted."""
+        """Finish moves that have begun; others are dropped and not posted."""
         for lane in (self._saver, self._loader):
             lane.shutdown(cancel_futures=True)
         self._loading.end()
@@ -114,14 +111,14 @@ class Mover:
         self._loading.wait(layer)
 
     def _save(self, moves: Moves, after: Event) -> str:
-        """One move, in the lane's thread; what is wrong with it."""
+        """Run a save on the lane's thread; returns "", or what went wrong."""
         start_s = time.monotonic()
         self._carrier.save(self._checked(moves), after=after)
         self.save_s += time.monotonic() - start_s
         return ""
 
     def _load(self, moves: Moves, loading: Loading, after: Event) -> str:
-        """One move, in the lane's thread; what is wrong with it."""
+        """Run a load on the lane's thread; returns "", or what went wrong."""
         start_s = time.monotonic()
         fault = self._carrier.load(self._checked(moves), after=after, release=loading.release)
         self.load_s += time.monotonic() - start_s
@@ -134,7 +131,7 @@ class Mover:
         return units
 
     def _finish(self, lane: LaneName, number: int, move: Future[str]) -> None:
-        """Tell what came of a move."""
+        """Log and post the result of a move."""
         error = move.exception()
         if error is not None:
             _log.error("%s: %s %d failed", self._name, lane, number, exc_info=error)
@@ -150,13 +147,13 @@ class Mover:
 
 
 def _forget_posted(posting: Posting) -> None:
-    """Raises what `post` has raised."""
+    """Drop posted moves; raises what `post` has raised."""
     while posting and posting[0][1].done():
         posting.popleft()[1].result()
 
 
 class Loading:
-    """One load on its way: which layers are there."""
+    """A load in progress: which layers have been loaded."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -164,22 +161,22 @@ class Loading:
         self._is_over = False
 
     def release(self, layers: Iterable[int], filled: Event) -> None:
-        """Let these layers be used, by what comes after the event."""
+        """Let these layers be used by work that comes after the event."""
         with self._changed:
             self._filled |= dict.fromkeys(layers, filled)
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Let all layers be used: they are there, or the load has failed."""
+        """Let all layers be used: they are loaded, or the load has failed."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def wait(self, layer: int) -> None:
-        """Return when the layer may be used.
+        """Wait until the layer may be used.
 
         Raises:
-            TimeoutError: it is not there after `DEADLINE_S`.
+            TimeoutError: it is not loaded within `DEADLINE_S`.
         """
         if self._is_over:
             return

@@ -1,4 +1,4 @@
-"""Moves of whole units between the device and the host, as plans name them."""
+"""Moves of whole units between the device and the host, as listed in plans."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 
 class Unit(NamedTuple):
-    """A page or a state slot on its way.
+    """A page or a state slot to move.
 
     Attributes:
         space: component space.
         device, host: its ids there.
-        tag: the first 8 bytes of the digest of the tokens up to its end, little endian; says on load that the host's
-            slot still holds what the decider thinks.
+        tag: first 8 bytes of the digest of the tokens up to its end, little endian; on load it shows whether the host
+            still holds the unit that the decider expects.
     """
 
     space: str
@@ -31,7 +31,7 @@ class Moves:
     """Units that move together.
 
     Attributes:
-        number: on its lane, without gaps from 1 within an epoch.
+        number: on its lane, counted from 1 without gaps within an epoch.
         units: in any order.
     """
 
@@ -54,12 +54,11 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Units of one space, as columns: a loop over thousands of them would take longer than to move them.
+    """Units of one space as columns, since a Python loop over thousands of units would take longer than moving them.
 
     Attributes:
-        space: component space.
-        devices, hosts: their ids [U].
-        tags: theirs [U].
+        devices, hosts: ids [U].
+        tags: [U].
     """
 
     space: str
@@ -74,22 +73,17 @@ class Batch:
         return Batch(self.space, self.devices[part], self.hosts[part], self.tags[part])
 
     def taken(self, which: NDArray[np.bool_], space: str) -> Batch:
-        """Some of them, of this space."""
+        """Select units, all of this space."""
         return Batch(space, self.devices[which], self.hosts[which], self.tags[which])
 
     def first(self, which: NDArray[np.bool_]) -> Unit:
-        """The first of some of them; at least one."""
+        """The first selected unit; there must be one."""
         at = int(which.argmax())
         return Unit(self.space, int(self.devices[at]), int(self.hosts[at]), int(self.tags[at]))
 
 
 class Run(NamedTuple):
-    """Units that lie behind each other in both places.
-
-    Attributes:
-        device, host: ids of the first.
-        num_units: how many.
-    """
+    """Units with consecutive ids on both device and host; `device` and `host` are the first ids."""
 
     device: int
     host: int
@@ -97,7 +91,7 @@ class Run(NamedTuple):
 
 
 def runs(units: Batch) -> list[Run]:
-    """Units joined where ids follow each other; each device id at most once."""
+    """Join units with consecutive ids; each device id occurs at most once."""
     joined: list[Run] = []
     for device, host in sorted(zip(units.devices.tolist(), units.hosts.tolist(), strict=True)):
         last = joined[-1] if joined else None

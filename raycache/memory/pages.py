@@ -1,13 +1,13 @@
 """Which device pages and state slots are free.
 
-Ids are the same on every rank, so there is one allocator per replica and component space, and the decider owns it. It
-counts; it holds no tensor.
+Ids are the same on every rank, so there is one allocator per replica and component space, owned by the decider; it has
+no tensors.
 
-    PageAllocator      pages of the sequence: a request or the tree owns each; many at once, so in arrays
-    SharedAllocator    window pages and state slots: requests and restore points hold them together; few, counted
+    PageAllocator      pages of sequences: many, each owned by one request or the tree; array operations
+    SharedAllocator    window pages and state slots: few, shared by requests and restore points; reference counts
 
-    stack    [ . . . . | 6 7 8 9 ]     free ids from num_taken on, the next one to go is the first
-    slot_of  page -> its place on the stack, -1 while it is taken
+    stack    [ . . . . | 6 7 8 9 ]     free ids from num_taken on; the first of them is allocated next
+    slot_of  page -> its index on the stack, -1 while it is taken
 """
 
 from __future__ import annotations
@@ -24,27 +24,23 @@ _TAKEN = -1
 
 
 class PageAllocator:
-    """A stack of free page ids; a fresh one hands out 0, 1, 2, ...
-
-    Args:
-        num_pages: pages of the pool, their ids are [0, num_pages).
-    """
+    """A stack of the free ids among [0, num_pages); a new one allocates 0, 1, 2, ..."""
 
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 0, f"a pool cannot have {num_pages} pages"
         self.num_pages = num_pages
         self._num_taken = 0
-        # Both of intp, the type that numpy indexes with: any other costs a conversion per use.
+        # Both are intp, numpy's index type; other types would be converted at each use.
         self._stack = np.arange(num_pages)
         self._slot_of = self._stack.copy()
 
     @property
     def num_free(self) -> int:
-        """Pages that are not taken."""
+        """Number of free pages."""
         return self.num_pages - self._num_taken
 
     def allocate(self, count: int) -> PageIds:
-        """Take `count` pages, most recently freed first; the caller has made sure that num_free suffices."""
+        """Take `count` pages, most recently freed first; num_free must suffice."""
         assert 0 <= count <= self.num_free, f"{count} pages wanted, {self.num_free} of {self.num_pages} are free"
         pages = self._stack[self._num_taken : self._num_taken + count]
         self._slot_of[pages] = _TAKEN
@@ -52,7 +48,7 @@ class PageAllocator:
         return pages.astype(np.int32)
 
     def free(self, pages: PageIds) -> None:
-        """Give pages back. A page that is free already, or twice in `pages`, is an assertion error.
+        """Return pages; asserts that none is free already or occurs twice in `pages`.
 
         Raises:
             IndexError: a page id is outside the pool.
@@ -60,9 +56,9 @@ class PageAllocator:
         count, num_taken = len(pages), self._num_taken - len(pages)
         assert num_taken >= 0, f"{count} pages freed, but only {self._num_taken} are taken"
         assert pages.dtype == np.int32, f"page ids are int32, not {pages.dtype}"
-        # By way of unsigned, so that a negative id is out of bounds and does not count from the pool's end.
+        # Through unsigned, so that negative ids are out of bounds instead of counting from the end.
         index = pages.view(np.uint32).astype(np.intp)
-        # Sums stand for comparisons of all: a slot is never less than -1, and a page that is twice keeps the later one.
+        # Sums replace comparisons of each: slots are never below -1, and a page that occurs twice keeps the later one.
         assert np.add.reduce(self._slot_of[index]) == _TAKEN * count, f"freed twice: {pages}"
         self._slot_of[index] = np.arange(num_taken, self._num_taken)
         slots = np.add.reduce(self._slot_of[index])
@@ -71,7 +67,7 @@ class PageAllocator:
         self._num_taken = num_taken
 
     def check(self, *, in_use: PageIds, cached: PageIds) -> None:
-        """Assert that every page is in exactly one place: free, in use by a request, or cached by the tree."""
+        """Assert that every page is exactly one of free, in use by a request, or cached by the tree."""
         free = self._stack[self._num_taken :]
         slots = np.arange(self._num_taken, self.num_pages)
         assert np.array_equal(self._slot_of[free], slots), "the stack and its inverse disagree"
@@ -83,11 +79,7 @@ class PageAllocator:
 
 
 class SharedAllocator:
-    """Ids with counted holders; one without any is free.
-
-    Args:
-        num_ids: they are [0, num_ids).
-    """
+    """Reference-counted ids in [0, num_ids); an id without holders is free."""
 
     def __init__(self, num_ids: int) -> None:
         assert num_ids >= 0, f"a pool cannot have {num_ids} ids"
@@ -101,7 +93,7 @@ class SharedAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free ids, each with one holder; the caller has made sure that num_free suffices."""
+        """Take `count` free ids with one holder each; num_free must suffice."""
         assert 0 <= count <= self.num_free, f"{count} ids wanted, {self.num_free} of {self.num_ids} are free"
         taken = [self._free.pop() for _ in range(count)]
         for i in taken:
@@ -109,13 +101,13 @@ class SharedAllocator:
         return taken
 
     def share(self, ids: Iterable[int]) -> None:
-        """Add a holder to each."""
+        """Add a holder to each id."""
         for i in ids:
             assert self._holders[i] > 0, f"{i} is free, nobody can share it"
             self._holders[i] += 1
 
     def release(self, ids: Iterable[int]) -> None:
-        """Take a holder from each; those without any are free."""
+        """Remove a holder from each id; ids without holders become free."""
         for i in ids:
             assert self._holders[i] > 0, f"{i} is released more often than held"
             self._holders[i] -= 1
@@ -123,18 +115,18 @@ class SharedAllocator:
                 self._free.append(i)
 
     def take(self, ids: Iterable[int]) -> None:
-        """Add a holder to each, free or not. Costs as much as the pool: for the start."""
+        """Add a holder to each id, free or not. Takes time linear in the pool per free id: for startup only."""
         for i in ids:
             if self._holders[i] == 0:
                 self._free.remove(i)
             self._holders[i] += 1
 
     def is_shared(self, id_: int) -> bool:
-        """Whether more than one holds it."""
+        """Whether an id has more than one holder."""
         return self._holders[id_] > 1
 
     def check(self, held: Iterable[int]) -> None:
-        """Assert that exactly these are held, as often as they occur, and all others are free."""
+        """Assert that each id has as many holders as it occurs in `held`, and that all others are free."""
         counts = Counter(held)
         assert [counts[i] for i in range(self.num_ids)] == self._holders, "holders are lost or counted twice"
         assert sorted(self._free) == [i for i, count in enumerate(self._holders) if count == 0], "free ids are wrong"

@@ -1,14 +1,13 @@
-"""How rows are laid out outside the device: one envelope per page or state slot and rank, without a tensor.
+"""Layout of rows outside the device: one envelope per unit and rank.
 
-An envelope holds what one rank keeps of one unit (a page, or a state slot) of a component space: a piece per group of
-fields that are cut alike, each a box of layers x tokens x heads, contiguous, so that a piece is also what storage
-holds as one object.
+An envelope holds one rank's share of a unit (a page or a state slot) of a component space: a contiguous piece per group
+of fields that are split in the same way. A piece is a box of layers x tokens x heads, and is stored as one object.
 
     envelope of a page     [ kv: k [L, T, H, D], v [L, T, H, D] | latent: latent [L, T, 1, R], rope ... | index ... ]
 
-What is whole on several ranks (latents, index keys, KV heads fewer than ranks) is stored once on each node: each of its
-n replicas there holds the n-th part of the tokens, or of the layers where a unit has one row. Nothing is read from the
-memory of another node.
+Data that several ranks replicate (latents, index keys, KV heads fewer than ranks) is stored once per node: each of n
+replicas stores an n-th of the tokens, or of the layers if a unit has one row. Ranks never read the memory of other
+nodes.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ class FieldPlace:
     """One field's rows in an envelope.
 
     Attributes:
-        field: of the component.
         offset: in the envelope, bytes.
-        shape: [layers, tokens, heads, *rest of a row]; one token for states, one head for what has none.
+        shape: [layers, tokens, heads, *rest of a row]; one token for states, one head for fields without heads.
     """
 
     field: RowField
@@ -42,7 +40,7 @@ class FieldPlace:
 
     @property
     def num_bytes(self) -> int:
-        """Of the field's rows in one envelope."""
+        """Bytes of the field in one envelope."""
         return math.prod(self.shape) * ITEMSIZE[self.field.dtype]
 
 
@@ -51,10 +49,9 @@ class Piece:
     """A box of one group's rows, contiguous in an envelope.
 
     Attributes:
-        group: the component, with only the fields that are cut alike.
-        box: which rows.
+        group: the component, restricted to fields that are split in the same way.
         offset: in the envelope, bytes.
-        fields: in their order, behind each other without gaps.
+        fields: in order, without gaps.
     """
 
     group: Component
@@ -64,16 +61,16 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the object that storage holds."""
+        """Size of the piece as an object in storage."""
         return sum(place.num_bytes for place in self.fields)
 
 
 def groups(component: Component) -> list[Component]:
-    """A component's fields by their number of heads: what has as many is cut alike."""
+    """Group a component's fields by their number of heads, which determines how they are split."""
     by_heads: dict[int, list[RowField]] = {}
     for field in component.fields:
         by_heads.setdefault(num_heads(field), []).append(field)
-    # Wide numbers first, so that all of them are aligned without gaps.
+    # Wide dtypes first, so that all fields are aligned without gaps.
     return [
         replace(component, fields=tuple(sorted(fields, key=lambda field: -ITEMSIZE[field.dtype])))
         for fields in by_heads.values()
@@ -81,18 +78,18 @@ def groups(component: Component) -> list[Component]:
 
 
 def num_heads(field: RowField) -> int:
-    """Heads of the whole model; 1 for what has none."""
+    """Heads of the whole model; 1 for fields without heads."""
     assert field.head_axis in (None, 0), "heads are the first axis of a row"
     return 1 if field.head_axis is None else field.shape[0]
 
 
 def row_shape(field: RowField) -> tuple[int, ...]:
-    """A row of one head."""
+    """Shape of one head's row."""
     return field.shape if field.head_axis is None else field.shape[1:]
 
 
 def place_fields(group: Component, box: Box, *, offset: int = 0) -> tuple[FieldPlace, ...]:
-    """The fields of a box behind each other, from `offset` on."""
+    """Place the fields of a box one after another, from `offset` on."""
     places = []
     for field in group.fields:
         place = FieldPlace(field, offset, (*box.shape, *row_shape(field)))
@@ -105,15 +102,13 @@ class EnvelopeLayout:
     """Envelopes of all ranks of a gang, or of those on one node.
 
     Args:
-        components: of the model.
         num_layers: of the whole model.
         page_size: tokens per page.
-        split: of the gang.
-        nodes: node of each rank, by number; empty when all are on one.
-        node: whose ranks have envelopes here; None for all.
+        nodes: index of each rank's node; empty if all are on one.
+        node: the node whose ranks have envelopes here; None for all.
     Attributes:
-        spaces: of the components, in their order.
-        ranks: that have envelopes here, ascending.
+        spaces: component spaces, in order.
+        ranks: ranks that have envelopes here, ascending.
     """
 
     def __init__(
@@ -141,19 +136,19 @@ class EnvelopeLayout:
         return [group for group in self._groups if group.space == space]
 
     def pieces(self, rank: int, space: str) -> tuple[Piece, ...]:
-        """What a rank's envelope of a unit holds; empty if it has none of the space's layers, or is on another node."""
+        """Pieces of a rank's envelope; empty if it has no layers of the space, or is on another node."""
         return self._pieces[rank][space]
 
     def envelope_bytes(self, rank: int, space: str) -> int:
-        """Of one unit on one rank."""
+        """Bytes of one unit on one rank."""
         return _end(self.pieces(rank, space))
 
     def unit_bytes(self, space: str) -> int:
-        """Of one unit on all ranks that have envelopes here."""
+        """Bytes of one unit on all ranks that have envelopes here."""
         return sum(self.envelope_bytes(rank, space) for rank in self.ranks)
 
     def sources(self, rank: int, space: str) -> list[tuple[int, Piece]]:
-        """Where a rank finds all rows that its device holds of a unit: (rank whose slab it is in, piece)."""
+        """Pieces with all rows that a rank's device holds of a unit: (rank whose slab it is in, piece)."""
         return [
             (peer, piece)
             for peer in self.ranks
@@ -200,7 +195,7 @@ class EnvelopeLayout:
                 offset = _end((piece,))
 
     def _stored_box(self, group: Component, rank: int) -> Box | None:
-        """A rank's part of what it and its replicas on the same node hold alike."""
+        """A rank's part of the rows that it and its replicas on the same node share."""
         held = self._held[rank][group]
         if held is None or rank not in self.ranks:
             return None

@@ -1,10 +1,10 @@
-"""Buffers on the device that hold envelopes, or parts of them, page first as the host does.
+"""Staging buffers on the device for envelopes, or parts of them, in the host's layout (page first).
 
     save    pool -> [ unit | whole envelope          ] -> host
     load    host -> [ unit | its parts of some layers ] -> pool
 
-Between pool and buffer a kernel copies, between buffer and host the copy engine, which likes few long copies. What
-passes through a buffer is checked on the device.
+A kernel copies between pool and buffer, the copy engine between buffer and host, for which few long copies are fastest.
+Checksums are computed on the device, from the buffer.
 
 Imports Triton: only what runs on CUDA may import this module.
 """
@@ -26,11 +26,11 @@ from raycache.memory.host import HostSpace, Strip
 
 COPY_PROGRAMS = 48
 SUM_PROGRAMS = 48
-"""Thread blocks that copy and check: many times as fast as the link, and a small part of the device."""
+"""Thread blocks for copies and checksums: many times as fast as the link, and a small part of the device."""
 
 
 def checksums_of(space: HostSpace, device: torch.device) -> DeviceChecksums | None:
-    """Of the rank's own envelopes; None where there are none, or such short ones that the host checks them."""
+    """Checksums of the rank's own envelopes; None if it has none, or if the host checks them because they are short."""
     return DeviceChecksums(space.envelope_bytes, device) if space.envelope_bytes >= MIN_BYTES else None
 
 
@@ -38,11 +38,10 @@ class SaveStage:
     """Whole envelopes of one space in a buffer.
 
     Args:
-        space: of the envelopes; the rank has some.
-        buffer: bytes, at least one envelope; other spaces use it too.
-        checksums: of the envelopes.
+        space: must have own envelopes.
+        buffer: bytes, at least one envelope; shared with other spaces.
     Attributes:
-        num_units: that have room.
+        num_units: capacity of the buffer.
     """
 
     def __init__(self, space: HostSpace, buffer: Tensor, checksums: DeviceChecksums | None) -> None:
@@ -57,13 +56,13 @@ class SaveStage:
         self._runs = _table([Stripes(0, 0, width // STRIPE)], buffer.device)
 
     def gather(self, ids: Tensor) -> None:
-        """Copy from the pool these units [U], ids on the device; given to the current stream."""
+        """Copy units [U] from the pool, on the current stream; `ids` are on the device."""
         if self._has_gaps:
-            self._rows.zero_()  # what was there of another space would change checksums
+            self._rows.zero_()  # leftovers of other spaces in gaps would change checksums
         self._table.copy(ids, to_pool=False, num_programs=COPY_PROGRAMS)
 
     def checksums(self, num_units: int) -> Tensor:
-        """Of the first envelopes in the buffer [U]; empty if the host is to compute them."""
+        """Checksums of the first envelopes in the buffer, [U]; empty if the host computes them."""
         if self._checksums is None:
             return torch.empty(0, dtype=torch.int64, device=self._rows.device)
         sums = self._checksums.zeros(num_units)
@@ -71,7 +70,7 @@ class SaveStage:
         return self._checksums.finish(sums)
 
     def copies(self, hosts: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """What the copy engine is to do, to these units on the host: (to, from, bytes) [3, U]."""
+        """Copies from the buffer to these units on the host: (to, from, bytes) [3, U]."""
         width = self._rows.shape[1]
         rows = self._rows.data_ptr() + np.arange(len(hosts)) * width
         return np.stack([self._host.data_ptr() + hosts * width, rows, np.full(len(hosts), width)]).astype(np.uint64)
@@ -80,15 +79,15 @@ class SaveStage:
 class LoadStage:
     """Parts of the envelopes of one space, those of some layers, in a buffer.
 
-    A part is whole stripes, so that its checksum can be added up; the first and the last may be of another part too.
+    A part consists of whole stripes, so that its checksum can be accumulated; its first and last stripe may overlap
+    with other parts.
 
     Args:
-        space: of the envelopes.
         strips: of the layers, at least one.
-        buffer: bytes; other stages use it too.
+        buffer: bytes; shared with other stages.
         checksums: of the rank's own envelopes.
     Attributes:
-        num_units: that have room.
+        num_units: capacity of the buffer.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class LoadStage:
         self._runs = _table(runs, buffer.device)
 
     def copies(self, hosts: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """What the copy engine is to do, from these units on the host: (to, from, bytes) [3, R * U]."""
+        """Copies from these units on the host to the buffer: (to, from, bytes) [3, R * U]."""
         rows = self._rows.data_ptr() + np.arange(len(hosts)) * self._rows.shape[1]
         to = rows + self._places[:, None]
         source = self._from[:, None] + hosts * self._steps[:, None]
@@ -124,11 +123,11 @@ class LoadStage:
         return np.stack([to.ravel(), source.ravel(), lengths.ravel()]).astype(np.uint64)
 
     def scatter(self, ids: Tensor, sums: Tensor) -> None:
-        """Copy to the pool, and add to the sums of the rank's own envelopes.
+        """Copy to the pool, and accumulate the checksums of the rank's own envelopes.
 
         Args:
             ids: of the units in the pool [U], on the device.
-            sums: of the units [U, K, 8]; K is 0 if the host checks them.
+            sums: [U, K, 8]; K is 0 if the host checks the units.
         """
         self._table.copy(ids, to_pool=True, num_programs=COPY_PROGRAMS)
         if self._checksums is not None and len(self._runs):
@@ -136,11 +135,11 @@ class LoadStage:
 
 
 def _end_stripe(space: HostSpace, strip: Strip) -> int:
-    """Up to which stripe a part counts; 0 for parts of a peer's envelope, which its rank checks."""
+    """End of the stripes that a part adds to checksums; 0 for parts of a peer's envelope, which the peer checks."""
     if not space.owns(strip):
         return 0
     end = strip.offset + strip.num_bytes
-    # Where another part of the piece goes on, a stripe of both is the other's; behind a piece come zeros.
+    # A stripe shared with the following part of the piece belongs to that part; after a piece there are zeros.
     goes_on = any(other.offset <= end < other.offset + other.num_bytes for other in space.loads if space.owns(other))
     return end // STRIPE if goes_on else -(-end // STRIPE)
 

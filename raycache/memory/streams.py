@@ -1,7 +1,6 @@
-"""In which order copies happen: at once on the CPU, on streams of their own on CUDA.
+"""Ordering of copies: synchronous on the CPU, on separate streams on CUDA.
 
-On CUDA a copy is only given to the device when the call returns, so what follows it, and what it follows, are tied
-together by events:
+On CUDA, copies are asynchronous, so events order them before and after other work:
 
     compute   [ forward 6 ]--event-->[ forward 7:  layer 0 ......... layer 1 ......... ]
     save                      [ pages of step 6 ]     ^ event           ^ event
@@ -29,17 +28,17 @@ _log = logging.getLogger(__name__)
 
 
 class Event(Protocol):
-    """A point in what a device was given to do."""
+    """A point in the work submitted to a device."""
 
     def synchronize(self) -> None:
-        """Return when the device is past it."""
+        """Block until the device has passed it."""
 
     def wait(self) -> None:
-        """Let what the calling thread gives its device from now on come after it; returns at once."""
+        """Order further work of the calling thread's current stream after it; returns immediately."""
 
 
 class Passed:
-    """An event on the CPU, where all that was given is done."""
+    """An event on the CPU, where submitted work is always done."""
 
     def synchronize(self) -> None:
         """Nothing is left to wait for."""
@@ -49,12 +48,12 @@ class Passed:
 
 
 def cuda_major() -> int:
-    """Of the CUDA runtime that torch is built with; 0 for none."""
+    """Major version of the CUDA runtime that torch is built with; 0 for none."""
     return int((torch.version.cuda or "0").split(".")[0])
 
 
 def after_compute(device: torch.device) -> Event:
-    """What the calling thread's current stream of a device was given so far."""
+    """An event after all work submitted so far to the calling thread's current stream."""
     if device.type != "cuda":
         return Passed()
     event: Event = torch.cuda.current_stream(device).record_event()
@@ -62,12 +61,12 @@ def after_compute(device: torch.device) -> Event:
 
 
 class CopyEngine:
-    """Many copies between a device and pinned memory in one call: one by one, calls take longer than copies.
+    """Many copies between a device and pinned memory in one call, since separate calls take longer than the copies.
 
-    torch has no such call; it is of the CUDA runtime that torch has loaded.
+    torch has no such function; it is called from the CUDA runtime that torch has loaded.
 
     Args:
-        has_batches: whether that runtime is of 13.0 or later; older ones are given the copies one by one.
+        has_batches: whether the runtime is version 13.0 or later; older ones make a call per copy.
     Raises:
         ConfigError: the runtime is not found.
     """
@@ -84,18 +83,17 @@ class CopyEngine:
         self._one = runtime.cudaMemcpyAsync
 
     def copy(self, copies: NDArray[np.uint64], stream: torch.cuda.Stream, *, is_early: bool = False) -> None:
-        """Give copies to a stream, in any order among each other.
+        """Submit copies to a stream; their order among each other is arbitrary.
 
         Args:
-            copies: (to, from, bytes) [3, N], contiguous; none reaches over two registered ranges.
-            stream: that they are behind.
-            is_early: what they read does not change, and may be read before their turn.
+            copies: (to, from, bytes) [3, N], contiguous; none may span two registered ranges.
+            is_early: whether their sources do not change, so that they may be read ahead of stream order.
         Raises:
-            RuntimeError: CUDA refuses them.
+            RuntimeError: CUDA rejects them.
         """
         if self._batch is not None:
             to, source, num_bytes = (ctypes.c_void_p(row.ctypes.data) for row in copies)
-            # Of where memory lies CUDA knows by itself.
+            # CUDA determines the location of memory by itself.
             attributes, of_all = (ctypes.c_int * 6)(_ANY_TIME if is_early else _IN_ORDER), ctypes.c_size_t(0)
             code = self._batch(
                 to,
@@ -116,19 +114,18 @@ class CopyEngine:
 
 def _check(code: int) -> None:
     if code:
-        raise RuntimeError(f"CUDA refuses copies to or from the host (error {code})")
+        raise RuntimeError(f"CUDA rejected copies to or from the host (error {code})")
 
 
 class PinnedSlabs:
-    """Slabs that a device reads and writes itself, registered with CUDA until `close`.
+    """Slabs registered with CUDA (pinned) until `close`.
 
-    Several threads register chunks: the system takes its time for each page.
+    Several threads register chunks in parallel, since the system takes time for each page.
 
     Args:
-        slabs: [units, envelope_bytes] each, page aligned. What another rank of this process has pinned is left alone.
-        device: of CUDA.
+        slabs: [units, envelope_bytes] each, page aligned. Slabs pinned by another rank of this process are skipped.
     Raises:
-        ConfigError: the system does not let so much memory be pinned.
+        ConfigError: the system does not allow pinning this much memory.
     """
 
     def __init__(self, slabs: Sequence[NDArray[np.uint8]], *, device: torch.device) -> None:
@@ -152,16 +149,16 @@ class PinnedSlabs:
             )
 
     def close(self) -> None:
-        """Unpin; no copy may be on its way."""
+        """Unpin; no copies may be in progress."""
         if any(list(self._each(_unregister, self._pinned))):
             _log.warning("CUDA could not unpin all of the host tier")
         self._pinned.clear()
 
     def _each(self, call: Callable[[int, int], int], chunks: Sequence[NDArray[np.uint8]]) -> Iterator[int]:
-        """What CUDA answers for each chunk, in their order, as it comes."""
+        """CUDA's error code for each chunk, in order, as they become available."""
 
         def on_device(chunk: NDArray[np.uint8]) -> int:
-            with torch.cuda.device(self._device):  # a new thread begins on the first one
+            with torch.cuda.device(self._device):  # new threads start with the first device
                 return call(chunk.ctypes.data, chunk.nbytes)
 
         with ThreadPoolExecutor(_PIN_THREADS) as threads:
@@ -185,7 +182,7 @@ _PAGE = 4096
 
 
 def _chunks(slab: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
-    """Runs of whole envelopes that begin on a page: CUDA copies nothing that reaches over two registered ranges."""
+    """Runs of whole envelopes that begin on a page: CUDA copies cannot span two registered ranges."""
     units, width = slab.shape
     if not width:
         return

@@ -1,7 +1,6 @@
-"""One layer's rows, as an attention backend sees them.
+"""Views of one layer's cache, used by attention backends.
 
-A view knows the format of its rows, whose ids name them (`space`) and how far back a query may look (`window`); nobody
-asks a pool for its class.
+A view knows the format of its rows, the component space of their ids (`space`), and the window of its queries.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Runs = Sequence[tuple[int, int]]
 
 
 def read_rows(rows: Tensor, runs: Runs) -> Tensor:
-    """Rows of consecutive slots, [L, ...]; one run is a view, several are copied together."""
+    """Rows of consecutive slots, [L, ...]: a view for one run, a copy for several."""
     if len(runs) == 1:
         start, count = runs[0]
         return rows[start : start + count]
@@ -31,7 +30,7 @@ class KVView:
     """Keys and values.
 
     Attributes:
-        space, window: of the component; window 0 means that queries see everything before them.
+        window: number of tokens that a query attends to, including itself; 0 for no limit.
         k, v: [P, R, Hkv, D].
     """
 
@@ -51,13 +50,10 @@ class KVView:
 
 
 class LatentView:
-    """MLA latents and their rotary part, one for all heads; numbers or float8 with scales.
+    """MLA latents and rotary parts, shared by all heads; latents may be float8 with scales.
 
     Attributes:
-        space: of the component.
-        pages: latents [P, R, rank] and their rotary parts [P, R, rope_dim], as they are stored.
-        rank, rope_dim: numbers of a latent and of its rotary part.
-        window: 0, queries see everything before them.
+        pages: latents [P, R, rank] and rotary parts [P, R, rope_dim], as stored.
     """
 
     window = 0
@@ -75,7 +71,7 @@ class LatentView:
             self._latent.index_copy_(0, slots, latent)
         else:
             small, scale = _to_fp8(latent)
-            # As bytes: index_copy_ does not know float8.
+            # As bytes, since index_copy_ does not support float8.
             self._latent.view(torch.uint8).index_copy_(0, slots, small.view(torch.uint8))
             self._scale.index_copy_(0, slots, scale)
         self._rope.index_copy_(0, slots, rope.to(self._rope.dtype))
@@ -88,7 +84,7 @@ class LatentView:
         return latent.to(dtype), read_rows(self._rope, runs).to(dtype)
 
     def take(self, slots: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The same of single slots [L]."""
+        """Like `read`, for slots [L]."""
         latent = self._latent[slots]
         if self._scale is not None:
             latent = _from_fp8(latent, self._scale[slots])
@@ -96,12 +92,7 @@ class LatentView:
 
 
 class IndexView:
-    """Keys of a sparse indexer, one head.
-
-    Attributes:
-        space: of the component.
-        key: [P, R, D].
-    """
+    """Keys of a sparse indexer, [P, R, D]."""
 
     def __init__(self, component: Component, fields: Mapping[str, Tensor]) -> None:
         self.space = component.space
@@ -118,10 +109,9 @@ class IndexView:
 
 
 class StateView:
-    """What a recurrent layer carries on, one slot per sequence or restore point.
+    """State of a recurrent layer, one slot per sequence or restore point.
 
     Attributes:
-        space: of the component.
         state: [slots, H, Dk, Dv].
         conv: name -> [slots, H, D, K - 1], the last inputs of a short convolution, oldest first.
     """
@@ -140,11 +130,11 @@ VIEWS: Mapping[frozenset[str], type[View]] = {
     frozenset({"latent", "scale", "rope"}): LatentView,
     frozenset({"key"}): IndexView,
 }
-"""Which view serves which fields; those with a `state` are served by StateView."""
+"""Fields -> view; components with a `state` use StateView."""
 
 
 def view_type(component: Component) -> type[View] | None:
-    """The view that can serve a component's rows, or None."""
+    """The view for a component's fields, or None."""
     names = frozenset(field.name for field in component.fields)
     if "state" in names and all(name == "state" or name.startswith("conv_") for name in names):
         return StateView

@@ -188,7 +188,7 @@ def test_rows_take_the_bytes_of_their_format(tiny: Callable[[str], Path], tmp_pa
 
     assert row_bytes(CacheFormat("bfloat16", has_fp8_latent=True)) == {"latent": 512 + 16 + 128, "index": 256}
     assert row_bytes(CacheFormat("bfloat16")) == {"latent": 2 * 576, "index": 256}
-    with pytest.raises(ConfigError, match="kv_lora_rank in multiples of 128, this model has 32"):
+    with pytest.raises(ConfigError, match="kv_lora_rank that is a multiple of 128, this model has 32"):
         components(read_config(tiny("deepseek_v3")), CacheFormat("bfloat16", has_fp8_latent=True))
 
 
