@@ -12,7 +12,7 @@ from raycache.errors import QueueFullError, RayCacheError, RequestError
 from raycache.types import FinishReason, GenerateRequest, RequestOutput
 
 _LEAST_S = 0.001
-"""Minimum remaining time of a resumed request: engines reject a timeout of 0."""
+"""Minimum remaining time of a request: engines reject a timeout of 0."""
 
 
 @dataclass(eq=False)

@@ -46,7 +46,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> Limits:
-        """The configured limits, reduced if the limit of open files, raised if possible, is too low."""
+        """The configured limits; raises the limit of open files if necessary, or allows fewer connections."""
         wanted = config.max_connections + _OTHER_FILES
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -264,7 +264,7 @@ _FIGURES = {
     "saved_pages": ("tier_saved_pages", "Pages copied to the tier from the one above.", Kind.COUNTER),
     "persisted_pages": ("tier_persisted_pages", "Pages copied from the host to the tier.", Kind.COUNTER),
     "loaded_pages": ("tier_loaded_pages", "Pages copied from the tier to the one above.", Kind.COUNTER),
-    "prefetched_pages": ("tier_prefetched_pages", "Pages fetched from the tier for waiting requests.", Kind.COUNTER),
+    "prefetched_pages": ("tier_prefetched_pages", "Pages fetched from the tier ahead of use.", Kind.COUNTER),
     "evicted_pages": ("tier_evicted_pages", "Pages evicted from the tier.", Kind.COUNTER),
     "evicted_unsaved_pages": ("tier_evicted_unsaved_pages", "Evicted pages that no lower tier holds.", Kind.COUNTER),
     "failed_saves": ("tier_failed_saves", "Failed copies to the tier.", Kind.COUNTER),
@@ -276,7 +276,7 @@ _FIGURES = {
     "known": ("tier_objects_known", "Writes of objects that were already stored.", Kind.COUNTER),
     "hits": ("tier_object_hits", "Objects found.", Kind.COUNTER),
     "missing": ("tier_object_misses", "Objects not found.", Kind.COUNTER),
-    "corrupt": ("tier_objects_corrupt", "Damaged objects: their checksum was wrong.", Kind.COUNTER),
+    "corrupt": ("tier_objects_corrupt", "Objects with a wrong checksum.", Kind.COUNTER),
     "foreign": ("tier_objects_foreign", "Objects with an unexpected length or format.", Kind.COUNTER),
     "evicted": ("tier_objects_evicted", "Objects evicted.", Kind.COUNTER),
     "refused": (

@@ -3,8 +3,8 @@
     post -> find and fetch:  [ owner a: 1 4 ] [ owner b: 2 ] ...  -> lanes -> results
             persist:         [ owner c: 3 5 ] ...
 
-Owners are served round-robin, so a long prompt does not delay a short one. Finds and fetches go before persists, and of
-several lanes one never persists. Queued commands can be cancelled, and expire at their deadline even if all lanes hang.
+Owners are served round-robin, so a long prompt does not delay a short one. Finds and fetches go before persists, which
+never occupy all of several lanes. Queued commands can be cancelled, and expire at their deadline even if no lane is free.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Allocation and eviction of objects in a directory of segments. Moves no payloads; not thread safe.
 
 Objects with the same slot size share a shelf, whose slots come in segments (segment.py). A new object replaces the
-least recently used one of its shelf; if all of another shelf's segment was used before that one, the segment is dropped
-instead. So the sizes share the disk according to use, and the limit always holds.
+least recently used one of its shelf, unless another shelf has a segment whose objects were all last used even earlier:
+then that segment is dropped. So the sizes share the disk according to use, and the limit always holds.
 
 A place is an int: segment number << 24 | slot.
 """
@@ -23,7 +23,7 @@ from raycache.storage.segment import SUFFIX, UNFINISHED, Segment, segment_bytes_
 SLOT_MASK = (1 << 24) - 1
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _SEGMENTS = 64  # target number of files at the limit: few are open
-_MIN_SEGMENT_BYTES = 256 << 10  # of which up to 8 KiB are overhead
+_MIN_SEGMENT_BYTES = 256 << 10  # of which at least 8 KiB are overhead
 _MAX_SEGMENT_BYTES = 4 << 30
 _DISK_FULL_PAUSE_S = 5.0
 _SAVE_USES_S = 30.0

@@ -113,7 +113,7 @@ def actors_tell_who_they_are(logs: Path) -> None:
     lines = [json.loads(line) for line in found if line.startswith("{")]
     told = {line["message"]: line for line in lines if line["logger"].startswith("actors.")}
     assert told["epoch 1 runs on 1 ranks"].items() >= {"epoch": 1, "replica": "0", "level": "info"}.items()
-    assert told["rank 0 runs plans"].items() >= {"epoch": 1, "replica": "0", "rank": 0}.items()
+    assert told["rank 0 is ready for plans"].items() >= {"epoch": 1, "replica": "0", "rank": 0}.items()
     assert any("rank 0 (pp=0 cp=0 tp=0), replica 0, epoch 1" in line for line in found)  # as Ray shows it
 
 
