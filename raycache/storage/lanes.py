@@ -4,7 +4,7 @@
             persist:         [ owner c: 3 5 ] ...
 
 Owners are served round-robin, so a long prompt does not delay a short one. Finds and fetches go before persists, which
-never occupy all of several lanes. Queued commands can be cancelled, and expire at their deadline even if no lane is free.
+never occupy all of several lanes. Queued commands can be cancelled, and expire at their deadline even if none is free.
 """
 
 from __future__ import annotations
