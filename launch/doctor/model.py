@@ -22,7 +22,7 @@ from raycache.deployment.deployment import Deployment, served_model
 from raycache.deployment.stages import with_stages
 from raycache.deployment.weights import why_no_kernels, with_weights_form
 from raycache.errors import ConfigError
-from raycache.models.base import ModelConfig, check_split, check_weights, head_counts, read_config
+from raycache.models.base import ModelConfig, check_split, check_weights, read_config
 from raycache.models.drafts.loading import check_draft
 from raycache.parallel.devices import GpuModel
 from raycache.parallel.sharding import Split
@@ -94,7 +94,7 @@ def _splits(config: Config, model: ModelConfig, *, has_devices: bool) -> Iterato
 
     def tensor() -> str:
         check_split(model, Split(tp=config.tp, cp=config.cp))
-        counts = ", ".join(f"{count.name} {count.count}" for count in head_counts(model))
+        counts = ", ".join(f"{count.name} {count.count}" for count in model.head_counts)
         return f"tp={config.tp} and cp={config.cp} divide {counts}"
 
     def pipeline() -> str:

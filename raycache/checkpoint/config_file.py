@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,6 +19,8 @@ from raycache.checkpoint.hub_id import name_of
 from raycache.checkpoint.prefixes import Prefixes
 from raycache.checkpoint.rope_config import ROPE_KINDS, RopeConfig, yarn_attention_factor, yarn_score_factor
 from raycache.errors import CheckpointError
+from raycache.memory.component import CacheFormat, Component
+from raycache.parallel.sharding import HeadCount
 from raycache.vocabulary.end_token import end_token_id
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -37,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ABC):
     """What all decoder-only models have; families add to it.
 
     Attributes:
@@ -77,6 +80,15 @@ class ModelConfig:
     num_drafts: int = field(default=0, kw_only=True)
     draft: DraftConfig | None = field(default=None, kw_only=True)
     unknown_keys: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @abstractmethod
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        """The kinds of cached state, without those of a draft model."""
+
+    @property
+    @abstractmethod
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        """Head counts to be split over tp, and over tp x cp."""
 
     def stream_width(self, layer: int) -> int:
         """Features that a token has in front of a layer."""

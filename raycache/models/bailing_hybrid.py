@@ -17,12 +17,10 @@ from raycache.layers.kda import KdaConfig, load_kda, require_kda
 from raycache.layers.latent_attention import LatentNames, load_latent_attention, read_latent
 from raycache.layers.rope import Rotary
 from raycache.layers.weights import ShardedWeights
-from raycache.memory.component import CacheFormat, Component
 from raycache.models.bailing_moe_v2_5 import CORRECTION, WORD_EMBEDDINGS, read_bailing_experts
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.kimi_linear import KdaHybridConfig, read_kda_hybrid
 from raycache.models.prediction import PredictionLayer, PredictionNames, load_prediction
-from raycache.parallel.sharding import HeadCount
 
 SERVED = {
     "attention_bias": False,
@@ -119,12 +117,6 @@ class BailingHybrid:
             attention=read_latent(file, rope=rope),
             limits=read_limits(file),
         )
-
-    def components(self, config: BailingHybridConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return config.components(fmt)
-
-    def head_counts(self, config: BailingHybridConfig) -> tuple[HeadCount, ...]:
-        return config.head_counts("num_attention_heads")
 
     def load(self, config: BailingHybridConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         rotary = config.attention.rotary(weights.ctx.device)

@@ -69,6 +69,19 @@ class BailingMoeV25Config(ModelConfig):
     intermediate_size: int
     experts: ExpertConfig
 
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        full, linear = self.kinds.full, self.kinds.linear
+        return self.attention.components(full, fmt) + self.lightning.components(linear, fmt)
+
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        if not self.kinds.linear:
+            return (self.attention.head_count,)
+        counts = (HeadCount("num_attention_heads", self.lightning.num_heads, over_cp=True),)
+        # A single group of all heads can be split: its norm is reduced over tp.
+        num_groups = self.lightning.num_groups
+        return (*counts, HeadCount("group_norm_size", num_groups)) if num_groups > 1 else counts
+
 
 class BailingMoeV25:
     """Layers of lightning or latent attention, and experts or an MLP, with a norm before each; a prediction layer."""
@@ -111,18 +124,6 @@ class BailingMoeV25:
             num_drafts=file.count("num_nextn_predict_layers", 0),
             ignored_tensors=(r"^model\.mtp",),
         )
-
-    def components(self, config: BailingMoeV25Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        full, linear = config.kinds.full, config.kinds.linear
-        return config.attention.components(full, fmt) + config.lightning.components(linear, fmt)
-
-    def head_counts(self, config: BailingMoeV25Config) -> tuple[HeadCount, ...]:
-        if not config.kinds.linear:
-            return (config.attention.head_count,)
-        counts = (HeadCount("num_attention_heads", config.lightning.num_heads, over_cp=True),)
-        # A single group of all heads can be split: its norm is reduced over tp.
-        num_groups = config.lightning.num_groups
-        return (*counts, HeadCount("group_norm_size", num_groups)) if num_groups > 1 else counts
 
     def prediction_layer(self, config: BailingMoeV25Config) -> BailingMoeV25Config:
         name = f"the prediction layer of {config.name}"

@@ -60,14 +60,6 @@ class Family(Protocol):
         """Read config.json; raises CheckpointError for what the family does not support."""
         ...
 
-    def components(self, config: Any, fmt: CacheFormat) -> tuple[Component, ...]:
-        """The kinds of cached state."""
-        ...
-
-    def head_counts(self, config: Any) -> tuple[HeadCount, ...]:
-        """Head counts to be split over tp, and over tp x cp."""
-        ...
-
     def load(self, config: Any, weights: ShardedWeights, *, on_progress: Progress) -> Model:
         """Load one rank's share."""
         ...
@@ -107,7 +99,7 @@ def read_config(model_dir: Path) -> ModelConfig:
 
 def components(config: ModelConfig, fmt: CacheFormat) -> tuple[Component, ...]:
     """The kinds of cached state of a model and of its draft model."""
-    own = family_of(config).components(config, fmt)
+    own = config.components(fmt)
     if config.draft is None:
         return own
     drafts = components(config.draft.model, fmt)
@@ -120,18 +112,13 @@ def _behind(num_layers: int, part: Component) -> Component:
     return replace(part, name=f"draft_{part.name}", layers=layers, is_draft=True)
 
 
-def head_counts(config: ModelConfig) -> tuple[HeadCount, ...]:
-    """Head counts of a model to be split over tp, and over tp x cp."""
-    return family_of(config).head_counts(config)
-
-
 def check_split(config: ModelConfig, split: Split) -> None:
     """Check that a model can be split this way.
 
     Raises:
         ConfigError: it cannot; the message lists values that work.
     """
-    counts = head_counts(config)
+    counts = config.head_counts
     wrong = _obstacle(counts, split)
     if wrong:
         is_cp = not _obstacle(counts, replace(split, cp=1))

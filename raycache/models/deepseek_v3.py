@@ -44,6 +44,15 @@ class DeepseekConfig(ModelConfig):
     intermediate_size: int
     experts: ExpertConfig
 
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        latents = self.attention.components(range(self.num_layers), fmt)
+        return latents if self.indexer is None else latents + self.indexer.components(fmt)
+
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        """Without the heads of indexers, which are replicated on every rank."""
+        return (self.attention.head_count,)
+
 
 def read_deepseek(
     file: ConfigFile, *, indexer: IndexerConfig | None = None, is_interleaved: bool = True
@@ -79,14 +88,6 @@ class DeepseekV3:
         """By default, the rope is interleaved."""
         require_full_attention(file)
         return read_deepseek(file, is_interleaved=file.flag("rope_interleave", True))
-
-    def components(self, config: DeepseekConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        latents = config.attention.components(range(config.num_layers), fmt)
-        return latents if config.indexer is None else latents + config.indexer.components(fmt)
-
-    def head_counts(self, config: DeepseekConfig) -> tuple[HeadCount, ...]:
-        """Without the heads of indexers, which are replicated on every rank."""
-        return (config.attention.head_count,)
 
     def load(self, config: DeepseekConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         rotaries = _Rotaries.of(config, weights.ctx)

@@ -56,6 +56,15 @@ class FalconH1Config(DenseConfig):
     mamba: Mamba2Config
     factors: Factors
 
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        layers = range(self.num_layers)
+        return self.attention.components(layers, fmt) + self.mamba.components(layers, fmt)
+
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        mamba = self.mamba.head_counts(heads_key="mamba_n_heads", groups_key="mamba_n_groups")
+        return self.attention.head_counts + mamba
+
 
 class FalconH1:
     """Layers of parallel Mamba2 and attention, and an MLP, with a norm before each."""
@@ -71,14 +80,6 @@ class FalconH1:
         scale = attention.head_dim**-0.5 * file.number("key_multiplier", 1.0)
         dense = read_dense(file, replace(attention, scale=scale))
         return FalconH1Config(**vars(dense), mamba=_read_mamba(file), factors=_read_factors(file))
-
-    def components(self, config: FalconH1Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        layers = range(config.num_layers)
-        return config.attention.components(layers, fmt) + config.mamba.components(layers, fmt)
-
-    def head_counts(self, config: FalconH1Config) -> tuple[HeadCount, ...]:
-        mamba = config.mamba.head_counts(heads_key="mamba_n_heads", groups_key="mamba_n_groups")
-        return config.attention.head_counts + mamba
 
     def load(self, config: FalconH1Config, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps, factors = config.hidden_size, config.rms_norm_eps, config.factors

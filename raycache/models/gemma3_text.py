@@ -14,10 +14,8 @@ from raycache.layers.forward_pass import Mixer
 from raycache.layers.norm import CenteredNorm, RMSNorm
 from raycache.layers.self_attention import load_attention, read_attention, read_stated_heads
 from raycache.layers.weights import ShardedWeights
-from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, Residual, Scales, load_decoder
 from raycache.models.llama import DenseConfig, read_dense
-from raycache.parallel.sharding import HeadCount
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,6 @@ class Gemma3Text:
         )
         dense = replace(read_dense(file, attention), tie_word_embeddings=file.flag("tie_word_embeddings", True))
         return Gemma3Config(**vars(dense), window_rope=_read_window_rope(file))
-
-    def components(self, config: Gemma3Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        return config.attention.components(range(config.num_layers), fmt)
-
-    def head_counts(self, config: Gemma3Config) -> tuple[HeadCount, ...]:
-        return config.attention.head_counts
 
     def load(self, config: Gemma3Config, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps, inner, device = config.hidden_size, config.rms_norm_eps, config.intermediate_size, weights.ctx.device

@@ -55,6 +55,17 @@ class Gemma4Config(ModelConfig):
         """Attention of a layer."""
         return self.windowed if layer in self.windowed.layers else self.full
 
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        return self.full.components(fmt) + self.windowed.components(fmt)
+
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        return (
+            HeadCount("num_attention_heads", self.full.num_heads),
+            HeadCount("num_key_value_heads", self.windowed.num_kv_heads, is_shared=True),
+            HeadCount("num_global_key_value_heads", self.full.num_kv_heads, is_shared=True),
+        )
+
 
 class Gemma4Text:
     """Layers of attention and an MLP, optionally with experts, with norms before and after each, and a scale."""
@@ -101,16 +112,6 @@ class Gemma4Text:
             intermediate_size=file.integer("intermediate_size"),
             experts=_read_experts(file),
             logit_cap=None if cap is None else file.number("final_logit_softcapping"),
-        )
-
-    def components(self, config: Gemma4Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        return config.full.components(fmt) + config.windowed.components(fmt)
-
-    def head_counts(self, config: Gemma4Config) -> tuple[HeadCount, ...]:
-        return (
-            HeadCount("num_attention_heads", config.full.num_heads),
-            HeadCount("num_key_value_heads", config.windowed.num_kv_heads, is_shared=True),
-            HeadCount("num_global_key_value_heads", config.full.num_kv_heads, is_shared=True),
         )
 
     def load(self, config: Gemma4Config, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:

@@ -13,11 +13,9 @@ from raycache.layers.forward_pass import Mixer
 from raycache.layers.rope import Rotary
 from raycache.layers.self_attention import HeadShape, load_attention, read_attention, read_rotary_share
 from raycache.layers.weights import ShardedWeights
-from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.llama import DenseConfig, read_dense
 from raycache.models.prediction import PredictionLayer, PredictionNames, load_prediction
-from raycache.parallel.sharding import HeadCount
 
 
 @dataclass(frozen=True)
@@ -58,12 +56,6 @@ class Glm4Moe:
             experts=read_grouped_experts(file, scale=1.0),
             mlp_layers=read_mlp_layers(file, num_first=1),
         )
-
-    def components(self, config: Glm4MoeConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return config.attention.components(range(config.num_layers), fmt)
-
-    def head_counts(self, config: Glm4MoeConfig) -> tuple[HeadCount, ...]:
-        return config.attention.head_counts
 
     def load(self, config: Glm4MoeConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         rotary = config.attention.rotary(weights.ctx.device)

@@ -20,10 +20,8 @@ from raycache.layers.quantised_experts import QuantisedExperts
 from raycache.layers.router import SoftmaxRouter
 from raycache.layers.self_attention import load_attention, read_attention, read_stated_heads
 from raycache.layers.weights import ShardedWeights
-from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.llama import DenseConfig, read_dense
-from raycache.parallel.sharding import HeadCount
 
 
 @dataclass(frozen=True)
@@ -64,12 +62,6 @@ class GptOss:
             swiglu_alpha=file.number("swiglu_alpha", 1.702),
             swiglu_limit=file.number("swiglu_limit", 7.0),
         )
-
-    def components(self, config: GptOssConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return config.attention.components(range(config.num_layers), fmt)
-
-    def head_counts(self, config: GptOssConfig) -> tuple[HeadCount, ...]:
-        return config.attention.head_counts
 
     def load(self, config: GptOssConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps = config.hidden_size, config.rms_norm_eps

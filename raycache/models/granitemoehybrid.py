@@ -53,6 +53,16 @@ class GraniteConfig(ModelConfig):
     residual_scale: float
     scales: Scales
 
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        attention, mamba = self.attention_layers, self.mamba_layers
+        return self.attention.components(attention, fmt) + self.mamba.components(mamba, fmt)
+
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        attention = self.attention.head_counts if self.attention_layers else ()
+        mamba = self.mamba.head_counts(heads_key="mamba_n_heads", groups_key="mamba_n_groups")
+        return attention + mamba if self.mamba_layers else attention
+
 
 class GraniteMoeHybrid:
     """Layers of Mamba2 or attention, and a shared MLP with or without experts, with a norm before each."""
@@ -79,15 +89,6 @@ class GraniteMoeHybrid:
                 embedding=file.number("embedding_multiplier", 1.0), logits=1.0 / file.number("logits_scaling", 1.0)
             ),
         )
-
-    def components(self, config: GraniteConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        attention, mamba = config.attention_layers, config.mamba_layers
-        return config.attention.components(attention, fmt) + config.mamba.components(mamba, fmt)
-
-    def head_counts(self, config: GraniteConfig) -> tuple[HeadCount, ...]:
-        attention = config.attention.head_counts if config.attention_layers else ()
-        mamba = config.mamba.head_counts(heads_key="mamba_n_heads", groups_key="mamba_n_groups")
-        return attention + mamba if config.mamba_layers else attention
 
     def load(self, config: GraniteConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps = config.hidden_size, config.rms_norm_eps

@@ -22,10 +22,8 @@ from raycache.layers.kda import KdaConfig, load_kda, require_kda
 from raycache.layers.latent_attention import LatentNames, load_latent_attention, read_latent
 from raycache.layers.norm import RMSNorm
 from raycache.layers.weights import ShardedWeights
-from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, load_decoder
 from raycache.models.kimi_linear import KdaHybridConfig, read_kda_hybrid, read_kimi_kinds
-from raycache.parallel.sharding import HeadCount
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,7 @@ class KimiK3Config(KdaHybridConfig):
         beta, linear_beta: of the activation `situ`.
     """
 
+    heads_key = "num_heads of linear_attn_config"
     block_size: int
     latent_size: int
     beta: float
@@ -90,12 +89,6 @@ class KimiK3Text:
             beta=file.number("activation_situ_beta"),
             linear_beta=file.number("activation_situ_linear_beta"),
         )
-
-    def components(self, config: KimiK3Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        return config.components(fmt)
-
-    def head_counts(self, config: KimiK3Config) -> tuple[HeadCount, ...]:
-        return config.head_counts("num_heads of linear_attn_config")
 
     def load(self, config: KimiK3Config, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps, inner = config.hidden_size, config.rms_norm_eps, config.intermediate_size

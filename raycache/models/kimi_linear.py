@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from raycache.checkpoint.config_file import ConfigFile, ModelConfig, read_common
 from raycache.checkpoint.layer_kinds import LayerKinds, read_layer_kinds
@@ -29,8 +29,10 @@ class KdaHybridConfig(ModelConfig):
         kinds: which layers have linear attention (KDA), and which full (latent) attention.
         mlp_layers: layers with an MLP; the others have experts.
         intermediate_size: of the MLPs.
+        heads_key: of KDA's heads in config.json.
     """
 
+    heads_key: ClassVar = "num_attention_heads"
     kinds: LayerKinds
     kda: KdaConfig
     attention: LatentConfig
@@ -42,10 +44,10 @@ class KdaHybridConfig(ModelConfig):
         """Latents of full layers, states of linear ones."""
         return self.attention.components(self.kinds.full, fmt) + self.kda.components(self.kinds.linear, fmt)
 
-    def head_counts(self, heads_key: str) -> tuple[HeadCount, ...]:
-        """Head counts to be split; `heads_key` is the key of KDA's in config.json."""
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
         counts = (self.attention.head_count,)
-        return (*counts, HeadCount(heads_key, self.kda.num_heads, over_cp=True)) if self.kinds.linear else counts
+        return (*counts, HeadCount(self.heads_key, self.kda.num_heads, over_cp=True)) if self.kinds.linear else counts
 
 
 def read_kda_hybrid(
@@ -76,6 +78,7 @@ def read_kda_hybrid(
 class KimiLinearConfig(KdaHybridConfig):
     """Adds the prefix of the MLPs' tensors, which differs between published checkpoints and those of transformers."""
 
+    heads_key = "linear_num_heads"
     mlp_name: str
 
 
@@ -108,12 +111,6 @@ class KimiLinear:
             # Only transformers writes `mlp_layer_types`; it renames the MLPs as well.
             mlp_name="mlp" if file.raw("mlp_layer_types") is None else "block_sparse_moe",
         )
-
-    def components(self, config: KimiLinearConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return config.components(fmt)
-
-    def head_counts(self, config: KimiLinearConfig) -> tuple[HeadCount, ...]:
-        return config.head_counts("linear_num_heads")
 
     def load(self, config: KimiLinearConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps, inner = config.hidden_size, config.rms_norm_eps, config.intermediate_size

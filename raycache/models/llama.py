@@ -23,6 +23,13 @@ class DenseConfig(ModelConfig):
     intermediate_size: int
     mlp_bias: bool
 
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        return self.attention.components(range(self.num_layers), fmt)
+
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        return self.attention.head_counts
+
 
 def read_dense(file: ConfigFile, attention: AttentionConfig) -> DenseConfig:
     """Read the keys that dense decoders share.
@@ -49,12 +56,6 @@ class Llama:
         file.require("pretraining_tp", 1)
         require_full_attention(file)
         return read_dense(file, read_attention(file, read_heads(file), theta=10000.0))
-
-    def components(self, config: DenseConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return config.attention.components(range(config.num_layers), fmt)
-
-    def head_counts(self, config: DenseConfig) -> tuple[HeadCount, ...]:
-        return config.attention.head_counts
 
     def load(self, config: DenseConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps, inner = config.hidden_size, config.rms_norm_eps, config.intermediate_size

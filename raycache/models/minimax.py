@@ -66,6 +66,15 @@ class MiniMaxConfig(DenseConfig):
     around_full: Weighting
     around_block: Weighting
 
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        full, linear = self.kinds.full, self.kinds.linear
+        return self.attention.components(full, fmt) + self.lightning.components(linear, fmt)
+
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        heads, kv_heads = self.attention.head_counts
+        return replace(heads, over_cp=bool(self.kinds.linear)), kv_heads
+
 
 class WeightedResidual:
     """normed = norm(hidden); alpha * normed + beta * mixer(normed)."""
@@ -112,14 +121,6 @@ class MiniMax:
             around_full=_read_weighting(file, "full_attn"),
             around_block=_read_weighting(file, "mlp"),
         )
-
-    def components(self, config: MiniMaxConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        full, linear = config.kinds.full, config.kinds.linear
-        return config.attention.components(full, fmt) + config.lightning.components(linear, fmt)
-
-    def head_counts(self, config: MiniMaxConfig) -> tuple[HeadCount, ...]:
-        heads, kv_heads = config.attention.head_counts
-        return replace(heads, over_cp=bool(config.kinds.linear)), kv_heads
 
     def load(self, config: MiniMaxConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps = config.hidden_size, config.rms_norm_eps

@@ -18,10 +18,8 @@ from raycache.layers.feed_forward import MIXTRAL
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.self_attention import load_attention, read_attention, read_heads, read_rotary_share
 from raycache.layers.weights import ShardedWeights
-from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.llama import DenseConfig, read_dense
-from raycache.parallel.sharding import HeadCount
 
 SERVED = {
     "attention_bias": False,
@@ -68,12 +66,6 @@ class MiniMaxM2:
         behind = range(dense.num_layers, dense.num_layers + file.count("num_mtp_modules", 0))
         ignored = tuple(rf"^model\.layers\.{layer}\." for layer in behind)
         return MiniMaxM2Config(**{**vars(dense), "ignored_tensors": ignored}, experts=require_experts(file, experts))
-
-    def components(self, config: MiniMaxM2Config, fmt: CacheFormat) -> tuple[Component, ...]:
-        return config.attention.components(range(config.num_layers), fmt)
-
-    def head_counts(self, config: MiniMaxM2Config) -> tuple[HeadCount, ...]:
-        return config.attention.head_counts
 
     def load(self, config: MiniMaxM2Config, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps = config.hidden_size, config.rms_norm_eps

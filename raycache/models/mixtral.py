@@ -12,11 +12,9 @@ from raycache.layers.feed_forward import MIXTRAL
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.self_attention import load_attention
 from raycache.layers.weights import ShardedWeights
-from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.llama import DenseConfig, read_dense
 from raycache.models.mistral import read_mistral_attention
-from raycache.parallel.sharding import HeadCount
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,6 @@ class Mixtral:
         )
         dense = read_dense(file, read_mistral_attention(file, theta=1e6))
         return MixtralConfig(**vars(dense), experts=require_experts(file, experts))
-
-    def components(self, config: MixtralConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return config.attention.components(range(config.num_layers), fmt)
-
-    def head_counts(self, config: MixtralConfig) -> tuple[HeadCount, ...]:
-        return config.attention.head_counts
 
     def load(self, config: MixtralConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps = config.hidden_size, config.rms_norm_eps

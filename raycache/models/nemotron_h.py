@@ -63,6 +63,16 @@ class NemotronHConfig(ModelConfig):
         """Layers of a kind."""
         return tuple(layer for layer, letter in enumerate(self.kinds) if letter == kind)
 
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        attention, mamba = self.layers_of("*"), self.layers_of("M")
+        return self.attention.components(attention, fmt) + self.mamba.components(mamba, fmt)
+
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        attention = self.attention.head_counts if "*" in self.kinds else ()
+        mamba = self.mamba.head_counts(heads_key="mamba_num_heads", groups_key="n_groups")
+        return attention + mamba if "M" in self.kinds else attention
+
 
 class NemotronH:
     """Layers with one mixer each, after a norm."""
@@ -98,15 +108,6 @@ class NemotronH:
             expert_latent_size=file.count("moe_latent_size", 0),
             ignored_tensors=(r"^mtp\.",),
         )
-
-    def components(self, config: NemotronHConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        attention, mamba = config.layers_of("*"), config.layers_of("M")
-        return config.attention.components(attention, fmt) + config.mamba.components(mamba, fmt)
-
-    def head_counts(self, config: NemotronHConfig) -> tuple[HeadCount, ...]:
-        attention = config.attention.head_counts if "*" in config.kinds else ()
-        mamba = config.mamba.head_counts(heads_key="mamba_num_heads", groups_key="n_groups")
-        return attention + mamba if "M" in config.kinds else attention
 
     def load(self, config: NemotronHConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         def load_layer(layer: int, own: ShardedWeights) -> Sequence[Mixer]:

@@ -12,10 +12,8 @@ from raycache.layers.feed_forward import load_feed_forward
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.self_attention import HeadShape, load_attention, read_attention
 from raycache.layers.weights import ShardedWeights
-from raycache.memory.component import CacheFormat, Component
 from raycache.models.decoder import Decoder, Progress, load_decoder, pre_norm_layer
 from raycache.models.llama import DenseConfig, read_dense
-from raycache.parallel.sharding import HeadCount
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,6 @@ class Qwen3Moe:
         dense = read_dense(file, read_attention(file, heads, has_qk_norm=True))
         experts = read_softmax_experts(file, renormalise=file.flag("norm_topk_prob", False))
         return Qwen3MoeConfig(**vars(dense), experts=experts, dense_layers=read_dense_layers(file))
-
-    def components(self, config: Qwen3MoeConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        return config.attention.components(range(config.num_layers), fmt)
-
-    def head_counts(self, config: Qwen3MoeConfig) -> tuple[HeadCount, ...]:
-        return config.attention.head_counts
 
     def load(self, config: Qwen3MoeConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps = config.hidden_size, config.rms_norm_eps

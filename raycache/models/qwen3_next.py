@@ -46,6 +46,14 @@ class GatedHybridConfig(ModelConfig):
     attention: AttentionConfig
     net: DeltaNetConfig
 
+    def components(self, fmt: CacheFormat) -> tuple[Component, ...]:
+        full, linear = self.kinds.full, self.kinds.linear
+        return self.attention.components(full, fmt) + self.net.components(linear, fmt)
+
+    @property
+    def head_counts(self) -> tuple[HeadCount, ...]:
+        return self.attention.head_counts + (self.net.head_counts if self.kinds.linear else ())
+
 
 @dataclass(frozen=True)
 class Qwen3NextConfig(GatedHybridConfig):
@@ -110,13 +118,6 @@ class Qwen3Next:
             dense_layers=dense,
             intermediate_size=file.integer("intermediate_size") if dense else 0,
         )
-
-    def components(self, config: GatedHybridConfig, fmt: CacheFormat) -> tuple[Component, ...]:
-        full, linear = config.kinds.full, config.kinds.linear
-        return config.attention.components(full, fmt) + config.net.components(linear, fmt)
-
-    def head_counts(self, config: GatedHybridConfig) -> tuple[HeadCount, ...]:
-        return config.attention.head_counts + (config.net.head_counts if config.kinds.linear else ())
 
     def load(self, config: GatedHybridConfig, weights: ShardedWeights, *, on_progress: Progress) -> Decoder:
         size, eps, packing = config.hidden_size, config.rms_norm_eps, self.packing
