@@ -205,7 +205,7 @@ def test_layers_that_share_a_selection_stay_in_its_stage(tiny: Callable[[str], P
     config = read_config(tiny("glm_moe_dsa"))
     assert config.bound_layers == (1, 3)
     check_split(config, Split(pp=2))
-    with pytest.raises(ConfigError, match=r"pp=4 exceeds num_hidden_layers=4 less 2 that .*; use at most 2"):
+    with pytest.raises(ConfigError, match=r"pp=4 exceeds num_hidden_layers=4 minus 2 that .*; use at most 2"):
         check_split(config, Split(pp=4))
     with pytest.raises(ConfigError, match=r"pp_layers=1,3 starts a stage at layer 1 of .*; use auto, or 2,2$"):
         check_split(config, Split(pp=2, stages=(1, 3)))
