@@ -38,7 +38,7 @@ class Gang:
         epoch: number of this gang; handles of other epochs are rejected.
         replica: whose ranks they are.
         arenas: node id -> file of the host tier there, which only one gang at a time moves rows in; empty without one.
-        on_progress: told phase and share (0 to 1) while the gang starts; what it raises ends the start.
+        on_progress: called while the gang starts; an exception from it aborts the start.
     Raises:
         RayCacheError: a rank failed to start; no actor is left behind.
 
@@ -113,7 +113,7 @@ class _Ranks:
         config: of the service.
         epoch: of the gang.
         replica: whose ranks they are.
-        on_progress: told phase and share; what it raises ends the start.
+        on_progress: called while the gang starts; an exception from it aborts the start.
     """
 
     def __init__(

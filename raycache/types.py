@@ -44,7 +44,7 @@ class Miss(StrEnum):
     STATE_MISSING = "state_missing"  # pages are cached, a component's state is not; see RequestOutput.cut_by
     IDENTITY = "identity_mismatch"  # written for other weights, adapter or row format
     CHECKSUM = "checksum"  # the bytes found were not those written
-    TIMEOUT = "timeout"  # a tier did not deliver it in time
+    TIMEOUT = "timeout"  # storage has or may have it, but did not deliver it in time
     SLOWER = "slower_than_recompute"  # loading it would have taken longer than computing it
     NO_CAPACITY = "no_capacity"  # no free pages in the tier above
 

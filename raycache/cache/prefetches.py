@@ -105,15 +105,15 @@ class Prefetches:
     Args:
         host: the tier above.
         commands: to the storage.
-        persists: told what the storage is known to have.
+        persists: tracks what storage is known to have.
         waiting: policy by which requests wait for their prefetch.
         timeout_s: longest wait under that policy, and deadline for a fetch to start.
         share: fraction of host pages that prefetches may reserve at a time.
         costs: measured pace of moving and computing.
     Attributes:
         num_reserved: host pages reserved for fetches in progress.
-        counts: for people and metrics.
-        seconds: that the storage took.
+        counts: counters for status output and metrics.
+        seconds: total duration of fetches.
     """
 
     def __init__(
