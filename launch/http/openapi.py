@@ -163,8 +163,7 @@ def _demands(info: EngineInfo) -> dict[str, dict[str, Any]]:
         "prompt_logprobs": {"anyOf": [{"type": "integer", **logprobs}, {"type": "null"}]},
         "best_of": {"anyOf": [{"type": "null"}], "description": "must equal n, its default"},
         "suffix": {"const": ""},
-        "tool_choice": {"enum": ["auto", "none"]},
-        "response_format": {"anyOf": [_object(type={"const": "text"}), {"type": "null"}]},
+        "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object"}]},
         "cache_salt": {"maxLength": MAX_SALT_CHARS},
     }
 

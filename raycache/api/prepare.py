@@ -84,6 +84,8 @@ def prepare_completion(body: CompletionBody, served: Served) -> Generation:
     _check_count(len(body.prompt), body, info=served.info)
     encode = served.tokenizer.encode
     prompts = [p if isinstance(p, list) else encode(p, add_special_tokens=True) for p in body.prompt]
+    if body.output_form() is not None:
+        raise RequestError("the form of the answer cannot be constrained yet", field="structured_outputs")
     is_score_only = body.max_tokens == 0
     wanted = 1 if is_score_only else body.max_tokens
     sampling = _Sampling(
@@ -107,13 +109,15 @@ def prepare_chat(body: ChatBody, served: Served) -> Generation:
     Raises:
         RequestError: a value is out of range, or the template refuses the messages.
     """
+    if body.output_form() is not None or body.choose_tools().is_required or body.thinking_token_budget is not None:
+        raise RequestError("the form of the answer cannot be constrained yet", field="response_format")
     variables = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     opens_answer = body.add_generation_prompt
     text = served.template.render(
         body.messages,
-        tools=body.tools if body.tool_choice == "auto" else None,
+        tools=body.tools if body.choose_tools().tools else None,
         add_generation_prompt=not body.continue_final_message if opens_answer is None else opens_answer,
         continue_final_message=body.continue_final_message,
         variables=variables,

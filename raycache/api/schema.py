@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
+from raycache.api.tools import MAX_TOOLS, ToolChoice, check_tools, tool_choice
 from raycache.errors import RequestError
 from raycache.spelling import did_you_mean
 
@@ -35,7 +36,6 @@ _INT64 = 2**63 - 1
 IGNORED = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -105,6 +105,7 @@ def _are(values: list[Any], kind: type) -> bool:
 _Prompts = PlainValidator(_check_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
 _Stops = PlainValidator(_check_stops, json_schema_input_type=str | list[str])
 _Salt = PlainValidator(_check_salt, json_schema_input_type=str)
+_Tools = PlainValidator(check_tools, json_schema_input_type=list[dict[str, Any]])
 
 
 class StreamOptions(BaseModel):
@@ -115,11 +116,33 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False
 
 
-class ResponseFormat(BaseModel):
-    """The form of the answer; only free text."""
+class JsonSchema(BaseModel):
+    """A schema that the answer follows; without one, any JSON object."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-    type: str
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    name: str = ""
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The form of the answer."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """The form of the answer, one of these. Beyond the OpenAI API."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class StrictBody(BaseModel):
@@ -168,17 +191,33 @@ class GenerationBody(StrictBody):
     cache_priority: int = Field(default=0, ge=-_INT32, le=_INT32)
     cache_ttl_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     return_cache_info: bool = False
+    structured_outputs: Annotated[StructuredOutputs | None, _at_most(MAX_OPTIONS, what="fields")] = None
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true", field="stream_options")
         if self.cache_ttl_s and not self.cache_priority:
             raise RequestError("cache_ttl_s limits how long cache_priority holds; send both", field="cache_ttl_s")
+        self.output_form()
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def output_form(self) -> tuple[str, Any] | None:
+        """What the output must look like: a field of `structured_outputs` and its value, or None.
+
+        Raises:
+            RequestError: more than one form is wanted.
+        """
+        return _only(self._forms())
+
+    def _forms(self) -> list[tuple[str, Any]]:
+        if self.structured_outputs is None:
+            return []
+        sent = self.structured_outputs.model_dump(by_alias=True)
+        return [(name, value) for name, value in sent.items() if value is not None and value is not False]
 
 
 class CompletionBody(GenerationBody):
@@ -210,28 +249,48 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[dict[str, Any]], FailFast()] = []
+    tools: Annotated[list[dict[str, Any]], _at_most(MAX_TOOLS, what="tools"), _Tools] = []
     tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
     modalities: Annotated[list[Literal["text"]], FailFast()] = ["text"]
     reasoning_effort: str | None = None
 
+    thinking_token_budget: int | None = Field(default=None, ge=0, le=_INT32)
+    include_reasoning: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
     def check(self) -> None:
         super().check()
-        if self.response_format is not None and self.response_format.type != "text":
-            raise RequestError(
-                f"response_format {self.response_format.type!r} is not supported; use 'text'",
-                field="response_format",
-            )
-        if self.tool_choice not in ("none", "auto"):
-            raise RequestError("tool_choice must be 'none' or 'auto'; others are not supported", field="tool_choice")
+        if self.choose_tools().is_required and self.output_form():
+            raise RequestError("response_format and a required tool exclude each other", field="tool_choice")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true", field="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError("max_tokens and max_completion_tokens differ; send one of them", field="max_tokens")
+
+    def choose_tools(self) -> ToolChoice:
+        """The tools that may be called.
+
+        Raises:
+            RequestError: `tool_choice` is malformed, or names a tool that is not there.
+        """
+        return tool_choice(self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls)
+
+    def _forms(self) -> list[tuple[str, Any]]:
+        match self.response_format:
+            case None | ResponseFormat(type="text"):
+                return super()._forms()
+            case ResponseFormat(json_schema=JsonSchema(json_schema=dict(schema))):
+                return [*super()._forms(), ("json", schema)]
+        return [*super()._forms(), ("json_object", True)]
+
+
+def _only(forms: list[tuple[str, Any]]) -> tuple[str, Any] | None:
+    if len(forms) > 1:
+        raise RequestError("only one form of the output can be asked for", field="structured_outputs")
+    return forms[0] if forms else None
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

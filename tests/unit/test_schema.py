@@ -89,8 +89,12 @@ def test_a_wrong_field_is_named_with_its_limit(fields: dict[str, Any], field: st
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 2}, "logprobs"),
@@ -117,7 +121,7 @@ _MANY = 100_000
     ("fields", "field", "most_errors"),
     [
         ({"messages": [1] * _MANY}, "messages[0]", 1),
-        ({"tools": [1] * _MANY}, "tools[0]", 1),
+        ({"tools": [1] * _MANY}, "tools", 1),
         ({"modalities": ["audio"] * _MANY}, "modalities[0]", 1),
         ({"stop": [1] * _MANY}, "stop", 1),
         ({"stop_token_ids": ["a"] * _MANY}, "stop_token_ids", 1),
