@@ -79,7 +79,7 @@ _FIELDS = {
     "max_completion_tokens": "the same as `max_tokens`",
     "top_logprobs": "alternatives to report per token; needs `logprobs`",
     "response_format": "`text`, `json_object`, or `json_schema` with a schema that the answer follows",
-    "structured_outputs": "beyond the OpenAI API: one of `json` (a schema), `json_object`, `regex`, `choice`, `grammar`",
+    "structured_outputs": "one of `json` (a schema), `json_object`, `regex`, `choice`, `grammar`",
     "tools": "tools that the chat template shows to the model",
     "tool_choice": "`none`, `auto`, `required`, a tool's name, or `allowed_tools`",
     "parallel_tool_calls": "false: at most one call per answer",
