@@ -60,9 +60,9 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
 
-def assert_rounded_once(ours: Tensor, exact: Tensor) -> None:
+def assert_rounded_once(ours: Tensor, exact: Tensor, *, slack: float = SLACK) -> None:
     assert exact.dtype == torch.float32
-    torch.testing.assert_close(ours.float(), exact, rtol=STEP[ours.dtype] * (1 + 1e-3), atol=SLACK)
+    torch.testing.assert_close(ours.float(), exact, rtol=STEP[ours.dtype] * (1 + 1e-3), atol=slack)
 
 
 def kernels(work: Callable[[], object]) -> list[str]:
@@ -109,10 +109,12 @@ def test_a_norm_of_a_part_of_the_features(tokens: int, dtype: torch.dtype) -> No
 def test_gated_activations_round_once(name: str, inner: int, tokens: int, dtype: torch.dtype) -> None:
     gate_up = 4 * draw(tokens, 2 * inner, dtype=dtype)
     before = gate_up.clone()
+    # The kernel of situ makes tanh from a sigmoid: float32's rounding of 1, times both bounds (4 and 25).
+    slack = 2e-5 if name == "situ" else SLACK
     # In float64: 1 + tanh of a negative number has few digits left.
-    assert_rounded_once(ACTIVATIONS[name](gate_up), ACTIVATIONS[name](before.double()).float())
+    assert_rounded_once(ACTIVATIONS[name](gate_up), ACTIVATIONS[name](before.double()).float(), slack=slack)
     apart = torch.cat((before, before), dim=1)[:, inner : 3 * inner]  # up first, rows apart
-    assert_rounded_once(ACTIVATIONS[name](apart), ACTIVATIONS[name](apart.double()).float())
+    assert_rounded_once(ACTIVATIONS[name](apart), ACTIVATIONS[name](apart.double()).float(), slack=slack)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
