@@ -1,1 +1,1 @@
-"""Where a rank sits in the gang, what it owns, and how ranks talk to each other."""
+"""Splits of a model over ranks, placement of ranks on nodes, and communication between ranks."""

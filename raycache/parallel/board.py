@@ -1,11 +1,11 @@
-"""The ack board: how far each rank is, one line of int64 per rank in shared memory.
+"""The ack board: the progress of each rank, one line of int64 per rank in shared memory.
 
     rank 0   [ joined | loaded | step | failed | lost | saves | loads | bad save | bad load | load us | save us ]
     rank 1   [ ...                                    ]
 
-Each rank writes its own line, the decider reads all of them and waits for none: numbers only grow, so a torn view is
-only an old one. A board is a file in /dev/shm that loses its name at once or as soon as every rank has mapped it, so
-nothing is left behind by a crash. Ranks on another node than the decider's have a board there, which is passed on to it
+Each rank writes its own line; the decider reads all lines without waiting. Numbers only grow, so an inconsistent view
+is merely outdated. A board is a file in /dev/shm that is unlinked immediately or once every rank has mapped it, so
+that a crash leaves nothing behind. Other nodes have boards of their own, which are forwarded to the decider's
 (relay.py).
 """
 
@@ -26,20 +26,20 @@ from raycache.errors import ConfigError
 
 
 class Lane(IntEnum):
-    """What a number on the board counts."""
+    """Meaning of a number on the board."""
 
     JOINED = 0  # 1 once the rank is a member of all its groups
     LOADED = 1  # weights read, in bytes; layers of random ones
     STEP = 2  # last step completed
     FAILED = 3  # step during which the rank failed, 0 for none
-    LOST = 4  # step after which the rank ended because another one was gone or late, 0 for none
-    SAVES = 5  # last moves to the host that are done, whether they failed or not
-    LOADS = 6  # the same from the host
-    BAD_SAVE = 7  # last moves to the host that failed, 0 for none
-    BAD_LOAD = 8  # the same from the host
+    LOST = 4  # step after which the rank ended because it lost another one, 0 for none
+    SAVES = 5  # number of the last save that has ended, failed or not
+    LOADS = 6  # number of the last load that has ended, failed or not
+    BAD_SAVE = 7  # number of the last save that failed, 0 for none
+    BAD_LOAD = 8  # number of the last load that failed, 0 for none
     LOAD_US = 9  # time spent in loads, microseconds
-    SAVE_US = 10  # the same in saves
-    TO_LOAD = 11  # what LOADED will be when all is read; 0 until that is known
+    SAVE_US = 10  # time spent in saves, microseconds
+    TO_LOAD = 11  # final value of LOADED; 0 until it is known
 
 
 _WATERMARKS = [Lane.SAVES, Lane.LOADS]
@@ -48,12 +48,12 @@ _OTHERS = [lane for lane in Lane if lane not in _WATERMARKS]
 
 @dataclass(frozen=True, slots=True)
 class Acks:
-    """How far all ranks are with page moves.
+    """Progress of page moves over all ranks.
 
     Attributes:
-        saves, loads: numbers up to which all are done.
-        bad_save, bad_load: the last that failed on any rank, 0 for none.
-        load_s, save_s: longest time that a rank has spent in loads, and in saves.
+        saves, loads: numbers up to which all moves have ended on all ranks.
+        bad_save, bad_load: number of the last one that failed on any rank, 0 for none.
+        load_s, save_s: maximum time that a rank has spent in loads, and in saves.
     """
 
     saves: int = 0
@@ -65,12 +65,7 @@ class Acks:
 
 
 class AckBoard:
-    """One gang's board on one node.
-
-    Args:
-        path: of the shared file.
-        num_ranks: lines.
-    """
+    """A gang's board on one node, a shared file with a line per rank."""
 
     def __init__(self, path: Path, *, num_ranks: int) -> None:
         self.path = path
@@ -81,10 +76,10 @@ class AckBoard:
 
     @classmethod
     def create(cls, num_ranks: int, *, directory: Path = Path("/dev/shm")) -> AckBoard:
-        """Make a new board with all numbers 0.
+        """Create a board of zeros.
 
         Raises:
-            ConfigError: the directory cannot be written.
+            ConfigError: the directory is not writable.
         """
         path = directory / f"raycache-{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -95,14 +90,13 @@ class AckBoard:
         return cls(path, num_ranks=num_ranks)
 
     def share(self) -> Path:
-        """Take the file's name away; returns where other processes of this node find it until `unshare`, or the end of
-        this process."""
+        """Unlink the file; returns a path by which other processes of this node can open it until `unshare`."""
         self._shared = os.open(self.path, os.O_RDWR)
         self.unlink()
         return Path(f"/proc/{os.getpid()}/fd/{self._shared}")
 
     def unshare(self) -> None:
-        """Let nobody find the file any more; mappings stay valid."""
+        """Invalidate the path of `share`; mappings stay valid."""
         if self._shared is not None:
             os.close(self._shared)
             self._shared = None
@@ -112,17 +106,17 @@ class AckBoard:
         self.lines[rank, lane] = value
 
     def low(self, lane: Lane) -> int:
-        """What all ranks have reached."""
+        """Minimum of a lane over all ranks."""
         return int(self.lines[:, lane].min())
 
     def loaded(self) -> tuple[int, int]:
-        """What all ranks together have read of the weights and what they are to read; zeros until all know that."""
+        """(loaded, total) of the weights of all ranks; zeros until all totals are known."""
         if not self.lines[:, Lane.TO_LOAD].all():
             return 0, 0
         return int(self.lines[:, Lane.LOADED].sum()), int(self.lines[:, Lane.TO_LOAD].sum())
 
     def acks(self) -> Acks:
-        """Page moves of all ranks. Failures are read last: they are posted before the watermark that covers them."""
+        """Progress of page moves. Failures are read last: they are posted before the watermark that covers them."""
         saves, loads = self.low(Lane.SAVES), self.low(Lane.LOADS)
         bad_save, bad_load, load_us, save_us = (
             int(self.lines[:, lane].max()) for lane in (Lane.BAD_SAVE, Lane.BAD_LOAD, Lane.LOAD_US, Lane.SAVE_US)
@@ -130,17 +124,18 @@ class AckBoard:
         return Acks(saves, loads, bad_save, bad_load, load_us / 1e6, save_us / 1e6)
 
     def post_moves(self, rank: int, lane: str, number: int, has_failed: bool, /) -> None:
-        """Moves of a lane, "save" or "load", are done."""
+        """Post the end of moves of a lane, "save" or "load"."""
         done, bad = (Lane.SAVES, Lane.BAD_SAVE) if lane == "save" else (Lane.LOADS, Lane.BAD_LOAD)
         if has_failed:
             self.post(rank, bad, number)
         self.post(rank, done, number)
 
     def suspects(self, step: int) -> list[int]:
-        """Ranks that may have kept a step from being completed: those that failed, else those that say nothing.
+        """Ranks that may have kept a step from completing: those that failed, else those that posted nothing.
 
-        Who has lost a peer is a victim. Of the silent ones those that are late come first; a stage of a pipeline may
-        have ended after its part of the step. Who never joined is left out.
+        Ranks that lost another one are victims. Among the silent ranks, those that have not completed the step are
+        returned if there are any; a pipeline stage may have exited after its part of it. Ranks that never joined are
+        excluded.
         """
         joined = self.lines[:, Lane.JOINED] > 0
         failed = joined & (self.lines[:, Lane.FAILED] > 0)
@@ -150,17 +145,17 @@ class AckBoard:
         return [int(rank) for rank in np.flatnonzero(found)]
 
     def snapshot(self) -> NDArray[np.int64]:
-        """A copy of all lines, in which no failed move is covered by a watermark without being told: those first."""
+        """Copy all lines, watermarks first, so that failures below a watermark are included."""
         done = self.lines[:, _WATERMARKS].copy()
         lines = self.lines.copy()
         lines[:, _WATERMARKS] = done
         return lines
 
     def take(self, lines: NDArray[np.int64], *, ranks: Sequence[int]) -> None:
-        """Post the lines of ranks as a `snapshot` of another node's board has them; watermarks last."""
+        """Copy the lines of some ranks from a `snapshot` of another node's board; watermarks last."""
         for lanes in (_OTHERS, _WATERMARKS):
-            places = np.ix_(list(ranks), lanes)
-            self.lines[places] = lines[places]
+            cells = np.ix_(list(ranks), lanes)
+            self.lines[cells] = lines[cells]
 
     def unlink(self) -> None:
         """Remove the file; mappings stay valid."""

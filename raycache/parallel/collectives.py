@@ -1,7 +1,7 @@
-"""Collectives over one group of ranks, as this rank sees it.
+"""Collectives over a group of ranks.
 
-`Group` is a group of one, where every collective is the identity, so that no caller asks whether there is a group.
-Every call has the deadline that the group was made with; a peer that is gone or late raises RankLostError.
+`Group` is a group of one rank, where every collective is the identity, so that callers need no special case. All calls
+have the group's timeout; they raise RankLostError if a peer exits or does not answer in time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from raycache.errors import RankLostError
 
 
 class Started:
-    """A collective on its way; call it to wait for its end.
+    """A collective in progress; call it to wait for its end.
 
     Args:
-        wait: returns at its end, raises RankLostError.
-        is_done: whether it has ended, well or not; waits for nobody.
+        wait: raises RankLostError.
+        is_done: whether it has ended, successfully or not; does not block.
     """
 
     def __init__(self, wait: Callable[[], None], is_done: Callable[[], bool]) -> None:
@@ -48,7 +48,7 @@ class Group:
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[...] of each member -> [size, ...], in group order; the shape is the same on all members."""
+        """[...] of each member -> [size, ...], in group order; shapes must be equal on all members."""
         return tensor.unsqueeze(0)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -60,15 +60,15 @@ class Group:
         return tensor
 
     def ibroadcast(self, tensor: Tensor, *, root: int) -> Started:
-        """Start a broadcast; call the result before the tensor is read, freed or written."""
+        """Start a broadcast; the tensor must not be read, written or freed before the result was called."""
         return Started(lambda: None, lambda: True)
 
     def send(self, tensor: Tensor, *, to: int) -> None:
-        """Send to a member; matched with its `recv` in order."""
+        """Send to a member; matches its `recv` calls in order."""
         raise AssertionError("a group of one has nobody to send to")
 
     def isend(self, tensor: Tensor, *, to: int) -> Callable[[], None]:
-        """Start a send; call the result before the tensor is freed or written."""
+        """Start a send; the tensor must not be written or freed before the result was called."""
         raise AssertionError("a group of one has nobody to send to")
 
     def recv(self, tensor: Tensor, *, source: int) -> Tensor:
@@ -76,11 +76,11 @@ class Group:
         raise AssertionError("a group of one has nobody to receive from")
 
     def close(self) -> None:
-        """Leave the group; peers that wait for this rank fail."""
+        """Leave the group; peers waiting for this rank fail."""
 
 
 class TorchGroup(Group):
-    """A group over one torch.distributed process group (gloo or nccl) that no global registry knows.
+    """A group over a torch.distributed process group (gloo or nccl) that is not registered globally.
 
     Args:
         backend: a ProcessGroupGloo or ProcessGroupNCCL.
@@ -96,13 +96,13 @@ class TorchGroup(Group):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         out = tensor.new_empty((self.size, *tensor.shape))
-        # Gathering no rows is known on all members alike: shapes are equal.
+        # Shapes are equal, so all members skip an empty gather.
         if tensor.numel():
             self._wait(lambda: self._backend._allgather_base(out.view(-1), tensor.contiguous().view(-1)))
         return out
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        # Not empty_like, which keeps the strides of a transposed tensor.
+        # empty_like would keep the strides of a transposed tensor.
         out = tensor.new_empty(tensor.shape)
         if tensor.numel():
             self._wait(lambda: self._backend.alltoall_base(out.view(-1), tensor.contiguous().view(-1), [], []))
@@ -139,7 +139,7 @@ class TorchGroup(Group):
         try:
             return work()
         except RuntimeError as cause:
-            # gloo and nccl report a dead peer and a passed deadline as RuntimeError, at the start or at the end.
+            # gloo and nccl report lost peers and timeouts as RuntimeError, when started or when waited for.
             raise RankLostError(
                 -1, f"member {self.rank} of {self.size}", -1, f"a peer is gone or late: {cause}"
             ) from cause

@@ -1,4 +1,4 @@
-"""The GPUs that a process has: whether there are enough of them, why not, and that no two ranks share one."""
+"""Checks the GPUs of a process: whether there are enough, why not, and that no two ranks share one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from raycache.errors import ConfigError, RankLostError
 
 
 def require_gpus(count: int) -> None:
-    """Check that this process can use so many GPUs. Makes no context on any of them.
+    """Check that this process can use `count` GPUs, without creating a context on any.
 
     Raises:
-        ConfigError: it cannot; says what is missing: a torch with CUDA, a driver, a newer driver, or GPUs.
+        ConfigError: it cannot; the message says what is missing: torch with CUDA, a driver, a newer driver, or GPUs.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what torch has to say of a driver stands in the refusal
+        warnings.simplefilter("ignore", UserWarning)  # torch's warnings about the driver are part of the error
         found = torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
     if found == 0:
         raise ConfigError(f"{_gpus(count)} asked for, none can be used: {_why_none()}; or use --device cpu")
@@ -43,11 +43,11 @@ def _why_none() -> str:
 
 
 def explain_no_cuda(reason: str, *, cuda: str) -> str:
-    """What to do about a CUDA that does not start.
+    """Explain why CUDA does not start, and what to do.
 
     Args:
-        reason: torch's words for it.
-        cuda: version of CUDA that torch is built for, such as "13.0".
+        reason: torch's message.
+        cuda: CUDA version that torch is built for, such as "13.0".
     """
     if found := re.search(r"driver on your system is too old \(found version (\d+)\)", reason):
         version = int(found[1])  # 1000 * major + 10 * minor
@@ -77,28 +77,28 @@ class GpuModel:
 
     @classmethod
     def of(cls, device: torch.device) -> GpuModel:
-        """Of one of this process's GPUs, which becomes the current one: no other gets a context by this."""
+        """The model of a GPU of this process. Makes it current, so that no other GPU gets a context."""
         torch.cuda.set_device(device)
         return cls(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
     def __str__(self) -> str:
-        """For people."""
+        """Name for messages."""
         return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
 
 
 def gpu_id(device: torch.device) -> str:
-    """What no other GPU of any machine is called."""
+    """Globally unique id of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A member of a group, as it introduces itself.
+    """A member of a group.
 
     Attributes:
         rank: world rank.
         host: address of its node.
-        gpu: what `gpu_id` says there.
+        gpu: its `gpu_id`.
     """
 
     rank: int
@@ -110,19 +110,17 @@ class Peer:
 
 
 def introduce(me: Peer, members: Sequence[int], *, store: Store, group: str) -> list[Peer]:
-    """Tell the others of a group who this is, and wait until all have.
+    """Exchange `Peer`s with all members of a group.
 
     Args:
-        me: this rank.
         members: world ranks of the group.
         store: of the group; its timeout is the deadline.
         group: its name, for messages.
     Returns:
         The others.
     Raises:
-        RankLostError: somebody did not come in time.
-        ConfigError: two members compute on one GPU. NCCL would only find out when they first communicate, and does not
-            say which.
+        RankLostError: a member did not introduce itself in time.
+        ConfigError: two members use the same GPU. NCCL would fail only at the first collective, without naming them.
     """
     store.set(f"peer.{me.rank}", f"{me.host} {me.gpu}")
     others = []

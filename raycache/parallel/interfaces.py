@@ -1,4 +1,4 @@
-"""By which address a process is reached by ranks on other nodes: one network for gloo, NCCL and the meeting point."""
+"""Chooses the address by which ranks on other nodes reach this process, for gloo, NCCL and the rendezvous store."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from raycache.errors import ConfigError
 
 @dataclass(frozen=True)
 class Link:
-    """How others reach this process.
+    """How other processes reach this one.
 
     Attributes:
         host: address.
-        interface: that has it, such as "eth1"; empty if none of this machine has.
-        network: what all processes have in common that share a loopback interface, and no others.
+        interface: its interface, such as "eth1"; empty if no interface of this machine has the address.
+        network: see `network_id`.
     """
 
     host: str
@@ -30,7 +30,7 @@ class Link:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of the same network stack reach it."""
+        """Whether only processes on the same network stack can reach it."""
         try:
             return _address(self.host).is_loopback
         except ValueError:  # Ray was started with a host name
@@ -38,7 +38,7 @@ class Link:
 
     @property
     def nccl_interface(self) -> str:
-        """For NCCL_SOCKET_IFNAME: this one and no other, or NCCL would listen where it likes best; empty for any."""
+        """Value of NCCL_SOCKET_IFNAME that selects exactly this interface; empty for any."""
         return f"={self.interface}" if self.interface else ""
 
 
@@ -47,10 +47,10 @@ def link(setting: str, *, node_address: str, table: Mapping[str, Sequence[str]] 
 
     Args:
         setting: name of an interface, or a subnet such as 10.0.0.0/16; empty for Ray's choice.
-        node_address: by which Ray reaches this node; preferred where several addresses suit.
-        table: addresses per interface that is up; None for those of this machine.
+        node_address: by which Ray reaches this node; preferred if several addresses match.
+        table: addresses per interface that is up; by default those of this machine.
     Raises:
-        ConfigError: no interface suits; lists those that there are.
+        ConfigError: no address matches; the message lists all.
     """
     table = addresses() if table is None else table
     if not setting:
@@ -67,18 +67,18 @@ def link(setting: str, *, node_address: str, table: Mapping[str, Sequence[str]] 
             f"interface={setting!r} suits no address of the node {socket.gethostname()} ({node_address}), which has "
             f"{there or 'none'}; name one that every node has, or a subnet such as 10.0.0.0/16"
         )
-    # Where addresses of both kinds are there, IPv4 works with every piece of software on the way.
+    # IPv4 is preferred, since all software supports it.
     name, host = min(found, key=lambda one: (one[1] != node_address, ":" in one[1]))
     return Link(host, name, network_id())
 
 
 def addresses() -> dict[str, list[str]]:
-    """Addresses per interface of this machine that is up, without those that hold on one cable only."""
+    """Addresses per interface of this machine that is up, without link-local ones."""
     stats = psutil.net_if_stats()
     found: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         hosts = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
-        # An IPv6 address of the link has its interface behind a "%".
+        # Link-local IPv6 addresses have their interface after a "%".
         hosts = [host for host in hosts if "%" not in host and not _address(host).is_link_local]
         if hosts and name in stats and stats[name].isup:
             found[name] = hosts
@@ -86,19 +86,19 @@ def addresses() -> dict[str, list[str]]:
 
 
 def network_id() -> str:
-    """The same for two processes if and only if one reaches the other by a loopback address."""
+    """Identifies the network stack: equal for two processes exactly if they share loopback addresses."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:  # no Linux: no namespaces either
+    except OSError:  # not Linux, so no namespaces
         return socket.gethostname()
 
 
 def require_reachable(links: Mapping[str, Link]) -> None:
-    """Refuse addresses that others cannot reach.
+    """Check that the members of a gang can reach each other.
 
     Args:
-        links: of the members of a gang, by what messages call them.
+        links: by the members' names in messages.
     Raises:
         ConfigError: they are on several machines and one has a loopback address.
     """

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a cp rank holds: of each page, a share."""
+"""Which tokens of a sequence a cp rank holds: a share of each page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def owned_prefix_len(prefix_len: int, *, page_size: int, cp_rank: int, cp_size: int) -> int:
-    """How many of the first `prefix_len` tokens of a sequence a cp rank holds."""
+    """Number of the first `prefix_len` tokens of a sequence that a cp rank holds."""
     pages, rest = divmod(prefix_len, page_size)
     share = page_size // cp_size
     return pages * share + min(max(rest - cp_rank * share, 0), share)
@@ -16,14 +16,14 @@ def owned_prefix_len(prefix_len: int, *, page_size: int, cp_rank: int, cp_size: 
 def owned_slots(
     positions: NDArray[np.int64], page_table: NDArray[np.int32], *, page_size: int, cp_rank: int, cp_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where a cp rank writes the tokens that it owns.
+    """Select the tokens that a cp rank holds, with their slots.
 
     Args:
-        positions: positions in the sequence, length T.
+        positions: in the sequence.
         page_table: page id per page of the sequence.
     Returns:
-        (index, slot): index into `positions` of the owned ones, and their slot page_id * (S / cp) + offset in this
-        rank's pool; negative where the table has -1 for their page.
+        Indices into `positions` of these tokens, and their slots, page_id * (page_size / cp_size) + offset, in this
+        rank's pool; negative where the table has -1.
     """
     share = page_size // cp_size
     offset = positions % page_size

@@ -1,4 +1,4 @@
-"""Maps of ranks to nodes as people write them: RANKS@NODE;RANKS@NODE, such as 0-3@10.0.0.1;4-7@10.0.0.2."""
+"""Parses maps of ranks to nodes: RANKS@NODE;RANKS@NODE, such as 0-3@10.0.0.1;4-7@10.0.0.2."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ _RUN = re.compile(r"(\d+)(?:-(\d+))?$")
 
 
 def parse_rank_map(text: str, *, world_size: int) -> tuple[str, ...]:
-    """Read a map that names every rank once.
+    """Parse a map that must contain every rank once.
 
     Args:
-        text: entries with ";" between them; ranks are numbers and runs such as 0-3 with "," between them.
-        world_size: ranks that there are.
+        text: entries separated by ";"; ranks are numbers or ranges such as 0-3, separated by ",".
     Returns:
-        A node's name per rank, as written.
+        Name of each rank's node, as written.
     Raises:
-        ConfigError: it is no map, or a rank is missing, named twice, or not there.
+        ConfigError: the text is not a map, or a rank is missing, duplicate, or out of range.
     """
     named: dict[int, str] = {}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
@@ -38,7 +37,7 @@ def parse_rank_map(text: str, *, world_size: int) -> tuple[str, ...]:
 
 
 def brief_ranks(ranks: list[int]) -> str:
-    """Ascending ranks as a map names them, such as "0-3,6"."""
+    """Ascending ranks in the syntax of maps, such as "0-3,6"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:

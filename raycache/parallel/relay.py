@@ -1,13 +1,13 @@
-"""Boards of several nodes as one: what ranks post on another node than the decider's is passed on by a thread there.
+"""Relays the boards of other nodes to the decider's board.
 
     node 1    ranks -> their board -> thread of the leader  --lines-->  thread of the decider -> its board
     decider's node                                  ranks -------------------------------------> its board
 
-The leader is the lowest rank of a node. Its thread looks at the board every millisecond, less often while nothing
-changes, and sends all lines when one has changed, and now and then as a sign of life. While a message is on its way,
-later numbers replace those that were not sent, so a slow link delays lines and never piles them up. No rank and no step
-waits for any of it; a node that is gone or silent leaves its lines as they were, and its gang counts as lost. Each
-leader has a group of its own with the decider, because gloo gives up a whole group when one member is late.
+The leader is the lowest rank of a node. Its thread polls the board every millisecond, less often while nothing
+changes, and sends all lines when one has changed, and periodically as a heartbeat. Changes during a send are merged
+into the next message, so a slow link delays lines but never queues them. No rank and no step waits for any of this;
+the lines of a lost node stay unchanged, and its gang is considered lost. Each leader has its own group with the
+decider, because gloo aborts a whole group when one member times out.
 """
 
 # Shapes in this file: R ranks, N lanes of the board.
@@ -31,29 +31,23 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.001
 _IDLE_LOOK_S = 0.01
 _IDLE_LOOKS = 100
-"""Looks without a change after which they become rarer: they take time from the thread that computes."""
+"""Polls without a change before the interval grows, since polling takes time from the thread that computes."""
 _SIGNS_PER_TIMEOUT = 8
 _LINGER_S = 0.5
-"""How long a leader that ends because of a lost peer passes on what its neighbours still have to say of it."""
+"""How long a leader that has lost a peer keeps relaying, so that other ranks of its node can post as well."""
 _DECIDER, _LEADER = 0, 1  # members of a group
 _GOES_ON, _ENDS = 0, 1  # first number of a message
 
 
 def leaders(nodes: Sequence[Hashable], *, here: Hashable) -> list[int]:
-    """The lowest rank of every node but the decider's.
-
-    Args:
-        nodes: of each rank.
-        here: of the decider.
-    """
+    """The lowest rank of every node except the decider's, `here`; `nodes` are those of each rank."""
     return sorted({node: rank for rank, node in reversed(list(enumerate(nodes))) if node != here}.values())
 
 
 class BoardSender:
-    """A leader's end: sends what its node's board says until it is closed, or the decider is gone.
+    """The leader's side: sends its node's board until it is closed or the decider is lost.
 
     Args:
-        board: of the node.
         group: of decider and leader.
         timeout_s: of the group.
     """
@@ -67,11 +61,11 @@ class BoardSender:
         self._thread.start()
 
     def close(self, *, has_lost: bool, timeout_s: float = 2.0) -> None:
-        """Send what the board says last, and end; the decider may be gone, so this waits for a moment only.
+        """Send the final state of the board and end.
 
         Args:
-            has_lost: whether the gang is lost: then others on this node have something to say until they end, too.
-            timeout_s: after which the thread is left to end by itself.
+            has_lost: whether the gang is lost; other ranks of the node then get time to post as well.
+            timeout_s: maximum wait for the thread, which may be blocked if the decider is lost.
         """
         self._until_s = time.monotonic() + (_LINGER_S if has_lost else 0.0)
         self._is_closing.set()
@@ -88,7 +82,7 @@ class BoardSender:
                 time.sleep(_LOOK_S)
             self._send(_ENDS)
         except RankLostError as error:
-            _log.debug("the decider takes no lines any more: %s", error)
+            _log.debug("the decider no longer receives lines: %s", error)
         finally:
             self._group.close()
 
@@ -105,7 +99,7 @@ class BoardSender:
 
 
 class BoardReceiver:
-    """The decider's end for one node.
+    """The decider's side for one node.
 
     Args:
         board: of the decider.
@@ -121,11 +115,11 @@ class BoardReceiver:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether no more lines will be received."""
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Take nothing any more. The thread ends when the leader does, or has been silent for the group's deadline."""
+        """Ignore further lines. The thread ends when the leader ends, or at the group's timeout."""
         self._is_closed = True
 
     def _run(self) -> None:
@@ -147,16 +141,14 @@ class BoardReceiver:
 def send_board(
     board: AckBoard, handles: Mapping[str, GroupHandle], *, rank: int, epoch: int, host: str
 ) -> BoardSender | None:
-    """Pass on a node's board if this rank leads the node.
+    """Relay a node's board if this rank is the node's leader.
 
     Args:
-        board: of the node.
         handles: all groups of the gang.
         rank: world rank.
-        epoch: of the gang.
         host: address of this process that the decider can reach.
     Raises:
-        RankLostError: the decider did not come in time, or is of another epoch.
+        RankLostError: the decider did not join in time, or belongs to another epoch.
     """
     for handle in handles.values():
         if handle.kind == "boards" and rank in handle.members:
@@ -168,16 +160,15 @@ def send_board(
 def receive_boards(
     board: AckBoard, handles: Mapping[str, GroupHandle], *, nodes: Sequence[Hashable], epoch: int, host: str
 ) -> list[BoardReceiver]:
-    """Take in the boards of all other nodes.
+    """Receive the boards of all other nodes.
 
     Args:
         board: of the decider.
         handles: all groups of the gang.
-        nodes: of each rank.
-        epoch: of the gang.
+        nodes: node of each rank.
         host: address of this process that the leaders can reach.
     Raises:
-        RankLostError: a leader did not come in time.
+        RankLostError: a leader did not join in time.
     """
     found = []
     for handle in handles.values():

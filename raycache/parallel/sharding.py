@@ -1,8 +1,8 @@
-"""Which rank owns what: pure arithmetic, the only placement rule of the project.
+"""Sharding: which rank holds which part of a model and its cache. All such arithmetic is here.
 
 axis  shards
-pp    layers, in the runs that stages.py chooses
-tp    heads; KV heads fewer than tp are replicated, what has no heads is whole on every tp rank
+pp    layers, in the stages chosen by stages.py
+tp    heads; KV heads fewer than tp are replicated, and so is everything without heads
 cp    the tokens of each page, page_size / cp consecutive tokens per rank; recurrent states by heads over tp x cp
 
 page of S=8 tokens, cp=2:   [ 0 1 2 3 | 4 5 6 7 ]     cp rank 0 holds tokens 0..3 of every page, cp rank 1 tokens 4..7
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coords:
-    """Position of a rank in the gang; tp is the fastest axis, so that tp ranks are neighbours."""
+    """Coordinates of a rank in the gang; tp varies fastest, so that the ranks of a tp group are consecutive."""
 
     pp: int
     cp: int
@@ -31,8 +31,7 @@ class Split:
     """How a model is split: sizes of the three axes, and the layers of each pipeline stage.
 
     Attributes:
-        tp, pp, cp: sizes.
-        stages: layers per stage (stages.py); may be empty with one stage, and where nobody asks for layers.
+        stages: layers per stage (stages.py); may be empty with one stage, or if layers are not needed.
     """
 
     tp: int = 1
@@ -44,14 +43,14 @@ class Split:
         assert len(self.stages) in (0, self.pp), f"{self.stages} are not the layers of {self.pp} stages"
 
     def stage_layers(self, num_layers: int, stage: int) -> range:
-        """Layers of a stage, of a model with so many."""
+        """Layers of a stage of a model with `num_layers`."""
         stages = self.stages or (num_layers,)
         assert len(stages) == self.pp and sum(stages) == num_layers, f"{self} has no stages for {num_layers} layers"
         end = sum(stages[: stage + 1])
         return range(end - stages[stage], end)
 
     def held_layers(self, num_layers: int, stage: int) -> range:
-        """Layers whose cache a stage holds: its own and, on the last one, those behind the model's: a draft's."""
+        """Layers whose cache a stage holds: its own and, on the last stage, those of the draft model."""
         own = self.stage_layers(num_layers, stage)
         return range(own.start, sys.maxsize) if stage == self.pp - 1 else own
 
@@ -69,25 +68,24 @@ class Split:
         return (coords.pp * self.cp + coords.cp) * self.tp + coords.tp
 
     def axis_members(self, axis: str, rank: int) -> tuple[int, ...]:
-        """World ranks that differ from `rank` in one axis ("tp", "pp" or "cp") only, in order of that axis."""
+        """World ranks that differ from `rank` only along one axis ("tp", "pp" or "cp"), in order."""
         at = self.coords(rank)
         varied = range({"tp": self.tp, "pp": self.pp, "cp": self.cp}[axis])
         return tuple(self.rank(Coords(**{"pp": at.pp, "cp": at.cp, "tp": at.tp, axis: i})) for i in varied)
 
     def cache_members(self, rank: int) -> tuple[int, ...]:
-        """World ranks that hold a part of the same pages: for one replica, all of them."""
+        """World ranks that hold parts of the same pages: all ranks of the replica."""
         return tuple(range(self.world_size)) if 0 <= rank < self.world_size else ()
 
 
 @dataclass(frozen=True)
 class HeadCount:
-    """Something of a model that is split over tp, or over tp x cp.
+    """A number of heads, or the like, to be split over tp, or over tp x cp.
 
     Attributes:
-        name: the key of config.json, for messages.
-        count: how many there are.
-        is_shared: fewer than ranks are fine, neighbours then share one.
-        over_cp: whether cp splits it too, as it does recurrent heads.
+        name: its key in config.json, for messages.
+        is_shared: whether there may be fewer heads than ranks; consecutive ranks then share one.
+        over_cp: whether it is also split over cp, as recurrent heads are.
     """
 
     name: str
@@ -96,7 +94,7 @@ class HeadCount:
     over_cp: bool = False
 
     def obstacle(self, split: Split) -> str:
-        """Why it cannot be split so, or nothing."""
+        """Why it cannot be split this way, or ""."""
         parts = split.tp * split.cp if self.over_cp else split.tp
         if self.count % parts == 0:
             return ""
@@ -113,7 +111,7 @@ def even_range(count: int, part: int, parts: int) -> range:
 
 
 def shared_head_range(num_heads: int, part: int, parts: int) -> range:
-    """Heads of one of `parts` ranks; with fewer heads than ranks, parts / num_heads neighbours share one."""
+    """Heads of one of `parts` ranks; with fewer heads than ranks, parts / num_heads consecutive ranks share one."""
     if num_heads >= parts:
         return even_range(num_heads, part, parts)
     head = part * num_heads // parts
@@ -121,28 +119,27 @@ def shared_head_range(num_heads: int, part: int, parts: int) -> range:
 
 
 def state_part(split: Split, at: Coords) -> tuple[int, int]:
-    """(part, parts) of a rank's recurrent heads: those of its tp rank, divided further over cp."""
+    """(part, parts) of a rank's recurrent heads: those of its tp rank, split further over cp."""
     return at.tp * split.cp + at.cp, split.tp * split.cp
 
 
 def vocab_range(vocab_size: int, tp_rank: int, tp_size: int) -> range:
-    """Rows of the embedding of a tp rank: ceil(vocab / tp) each, the last ones may be shorter or empty."""
+    """Rows of a tp rank's embedding: ceil(vocab / tp) each; those of the last ranks may be fewer or none."""
     rows = -(-vocab_size // tp_size)
     return range(min(tp_rank * rows, vocab_size), min((tp_rank + 1) * rows, vocab_size))
 
 
 def split_chunk(num_tokens: int, cp_rank: int, cp_size: int, *, turn: int = 0) -> tuple[range, ...]:
-    """The runs of a chunk of new tokens that a cp rank computes, so that causal work is even.
+    """The runs of a chunk of new tokens that a cp rank computes, balanced for causal attention.
 
-    Token i attends to i + 1 new tokens, so equal runs would give the last rank most of the work. Cut into 2 * cp
-    runs, of which
-    rank r takes run r and run 2 * cp - 1 - r:
+    Token i attends to i + 1 new tokens, so equal consecutive runs would give the last rank most of the work. The chunk
+    is split into 2 * cp runs, of which rank r computes runs r and 2 * cp - 1 - r:
 
         cp=2:  [ 0 | 1 | 1 | 0 ]
 
     Args:
         num_tokens: length of the chunk, 1 in decode.
-        turn: rotates the ranks, so that the single tokens of many decode rows do not all fall to rank 0.
+        turn: rotates the ranks, so that rank 0 does not compute the single tokens of all decode rows.
     """
     if cp_size == 1:
         return (range(num_tokens),)

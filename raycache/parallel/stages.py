@@ -1,9 +1,9 @@
 """Pipeline stages: how many consecutive layers each one has.
 
     layers     0 1 2 3 | 4 5 6 | 7 8 9       stages (4, 3, 3): the first has the embedding, the last one norm and head
-    indivisible   2<-3     5<-6              a layer that uses what the one before found never begins a stage
+    indivisible   2<-3     5<-6              a layer that shares the indexer of an earlier one never begins a stage
 
-The decider chooses once, from config.json or by `pp_layers`, and tells the ranks: nobody else derives borders.
+The decider chooses the stages once, from config.json or `pp_layers`, and sends them to the ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ _LIST = re.compile(r"\s*\d{1,9}\s*(,\s*\d{1,9}\s*)*")
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What each layer costs, in any unit.
+    """Cost of each layer, in any unit.
 
     Attributes:
-        layers: of each layer.
-        first, last: what the first and the last stage have besides.
+        first, last: additional costs of the first and the last stage.
     """
 
     layers: tuple[int, ...]
@@ -34,7 +33,7 @@ class LayerCosts:
     last: int = 0
 
     def of_stages(self, stages: Sequence[int]) -> tuple[int, ...]:
-        """What each stage costs."""
+        """Cost of each stage."""
         borders = (0, *accumulate(stages))
         costs = [sum(self.layers[begin:end]) for begin, end in pairwise(borders)]
         costs[0] += self.first
@@ -43,12 +42,12 @@ class LayerCosts:
 
 
 def parse_pp_layers(text: str, *, pp: int) -> tuple[int, ...]:
-    """Read layers per stage, such as "12,12,11".
+    """Parse layers per stage, such as "12,12,11".
 
     Returns:
         One number per stage; none for "auto".
     Raises:
-        ConfigError: it is no list of `pp` positive numbers.
+        ConfigError: it is not a list of `pp` positive numbers.
     """
     if text == AUTO:
         return ()
@@ -62,13 +61,13 @@ def parse_pp_layers(text: str, *, pp: int) -> tuple[int, ...]:
 
 
 def even_stages(num_layers: int, pp: int) -> tuple[int, ...]:
-    """Lengths that differ by at most one, longer stages first."""
+    """Stages whose lengths differ by at most one, longer ones first."""
     base, extra = divmod(num_layers, pp)
     return tuple(base + (stage < extra) for stage in range(pp))
 
 
 def are_whole(stages: Sequence[int], bound: Collection[int]) -> bool:
-    """Whether no stage begins at one of the `bound` layers, which belong to the layer before them."""
+    """Whether no stage begins at one of the `bound` layers, which must be on the stage of the layer before them."""
     return bound_begin(stages, bound) is None
 
 
@@ -78,12 +77,11 @@ def bound_begin(stages: Sequence[int], bound: Collection[int]) -> int | None:
 
 
 def nearest_stages(stages: Sequence[int], *, num_layers: int, bound: Collection[int]) -> tuple[int, ...]:
-    """Stages for `num_layers` layers that keep `bound` ones together, with borders near those of `stages`.
+    """Valid stages for `num_layers` layers with borders near those of `stages`.
 
     Args:
-        stages: layers per stage, of any sum; there are enough layers for as many stages.
-        num_layers: of the model.
-        bound: layers that belong to the layer before them.
+        stages: layers per stage, with any sum; the model must have enough layers for as many stages.
+        bound: layers that must be on the stage of the layer before them.
     """
     begins = [layer for layer in range(1, num_layers) if layer not in bound]
     chosen, place = [0], 0
@@ -95,14 +93,11 @@ def nearest_stages(stages: Sequence[int], *, num_layers: int, bound: Collection[
 
 
 def cheapest_stages(costs: LayerCosts, pp: int, *, bound: Collection[int] = ()) -> tuple[int, ...]:
-    """Stages of which the most expensive one costs as little as possible.
-
-    Even ones where all layers cost the same and pp divides their number, and wherever none are better.
+    """Stages that minimise the cost of the most expensive one; even stages if none are better.
 
     Args:
-        costs: of the layers.
-        pp: number of stages; at most as many as there are layers that are not bound.
-        bound: layers that belong to the layer before them.
+        pp: number of stages; at most the number of layers that are not bound.
+        bound: layers that must be on the stage of the layer before them.
     """
     num_layers = len(costs.layers)
     even = even_stages(num_layers, pp)
@@ -116,13 +111,13 @@ def cheapest_stages(costs: LayerCosts, pp: int, *, bound: Collection[int] = ()) 
 
 
 class _Search:
-    """Runs of units for stages; a unit is a layer with those that are bound to it."""
+    """Search for stages as runs of units; a unit is a layer with those that are bound to it."""
 
     def __init__(self, costs: LayerCosts, pp: int, *, bound: Collection[int]) -> None:
         self._begins = [layer for layer in range(len(costs.layers)) if layer not in bound or layer == 0]
         prefix = (0, *accumulate(costs.layers))
         self._ends = [*self._begins[1:], len(costs.layers)]
-        # What all costs up to each unit: the embedding belongs to the first, the head to the last one.
+        # Cumulative cost up to each unit; the embedding belongs to the first unit, the head to the last one.
         self._cost = [0, *(costs.first + prefix[end] for end in self._ends)]
         self._cost[-1] += costs.last
         self._pp = pp

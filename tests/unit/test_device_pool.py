@@ -145,5 +145,5 @@ def test_an_fp8_latent_takes_656_bytes_and_comes_back_nearly_the_same() -> None:
 
 
 def test_fp8_is_refused_for_a_rank_that_blocks_do_not_divide() -> None:
-    with pytest.raises(ConfigError, match="multiples of 128, this model has 32"):
+    with pytest.raises(ConfigError, match="multiple of 128, this model has 32"):
         latent([0], rank=32, rope_dim=8, fmt=CacheFormat("bfloat16", has_fp8_latent=True))
