@@ -30,10 +30,10 @@ TEXT = "one two three Grüße 東京 🎉 four five six seven eight nine ten"
 
 
 class ScriptedEngine:
-    """Answers every request with the same tokens, one at a time."""
+    """Answers every request with the same text, a token at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, *, delay_s: float = 0.0) -> None:
-        self._script = tokenizer.encode(TEXT, add_special_tokens=False)
+    def __init__(self, tokenizer: Tokenizer, *, text: str = TEXT, delay_s: float = 0.0) -> None:
+        self._script = tokenizer.encode(text, add_special_tokens=False)
         self._eos = tokenizer.eos_id or 0
         self._delay_s = delay_s
         self.vocab_size = tokenizer.vocab_size
