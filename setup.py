@@ -17,6 +17,7 @@ REQUIRES = [
     "tokenizers>=0.22,<1",
     "tiktoken>=0.9,<1",
     "sentencepiece>=0.2,<0.3",
+    "llguidance>=1.9,<2",
     "jinja2>=3.1,<4",
     "starlette>=1.0,<2",
     "uvicorn>=0.40,<1",

@@ -110,6 +110,7 @@ class SamplingParams:
         max_tokens: maximum tokens to generate; None: up to the context length.
         ignore_eos: continue after the end-of-sequence token.
         logprobs: number of alternatives to report per generated token (0: only the chosen one); None: no logprobs.
+        grammar: in llguidance's dialect of Lark; tokens that would leave it are never sampled. "": none.
         prompt_logprobs: number of alternatives to report per prompt token, which recomputes the whole prompt; None: no
             prompt logprobs.
     Raises:
@@ -131,6 +132,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)

@@ -27,6 +27,7 @@ class Tokenizer:
         special_tokens: name -> text, such as "bos_token" -> "<s>"; the names that chat templates use.
         templates: the model's chat templates.
         pieces: token id -> bytes.
+        vocabulary: what all of it is read from.
     Raises:
         CheckpointError: a file is missing, damaged or of an unsupported kind.
     """
@@ -34,14 +35,14 @@ class Tokenizer:
     def __init__(self, model_dir: str | Path, *, is_optional: bool = False) -> None:
         self._folder = folder = Path(model_dir)
         settings = read_settings(folder)
-        self._vocabulary: Vocabulary = open_vocabulary(folder, settings, is_optional=is_optional)
-        self.description = self._vocabulary.description
-        self.pieces = self._vocabulary.pieces
-        self.special_tokens = {**self._vocabulary.special_tokens, **named_tokens(settings)}
+        self.vocabulary: Vocabulary = open_vocabulary(folder, settings, is_optional=is_optional)
+        self.description = self.vocabulary.description
+        self.pieces = self.vocabulary.pieces
+        self.special_tokens = {**self.vocabulary.special_tokens, **named_tokens(settings)}
         self.templates = read_templates(folder, settings, token_id=self.token_id)
-        self.vocab_size = self._vocabulary.size
+        self.vocab_size = self.vocabulary.size
         named = map(self.token_id, self.special_tokens.values())
-        self._special_ids = self._vocabulary.special_ids | {token_id for token_id in named if token_id is not None}
+        self._special_ids = self.vocabulary.special_ids | {token_id for token_id in named if token_id is not None}
 
     @classmethod
     def of(cls, config: Config, *, vocab_size: int) -> Tokenizer:
@@ -91,7 +92,7 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Id of a token given as it stands in the vocabulary, or None."""
-        return self._vocabulary.token_id(token)
+        return self.vocabulary.token_id(token)
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a mark such as <s> and not text."""
@@ -105,7 +106,7 @@ class Tokenizer:
             add_special_tokens: put what the model expects around a text, such as <s>, as the tokenizer's file says.
                 False for a rendered chat template, which writes them itself.
         """
-        return self._vocabulary.encode(text, add_special_tokens=add_special_tokens)
+        return self.vocabulary.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ill-formed UTF-8 gives U+FFFD, unknown ids give nothing."""

@@ -44,6 +44,7 @@ class Vocabulary(Protocol):
         pieces: token id -> bytes.
         special_ids: tokens that are marks such as <s> and not text.
         special_tokens: name -> text, such as "bos_token" -> "<s>", where tokenizer_config.json says nothing else.
+        json_text: contents of tokenizer.json, or "" for another form.
     """
 
     description: str
@@ -51,6 +52,9 @@ class Vocabulary(Protocol):
     pieces: TokenBytes
     special_ids: frozenset[int]
     special_tokens: Mapping[str, str]
+
+    @property
+    def json_text(self) -> str: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text.

@@ -36,6 +36,8 @@ class SentencePieceModel:
         CheckpointError: a file is damaged or of another kind.
     """
 
+    json_text = ""
+
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         path = folder / FILE
         content = read_file(path)

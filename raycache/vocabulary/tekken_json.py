@@ -37,6 +37,8 @@ class TekkenJson:
         CheckpointError: it is damaged.
     """
 
+    json_text = ""
+
     def __init__(self, folder: Path) -> None:
         path = folder / FILE
         values = read_json(path)

@@ -49,6 +49,8 @@ class TiktokenModel:
         CheckpointError: a file is damaged, or of a vendor whose regular expression is not known.
     """
 
+    json_text = ""
+
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         path = folder / FILE
         owner = settings.get("tokenizer_class", _TOKENIZER_CLASS)

@@ -58,6 +58,11 @@ class TokenizerJson:
         backend.decoder = tokenizers.decoders.ByteLevel()
         return cls(backend, description="none (one token per byte)")
 
+    @property
+    def json_text(self) -> str:
+        text: str = self._backend.to_str()
+        return text
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids

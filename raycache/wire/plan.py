@@ -148,7 +148,8 @@ class StepPlan:
     def pack(self) -> bytes:
         """Encode for the wire."""
         admits = [
-            [a.slot, _lists(a.pages), asdict(a.sampling), a.seed, bytes(a.prompt), bytes(a.output)] for a in self.admits
+            [a.slot, _lists(a.pages), _packed(a.sampling), a.seed, bytes(a.prompt), bytes(a.output)]
+            for a in self.admits
         ]
         rows = [
             [
@@ -204,6 +205,11 @@ def _moves(lane: list[tuple[int, list[list[Any]]]]) -> tuple[Moves, ...]:
 
 def _lists(pages: PageLists) -> dict[str, list[int]]:
     return {space: list(ids) for space, ids in pages.items()}
+
+
+def _packed(sampling: SamplingParams) -> dict[str, Any]:
+    """Without the grammar: ranks get masks."""
+    return {name: value for name, value in asdict(sampling).items() if name != "grammar"}
 
 
 def _sampling(wire: dict[str, Any]) -> SamplingParams:

@@ -1,0 +1,236 @@
+"""Grammars for structured output, as texts in llguidance's dialect of Lark.
+
+    client asks for              text for SamplingParams.grammar
+    a JSON object                start: %json {"type": "object"}
+    "yes" or "no"                start: "yes" | "no"
+    either, after thinking       start: thinking answer ...
+
+The functions are pure and refuse by name what cannot be done. `GrammarChecker` then compiles a text with the model's
+own tokenizer, before its request waits in a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from raycache.api.json_schemas import checked_schema
+from raycache.api.tokenizer import Tokenizer
+from raycache.errors import RequestError
+from raycache.types import EngineInfo
+from raycache.vocabulary.grammar_tokens import grammar_tokens
+
+MAX_GRAMMAR_BYTES = 1 << 20
+MAX_PATTERN_CHARS = 10_000
+MAX_CHOICES = 10_000
+
+_NUM_THREADS = 2
+_NUM_REMEMBERED = 256
+
+_WHITESPACE = r"( |\n {0,32})?"
+"""Between the tokens of a JSON text. Bounded: a model may otherwise write blanks until max_tokens."""
+
+_LARK_WORDS = re.compile(
+    r"""
+    (?P<kept> "(?:\\.|[^"\\\n])*"i? | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\\n])+/[imslux]* )
+    | (?<![\w@-]) (?P<start> start ) (?![\w-])
+    """,
+    re.VERBOSE,
+)
+
+
+def json_object() -> str:
+    """Any JSON object."""
+    return _start(json_rule({"type": "object"}))
+
+
+def json_schema(schema: Mapping[str, Any] | bool, *, field: str = "response_format", is_compact: bool = False) -> str:
+    """JSON texts that are valid under a schema.
+
+    Args:
+        field: of the request body, for messages.
+        is_compact: without any white space between tokens; by default a blank, or a line break and its indentation.
+    Raises:
+        RequestError: the schema is too large, or has a keyword that cannot be enforced; names its path.
+    """
+    return _start(json_rule(schema, field=field, is_compact=is_compact))
+
+
+def json_rule(schema: Mapping[str, Any] | bool, *, field: str = "response_format", is_compact: bool = False) -> str:
+    """The same as an expression for the right side of a rule, to be written into a larger grammar."""
+    cleaned = checked_schema(schema, field=field)
+    options = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": _WHITESPACE}
+    # Unicode as it is: escapes would only make the text longer.
+    return "%json " + json.dumps({**cleaned, "x-guidance": options}, ensure_ascii=False)
+
+
+def literal(text: str) -> str:
+    """A text as an expression for the right side of a rule."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def mark(text: str, tokenizer: Tokenizer) -> str:
+    """A mark such as <tool_call> as an expression: the token, if the tokenizer has a special one, else its text."""
+    token_id = tokenizer.token_id(text)
+    return literal(text) if token_id is None or not tokenizer.is_special(token_id) else f"<[{token_id}]>"
+
+
+def regex(pattern: str, *, field: str = "structured_outputs.regex") -> str:
+    """Texts that match a regular expression as a whole.
+
+    Raises:
+        RequestError: it is empty or too long.
+    """
+    if not pattern:
+        raise RequestError(f"{field} must not be empty", field=field)
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise RequestError(
+            f"{field} has {len(pattern)} characters; at most {MAX_PATTERN_CHARS} are accepted", field=field
+        )
+    return f"start: TEXT\nTEXT: /{_escaped(pattern)}/\n"
+
+
+def lark(text: str, *, field: str = "structured_outputs.grammar") -> str:
+    """Texts of a grammar that the client wrote, in Lark's notation or in EBNF as llama.cpp reads it (`root ::= ...`).
+
+    Raises:
+        RequestError: it is empty, too long, or EBNF that cannot be converted.
+    """
+    if not text.strip():
+        raise RequestError(f"{field} must not be empty", field=field)
+    _check_size(text, field)
+    if "::=" not in text:
+        return text
+    try:
+        converted: str = any_to_lark(text)
+    except Exception as error:  # it raises whatever its parser runs into
+        raise RequestError(f"{field} is not a grammar in EBNF: {error}", field=field) from error
+    return converted
+
+
+def choice(options: Sequence[str], *, field: str = "structured_outputs.choice") -> str:
+    """One of several texts.
+
+    Raises:
+        RequestError: there are none or too many, or one is empty.
+    """
+    if not options or len(options) > MAX_CHOICES:
+        raise RequestError(f"{field} must have 1 to {MAX_CHOICES} texts, got {len(options)}", field=field)
+    if not all(options):
+        raise RequestError(f"{field} must not contain an empty text", field=field)
+    return _start(" | ".join(map(literal, dict.fromkeys(options))))
+
+
+def after_reasoning(grammar: str, close_mark: str, *, tokenizer: Tokenizer, budget: int | None = None) -> str:
+    """Free text up to the mark that closes the reasoning, then what the grammar allows.
+
+    For a prompt that ends inside the reasoning, or a model that writes the opening mark as text.
+
+    Args:
+        close_mark: such as "</think>".
+        budget: most tokens of reasoning, after which only the mark is allowed; None: as many as the model likes.
+    Raises:
+        RequestError: there is a budget, and the mark is not one token of this model.
+    """
+    token_id = tokenizer.token_id(close_mark)
+    is_special = token_id is not None and tokenizer.is_special(token_id)
+    if budget is not None and token_id is None:
+        raise RequestError(
+            f"a budget for reasoning needs a model whose mark {close_mark!r} is one token; leave the budget out",
+            field="thinking_token_budget",
+        )
+    if is_special or budget is not None:
+        limit = "" if budget is None else f"[max_tokens={max(budget, 1)}]"
+        opening = "" if budget == 0 else "reasoning_text "
+        rules = f"{opening}<[{token_id}]>\n" + (f"reasoning_text{limit}: /(?s:.*)/\n" if opening else "")
+    else:
+        rules = f"reasoning_text\nreasoning_text[suffix={literal(close_mark)}]: /(?s:.*)/\n"
+    head, _, rest = rules.partition("\n")
+    return f"start: {head} /\\s{{0,8}}/ constrained_answer\n{rest}{_renamed(grammar, 'constrained_answer')}"
+
+
+class GrammarChecker:
+    """Compiles grammars with the model's tokenizer, in threads, so that a request with a wrong one is refused at once.
+
+    Belongs to one event loop. The tokenizer's table is built at the first grammar.
+
+    Args:
+        tokenizer: of the model.
+        info: the model's vocabulary and end tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
+        self._tokenizer, self._info = tokenizer, info
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+        self._lock = threading.Lock()  # of the table
+        self._errors: OrderedDict[str, str] = OrderedDict()  # grammar -> what is wrong with it, "" for nothing
+
+    async def check(self, grammar: str, *, field: str) -> None:
+        """Refuse a grammar that cannot be compiled.
+
+        Raises:
+            RequestError: what is wrong with it.
+        """
+        _check_size(grammar, field)
+        error = self._errors.get(grammar)
+        if error is None:
+            error = await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, grammar)
+            self._errors[grammar] = error
+            while len(self._errors) > _NUM_REMEMBERED:
+                self._errors.popitem(last=False)
+        else:
+            self._errors.move_to_end(grammar)
+        if error:
+            raise RequestError(f"{field} cannot be enforced: {error}", field=field)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @cached_property
+    def _table(self) -> LLTokenizer:
+        info = self._info
+        return grammar_tokens(self._tokenizer.vocabulary, num_logits=info.vocab_size, eos_token_ids=info.eos_token_ids)
+
+    def _compile(self, grammar: str) -> str:
+        with self._lock:
+            table = self._table
+        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, table)
+        return _first_lines(messages[0]) if is_wrong else ""
+
+
+def _first_lines(message: str) -> str:
+    """Without the excerpt of the grammar, which may be long."""
+    kept = message.split("\n   1 |")[0].split("\n")
+    return "; ".join(line.strip() for line in kept if line.strip())[:1000]
+
+
+def _start(expression: str) -> str:
+    return f"start: {expression}\n"
+
+
+def _renamed(grammar: str, name: str) -> str:
+    """The grammar with another name for its rule `start`."""
+    return _LARK_WORDS.sub(lambda found: found["kept"] or name, grammar)
+
+
+def _escaped(pattern: str) -> str:
+    """A regular expression as it stands between slashes."""
+    found = re.sub(r"\\.|/", lambda each: r"\/" if each[0] == "/" else each[0], pattern, flags=re.DOTALL)
+    return found.replace("\n", r"\n").replace("\r", r"\r")
+
+
+def _check_size(text: str, field: str) -> None:
+    size = len(text.encode(errors="replace"))
+    if size > MAX_GRAMMAR_BYTES:
+        raise RequestError(f"{field} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted", field=field)

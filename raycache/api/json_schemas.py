@@ -1,0 +1,170 @@
+"""JSON Schemas that structured output can enforce: checked, bounded, and without what has no effect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raycache.errors import RequestError
+
+MAX_SCHEMA_BYTES = 1 << 20
+MAX_DEPTH = 60
+MAX_SCHEMAS = 20_000
+MAX_OPTIONAL = 500
+MAX_REQUIRED = 2_000
+MAX_VALUES = 10_000
+MAX_PATTERN_CHARS = 10_000
+
+_UNSUPPORTED = frozenset(
+    (
+        "not",
+        "if",
+        "then",
+        "else",
+        "contains",
+        "minContains",
+        "maxContains",
+        "uniqueItems",
+        "propertyNames",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+        "$recursiveRef",
+    )
+)
+_FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"))
+_OTHER_FORMATS = frozenset(
+    (
+        "idn-email",
+        "idn-hostname",
+        "uri-reference",
+        "iri",
+        "iri-reference",
+        "uri-template",
+        "json-pointer",
+        "relative-json-pointer",
+        "regex",
+    )
+)
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+_SCHEMAS = ("additionalProperties", "additionalItems", "items")
+_NEUTRAL: Mapping[str, object] = {"uniqueItems": False, "minContains": 0}
+
+
+def checked_schema(schema: Mapping[str, Any] | bool, *, field: str) -> dict[str, Any]:
+    """Check a schema and leave out what has no effect: unknown formats, and keywords at their neutral value.
+
+    Args:
+        field: of the request body, for messages.
+    Raises:
+        RequestError: it is too large or too deep, or has a keyword that cannot be enforced; names its path.
+    """
+    if isinstance(schema, bool):
+        if not schema:
+            raise RequestError(f"{field}: the schema false allows nothing", field=field)
+        return {}
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"{field}: a schema must be an object, got {type(schema).__name__}", field=field)
+    try:
+        size = len(json.dumps(schema, ensure_ascii=False))
+    except (RecursionError, ValueError, TypeError) as error:
+        raise RequestError(f"{field}: the schema is not JSON or too deep: {error}", field=field) from error
+    if size > MAX_SCHEMA_BYTES:
+        raise RequestError(f"{field}: the schema has {size} bytes; at most {MAX_SCHEMA_BYTES} fit", field=field)
+    return _Walk(schema, field).clean(schema, "#", 0)
+
+
+@dataclass
+class _Walk:
+    """One pass over a schema."""
+
+    root: Mapping[str, Any]
+    field: str
+    num_schemas: int = 0
+
+    def clean(self, schema: Mapping[str, Any], path: str, depth: int) -> dict[str, Any]:
+        self.num_schemas += 1
+        if depth > MAX_DEPTH:
+            self._refuse(path, f"is nested more than {MAX_DEPTH} levels deep")
+        if self.num_schemas > MAX_SCHEMAS:
+            self._refuse("#", f"has more than {MAX_SCHEMAS} subschemas")
+        self._check_bounds(schema, path)
+        cleaned = {key: value for key, value in schema.items() if not self._has_no_effect(key, value, path)}
+        for key in _MAPS:
+            if isinstance(members := cleaned.get(key), Mapping):
+                cleaned[key] = {
+                    name: self._member(each, f"{path}/{key}/{name}", depth) for name, each in members.items()
+                }
+        for key in _LISTS:
+            if isinstance(members := cleaned.get(key), list):
+                cleaned[key] = [self._member(each, f"{path}/{key}/{i}", depth) for i, each in enumerate(members)]
+        for key in _SCHEMAS:
+            if isinstance(member := cleaned.get(key), Mapping):
+                cleaned[key] = self._member(member, f"{path}/{key}", depth)
+        return cleaned
+
+    def _member(self, schema: Any, path: str, depth: int) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            self._refuse(path, f"must be a schema, got {type(schema).__name__}")
+        return self.clean(schema, path, depth + 1)
+
+    def _has_no_effect(self, key: str, value: Any, path: str) -> bool:
+        if key == "x-guidance" or (key in _NEUTRAL and value == _NEUTRAL[key]):
+            return True
+        if key in _UNSUPPORTED:
+            self._refuse(path, f"has the keyword {key!r}, which structured output cannot enforce")
+        if key == "$ref" and not (isinstance(value, str) and value.startswith("#")):
+            self._refuse(path, f"has a '$ref' to {str(value)[:80]!r}; only references inside the schema are followed")
+        if key == "format" and value in _OTHER_FORMATS:
+            self._refuse(path, f"has the 'format' {value!r}; supported are {', '.join(sorted(_FORMATS))}")
+        return key == "format" and value not in _FORMATS
+
+    def _check_bounds(self, schema: Mapping[str, Any], path: str) -> None:
+        required = schema.get("required")
+        num_required = len(required) if isinstance(required, list) else 0
+        num_optional = len(set(self._optional(schema, set())))
+        for key, count, limit in (
+            ("required", num_required, MAX_REQUIRED),
+            ("properties", num_optional, MAX_OPTIONAL),
+            ("enum", _length(schema.get("enum")), MAX_VALUES),
+            ("anyOf", _length(schema.get("anyOf")), MAX_VALUES),
+            ("pattern", _length(schema.get("pattern")), MAX_PATTERN_CHARS),
+        ):
+            if count > limit:
+                what = "optional properties" if key == "properties" else f"entries or characters in {key!r}"
+                self._refuse(path, f"has {count} {what}; at most {limit} are accepted")
+
+    def _optional(self, schema: Mapping[str, Any], seen: set[int]) -> Iterator[str]:
+        """Names of optional properties of one object, with those that allOf and $ref merge into it."""
+        if id(schema) in seen:
+            return
+        seen.add(id(schema))
+        required = schema.get("required")
+        names = set(required) if isinstance(required, list) and all(isinstance(n, str) for n in required) else set()
+        if isinstance(properties := schema.get("properties"), Mapping):
+            yield from (name for name in properties if name not in names)
+        merged = schema.get("allOf") if isinstance(schema.get("allOf"), list) else []
+        for each in [*(merged or ()), self._target(schema.get("$ref"))]:
+            if isinstance(each, Mapping):
+                yield from self._optional(each, seen)
+
+    def _target(self, ref: Any) -> Any:
+        found: Any = self.root
+        for part in ref[2:].split("/") if isinstance(ref, str) and ref.startswith("#/") else ():
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return found if isinstance(ref, str) else None
+
+    def _refuse(self, path: str, what: str) -> None:
+        raise RequestError(f"{self.field}: the schema at {path[:300]} {what}", field=self.field)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list | str) else 0

@@ -1,0 +1,70 @@
+"""A vocabulary as llguidance needs it, to tell which tokens a grammar allows next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from raycache.vocabulary.base import Vocabulary
+
+_FENCE = "\x02"
+"""A character that no token but its own begins or ends with."""
+
+
+def grammar_tokens(vocabulary: Vocabulary, *, num_logits: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Build the table of all tokens; takes a second of CPU time, in which other threads run.
+
+    Where a grammar leaves no choice of text, its mask holds only the token that the tokenizer would take, so the table
+    must encode texts as the tokenizer does.
+
+    Args:
+        num_logits: rows of the model's logits, which may be more or less than the vocabulary has tokens.
+        eos_token_ids: tokens that end an output, at least one; those beyond the logits are ignored.
+    """
+    eos = [token_id for token_id in eos_token_ids if token_id < num_logits]
+    if vocabulary.json_text and vocabulary.size <= num_logits:
+        try:
+            return LLTokenizer(vocabulary.json_text, n_vocab=num_logits, eos_token=eos)
+        except ValueError:
+            pass  # a kind of tokenizer.json that llguidance does not read
+    return LLTokenizer(cast(TokenizerWrapper, _Tokens(vocabulary, num_logits)), eos_token=eos)
+
+
+class _Tokens:
+    """The tokens one by one; the names of the attributes are llguidance's."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocabulary: Vocabulary, num_logits: int) -> None:
+        self._vocabulary = vocabulary
+        self.eos_token_id = self.bos_token_id = None
+        self.tokens = [vocabulary.pieces[token_id] for token_id in range(num_logits)]
+        self.special_token_ids = sorted(i for i in vocabulary.special_ids if i < num_logits)
+        special = set(self.special_token_ids)
+        self._ids = {piece: i for i, piece in enumerate(self.tokens) if piece and i not in special}
+        self._longest = max(map(len, self._ids), default=0)
+        self._fence = vocabulary.encode(_FENCE, add_special_tokens=False)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Token ids of a text in the middle of another one."""
+        content = text.encode() if isinstance(text, str) else bytes(text)
+        try:
+            ids = self._vocabulary.encode(_FENCE + content.decode(), add_special_tokens=False)[len(self._fence) :]
+        except UnicodeDecodeError:
+            ids = []
+        is_right = all(i < len(self.tokens) for i in ids) and b"".join(map(self.tokens.__getitem__, ids)) == content
+        return ids if is_right else self._longest_first(content)
+
+    def _longest_first(self, content: bytes) -> list[int]:
+        ids, begin = [], 0
+        while begin < len(content):
+            for stop in range(min(begin + self._longest, len(content)), begin, -1):
+                if (token_id := self._ids.get(content[begin:stop])) is not None:
+                    break
+            else:
+                raise ValueError(f"no token for the byte {content[begin]}")
+            ids.append(token_id)
+            begin = stop
+        return ids
