@@ -21,6 +21,7 @@ from typing import Any
 
 import raycache
 from launch.http.openapi import openapi
+from raycache.api.neutral import NEUTRAL
 from raycache.config import Config
 from raycache.observe.aliases import ALIASES
 from raycache.observe.figures import ENGINE, FRONT, Kind
@@ -67,11 +68,14 @@ _FIELDS = {
     "prompt_logprobs": "alternatives to report per prompt token; such a request computes its whole prompt",
     "seed": "the same seed gives the same tokens, whatever else is in the batch; default: a random one",
     "timeout_s": "seconds from arrival after which the request ends",
+    "top_k": "sample only from this many most likely tokens; 0 or -1: from all",
     "model": "name of the model, as listed by `/v1/models`",
     "prompt": "a text, a list of texts, token ids, or a list of lists of token ids",
     "messages": "the conversation: objects with `role` and `content`, also `tool_calls` and `tool_call_id`",
     "stream": "send the output as server-sent events, as it is generated",
-    "stream_options": "with `stream`: `include_usage` adds a last event with the usage",
+    "stream_options": "with `stream`: `include_usage` adds a last event with the usage; with `continuous_usage_stats` "
+    "every event has the usage so far",
+    "add_special_tokens": "put the tokenizer's own special tokens, such as `<s>`, around the prompt",
     "n": "choices per prompt",
     "best_of": "accepted only if equal to `n`",
     "suffix": "accepted only if empty",
@@ -153,6 +157,7 @@ def http() -> str:
         lines += [_row(f"`{method.upper()} {path}`", found["summary"]) for method, found in methods.items()]
     schemas = document["components"]["schemas"]
     completion, chat = schemas["CompletionBody"]["properties"], schemas["ChatBody"]["properties"]
+    chat, completion = ({name: of[name] for name in of if not _is_neutral(of, name)} for of in (chat, completion))
     shared = [name for name in chat if chat[name] == completion.get(name)]
     ignored = [name for name in shared if not chat[name]]
     for title, kind, names in (
@@ -163,11 +168,28 @@ def http() -> str:
         lines += ["", f"## {title}", "", *_table("field", "type", "default", "")]
         lines += [_field(name, kind, schemas) for name in names]
     lines += ["", *_wrapped("Accepted without effect: " + ", ".join(f"`{name}`" for name in ignored) + "."), ""]
-    lines += ["## Errors", "", 'The body is `{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`.', ""]
+    lines += _wrapped(
+        "Fields of other servers, accepted only with the value that asks for nothing: " + _neutral() + "."
+    )
+    lines += [
+        "",
+        "## Errors",
+        "",
+        'The body is `{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`.',
+        "",
+    ]
     errors = document["paths"]["/v1/completions"]["post"]["responses"]
     lines += _table("status", "")
     lines += [_row(status, found["description"]) for status, found in errors.items() if status != "200"]
     return _HEAD + "\n".join(lines) + "\n"
+
+
+def _is_neutral(fields: Mapping[str, Any], name: str) -> bool:
+    return name in NEUTRAL and set(fields[name]) == {"enum"}
+
+
+def _neutral() -> str:
+    return ", ".join(f"`{name}` {' or '.join(f'`{json.dumps(one)}`' for one in of)}" for name, of in NEUTRAL.items())
 
 
 def python() -> str:

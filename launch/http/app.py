@@ -23,8 +23,10 @@ from starlette.types import Receive, Scope, Send
 from launch.http.auth import Authentication, keys_of, salted
 from launch.http.cache import CacheApi
 from launch.http.openapi import openapi
+from launch.http.tokens import TokensApi
 from launch.http.wire import Bodies, ProblemError, json_response, problem_response
 from launch.observe.requests import Observed
+from raycache import __version__
 from raycache.api.chat import ChatTemplate
 from raycache.api.completions_form import CompletionsForm, to_json
 from raycache.api.engine import AsyncEngine
@@ -68,17 +70,23 @@ def build_app(
     observed = observed or Observed(Metrics(info.model))
     api = _Api(engine, config=config, info=info, tokenizer=tokenizer, metrics=observed.metrics)
     cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
+    tokens = TokensApi(api.served, bodies=api.bodies)
     app = Starlette(
         routes=[
+            Route("/", api.welcome),
             Route("/v1/models", api.list_models),
+            Route("/v1/models/", api.list_models),
             Route("/v1/models/{model:path}", api.show_model),
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
             Route("/health", api.health),
+            Route("/ping", api.health),
+            Route("/version", api.version),
             Route("/metrics", api.metrics),
             Route("/status", api.status),
             Route("/openapi.json", api.openapi),
             *cache.routes(),
+            *tokens.routes(),
             *routes,
         ],
         middleware=[observed.middleware, *([Middleware(Authentication, keys=keys)] if keys else [])],
@@ -96,7 +104,12 @@ def build_app(
 
 
 class _Api:
-    """The endpoints."""
+    """The endpoints.
+
+    Attributes:
+        served: what requests are prepared for.
+        bodies: reads the bodies of requests.
+    """
 
     def __init__(
         self, engine: AsyncEngine, *, config: Config, info: EngineInfo, tokenizer: Tokenizer, metrics: Metrics
@@ -104,15 +117,21 @@ class _Api:
         self._engine = engine
         self._info = info
         self._tokenizer = tokenizer
-        self._served = Served(
+        self.served = Served(
             tokenizer=tokenizer,
             template=ChatTemplate.load(tokenizer, path=config.chat_template),
             info=info,
             timeout_s=None if config.request_timeout_s == "none" else config.request_timeout_s,
         )
         self._metrics = metrics
-        self._bodies = Bodies(config)
+        self.bodies = Bodies(config)
         self._eviction = config.eviction
+
+    async def welcome(self, request: Request) -> Response:
+        return PlainTextResponse(f"RayCache serves {self._info.model}; GET /openapi.json lists the paths.\n")
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
 
     async def list_models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model_card()]})
@@ -168,13 +187,13 @@ class _Api:
             )
         match body:
             case CompletionBody():
-                work = partial(prepare_completion, body, self._served)
+                work = partial(prepare_completion, body, self.served)
             case ChatBody():
-                work = partial(prepare_chat, body, self._served)
+                work = partial(prepare_chat, body, self.served)
         return work() if size < _THREAD_BYTES else await asyncio.to_thread(work)
 
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
-        async with self._bodies.read(request) as raw:
+        async with self.bodies.read(request) as raw:
             work = partial(_parse, kind, raw)
             body = work() if len(raw) < _THREAD_BYTES else await asyncio.to_thread(work)
             body = salted(body, request)

@@ -43,7 +43,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _MAX_RUNNING = re.compile(r"requests=([1-9][0-9]{0,8})")
 _TENANT = "raycache.tenant"  # in the ASGI scope
-_OPEN_TO_ALL = frozenset({"/health", "/openapi.json"})
+_OPEN_TO_ALL = frozenset({"/", "/health", "/openapi.json", "/ping", "/version"})
+_OPEN_TO_KEYS = frozenset({"/v1", "/tokenize", "/detokenize"})
 
 _log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=GenerationBody)
@@ -99,8 +100,8 @@ def keys_of(config: Config) -> Keys | None:
 class Authentication:
     """ASGI middleware that requires a valid key with the right for the path.
 
-    Only the paths in _OPEN_TO_ALL need no key, so new routes are protected by default. Any key can access /v1;
-    everything else needs a right.
+    Only the paths in _OPEN_TO_ALL need no key, so new routes are protected by default. Any key can access /v1
+    and those in _OPEN_TO_KEYS; everything else needs a right.
     """
 
     def __init__(self, app: ASGIApp, *, keys: Keys) -> None:
@@ -323,7 +324,7 @@ def _bearer(scope: Scope) -> bytes:
 
 def _missing_right(path: str, tenant: Tenant) -> str:
     """The right that a path requires and the tenant lacks, or empty."""
-    if path == "/v1" or path.startswith("/v1/") or ADMIN in tenant.rights:
+    if path in _OPEN_TO_KEYS or path.startswith("/v1/") or ADMIN in tenant.rights:
         return ""
     if path == "/metrics":
         return "" if METRICS in tenant.rights else METRICS

@@ -10,11 +10,13 @@ that this file relies on.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from raycache.api.completions_form import to_json
@@ -22,6 +24,9 @@ from raycache.api.problem import Problem
 
 MAX_HEAD_BYTES = 32 * 1024
 """Maximum size of a request's target, headers and trailers."""
+KEEP_ALIVE_S = 75.0
+"""An idle connection is kept this long for a next request: longer than the usual pools of clients keep theirs, which
+could otherwise send a request to a connection that is being closed."""
 STALL_S = 30.0
 """A client that reads nothing of its response for this long is disconnected."""
 LEAST_TAKEN_BYTES = 32 * 1024
@@ -123,6 +128,8 @@ class Connection(HttpToolsProtocol):
         self._silent_bytes = 0
         super().on_headers_complete()
         self._is_in_body = True
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[assignment,method-assign]
         self._waiting.add(self, self._give_way)
 
     def on_body(self, body: bytes) -> None:
@@ -180,10 +187,13 @@ class Connection(HttpToolsProtocol):
         elif self._left_s:
             if now_s - self._left_s > LINGER_S:
                 self.transport.close()
-        elif self._is_idle and not self._is_in_body and now_s - self._since_s > self._header_timeout_s:
-            if self._head_bytes or self._silent_bytes:
-                self.transport.write(whole_response(_HEAD_TOO_SLOW))
-            self.transport.close()
+        elif self._is_idle and not self._is_in_body:
+            has_begun = bool(self._head_bytes or self._silent_bytes)
+            is_between = self.cycle is not None and not has_begun
+            if now_s - self._since_s > (KEEP_ALIVE_S if is_between else self._header_timeout_s):
+                if has_begun:
+                    self.transport.write(whole_response(_HEAD_TOO_SLOW))
+                self.transport.close()
 
     def _check_closing(self, now_s: float, *, unsent: int) -> None:
         """Let a closing connection send its remaining data while the client reads it."""
@@ -222,6 +232,23 @@ class Connection(HttpToolsProtocol):
 
 _HEAD_TOO_LARGE = Problem(431, f"request target and headers exceed {MAX_HEAD_BYTES} bytes in total")
 _HEAD_TOO_SLOW = Problem(408, "the request headers did not arrive in time")
+
+
+def _unchunked(cycle: RequestResponseCycle) -> Send:
+    """Send a response to an HTTP/1.0 client, which knows no chunks: without a length it ends with the connection."""
+    send, is_endless = cycle.send, False
+
+    async def unchunked(message: Message) -> None:
+        nonlocal is_endless
+        match message:
+            case {"type": "http.response.start", "headers": headers}:
+                if is_endless := all(name.lower() != b"content-length" for name, _ in headers):
+                    cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+            case {"type": "http.response.body"} if is_endless and not message.get("more_body", False):
+                cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)  # type: ignore[arg-type]
+
+    return unchunked
 
 
 def whole_response(problem: Problem) -> bytes:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raycache import __version__
+from raycache.api.neutral import NEUTRAL
 from raycache.api.schema import (
     IGNORED,
     MAX_CHOICES,
@@ -18,7 +19,9 @@ from raycache.api.schema import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    StrictBody,
 )
+from raycache.api.tokenize_body import DetokenizeBody, TokenizeBody
 from raycache.types import MAX_TOP_LOGPROBS, EngineInfo
 
 _ERRORS = {
@@ -53,6 +56,11 @@ def openapi(info: EngineInfo) -> dict[str, Any]:
             "/v1/chat/completions": {"post": _generation("Create a chat completion.", ChatBody, "ChatCompletion")},
             "/v1/models": {"get": _get("List the model.", "Models")},
             "/v1/models/{model}": {"get": _get("Show the model.", "Model", parameters=[_model_parameter(model)])},
+            "/tokenize": {"post": _tokens("Return the token ids of a text or a conversation.", TokenizeBody, "Tokens")},
+            "/detokenize": {"post": _tokens("Return the text of token ids.", DetokenizeBody, "Detokenized")},
+            "/": {"get": _text("Name the model.", errors=())},
+            "/version": {"get": _get("Return the version.", "Version")},
+            "/ping": {"get": _text("The same as /health.", errors=("503",))},
             "/health": {"get": _text("Report whether the engine responds.", errors=("503",))},
             "/metrics": {"get": _text("Metrics in Prometheus' text format.", errors=("401", "403", "503"))},
         },
@@ -72,6 +80,17 @@ def _generation(summary: str, kind: type[GenerationBody], answer: str) -> dict[s
                 "content": _json(answer) | streamed,
             },
             **_errors(list(_ERRORS)),
+        },
+    }
+
+
+def _tokens(summary: str, kind: type[StrictBody], answer: str) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": _json(kind.__name__)},
+        "responses": {
+            "200": {"description": "The response.", "content": _json(answer)},
+            **_errors([status for status in _ERRORS if status not in ("429", "500")]),
         },
     }
 
@@ -115,8 +134,41 @@ def _schemas(info: EngineInfo) -> dict[str, Any]:
         "Completion": _answer("text_completion", completion),
         "ChatCompletion": _answer("chat.completion", chat),
         "Model": card,
+        **_token_schemas(info),
+        "Version": _object(version=_TEXT),
         "Models": _object(object={"const": "list"}, data={"type": "array", "items": card}),
         "Error": _object(error={**error, "additionalProperties": False}),
+    }
+
+
+def _token_schemas(info: EngineInfo) -> dict[str, Any]:
+    """Bodies and answers of /tokenize and /detokenize."""
+    token = {"type": "integer", "minimum": 0, "maximum": info.vocab_size - 1}
+    model, chat = {"enum": [info.model, None]}, _demands(info)["messages"]
+    tokenize = {
+        "model": model,
+        "add_special_tokens": {"type": ["boolean", "null"]},
+        "return_token_strs": {"type": ["boolean", "null"]},
+    }
+    of_prompt = {**_object(prompt=_TEXT), "additionalProperties": False}
+    of_prompt["properties"] |= tokenize
+    of_chat = {**_object(messages={"type": "array", **chat}), "additionalProperties": False}
+    of_chat["properties"] |= tokenize | {
+        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+        "add_generation_prompt": {"type": ["boolean", "null"]},
+        "continue_final_message": {"type": ["boolean", "null"]},
+        "chat_template_kwargs": {"type": ["object", "null"]},
+    }
+    detokenize = {**_object(tokens={"type": "array", "items": token}), "additionalProperties": False}
+    detokenize["properties"]["model"] = model
+    strings = {"type": ["array", "null"], "items": _TEXT}
+    return {
+        "TokenizeBody": {"anyOf": [of_prompt, of_chat]},
+        "DetokenizeBody": detokenize,
+        "Tokens": _object(
+            tokens={"type": "array", "items": token}, count=_COUNT, max_model_len=_COUNT, token_strs=strings
+        ),
+        "Detokenized": _object(prompt=_TEXT),
     }
 
 
@@ -132,7 +184,8 @@ def _as_accepted(schema: dict[str, Any], *, info: EngineInfo) -> dict[str, Any]:
         name: found if name in required else {"anyOf": [found, {"type": "null"}]}
         for name, found in schema["properties"].items()
     }
-    return {**schema, "properties": fields | {name: {} for name in sorted(IGNORED)}}
+    neutral = {name: {"enum": [*values, None]} for name, values in NEUTRAL.items() if name not in fields}
+    return {**schema, "properties": fields | neutral | {name: {} for name in sorted(IGNORED)}}
 
 
 def _demands(info: EngineInfo) -> dict[str, dict[str, Any]]:
@@ -149,7 +202,7 @@ def _demands(info: EngineInfo) -> dict[str, dict[str, Any]]:
         "n": {"maximum": min(MAX_CHOICES, info.max_queue)},
         "temperature": {"minimum": 0, "maximum": 100},
         "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-        "top_k": {"minimum": 0, "maximum": 2**31 - 1},
+        "top_k": {"minimum": -1, "maximum": 2**31 - 1},
         "min_p": {"minimum": 0, "maximum": 1},
         "repetition_penalty": {"minimum": 0.01, "maximum": 100},
         "presence_penalty": {"minimum": -2, "maximum": 2},

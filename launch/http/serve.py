@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from launch.http.auth import keys_of
+from launch.http.connection import KEEP_ALIVE_S
 from launch.http.listener import Limits, Listener
 from launch.http.tls import Certificate, certificate_of
 from raycache.config import Config
@@ -112,6 +113,7 @@ async def serve(
         server_header=False,
         proxy_headers=False,  # a client must not be able to claim a local address
         backlog=_BACKLOG,
+        timeout_keep_alive=round(KEEP_ALIVE_S),
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )
     endpoint = endpoint_of(sock, scheme="https" if certificate else "http")

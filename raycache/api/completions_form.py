@@ -162,7 +162,7 @@ class CompletionsForm:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
         chunk = {**self._head(self._chunk_kind), "choices": [choice]}
         if self._generation.body.include_usage:
-            chunk["usage"] = None
+            chunk["usage"] = usage_of(self._generation) if self._generation.body.has_continuous_usage else None
         return chunk
 
     def _whole_choice(self, choice: Choice, delta: TextDelta) -> dict[str, Any]:

@@ -82,8 +82,8 @@ def prepare_completion(body: CompletionBody, served: Served) -> Generation:
         RequestError: a value is out of range; names the field.
     """
     _check_count(len(body.prompt), body, info=served.info)
-    encode = served.tokenizer.encode
-    prompts = [p if isinstance(p, list) else encode(p, add_special_tokens=True) for p in body.prompt]
+    encode, adds = served.tokenizer.encode, body.add_special_tokens
+    prompts = [p if isinstance(p, list) else encode(p, add_special_tokens=adds) for p in body.prompt]
     if body.output_form() is not None:
         raise RequestError("the form of the answer cannot be constrained yet", field="structured_outputs")
     is_score_only = body.max_tokens == 0
@@ -111,6 +111,25 @@ def prepare_chat(body: ChatBody, served: Served) -> Generation:
     """
     if body.output_form() is not None or body.choose_tools().is_required or body.thinking_token_budget is not None:
         raise RequestError("the form of the answer cannot be constrained yet", field="response_format")
+    prompt = chat_prompt(body, served)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    sampling = _Sampling(
+        max_tokens=max_tokens,
+        is_max_explicit=max_tokens is not None,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    generation_id = f"chatcmpl-{uuid.uuid4().hex}"
+    choices = _choices(generation_id, body, [prompt], sampling, served=served, split=_Split(parser=ContentOnly))
+    return Generation(generation_id, served.info.model, choices, body)
+
+
+def chat_prompt(body: ChatBody, served: Served) -> list[int]:
+    """Token ids of a conversation in the chat template.
+
+    Raises:
+        RequestError: the template refuses the messages.
+    """
     variables = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
@@ -122,17 +141,7 @@ def prepare_chat(body: ChatBody, served: Served) -> Generation:
         continue_final_message=body.continue_final_message,
         variables=variables,
     )
-    prompt = served.tokenizer.encode(text, add_special_tokens=False)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    sampling = _Sampling(
-        max_tokens=max_tokens,
-        is_max_explicit=max_tokens is not None,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-    )
-    generation_id = f"chatcmpl-{uuid.uuid4().hex}"
-    choices = _choices(generation_id, body, [prompt], sampling, served=served, split=_Split(parser=ContentOnly))
-    return Generation(generation_id, served.info.model, choices, body)
+    return served.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
 
 
 @dataclass(frozen=True)
@@ -221,14 +230,14 @@ def _check_prompt(prompt: Sequence[int], sampling: _Sampling, *, info: EngineInf
     limit, asked = info.max_model_len, sampling.max_tokens
     if len(prompt) >= limit:
         raise PromptTooLongError(
-            f"{field_name} has {len(prompt)} tokens; the model's context is {limit} tokens and one must be left "
-            "for the output",
+            f"This model's maximum context length is {limit} tokens, {field_name} has {len(prompt)} tokens, and one "
+            "must be left for the output",
             field=field_name,
         )
     if sampling.is_max_explicit and asked is not None and len(prompt) + asked > limit:
         raise PromptTooLongError(
-            f"{len(prompt)} prompt tokens and max_tokens={asked} are more than the model's context of {limit} tokens; "
-            f"use max_tokens of at most {limit - len(prompt)}",
+            f"This model's maximum context length is {limit} tokens, and {len(prompt)} prompt tokens with "
+            f"max_tokens={asked} exceed it; use max_tokens of at most {limit - len(prompt)}",
             field="max_tokens",
         )
 
@@ -237,7 +246,7 @@ def _sampling_params(body: GenerationBody, sampling: _Sampling, *, number: int, 
     """Settings of choice `number` of n: choices with a seed differ, and the first is that of n=1."""
     return SamplingParams(
         temperature=body.temperature,
-        top_k=body.top_k,
+        top_k=max(0, body.top_k),
         top_p=body.top_p,
         min_p=body.min_p,
         seed=None if body.seed is None else (body.seed + number + 2**63) % 2**64 - 2**63,

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
+from raycache.api.neutral import is_neutral
 from raycache.api.tools import MAX_TOOLS, ToolChoice, check_tools, tool_choice
 from raycache.errors import RequestError
 from raycache.spelling import did_you_mean
@@ -39,10 +40,12 @@ IGNORED = frozenset(
         "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "request_id",
         "safety_identifier",
         "service_tier",
         "store",
         "user",
+        "verbosity",
     }
 )
 
@@ -113,6 +116,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -175,7 +179,7 @@ class GenerationBody(StrictBody):
         default={}, max_length=MAX_BIASES
     )
 
-    top_k: int = 0
+    top_k: int = Field(default=0, ge=-1)
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop_token_ids: Annotated[list[int], FailFast(), _at_most(MAX_STOP_IDS, what="ids")] = Field(
@@ -205,6 +209,11 @@ class GenerationBody(StrictBody):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
     def output_form(self) -> tuple[str, Any] | None:
         """What the output must look like: a field of `structured_outputs` and its value, or None.
 
@@ -226,6 +235,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[list[str | list[int]], _Prompts]
     max_tokens: int | None = Field(default=None, ge=0, le=_INT32)
     echo: bool = False
+    add_special_tokens: bool = True
     logprobs: int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
     best_of: int | None = None
     suffix: str = ""
@@ -259,6 +269,7 @@ class ChatBody(GenerationBody):
     include_reasoning: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
     def check(self) -> None:
@@ -329,8 +340,9 @@ def parse_body(kind: type[Body], body: Mapping[str, Any]) -> Body:
     Raises:
         RequestError: names the field and what it must be.
     """
-    sent = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     known = kind.model_fields
+    sent = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    sent = {name: value for name, value in sent.items() if name in known or not is_neutral(name, value)}
     unknown = [name for name in sent if name not in known]
     for name in unknown[1:]:  # each would be an error, and the first one is told
         del sent[name]

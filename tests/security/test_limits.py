@@ -61,7 +61,11 @@ def test_headers_that_drip_do_not_buy_time(engine: ScriptedEngine, tokenizer: To
     run(scenario())
 
 
-def test_a_connection_serves_many_requests_and_ends_when_idle(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
+def test_a_connection_serves_many_requests_and_ends_when_idle(
+    engine: ScriptedEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "KEEP_ALIVE_S", 3.0)
+
     async def scenario() -> None:
         async with over_port(engine, tokenizer, **_SLOW) as endpoint, connection(endpoint) as (reader, writer):
             for _ in range(5):
@@ -70,6 +74,7 @@ def test_a_connection_serves_many_requests_and_ends_when_idle(engine: ScriptedEn
             writer.write(GET + GET + post(_ASK))  # at once
             for _ in range(3):
                 assert (await answer(reader))[0] == 200
+            assert not await is_ended(reader, within_s=2.0)  # longer than headers may take
             assert await is_ended(reader, within_s=30)
 
     run(scenario())

@@ -137,6 +137,7 @@ def test_the_state_of_a_request_has_its_names() -> None:
     assert (cycle.response_started, cycle.response_complete, cycle.disconnected) == (True, True, False), (
         _CHANGED + "state of a request"
     )
+    assert (cycle.chunked_encoding, cycle.expected_content_length) == (False, 0), _CHANGED + "length of a response"
     assert cycle.message_event.is_set() and protocol.transport and protocol.loop
 
 

@@ -398,7 +398,7 @@ def test_paths_methods_and_bodies_get_errors_in_the_same_shape(engine: ScriptedE
             url = "/v1/completions"
             answers = [
                 (404, await client.get("/v1/nothing")),
-                (404, await client.get("/")),
+                (404, await client.get("/nothing")),
                 (405, await client.get(url)),
                 (405, await client.post("/v1/models")),
                 (413, await client.post(url, content=b"x" * 10_001, headers=json_type)),
