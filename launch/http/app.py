@@ -28,11 +28,11 @@ from launch.http.wire import Bodies, ProblemError, json_response, problem_respon
 from launch.observe.requests import Observed
 from raycache import __version__
 from raycache.api.chat import ChatTemplate
-from raycache.api.completions_form import CompletionsForm, to_json
+from raycache.api.completions_form import CompletionsForm
 from raycache.api.engine import AsyncEngine
 from raycache.api.prepare import Generation, Served, prepare_chat, prepare_completion
 from raycache.api.problem import Problem, problem_of, unknown_model
-from raycache.api.run import answer, answer_stream, event
+from raycache.api.run import AnswerForm, answer, answer_stream, failure_event
 from raycache.api.schema import ChatBody, CompletionBody, parse_body, parse_json
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
@@ -197,11 +197,12 @@ class _Api:
             work = partial(_parse, kind, raw)
             body = work() if len(raw) < _THREAD_BYTES else await asyncio.to_thread(work)
             body = salted(body, request)
-            return await self._respond(request, await self.prepare(body, size=len(raw)))
+            generation = await self.prepare(body, size=len(raw))
+            return await self.respond(request, generation, CompletionsForm(generation, tokenizer=self._tokenizer))
 
-    async def _respond(self, request: Request, generation: Generation) -> Response:
+    async def respond(self, request: Request, generation: Generation, form: AnswerForm) -> Response:
+        """Run a generation; its answer is written by `form`, whole or as a stream."""
         REQUEST_ID.set(generation.generation_id)
-        form = CompletionsForm(generation, tokenizer=self._tokenizer)
         headers = {"X-Request-Id": generation.generation_id}
         if not generation.body.stream:
             whole = answer(self._engine, generation, form=form, metrics=self._metrics)
@@ -212,7 +213,7 @@ class _Api:
             await stack.enter_async_context(aclosing(events))
             first = await _unless_gone(request.receive, _next(events))
             stack.pop_all()
-        return _EventStream(first, events, headers=headers)
+        return _EventStream(first, events, form=form, headers=headers)
 
     def _model_card(self) -> dict[str, Any]:
         return {
@@ -227,13 +228,16 @@ class _Api:
 class _EventStream(Response):
     """Sends server-sent events until they end or the client disconnects."""
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], *, headers: dict[str, str]) -> None:
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], *, form: AnswerForm, headers: dict[str, str]
+    ) -> None:
         super().__init__(
             headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type="text/event-stream"
         )
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -248,7 +252,7 @@ class _EventStream(Response):
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except RayCacheError as error:  # the status has already been sent
-            last = event(to_json(problem_of(error).body), name=b"error")
+            last = failure_event(self._form, error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

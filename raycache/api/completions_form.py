@@ -13,6 +13,7 @@ from typing import Any
 from raycache.api.output_text import LogprobEntry, TextDelta
 from raycache.api.parts import Content, Message, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
 from raycache.api.prepare import Choice, Generation
+from raycache.api.problem import Problem
 from raycache.api.schema import ChatBody
 from raycache.api.tokenizer import Tokenizer
 from raycache.types import TIERS, FinishReason, TokenLogprob
@@ -135,6 +136,10 @@ class CompletionsForm:
         usage = {"usage": usage_of(self._generation)} if self._generation.body.include_usage else {}
         if extra := usage | self._cache_info():
             yield {**self._head(self._chunk_kind), "choices": [], **extra}
+
+    def failure(self, problem: Problem) -> dict[str, Any]:
+        """The error, as in an answer with its status."""
+        return problem.body
 
     def _cache_info(self) -> dict[str, Any]:
         return {"raycache": cache_info(self._generation)} if self._generation.body.return_cache_info else {}

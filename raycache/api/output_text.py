@@ -149,6 +149,11 @@ class OutputText:
             text, output.token_ids[:count], tuple(entries), output.prompt_logprobs, self.finish_reason, tuple(parts)
         )
 
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text, or ""."""
+        return self._stops.found
+
     def _split(self, piece: str) -> list[Part]:
         return self._parser.feed(piece) if piece and self._parser is not None else []
 

@@ -12,7 +12,8 @@ from raycache.api.completions_form import to_json
 from raycache.api.engine import AsyncEngine
 from raycache.api.output_text import TextDelta
 from raycache.api.prepare import Choice, Generation
-from raycache.errors import EngineStoppedError, RequestFailedError, RequestTimeoutError
+from raycache.api.problem import Problem, problem_of
+from raycache.errors import EngineStoppedError, RayCacheError, RequestFailedError, RequestTimeoutError
 from raycache.observe.metrics import Metrics
 from raycache.types import FinishReason, RequestOutput
 
@@ -46,6 +47,10 @@ class AnswerForm(Protocol):
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """Events behind the last increment."""
+        ...
+
+    def failure(self, problem: Problem) -> dict[str, Any]:
+        """The event that ends a stream which has failed."""
         ...
 
 
@@ -88,13 +93,14 @@ async def answer_stream(
         yield form.last_event
 
 
-def event(data: bytes, *, name: bytes = b"") -> bytes:
-    """One server-sent event."""
-    return (b"event: " + name + b"\n" if name else b"") + b"data: " + data + b"\n\n"
+def failure_event(form: AnswerForm, error: RayCacheError) -> bytes:
+    """The server-sent event that ends a stream which has failed."""
+    return _event(form, form.failure(problem_of(error)), name="error")
 
 
-def _event(form: AnswerForm, chunk: dict[str, Any]) -> bytes:
-    return event(to_json(chunk), name=chunk["type"].encode() if form.names_events else b"")
+def _event(form: AnswerForm, chunk: dict[str, Any], *, name: str = "") -> bytes:
+    name = chunk["type"] if form.names_events else name
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(chunk) + b"\n\n"
 
 
 async def _increments(

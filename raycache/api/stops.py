@@ -17,6 +17,8 @@ class StopMatcher:
 
     Args:
         stops: the stop strings, none of them empty.
+    Attributes:
+        found: the one that is complete, or "".
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -24,6 +26,7 @@ class StopMatcher:
         self._failures = [_failure_table(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # characters of each stop string that the text ends with
         self._held = ""
+        self.found = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Add a piece of text.
@@ -38,6 +41,7 @@ class StopMatcher:
             stop_len = self._advance(char)
             if stop_len:
                 self._held = ""
+                self.found = known[position + 1 - stop_len : position + 1]
                 return known[: position + 1 - stop_len], True
         held_len = max(self._matched)
         self._held = known[len(known) - held_len :]
