@@ -4,7 +4,7 @@
     stored under tp=2          [  0   1 ][  2   3 ]      cut
     stored under tp=8          [][][][][][][][]          joined
 
-The suffixes of stored keys tell which boxes exist at all; which of them exist for a page, only the storage can tell.
+The suffixes of stored keys show which boxes exist at all; which of them exist for a given page takes a lookup.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KNOWN_FOR_S = 5.0
 _LOOK_AGAIN_S = 0.5
 
 Part = tuple[Box, Box]
-"""(box of a stored object, what to take of it)."""
+"""(box of a stored object, part of it to use)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +50,15 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """What one object can hold of a unit: rows that are cut alike.
+    """Fields of a unit that are split alike, so that one object holds them together.
 
     Attributes:
         component: with only the fields of the group.
-        rows: its format, as keys say it.
+        rows: row format, as in keys.
         places: pieces of the node's ranks; no two overlap.
-        own_boxes: of those pieces.
+        own_boxes: boxes of those pieces.
         whole: box of all rows of the model.
-        wanted: what the pieces are together: the whole, or their own boxes where other nodes have the rest.
+        wanted: boxes that the pieces cover together: the whole, or their own if other nodes hold the rest.
     """
 
     component: Component
@@ -69,18 +69,18 @@ class Group:
     wanted: tuple[Box, ...]
 
     def num_bytes(self, box: Box) -> int:
-        """Of an object that holds a box."""
+        """Size of an object with a box."""
         return sum(place.num_bytes for place in place_fields(self.component, box))
 
 
 def groups_of(layout: EnvelopeLayout, space: str) -> list[Group]:
-    """Groups of a space that the node has pieces of."""
+    """Groups of a space of which the node holds pieces."""
     found = (_group_of(layout, component) for component in layout.groups(space))
     return [group for group in found if group.places]
 
 
 def formats_of(layout: EnvelopeLayout) -> tuple[bytes, ...]:
-    """Row formats of all groups, whichever node has their pieces."""
+    """Row formats of all groups, including those held only by other nodes."""
     return tuple(row_format(group) for space in layout.spaces for group in layout.groups(space))
 
 
@@ -104,11 +104,10 @@ def _group_of(layout: EnvelopeLayout, component: Component) -> Group:
 
 
 class Coverage:
-    """The boxes that a storage has of each group, asked for now and then. Safe to be used by several threads.
+    """The boxes stored of each group, refreshed periodically. Thread safe.
 
     Args:
-        storage: to be asked.
-        clock: seconds, never going back.
+        clock: monotonic, in seconds.
     """
 
     def __init__(self, storage: Storage, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -119,20 +118,20 @@ class Coverage:
         self._is_bounded = False
         self._boxes = lru_cache(256)(_boxes)
         self._fill = lru_cache(4096)(_fill)
-        self._same = lru_cache(4096)(lambda boxes: boxes)  # equal sets become one, which compares fast
+        self._same = lru_cache(4096)(lambda boxes: boxes)  # interns equal sets, so that they compare fast
 
     @property
     def is_bounded(self) -> bool:
-        """Whether objects leave to make room, so that uses count."""
+        """Whether the storage has a size limit, so that uses matter."""
         return self._is_bounded
 
     @property
     def suffixes(self) -> frozenset[bytes]:
-        """Of the keys that there are, as far as known."""
+        """Known suffixes of stored keys."""
         return self._suffixes
 
     def boxes(self, group: Group) -> list[Box]:
-        """Into which boxes the stored objects of a group are cut, the largest first. Raises OSError as the storage."""
+        """The boxes of a group's stored objects, the largest first. Raises OSError like the storage."""
         self._look(_KNOWN_FOR_S)
         boxes = self._boxes(group, self._suffixes)
         if not all(self.fill(group, wanted, frozenset(boxes)) for wanted in group.wanted):
@@ -140,18 +139,18 @@ class Coverage:
         return self._boxes(group, self._suffixes)
 
     def fill(self, group: Group, wanted: Box, stored: frozenset[Box]) -> list[Part]:
-        """What to take from which of the stored boxes to fill one; nothing if it cannot be filled."""
+        """The parts of stored boxes that fill the wanted one; empty if they do not fill it."""
         return self._fill(group, wanted, stored)
 
     def learn(self, suffixes: Iterable[bytes]) -> None:
-        """There are objects with these suffixes now."""
+        """Note that objects with these suffixes are stored."""
         new = frozenset(suffixes) - self._suffixes
         if new:
             with self._lock:
                 self._suffixes |= new
 
     def present(self, wanted: Mapping[Group, tuple[Sequence[bytes], Iterable[Box]]]) -> Present:
-        """Ask, all at once, which boxes of groups are stored of the units with these digests. Raises OSError."""
+        """Look up, in one call, which boxes are stored of the given groups and digests. Raises OSError."""
         keys, names = list[bytes](), list[tuple[Group, bytes, Box]]()
         for group, (digests, boxes) in wanted.items():
             for box in boxes:
@@ -174,14 +173,13 @@ class Coverage:
 
 
 Present = dict[tuple[Group, bytes], frozenset[Box]]
-"""(group, digest of a unit) -> boxes that are stored."""
+"""(group, digest of a unit) -> stored boxes."""
 
 
 class Lookup:
-    """Which units are stored whole; remembers what it was told.
+    """Looks up which units are completely stored, and caches the results.
 
     Args:
-        coverage: of the storage.
         groups: component space -> groups.
     """
 
@@ -191,17 +189,17 @@ class Lookup:
         self._known: dict[tuple[str, bytes], bool] = {}
 
     def are_stored(self, units: Iterable[tuple[str, bytes]]) -> list[bool]:
-        """Which units (space, digest) are stored, in objects of whatever boxes. Raises OSError as the storage."""
+        """Which units (space, digest) are stored, in objects of any boxes. Raises OSError like the storage."""
         units = list(units)
         new = [unit for unit in dict.fromkeys(units) if unit not in self._known]
-        # What this split wrote first: mostly there is nothing else.
+        # First the boxes written by this split, usually the only ones.
         self._ask(new, is_own=True)
         self._ask([unit for unit in new if not self._is_whole(*unit)], is_own=False)
         self._known |= {unit: self._is_whole(*unit) for unit in new}
         return [self._known[unit] for unit in units]
 
     def boxes(self, group: Group, digest: bytes) -> list[Box]:
-        """The stored boxes that a unit would be read from; none if something is missing."""
+        """The stored boxes that a unit would be read from; empty if a part is missing."""
         present, found = self._present.get((group, digest), _NO_BOXES), dict[Box, None]()
         for wanted in group.wanted:
             parts = self._coverage.fill(group, wanted, present)

@@ -1,7 +1,7 @@
-"""A storage that fails on purpose, reproducibly by seed, to test the tiers above.
+"""A storage that injects faults, reproducibly by seed, to test the tiers above.
 
-It answers as a backend does that found the fault itself. So a hit is right, unless it is told to lie: no backend here
-does that, and if one did, checksums of the tiers above must hold.
+It behaves like a backend that detects the faults itself, so hits are correct, unless `lies` is set: then damaged
+objects are reported as hits, which the checksums of the tiers above must catch.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class FaultRates:
     """Probabilities of faults, each from 0 to 1.
 
     Attributes:
-        drop: an object that is put is not stored, and said so.
-        lose: an object that is asked for is gone, until it is put again.
-        corrupt: an object that is read has a flipped bit, and is gone then.
-        foreign: an object that is read is of another format.
-        unavailable: an object that is read cannot be.
-        partial: the rest of a batch, from a place in it on, cannot be read or stored.
-        error: a call begins an outage, in which it and some that follow raise OSError.
-        error_calls: of an outage at most, that one included (a count, whole).
-        delay: a call takes longer.
-        delay_s: by at most so much (seconds).
+        drop: an object put is not stored, and reported as such.
+        lose: a requested object is missing until it is put again.
+        corrupt: an object read has a flipped bit; it is missing afterwards.
+        foreign: an object read has another format; it is missing afterwards.
+        unavailable: an object cannot be read.
+        partial: the rest of a batch, from some position on, cannot be read or stored.
+        error: a call starts an outage, in which it and the following calls raise OSError.
+        error_calls: maximum length of an outage in calls.
+        delay: a call is delayed.
+        delay_s: maximum delay in seconds.
     Raises:
         ConfigError: a rate is out of range.
     """
@@ -60,13 +60,11 @@ class FaultRates:
 
 
 class FaultyStorage:
-    """A storage in front of another one, which belongs to it.
+    """Wraps and owns a storage, injecting faults.
 
     Args:
-        inner: keeps what is not lost.
         seed: of the faults; with one thread, the same calls fail the same way.
-        rates: of each fault.
-        lies: call what is spoilt a hit, and do not lose it.
+        lies: whether to report damaged objects as hits.
     """
 
     def __init__(self, inner: Storage, *, seed: int, rates: FaultRates, lies: bool = False) -> None:
@@ -102,7 +100,7 @@ class FaultyStorage:
                 view = flat(into[i])
                 found[i] = self._spoil(key, was, view) if i < end else Fetch.UNAVAILABLE
                 if found[i] is not Fetch.HIT:
-                    view[:] = _JUNK * len(view)  # nobody may look at it
+                    view[:] = _JUNK * len(view)  # its content must not be used
                 self._counts.count([found[i]])
                 self._discount(was)
         return found
@@ -140,21 +138,21 @@ class FaultyStorage:
         return self._inner.scrub(until_s=until_s)
 
     def _begin(self) -> None:
-        """What can happen to a whole call."""
+        """Inject faults that affect a whole call."""
         with self._lock:
             wait_s = self._random.random() * self._rates.delay_s if self._happens(self._rates.delay) else 0.0
             if self._errors_left or self._happens(self._rates.error):
                 self._errors_left = (self._errors_left or self._random.randint(1, int(self._rates.error_calls))) - 1
-                raise ConnectionError("an outage on purpose")
+                raise ConnectionError("injected outage")
         if wait_s:
             time.sleep(wait_s)
 
     def _end(self, num_keys: int) -> int:
-        """How far into a batch it goes well."""
+        """Number of keys of a batch before a partial failure."""
         return self._random.randrange(num_keys) if num_keys and self._happens(self._rates.partial) else num_keys
 
     def _spoil(self, key: bytes, found: Fetch, view: memoryview) -> Fetch:
-        """What to answer about an object that was read."""
+        """Inject faults into an object read; returns its result."""
         if found is not Fetch.HIT:
             return found
         if key in self._lost or self._happens(self._rates.lose):
@@ -175,7 +173,7 @@ class FaultyStorage:
         return truth
 
     def _discount(self, found: Fetch) -> None:
-        """Take back what the inner storage counted."""
+        """Subtract what the inner storage has counted."""
         before = StorageStats()
         before.count([found])
         self._counts.hits -= before.hits
@@ -188,12 +186,12 @@ class FaultyStorage:
 
 
 def read_rates(url: str) -> tuple[str, int, FaultRates]:
-    """Take the options of faults out of a URL: seed and the names of `FaultRates`.
+    """Extract the seed and the options named in `FaultRates` from a URL.
 
     Returns:
-        The URL without them, the seed (0 if there is none) and the rates.
+        The remaining URL, the seed (default 0) and the rates.
     Raises:
-        ConfigError: one is no number, or out of range.
+        ConfigError: a value is not a number or out of range.
     """
     names = {item.name for item in fields(FaultRates)}
     pairs = parse_qsl(urlsplit(url).query, keep_blank_values=True)

@@ -38,7 +38,14 @@ _REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST
 
 
 class _Job(NamedTuple):
-    """One object on its way: which of the caller's, where it lies, its bytes, its use, its checksum or 0."""
+    """A read or write of one object.
+
+    Attributes:
+        item: index of the object in the call.
+        view: its payload, or the buffer to read it into.
+        use: number of this use.
+        checksum: of the payload; 0: unknown.
+    """
 
     item: int
     key: bytes
@@ -54,12 +61,12 @@ class FileStorage:
     """A bounded directory of objects, for one process.
 
     Args:
-        directory: made if missing; must be empty or hold a RayCache storage.
+        directory: created if missing; must be empty or contain a RayCache storage.
         max_bytes: limit of all segments together, at least 1 MiB; never exceeded. If it is lower than last time, the
             least recently used segments are deleted.
     Raises:
-        ConfigError: the limit is too small, the directory has foreign files, or another process uses it.
-        OSError: the directory cannot be made or read.
+        ConfigError: the limit is too small, the directory contains other files, or another process uses it.
+        OSError: the directory cannot be created or read.
     """
 
     def __init__(self, directory: Path, *, max_bytes: int) -> None:
@@ -75,7 +82,7 @@ class FileStorage:
             raise
 
     def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
-        """See `Storage.put`.
+        """Store objects.
 
         Raises:
             ValueError: a key is empty or too long, or a payload is empty.
@@ -142,15 +149,15 @@ class FileStorage:
             self._shelves.clear()
 
     def keys(self) -> list[bytes]:
-        """All keys, in no order."""
+        """All keys, in no particular order."""
         with self._lock:
             return self._shelves.keys()
 
     def resize(self, max_bytes: int) -> None:
-        """See `Storage.resize`: whole segments go.
+        """Change the size limit; evicts whole segments.
 
         Raises:
-            ConfigError: it is too small.
+            ConfigError: the limit is too small.
         """
         _check_bound(max_bytes)
         with self._lock:
@@ -181,7 +188,7 @@ class FileStorage:
     def _reserve(
         self, keys: Sequence[bytes], views: Sequence[memoryview], checksums: Sequence[int], stored: list[bool]
     ) -> list[_Job]:
-        """Places for what is not there yet. What is, is touched first: it must not make room for its children."""
+        """Reserve places for new objects; existing ones are touched first, so that their children do not evict them."""
         for i in reversed(range(len(keys))):
             if (shelf := self._shelves.find(keys[i])) is None:
                 continue
@@ -216,7 +223,7 @@ class FileStorage:
         return taken
 
     def _write(self, segment: Segment, batch: Sequence[_Job]) -> int:
-        """Write the objects of one segment, and then their records; returns 0 or the number of an error."""
+        """Write the objects of one segment, then their records; returns 0 or an errno."""
         slots = [job.place & SLOT_MASK for job in batch]
         try:
             checksums = segment.write(slots, [job.view for job in batch], known=[job.checksum for job in batch])
@@ -227,7 +234,7 @@ class FileStorage:
         return 0
 
     def _publish(self, jobs: Sequence[_Job], errors: Mapping[Segment, int], stored: list[bool]) -> None:
-        """Let keys lead to what was written, the first one last."""
+        """Index the written objects, the first one last."""
         for job in reversed(jobs):
             error = errors[job.segment]
             if error or job.segment.is_dropped:
@@ -254,7 +261,7 @@ class FileStorage:
         return jobs
 
     def _read(self, segment: Segment, batch: Sequence[_Job], found: list[Fetch]) -> None:
-        """Read objects of one segment and judge them; the bad ones go, on disk too."""
+        """Read objects of one segment and verify them; damaged ones are deleted."""
         try:
             checksums = segment.read([job.place & SLOT_MASK for job in batch], [job.view for job in batch])
         except OSError:
@@ -285,15 +292,15 @@ class FileStorage:
 
 def _check_bound(max_bytes: int) -> None:
     if max_bytes < _MIN_BYTES:
-        raise ConfigError(f"a storage of max_bytes={max_bytes} is too small to be of use; at least {_MIN_BYTES}")
+        raise ConfigError(f"max_bytes={max_bytes} is too small for a storage; use at least {_MIN_BYTES}")
 
 
 def _claim(directory: Path) -> int:
-    """Lock the directory for this process; the lock ends with the process in any case."""
+    """Lock the directory for this process, until the process ends at the latest."""
     marker = directory / _MARKER
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # In this order: another process may be making the marker now.
+        # In this order, as another process may be creating the marker.
         if any(directory.iterdir()) and not marker.exists():
             raise ConfigError(f"{directory} is not empty and not a RayCache storage; name an empty or new directory")
         fd = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -302,14 +309,14 @@ def _claim(directory: Path) -> int:
             raise
         reason = os.strerror(error.errno or 0)
         raise ConfigError(
-            f"{directory} cannot be used ({reason}); name a directory that this user may write"
+            f"{directory} cannot be used ({reason}); name a directory that this user can write to"
         ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(fd)
         raise ConfigError(
-            f"{directory} is in use by another process; give each its own directory; on a mount that nodes share "
+            f"{directory} is in use by another process; give each its own directory; on a mount shared by nodes, "
             "write {node} into the path"
         ) from error
     text = os.pread(fd, 4096, 0)
@@ -321,7 +328,7 @@ def _claim(directory: Path) -> int:
 
 
 def _hold(item: int, key: bytes, shelf: Shelf, view: memoryview) -> _Job:
-    """A read of an object, whose file stays open until then."""
+    """Prepare the read of an object; its file stays open until then."""
     place = shelf.index[key]
     segment, slot = shelf.at(place)
     segment.num_held += 1
@@ -329,7 +336,7 @@ def _hold(item: int, key: bytes, shelf: Shelf, view: memoryview) -> _Job:
 
 
 def _by_segment(jobs: Sequence[_Job]) -> Iterator[tuple[Segment, list[_Job]]]:
-    """Jobs by segment, in the order of their slots."""
+    """Group jobs by segment, in the order of their slots."""
     batch: list[_Job] = []
     for job in sorted(jobs, key=attrgetter("place")):
         if batch and job.segment is not batch[0].segment:

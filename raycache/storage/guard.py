@@ -2,8 +2,8 @@
 
     up --OSError--> down: everything misses at once --pause over--> reopened by the next caller
 
-While it is down nothing waits for it. Operators get a warning per minute and see it in the counters. An abandoned
-backend is closed when its last call has returned: a file descriptor closed early might be reused for another file.
+Nothing waits for an unreachable storage. Operators see a warning per minute, and a counter. An abandoned backend is
+closed when its last call has returned, since a file descriptor closed earlier might be reused for another file.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class _Opened:
 
 
 class Guarded:
-    """A backend that never raises for being unreachable, except to operators' commands.
+    """Wraps a backend so that its being unreachable raises only for operator commands.
 
     Args:
-        open_storage: connects; raises OSError when there is nothing to connect to. ConfigError passes through the first
-            time, when somebody is there to read it.
+        open_storage: connects; raises OSError if the backend is unreachable. A ConfigError is raised only by the first
+            attempt, in this constructor.
         name: for warnings, such as "file:/var/cache/raycache".
         retry_s: pause after a failure.
-        clock: seconds, never going back.
+        clock: monotonic, in seconds.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Guarded:
 
     @property
     def is_up(self) -> bool:
-        """Whether the last call reached it."""
+        """Whether the last call reached the backend."""
         return self._opened is not None
 
     def put(self, keys: Sequence[bytes], *, payloads: Sequence[Buffer], checksums: Sequence[int] = ()) -> list[bool]:
@@ -130,44 +130,44 @@ class Guarded:
             _close(opened.storage)
 
     def clear(self) -> None:
-        """See `Storage.clear`.
+        """Delete everything.
 
         Raises:
-            ConfigError: it is away, or went away meanwhile, and keeps what it has.
+            ConfigError: the storage is unreachable, and keeps its contents.
         """
         with self._ask() as storage:
             if storage is not None:
                 storage.clear()
                 return
-        raise ConfigError(f"storage {self.name} cannot be reached now and keeps what it has; clear it when it is back")
+        raise ConfigError(f"storage {self.name} is unreachable and keeps its contents; try again later")
 
     def resize(self, max_bytes: int) -> None:
-        """See `Storage.resize`; holds when it is opened again, too.
+        """Change the size limit, also for when the storage is reopened.
 
         Raises:
-            ConfigError: as there, or it is away.
+            ConfigError: the limit is too small or set by the server, or the storage is unreachable.
         """
         with self._ask() as storage:
             if storage is not None:
                 storage.resize(max_bytes)
                 self._max_bytes = max_bytes
                 return
-        raise ConfigError(f"storage {self.name} cannot be reached now and keeps its bound; try again when it is back")
+        raise ConfigError(f"storage {self.name} is unreachable and keeps its size limit; try again later")
 
     def scrub(self, *, until_s: float = math.inf) -> Scrub:
-        """See `Storage.scrub`.
+        """Read every object and delete damaged ones.
 
         Raises:
-            ConfigError: it is away, or went away meanwhile.
+            ConfigError: the storage is unreachable.
         """
         with self._ask() as storage:
             if storage is not None:
                 return storage.scrub(until_s=until_s)
-        raise ConfigError(f"storage {self.name} cannot be reached now; scrub it when it is back")
+        raise ConfigError(f"storage {self.name} is unreachable; try again later")
 
     @contextlib.contextmanager
     def _ask(self) -> Iterator[Storage | None]:
-        """The backend for one call, None while it is away; an OSError of the call ends the block, and the backend."""
+        """Lend the backend for one call, None if unreachable; on OSError, suppresses it and abandons the backend."""
         opened = self._enter()
         if opened is None:
             yield None
@@ -194,7 +194,7 @@ class Guarded:
         return opened
 
     def _open_again(self) -> None:
-        """Whoever comes while another opens it does not wait."""
+        """Reopen the backend; does nothing while another thread is reopening it."""
         if not self._opening.acquire(blocking=False):
             return
         try:
@@ -241,7 +241,7 @@ class Guarded:
         if self._clock() >= self._warn_at_s:
             self._warn_at_s = self._clock() + _WARN_EVERY_S
             _LOG.warning(
-                "storage %s cannot be reached (%s): prefixes that only it has are computed again; next try in %.0f s",
+                "storage %s cannot be reached (%s): prefixes stored only there are recomputed; retrying in %.0f s",
                 self.name,
                 error,
                 self._retry_s,
@@ -249,6 +249,6 @@ class Guarded:
 
 
 def _close(storage: Storage) -> None:
-    # What was asked last is unknown, and so is whether closing can work.
+    # The backend may be unreachable, so closing can fail.
     with contextlib.suppress(OSError):
         storage.close()

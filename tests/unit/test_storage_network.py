@@ -143,7 +143,7 @@ def test_a_storage_that_goes_away_comes_back_with_what_it_had(far: Far, caplog: 
     assert in_time(lambda: put(far.storage, [2])) == [False]
     assert far.storage.suffixes() == set()
     assert not far.storage.is_up
-    with pytest.raises(ConfigError, match="cannot be reached now"):
+    with pytest.raises(ConfigError, match="is unreachable"):
         far.storage.scrub()
     far.line.mend()
     eventually(lambda: get(far.storage, [1]), [Fetch.HIT])

@@ -166,7 +166,7 @@ def test_a_bound_that_was_changed_holds_after_it_was_away(path: Path) -> None:
         storage.resize(2 * MIB)
         line.is_up = False
         assert has(storage, range(3)) == []
-        with pytest.raises(ConfigError, match="keeps its bound"):
+        with pytest.raises(ConfigError, match="keeps its size limit"):
             storage.resize(3 * MIB)
         line.is_up = True
         assert put(storage, [1]) == [True]
