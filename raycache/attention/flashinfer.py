@@ -1,10 +1,10 @@
-"""The backend of CUDA devices: FlashInfer's kernels, the same formula as torch_ref.py.
+"""The backend for CUDA devices: FlashInfer kernels, with the same formula as torch_ref.py.
 
-What FlashInfer has no kernel for is left to the torch backend's step of the same inputs; the log says so, once.
+Where FlashInfer has no kernel, the torch backend's step is used, which is logged once.
 
-    flashinfer_full.py      keys and values         flashinfer_kernels.py  the kernels, and what they share
-    flashinfer_latent.py    MLA                     flashinfer_tables.py   rows as the kernels want them
-    flashinfer_selected.py  MLA of chosen tokens    sparse_kernels.py      which tokens are chosen, in Triton
+    flashinfer_full.py      keys and values         flashinfer_kernels.py  wrappers of the kernels
+    flashinfer_latent.py    MLA                     flashinfer_tables.py   rows in the layout of the kernels
+    flashinfer_selected.py  MLA, selected tokens    sparse_kernels.py      sparse indexers, in Triton
     recurrent_kernels.py    recurrent layers, in Triton
 """
 
@@ -41,17 +41,16 @@ LATENT_DIMS = (512, 64)
 EXPANDED_DIMS = (192, 128)
 
 EXPANDED_BYTES = 512 << 20
-"""Of keys and values that are made of cached latents at a time: each piece costs a pass over the chunk's results, which
-is 5 % of the piece's work for 128 heads."""
+"""Limit of the keys and values expanded from cached latents at a time. Each piece costs a pass over the chunk's
+results, 5 % of its work for 128 heads."""
 
 
 class FlashInferBackend:
     """FlashInfer on one device; its steps run on one stream.
 
     Args:
-        device: of the rank.
-        max_pages: most pages that a row can have.
-        expanded_bytes: bound on the keys and values that are made of cached latents at a time, but one token's.
+        max_pages: maximum number of pages per row.
+        expanded_bytes: limit of the keys and values expanded from cached latents at a time, at least one token's.
     """
 
     capabilities = Capabilities(
@@ -65,7 +64,7 @@ class FlashInferBackend:
         self.kernels = KernelCache(device)
         self.expanded_bytes = expanded_bytes
         self._max_pages = max_pages
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def plan(self, inputs: StepInputs) -> FlashInferStep:
         """Prepare one step."""
@@ -75,11 +74,11 @@ class FlashInferBackend:
         """Prepare a step for many decode batches."""
         return FlashInferStaticStep(self, inputs, static=StaticRows(len(inputs.rows), self._max_pages))
 
-    def say_once(self, reason: str) -> None:
-        """Why something is left to the torch backend."""
-        if reason not in self._said:
-            self._said.add(reason)
-            _log.warning("attention: no kernel for %s; torch computes it, much slower", reason)
+    def warn_once(self, reason: str) -> None:
+        """Log why the torch backend is used."""
+        if reason not in self._logged:
+            self._logged.add(reason)
+            _log.warning("attention: no kernel for %s; using torch, which is much slower", reason)
 
 
 class FlashInferStep:
@@ -188,14 +187,14 @@ class FlashInferStep:
     def _leave_to_torch(self, reason: str) -> None:
         if self._static is not None:
             raise NotRecordableError(f"there is no kernel for {reason}")
-        self._backend.say_once(reason)
+        self._backend.warn_once(reason)
 
 
 class FlashInferStaticStep(FlashInferStep):
-    """A step of a decode batch that is recorded once; see StaticStep. Its first run is not recorded: it plans."""
+    """A step of a decode batch for a CUDA graph. Its first run, before the capture, makes the plans."""
 
     def replan(self, inputs: StepInputs) -> None:
-        """Other rows."""
+        """Plan the next replay with other rows."""
         self._inputs = self._layout.inputs = inputs
         for layers, full in self._full.items():
             full.replan(inputs.places[layers.space])

@@ -1,15 +1,15 @@
-"""Keys and values with FlashInfer: all earlier tokens, or a window of them.
+"""Attention to keys and values with FlashInfer, to all earlier tokens or a window of them.
 
-    cp    which kernel answers                      against
-    1     every row's queries, causally             its pages, where its new tokens are already
-          rows as long as a window, causally        copies of what they see of the pages, and the new keys
+    cp    queries                                   keys
+    1     every row's queries, causally             its pages, which include its new tokens
+          rows as long as a window, causally        copies of the cached keys in the window, and the new keys
     more  the queries of all ranks                  this rank's pages
           this rank's queries of chunks, causally   the new keys of all ranks
 
-With one rank a row is one piece of work: nothing is merged. But of a row that is as long as a window only the last new
-tokens are kept. With more ranks the parts are joined as in layout.py.
+With cp=1 nothing needs to be merged. Rows as long as a window are special, since only their last new tokens stay in
+pages. With more ranks the parts are merged as in layout.py.
 
-Rows of few queries and rows of many have kernels of their own, because what is fast for one is slow for the other.
+Rows with few and with many queries use different kernels, since neither kernel is fast for both.
 
 Shapes in this file: T_local new tokens of this rank, T of all cp ranks, H heads, D head size.
 """
@@ -41,8 +41,8 @@ from raycache.memory.views import KVView
 from raycache.step.inputs import Places
 
 FEW_QUERIES = 128
-"""Rows with fewer have the kernel for few: one for many fills its tiles of 128 queries per head with nothing. On an
-H200 one row of 128 behind 8192 takes 83 us with that for few and 120 us with the other, eight rows 402 and 246 us."""
+"""Rows with fewer queries use the kernel for few: that for many has tiles of 128 queries per head. On an H200, one row
+of 128 after 8192 takes 83 us with the kernel for few and 120 us with the other, eight rows 402 and 246 us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Layers:
 
     Attributes:
         space: of their component.
-        window: keys that a query sees, itself included; 0 for all.
+        window: number of keys that a query attends to, including itself; 0 for no limit.
         heads: of this rank.
     """
 
@@ -61,12 +61,11 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """Rows whose queries one kernel answers.
+class _Planned:
+    """Queries, and the kernel that is planned for them.
 
     Attributes:
-        tokens: those queries among all; on the device.
-        kernel: planned for them.
+        tokens: the queries among all, on the device.
     """
 
     tokens: Tokens
@@ -74,14 +73,7 @@ class _Answer:
 
 
 class _Copies:
-    """Rows that are as long as a window or longer: what they see of the cache is copied in front of their new keys.
-
-    Args:
-        kernels: of the rank.
-        layers: which.
-        chunks: the rows.
-        places: of the space.
-    """
+    """Rows at least as long as a window: the cached keys in their window are copied in front of their new keys."""
 
     def __init__(self, kernels: KernelCache, layers: Layers, chunks: Sequence[Chunk], places: Places) -> None:
         slots = []
@@ -99,7 +91,7 @@ class _Copies:
         self.tokens = kernels.tokens(tokens)
 
     def run(self, view: KVView, q: Tensor, k: Tensor, v: Tensor) -> Part:
-        """q, k, v of all tokens -> results of these rows."""
+        """Attention of these rows, given q, k, v of all tokens."""
         keys, values = (
             torch.cat(
                 [part for slots, new in zip(self._slots, self._new, strict=True) for part in (old[slots], x[new])]
@@ -110,14 +102,7 @@ class _Copies:
 
 
 class FullKernels:
-    """Plan of the layers of one kind.
-
-    Args:
-        kernels: of the rank.
-        layers: which.
-        layout: of the step.
-        static: for a recorded batch.
-    """
+    """Plan of the layers of one kind; `static` is for a CUDA graph."""
 
     def __init__(
         self, kernels: KernelCache, layers: Layers, layout: StepLayout, static: StaticRows | None = None
@@ -130,13 +115,13 @@ class FullKernels:
         copied = [chunk for chunk in layout.chunks if len(layout.inputs.rows[chunk.row].tokens) >= tokens]
         self._copied = {chunk.row for chunk in copied}
         self._copies = _Copies(kernels, layers, copied, places) if copied else None
-        self._answers = self._answered(places)
+        self._cached_plans = self._plan_cached(places)
         self._runs = list(self._planned_runs())
 
     def replan(self, places: Places) -> None:
-        """Other pages and slots for the rows of a recorded batch."""
+        """Plan the next replay of a CUDA graph with other pages and slots."""
         self._writer.refresh(places.slots)
-        self._answers = self._answered(places)
+        self._cached_plans = self._plan_cached(places)
 
     def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         inputs = self._layout.inputs
@@ -149,7 +134,7 @@ class FullKernels:
                 out[self._copies.tokens], lse[self._copies.tokens] = self._copies.run(view, q, k, v)
             if sinks is not None:
                 assert lse is not None
-                # One more key without a value: all others lose its share.
+                # A sink is an additional key without a value: it reduces the weights of all others.
                 out.mul_(torch.sigmoid(lse - sinks)[..., None])
             return out
         heads = [q.shape[1], k.shape[1], v.shape[1]]
@@ -166,15 +151,15 @@ class FullKernels:
         return self._layout.combine(cached, causal, sinks)
 
     def _cached(self, view: KVView, q: Tensor, *, has_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """Queries [T, Hq, D] against this rank's pages; the log-sum-exp is -inf where it has no keys."""
-        if len(self._answers) == 1 and are_all(self._answers[0].tokens, len(q)):
-            return self._answers[0].kernel.run(q, view.k, view.v, has_lse=has_lse)
+        """Queries [T, Hq, D] against this rank's pages; the log-sum-exp is -inf for queries without keys."""
+        if len(self._cached_plans) == 1 and are_all(self._cached_plans[0].tokens, len(q)):
+            return self._cached_plans[0].kernel.run(q, view.k, view.v, has_lse=has_lse)
         out, lse = no_keys(q, q.shape[2])
-        for answer in self._answers:
-            part, part_lse = answer.kernel.run(q[answer.tokens], view.k, view.v, has_lse=has_lse)
-            out[answer.tokens] = part
+        for planned in self._cached_plans:
+            part, part_lse = planned.kernel.run(q[planned.tokens], view.k, view.v, has_lse=has_lse)
+            out[planned.tokens] = part
             if part_lse is not None:
-                lse[answer.tokens] = part_lse
+                lse[planned.tokens] = part_lse
         return out, lse
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
@@ -184,7 +169,7 @@ class FullKernels:
             out[tokens], lse[tokens] = kernel.run(q[tokens], k, v)
         return out, lse
 
-    def _answered(self, places: Places) -> list[_Answer]:
+    def _plan_cached(self, places: Places) -> list[_Planned]:
         is_alone = self._layout.inputs.ctx.cp.size == 1
         lens = places.pages.total if is_alone else places.pages.cached
         rows, page_len = self._layout.inputs.rows, places.page_size // places.cp_size
@@ -195,11 +180,11 @@ class FullKernels:
                 (self._layers, family), functools.partial(PagedKernel, self._kernels, family, None)
             )
             kernel.plan(table, self._layers.heads, is_causal=is_alone, window=self._layers.window)
-            found.append(_Answer(self._kernels.tokens(table.tokens), kernel))
+            found.append(_Planned(self._kernels.tokens(table.tokens), kernel))
         return found
 
     def _by_family(self, lens: Ints) -> list[tuple[str, list[int]]]:
-        """Rows with keys, by the kernels for them; of a recorded batch all, since which have keys may change."""
+        """Rows with keys, by kernel family; all rows of a CUDA graph, since it may change which of them have keys."""
         rows = self._layout.inputs.rows
         if self._static is not None:
             return [("fa2", list(range(len(rows))))]

@@ -1,8 +1,8 @@
-"""FlashInfer's kernels, one object per use: planned once per step, then run by all layers of a kind.
+"""Wrappers of FlashInfer's kernels, which are planned once per step and run by all layers of a kind.
 
-A plan says which block of the device computes what. It is made on the host and copied to the device from pinned memory
-that the kernel's next plan overwrites: whoever plans waits until the copies of the plan before are done. What a run
-leaves in the shared buffer is used up before the run ends. So all kernels of a `KernelCache` belong to one stream.
+A plan assigns work to thread blocks. It is made on the host and copied to the device from pinned memory that the
+kernel's next plan overwrites, so the previous copy must have ended before a kernel is planned. Runs use a shared buffer
+for intermediate results, so all kernels of a `KernelCache` must run on one stream.
 
 Shapes in this file: T queries, H heads, D head size, P pages, R tokens of a page.
 """
@@ -23,26 +23,25 @@ from raycache.attention.flashinfer_tables import Ints, Segments, Table, Tokens
 from raycache.errors import ConfigError
 
 PARTIAL_BYTES = 256 << 20
-"""For results over parts of the keys: 264 tiles of 128 queries with 256 numbers take 35 MB; a recorded batch of 512
-rows takes 16 queries per row and key head, with 32 of those and 128 numbers 134 MB."""
+"""Buffer for results over parts of the keys: 264 tiles of 128 queries with 256 features take 35 MB; a CUDA graph of 512
+rows takes 16 queries per row and key head, 134 MB with 32 key heads and 128 features."""
 
 STATIC_PLAN_BYTES = 1 << 20
-"""For the plan of a recorded batch, which has fewer than 16,384 tiles of 17 bytes; FlashInfer takes 8 MB otherwise."""
+"""Buffer for the plan of a CUDA graph: fewer than 16,384 tiles of 17 bytes. FlashInfer's default is 8 MB."""
 
 PIECE_PLAN_BYTES = 2 << 20
-"""For the plan of one of many pieces, 28 bytes per head and 128 queries: those of 64k tokens with 128 heads."""
+"""Buffer for the plan of a piece: 28 bytes per head and 128 queries, enough for 64k tokens with 128 heads."""
 
 Kernel = TypeVar("Kernel")
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What a kernel is made for.
+    """Heads that a kernel is made for.
 
     Attributes:
-        queries, keys: heads.
-        dim, value_dim: of each.
-        dtype: of all.
+        queries, keys: number of query and key heads.
+        dim, value_dim: features of keys and values.
         scale: of the scores.
     """
 
@@ -56,12 +55,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class StaticRows:
-    """Bounds of a recorded batch.
-
-    Attributes:
-        num_rows: of one query each.
-        max_pages: of a row.
-    """
+    """Size of a CUDA graph: rows of one query each, and maximum pages per row."""
 
     num_rows: int
     max_pages: int
@@ -70,18 +64,15 @@ class StaticRows:
 class KernelCache:
     """The kernels of one rank, and what they share.
 
-    Args:
-        device: of the rank.
     Attributes:
-        device: as given.
-        lib: the package.
-        newest: "fa3" where the device has what that needs, else "fa2".
-        num_blocks: that a kernel of "fa2" runs at once.
-        partial: uint8, for results over parts of the keys.
+        lib: the flashinfer package.
+        newest: "fa3" if the device supports it, else "fa2".
+        num_blocks: thread blocks that a kernel of "fa2" runs at once.
+        partial: uint8, buffer for results over parts of the keys.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # It exists on GPU machines only, and takes seconds to import.
+        # Installed on GPU machines only, and takes seconds to import.
         import flashinfer
 
         self.device = device
@@ -92,31 +83,31 @@ class KernelCache:
         self._kernels: dict[Hashable, Any] = {}
 
     def kernel(self, key: Hashable, make: Callable[[], Kernel]) -> Kernel:
-        """The kernel of a use, made at its first: its buffers and pinned memory serve all steps."""
+        """The kernel with this key, made on first use; its buffers are reused in all steps."""
         if key not in self._kernels:
             self._kernels[key] = make()
         found: Kernel = self._kernels[key]
         return found
 
     def on_device(self, numbers: NDArray[Any]) -> Tensor:
-        """A copy on the device, without waiting for it."""
+        """Copy to the device asynchronously."""
         return torch.from_numpy(np.ascontiguousarray(numbers)).pin_memory().to(self.device, non_blocking=True)
 
     def pinned(self, *columns: Ints) -> Sequence[Tensor]:
-        """Copies on the host from which copies to the device need not wait; in one piece, since each takes time."""
+        """Copy to pinned memory, all at once, since each allocation takes time."""
         every = torch.from_numpy(np.concatenate(columns)).pin_memory()
         parts: Sequence[Tensor] = every.split([len(column) for column in columns])
         return parts
 
     def tokens(self, tokens: Tokens) -> Tokens:
-        """The same on the device."""
+        """Copy an index to the device."""
         if isinstance(tokens, slice):
             return tokens
         return tokens.pin_memory().to(self.device, non_blocking=True)
 
     @contextmanager
     def building(self, name: str) -> Iterator[None]:
-        """Around what may compile a kernel: that it could not is a setting that cannot work."""
+        """Turn errors of a block that may compile a kernel into ConfigError."""
         try:
             yield
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -124,8 +115,8 @@ class KernelCache:
         except (RuntimeError, OSError) as cause:
             first = str(cause).strip().splitlines() or [type(cause).__name__]
             raise ConfigError(
-                f"FlashInfer's kernel {name} cannot be had: {first[0]}; install the CUDA toolkit (nvcc) and ninja, "
-                "with which it is compiled, or use --attention torch"
+                f"FlashInfer's kernel {name} cannot be compiled: {first[0]}; install the CUDA toolkit (nvcc) and "
+                "ninja, or use --attention torch"
             ) from cause
 
 
@@ -133,10 +124,9 @@ class PagedKernel:
     """Queries against keys and values in pages.
 
     Args:
-        kernels: whose buffer to use.
         family: "fa2" shares a key head's tile among its query heads and splits keys, which is best for few queries per
-            row; "fa3" keeps the matrix units of a Hopper busy where there are many.
-        static: for a recorded batch.
+            row; "fa3" is best for many, on Hopper.
+        static: for a CUDA graph.
     """
 
     def __init__(self, kernels: KernelCache, family: str, static: StaticRows | None) -> None:
@@ -155,13 +145,11 @@ class PagedKernel:
             self._wrapper.reset_workspace_buffer(kernels.partial, plan)
 
     def plan(self, table: Table, heads: Heads, *, is_causal: bool, window: int) -> None:
-        """Prepare for a step.
+        """Plan a step.
 
         Args:
-            table: of the rows.
-            heads: of the layers.
-            is_causal: the queries stand at the end of the keys, and see none behind themselves.
-            window: keys that a query sees, itself included; 0 for all.
+            is_causal: the queries are the last of the keys, and attend to none after themselves.
+            window: number of keys that a query attends to, including itself; 0 for no limit.
         """
         kernels, static = self._kernels, self._static
         queries, indptr, last, lens, ids = kernels.pinned(
@@ -171,7 +159,7 @@ class PagedKernel:
             self._wrapper.plan(
                 queries,
                 indptr,
-                # Of a recorded batch FlashInfer would wait for a copy from the host.
+                # For a CUDA graph, FlashInfer would wait for a copy from the host.
                 ids.to(kernels.device, non_blocking=True),
                 last,
                 heads.queries,
@@ -183,25 +171,24 @@ class PagedKernel:
                 window_left=window - 1,
                 q_data_type=heads.dtype,
                 seq_lens=lens,
-                # With as many rows no keys would be split; what joins the parts of a recorded batch would run still.
+                # With this many rows no keys would be split, but a CUDA graph would still run the merge.
                 disable_split_kv=static is not None and static.num_rows >= kernels.num_blocks // heads.keys,
                 uniform_q_len=None if static is None else 1,
             )
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, *, has_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """q [T, Hq, D], k and v [P, R, Hkv, D] -> [T, Hq, D], and if wanted the log-sum-exp of the scores [T, Hq]."""
-        # Its own would be zeroed first.
+        """q [T, Hq, D], k and v [P, R, Hkv, D] -> [T, Hq, D], and with `has_lse` the log-sum-exp of scores [T, Hq]."""
+        # FlashInfer would zero an output that it allocates.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         found = self._wrapper.run(q, (k, v), out=out, return_lse=has_lse, lse_base="ln")
         return (found[0], found[1]) if has_lse else (found, None)
 
 
 class RaggedKernel:
-    """Queries against keys and values that are packed like themselves.
+    """Queries against packed keys and values.
 
     Args:
-        kernels: whose buffer to use.
-        is_piece: one of many, so that small buffers matter.
+        is_piece: whether it is one of many, so that its buffers should be small.
     """
 
     def __init__(self, kernels: KernelCache, *, is_piece: bool = False) -> None:
@@ -212,7 +199,7 @@ class RaggedKernel:
             self._wrapper.reset_workspace_buffer(kernels.partial, plan)
 
     def plan(self, segments: Segments, heads: Heads, *, is_causal: bool, window: int = 0) -> None:
-        """Prepare for a step; see PagedKernel.plan."""
+        """Plan a step; see `PagedKernel.plan`."""
         kernels = self._kernels
         name = f"{kernels.newest} for heads of {heads.dim} and {heads.value_dim} in {heads.dtype}{_windowed(window)}"
         with kernels.building(name):
@@ -235,13 +222,12 @@ class RaggedKernel:
 
 
 class LatentKernel:
-    """Absorbed queries against latents in pages, which are keys and values at once.
+    """Absorbed queries against latents in pages, which are both keys and values.
 
     Args:
-        kernels: whose buffer to use.
-        static: for a recorded batch.
+        static: for a CUDA graph.
     Attributes:
-        ids: int32, where a recorded batch reads the ids of its pages.
+        ids: int32, buffer from which a CUDA graph reads its page ids.
     """
 
     def __init__(self, kernels: KernelCache, static: StaticRows | None) -> None:
@@ -260,15 +246,13 @@ class LatentKernel:
         self.ids: Tensor | None = buffers.get("kv_indices")
 
     def plan(self, table: Table, heads: Heads, ids: Tensor, *, is_causal: bool, has_lse: bool) -> None:
-        """Prepare for a step; see PagedKernel.plan.
+        """Plan a step; see `PagedKernel.plan`.
 
         Args:
-            table: of the rows.
             heads: `dim` is that of the rotary part, `value_dim` the rank of the latents.
-            ids: int32, the pages on the device, instead of those in the table; read by `run`, not before, except of a
-                recorded batch, which reads `self.ids`.
-            is_causal: the queries stand at the end of the latents, and see none behind themselves.
-            has_lse: whether `run` also gives the log-sum-exp.
+            ids: int32, page ids on the device, used instead of those in the table and read only by `run`; a CUDA graph
+                reads `self.ids`.
+            has_lse: whether `run` also returns the log-sum-exp.
         """
         kernels, self._has_lse = self._kernels, has_lse
         queries, indptr, lens = kernels.pinned(table.queries, table.indptr, table.lens)
@@ -302,13 +286,12 @@ class LatentKernel:
 
 
 class Writer:
-    """Puts the new rows of one component space into its pages, in one launch per layer.
+    """Writes new rows of one component space to its pages, in one launch per layer.
 
-    FlashInfer writes to places within rows of pages. Here every slot is a page of one token and a row of its own.
+    FlashInfer's function appends to sequences of pages. Here every slot is a page of one token in its own sequence.
 
     Args:
-        kernels: of the rank.
-        slots: int64 [T], where the rows go; read again by `refresh`.
+        slots: int64 [T].
     """
 
     def __init__(self, kernels: KernelCache, slots: Tensor) -> None:
@@ -320,21 +303,21 @@ class Writer:
         self._slots = slots.to(torch.int32)
 
     def refresh(self, slots: Tensor) -> None:
-        """Other slots, as many."""
+        """Change the slots; their number stays the same."""
         self._slots.copy_(slots)
 
     def write_kv(self, owned: Tensor, k: Tensor, v: Tensor, *, to: tuple[Tensor, Tensor]) -> None:
-        """Those of the tokens k, v [T, Hkv, D] that this rank owns -> [P, R, Hkv, D] each."""
+        """Write the `owned` ones of k, v [T, Hkv, D] to pages [P, R, Hkv, D] each."""
         self._write(self._lib.append_paged_kv_cache, owned, k, v, to)
 
     def write_latents(self, owned: Tensor, latent: Tensor, rope: Tensor, *, to: tuple[Tensor, Tensor]) -> None:
-        """Those of the tokens latent [T, Rank], rope [T, Dr] that this rank owns -> [P, R, Rank], [P, R, Dr]."""
+        """Write the `owned` ones of latent [T, Rank], rope [T, Dr] to pages [P, R, Rank], [P, R, Dr]."""
         self._write(self._lib.append_paged_mla_kv_cache, owned, latent, rope, to)
 
     def _write(self, append: Any, owned: Tensor, one: Tensor, other: Tensor, to: tuple[Tensor, Tensor]) -> None:
         if not len(owned):
             return
-        # As many as all are all, in order.
+        # If all tokens are owned, they are in order.
         if len(owned) < len(one):
             one, other = one[owned], other[owned]
         pages = tuple(x.flatten(0, 1)[:, None] for x in to)

@@ -1,13 +1,13 @@
 """Multi-head latent attention with FlashInfer.
 
-    rows  cp    how                                                    against
-    few   1     absorbed, causally                                     their pages, where their new tokens are already
+    rows  cp    how                                                    keys
+    few   1     absorbed, causally                                     their pages, which include their new tokens
     few   more  absorbed; then expanded, causally                      this rank's pages; new latents of all ranks
-    many  any   expanded, a piece at a time; then expanded, causally   this rank's pages; new latents of all ranks
+    many  any   expanded, in pieces; then expanded, causally           this rank's pages; new latents of all ranks
 
 A pair of query and key costs 2 (2 R + Dr) operations per head absorbed and 2 (Dn + Dr + Dv) expanded, and a key
-2 R (Dn + Dv) to expand: for R = 512 and 128 numbers, a row of 170 new tokens costs the same either way. On an H200, 256
-new ones behind 8192 take 953 us absorbed and 1035 us expanded with 128 heads, 161 us and 557 us with 16.
+2 R (Dn + Dv) to expand: for R = 512 and Dn = Dv = 128, a row of 170 new tokens costs the same either way. On an H200,
+256 new tokens after 8192 take 953 us absorbed and 1035 us expanded with 128 heads, 161 us and 557 us with 16.
 
 Shapes in this file: T_local new tokens of this rank, T of all cp ranks, L tokens, Hq heads, R rank of latents, Dn and
 Dr sizes of queries' plain and rotary part, Dv of values.
@@ -31,15 +31,15 @@ from raycache.memory.views import LatentView
 from raycache.step.inputs import Places
 
 FEW_QUERIES = 256
-"""Rows with fewer are absorbed."""
+"""Rows with fewer queries are absorbed."""
 
 ABSORBED_TILE = 128
-"""Pairs of query and head in a tile of the kernel, or half of that. Causally it may lose keys of a query that lies in
-two tiles, which none does where heads divide this."""
+"""(query, head) pairs in a tile of the kernel, or half of that. With causal attention, the kernel may drop keys of a
+query that spans two tiles; no query does if the number of heads divides this."""
 
 MAX_ABSORBED = 1 << 19
-"""Pairs of query and head that are absorbed, but those of single tokens: a plan has room for 16,384 parts of 64 or 128
-pairs, some of which are parts because keys are split."""
+"""Limit of absorbed (query, head) pairs, without those of single tokens: a plan holds up to 16,384 parts of 64 or 128
+pairs, more than one per tile where keys are split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class LatentLayers:
     Attributes:
         space: of their component.
         heads: of this rank, expanded; one key head per query head.
-        rank, rope_dim: numbers of a latent and of its rotary part.
+        rank, rope_dim: features of a latent and of its rotary part.
     """
 
     space: str
@@ -59,7 +59,7 @@ class LatentLayers:
 
     @property
     def absorbed(self) -> Heads:
-        """The heads as the kernel over latents knows them."""
+        """The heads of absorbed attention: a single key head."""
         return replace(self.heads, keys=1, dim=self.rope_dim, value_dim=self.rank)
 
 
@@ -68,9 +68,8 @@ class _Piece:
     """Cached tokens that are expanded together.
 
     Attributes:
-        tokens: that ask for them, among all; on the device.
-        slots: int64 [L] of the cached ones.
-        kernel: planned for them.
+        tokens: queries that attend to them, among all; on the device.
+        slots: int64 [L], of the cached tokens.
     """
 
     tokens: Tokens
@@ -82,11 +81,8 @@ class LatentKernels:
     """Plan of the layers of one kind.
 
     Args:
-        kernels: of the rank.
-        layers: which.
-        layout: of the step.
-        expanded_bytes: bound on the keys and values that are made of cached latents at a time, but one token's.
-        static: for a recorded batch.
+        expanded_bytes: limit of the keys and values expanded from cached latents at a time, at least one token's.
+        static: for a CUDA graph.
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class LatentKernels:
         self._runs = list(self._planned_runs(many))
 
     def replan(self, places: Places) -> None:
-        """Other pages and slots for the rows of a recorded batch."""
+        """Plan the next replay of a CUDA graph with other pages and slots."""
         self._writer.refresh(places.slots)
         self._absorbed = self._planned_absorbed(places, range(len(self._layout.inputs.rows)))
 
@@ -131,7 +127,7 @@ class LatentKernels:
     def _attend_alone(
         self, view: LatentView, q: Tensor, latent: Tensor, rope: Tensor, projection: LatentProjection
     ) -> Tensor:
-        """With one rank: absorbed rows are whole, the others have a causal part that the pieces are joined to."""
+        """With cp=1, absorbed rows are complete; for others, pieces are merged with the causal part."""
         if not self._runs:
             assert self._absorbed is not None, "every row has a token"
             return attend_absorbed(self._absorbed[1], view.pages, q, projection)[0]
@@ -164,7 +160,7 @@ class LatentKernels:
         return out, lse
 
     def _join_pieces(self, view: LatentView, q: Tensor, projection: LatentProjection, part: Part) -> Part:
-        """A part about queries [T, Hq, Dn + Dr], and the cached tokens of rows that are not absorbed."""
+        """Merge a part of queries [T, Hq, Dn + Dr] with the cached tokens of rows that are not absorbed."""
         if not self._pieces:
             return part
         # In the precision of the weights, because every piece adds to it.
@@ -178,7 +174,7 @@ class LatentKernels:
     def _few_and_many(self) -> tuple[Sequence[int], Sequence[int]]:
         """Rows that are absorbed, and the others."""
         rows = self._layout.inputs.rows
-        # With one rank absorbed rows see their own new tokens, so causally.
+        # With cp=1 absorbed rows include their own new tokens and need causal attention.
         is_sure = not self._is_alone or ABSORBED_TILE % self._layers.heads.queries == 0
         pairs = self._layers.heads.queries * sum(len(row.tokens) for row in rows if len(row.tokens) < FEW_QUERIES)
         most = FEW_QUERIES if is_sure and pairs < MAX_ABSORBED else 2
@@ -238,14 +234,11 @@ def attend_absorbed(
     """Queries [n, Hq, Dn + Dr] of the rows that a kernel is planned for -> [n, Hq, Dv], and their log-sum-exps.
 
     Args:
-        kernel: planned.
-        pages: latents [P, page_len, R] and their rotary parts [P, page_len, Dr].
-        q: queries.
-        projection: of the heads.
+        pages: latents [P, page_len, R] and rotary parts [P, page_len, Dr].
     """
     dim = projection.key.shape[1]
     plain, rotary = q[..., :dim], q[..., dim:]
-    # In the order in which the products make and want them: [Hq, n, R].
+    # Strides are those that the products produce and expect: [Hq, n, R].
     absorbed = torch.bmm(plain.transpose(0, 1), projection.key).transpose(0, 1)
     out, lse = kernel.run(absorbed, rotary, *pages)
     return torch.bmm(out.transpose(0, 1), projection.value.mT).transpose(0, 1), lse
@@ -255,7 +248,7 @@ def expand(latent: Tensor, rope: Tensor, projection: LatentProjection) -> tuple[
     """latent [L, R], rope [L, Dr] -> k [L, Hq, Dn + Dr], v [L, Hq, Dv]."""
     heads, dim, _ = projection.key.shape
     k = latent.new_empty((len(latent), heads, dim + rope.shape[1]))
-    # Into place: a copy takes half as long as the product.
+    # Written in place: a copy would take half as long as the product.
     torch.bmm(latent.expand(heads, -1, -1), projection.key.mT, out=k[..., :dim].transpose(0, 1))
     k[..., dim:] = rope[:, None]
     return k, torch.einsum("lr,hdr->lhd", latent, projection.value)

@@ -1,10 +1,10 @@
-"""Latents that a sparse indexer selected, with FlashInfer: to the kernel every query is a row and every slot a page.
+"""Attention to latents selected by a sparse indexer, with FlashInfer: each query is a row and each slot a page.
 
     slots    [ 7 9 40 - ]  lengths [ 3 ]      row 0 has the pages 7, 9, 40
              [ 8 9 12 41 ]         [ 4 ]      row 1 has the pages 8, 9, 12, 41      ids [ 7 9 40 8 9 12 41 ]
 
-New tokens are in the cache before they are selected, so that there is no causal part. With one rank it is known on the
-host how many a query selects; with more a rank waits for its share of the choice, once per layer.
+New tokens are written to the cache before the selection, so there is no causal part. With cp=1 the host knows how many
+tokens a query selects; otherwise a rank waits for its share of the selection, once per layer.
 
 Shapes in this file: T tokens of all cp ranks, K slots per query, Hq heads, R rank of latents, Dn and Dr sizes of
 queries' plain and rotary part, Dv of values.
@@ -28,18 +28,18 @@ from raycache.attention.merge import Part, no_keys, wide
 from raycache.memory.views import LatentView
 from raycache.step.inputs import StepInputs
 
-BLOCK_BYTES = 256 << 20  # of absorbed queries, or of the latents that torch takes for a block of them
-MAX_QUERIES = 8192  # of a kernel, whose plan has room for 16,384 parts: each query and a few that are split
+BLOCK_BYTES = 256 << 20  # of absorbed queries, or of the latents that torch gathers for a block of queries
+MAX_QUERIES = 8192  # per kernel, whose plan holds up to 16,384 parts: each query, and some that are split
 
 
 @dataclass(frozen=True, slots=True)
 class SlotChoice:
-    """What each query sees of this rank's cache.
+    """The tokens in this rank's cache that each query attends to.
 
     Attributes:
-        slots: int32 [T, K]; -1 behind the last one.
+        slots: int32 [T, K], padded with -1.
         lengths: int32 [T].
-        top_k: the most that any query sees on all ranks together.
+        top_k: maximum per query over all ranks.
     """
 
     slots: Tensor
@@ -49,13 +49,12 @@ class SlotChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some of the queries.
+    """A block of queries.
 
     Attributes:
-        tokens: which.
         kernel: planned for them.
-        ids: int32 [n * K + 1], where it reads their slots.
-        where: int64 [n * K], where each slot belongs among them; at the end what is no slot.
+        ids: int32 [n * K + 1], the slots that the kernel reads.
+        where: int64 [n * K], index in `ids` of each slot; padding goes to the end.
     """
 
     tokens: slice
@@ -65,16 +64,13 @@ class _Block:
 
 
 class SelectedKernels:
-    """Plan of the layers of one kind that see a choice of the latents.
+    """Plan of layers that attend to selected latents.
 
     Args:
-        kernels: of the rank.
-        layers: which.
-        layout: of the step.
-        choice: of the first of them; those of the others are as wide.
-        static: for a recorded batch.
+        choice: of the first layer; those of the others have the same width.
+        static: for a CUDA graph.
     Raises:
-        NotRecordableError: a batch is to be recorded whose choices only the device knows.
+        NotRecordableError: the number of selected tokens is known only on the device.
     """
 
     def __init__(
@@ -98,7 +94,7 @@ class SelectedKernels:
         self._blocks = self._planned(self._known_lengths(layout.inputs)) if self._is_alone else []
 
     def replan(self, inputs: StepInputs) -> None:
-        """Other pages and slots for the rows of a recorded batch."""
+        """Plan the next replay of a CUDA graph with other pages and slots."""
         self._writer.refresh(inputs.places[self._layers.space].slots)
         self._blocks = self._planned(self._known_lengths(inputs))
 
@@ -161,7 +157,7 @@ class SelectedKernels:
         return _Block(tokens, kernel, ids, where)
 
     def _known_lengths(self, inputs: StepInputs) -> Ints:
-        """Tokens that each query sees, with one rank: int32 [T]."""
+        """Number of tokens that each query attends to, with cp=1: int32 [T]."""
         ends = inputs.places[self._layers.space].pages.total
         counts = [len(row.tokens) for row in inputs.rows]
         seen = [np.arange(end - count, end) + 1 for end, count in zip(ends.tolist(), counts, strict=True)]
@@ -180,7 +176,7 @@ def attend_choice(
     *,
     scale: float,
 ) -> Tensor:
-    """The same in torch, for latents of any format; see AttentionStep.attend_latent."""
+    """`AttentionStep.attend_latent` of selected tokens in plain torch, for latents of any format."""
     inputs = layout.inputs
     places = inputs.places[view.space]
     latent, rope = inputs.exchange.gather(latent), inputs.exchange.gather(rope)
@@ -207,7 +203,7 @@ def _attend_slots(
     is_behind = torch.arange(slots.shape[1], device=q.device) >= lengths[:, None]
     scores.masked_fill_(is_behind[:, None], float("-inf"))
     lse = scores.logsumexp(-1)
-    # Of a query that sees nothing here all weights are not numbers.
+    # For queries without keys on this rank all weights are NaN.
     weights = (scores - lse[..., None]).exp().nan_to_num(nan=0.0)
     latents = torch.einsum("nhk,nkr->nhr", weights, keys[..., : view.rank]).to(q.dtype)
     return torch.einsum("nhr,hvr->nhv", latents, projection.value), lse

@@ -1,12 +1,12 @@
-"""Rows of a step as FlashInfer's kernels want them: whose queries a kernel answers, and where their keys lie.
+"""Queries and keys of rows in the layout of FlashInfer's kernels.
 
     all tokens       [ row 0 ][ row 1      ][ row 2 ][ row 3      ]
     rows 1 and 3              [ 0 1 2 3 4 5 ]        [ 6 7 8 9 10 ]      tokens: an index
-    rows 1 and 2              [ 0 1 2 3 4 5 ][ 6 ]                       tokens: a slice, because they lie together
+    rows 1 and 2              [ 0 1 2 3 4 5 ][ 6 ]                       tokens: a slice, since they are consecutive
 
-All arrays are on the host, since kernels are planned there.
+All arrays are on the host, where kernels are planned.
 
-Shapes in this file: n rows that are answered together, T tokens of the step.
+Shapes in this file: n rows of one kernel, T tokens of the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raycache.step.inputs import Pages, RowInputs
 Ints = NDArray[np.int32]
 
 Tokens = slice | Tensor
-"""Some of the tokens, as an index into their dimension."""
+"""A selection of tokens, as an index into their dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Table:
     """Queries and pages of n rows.
 
     Attributes:
-        tokens: the queries among all.
-        queries: int32 [n + 1], where each row's begin among them.
-        indptr: int32 [n + 1]; row i has the pages ids[indptr[i]:indptr[i + 1]], only those that hold something.
+        tokens: the queries among all tokens.
+        queries: int32 [n + 1], start of each row's queries.
+        indptr: int32 [n + 1]; row i has the pages ids[indptr[i]:indptr[i + 1]], without empty ones.
         ids: int32.
         lens: int32 [n], keys of each row.
-        page_len: tokens of a page.
+        page_len: tokens per page.
     """
 
     tokens: Tokens
@@ -51,7 +51,7 @@ class Table:
 
     @property
     def last(self) -> Ints:
-        """Keys in each row's last page, int32 [n]; 0 of a row without keys."""
+        """Keys in each row's last page, int32 [n]; 0 for rows without keys."""
         full = np.maximum(np.diff(self.indptr) - 1, 0) * self.page_len
         rest: Ints = (self.lens - full).astype(np.int32)
         return rest
@@ -62,8 +62,8 @@ class Segments:
     """Queries of n rows and their keys, both packed.
 
     Attributes:
-        tokens: the queries among all.
-        queries, keys: int32 [n + 1], where each row's begin. Keys between two rows that nobody asks for are rows
+        tokens: the queries among all tokens.
+        queries, keys: int32 [n + 1], start of each row's queries and keys. Unused keys between two rows form a row
             without queries.
     """
 
@@ -77,8 +77,8 @@ class Piece:
     """Cached tokens of some rows.
 
     Attributes:
-        segments: the rows' queries, and the tokens as keys.
-        slots: int64, where they lie.
+        segments: the rows' queries, with these tokens as keys.
+        slots: int64, of these tokens.
     """
 
     segments: Segments
@@ -86,14 +86,14 @@ class Piece:
 
 
 def page_table(pages: Pages, rows: Sequence[int], lens: Ints, *, inputs: Sequence[RowInputs], page_len: int) -> Table:
-    """Of some rows.
+    """Make the table of some rows.
 
     Args:
         pages: of all rows.
-        rows: which, ascending.
-        lens: int32, keys of each of all rows.
-        inputs: all rows.
-        page_len: tokens of a page.
+        rows: indices, ascending.
+        lens: int32, number of keys of each of all rows.
+        inputs: of all rows.
+        page_len: tokens per page.
     """
     if len(rows) == len(inputs):
         lens, starts = lens.astype(np.int32), pages.indptr[:-1]
@@ -101,18 +101,18 @@ def page_table(pages: Pages, rows: Sequence[int], lens: Ints, *, inputs: Sequenc
         lens, starts = lens[list(rows)].astype(np.int32), pages.indptr[:-1][list(rows)]
     counts = -(-lens // page_len)
     indptr = starts_of(counts)
-    # Pages behind those that hold something are dropped: how full the last one is tells where a row ends.
+    # Empty pages at the end are dropped: the fill of the last page determines the end of a row.
     every = np.repeat(starts - indptr[:-1], counts) + np.arange(indptr[-1])
     ids = pages.ids[every]
-    assert not len(ids) or ids.min() >= 0, "a page that a query sees is not kept"
+    assert not len(ids) or ids.min() >= 0, "a page that a query attends to is no longer held"
     queries = [inputs[row].tokens for row in rows]
     return Table(together(queries), starts_of([len(some) for some in queries]), indptr, ids, lens, page_len)
 
 
 def run_segments(chunks: Sequence[Chunk]) -> Iterator[Segments]:
-    """This rank's queries of some chunks with the new keys that they see, causally: one Segments per run of a chunk.
+    """Causal attention of this rank's queries of some chunks to their new keys, one Segments per run of a chunk.
 
-    The queries of a run stand at the end of their keys: those of the chunk up to the run's end.
+    The keys of a run are those of the chunk up to the run's end, so its queries are the last of them.
     """
     for number in range(max((len(chunk.runs) for chunk in chunks), default=0)):
         queries, spans = [0], []
@@ -122,7 +122,7 @@ def run_segments(chunks: Sequence[Chunk]) -> Iterator[Segments]:
                 continue
             local, run = list(chunk.local_runs())[number]
             begin = chunk.tokens.start
-            # A row of its own, without queries, for the keys between the last ones and these.
+            # A row without queries for unused keys before these.
             if keys:
                 queries.append(queries[-1])
             queries.append(queries[-1] + len(run))
@@ -134,32 +134,31 @@ def run_segments(chunks: Sequence[Chunk]) -> Iterator[Segments]:
 def pieces(
     pages: Pages, rows: Sequence[int], *, inputs: Sequence[RowInputs], page_len: int, length: int
 ) -> Iterator[Piece]:
-    """Cached tokens of some rows, `length` at a time; several short rows share a piece.
+    """Cached tokens of some rows in pieces of at most `length` tokens; several short rows share a piece.
 
     Args:
         pages: of all rows.
-        rows: which, ascending.
-        inputs: all rows.
-        page_len: tokens of a page.
-        length: most tokens of a piece.
+        rows: indices, ascending.
+        inputs: of all rows.
+        page_len: tokens per page.
     """
     taken: list[tuple[int, int, int]] = []
-    room = length
+    missing = length
     for row in rows:
         first, left = 0, int(pages.cached[row])
         while left:
-            count = min(room, left)
+            count = min(missing, left)
             taken.append((row, first, count))
-            first, left, room = first + count, left - count, room - count
-            if not room:
+            first, left, missing = first + count, left - count, missing - count
+            if not missing:
                 yield _piece(pages, taken, inputs, page_len)
-                taken, room = [], length
+                taken, missing = [], length
     if taken:
         yield _piece(pages, taken, inputs, page_len)
 
 
 def cached_slots(pages: Pages, row: int, tokens: range, *, page_len: int) -> NDArray[np.int64]:
-    """Where some of the tokens in a row's pages lie, counted from the first page."""
+    """Slots of some tokens in a row's pages, counted from its first page."""
     page, offset = np.divmod(np.arange(tokens.start, tokens.stop), page_len)
     slots: NDArray[np.int64] = pages.ids[pages.indptr[row] + page].astype(np.int64) * page_len + offset
     return slots
@@ -173,12 +172,12 @@ def together(spans: Sequence[range]) -> Tokens:
 
 
 def are_all(tokens: Tokens, count: int) -> bool:
-    """Whether these are all of `count` tokens, in order."""
+    """Whether a selection is all of `count` tokens, in order."""
     return isinstance(tokens, slice) and tokens == slice(0, count)
 
 
 def starts_of(counts: Sequence[int] | NDArray[np.integer]) -> Ints:
-    """[n] -> int32 [n + 1]: where each begins, and their sum at the end."""
+    """Cumulative sums with a leading 0: [n] -> int32 [n + 1]."""
     starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     return starts

@@ -1,16 +1,16 @@
-"""The sparse indexer on CUDA: the tokens that each query attends to, as slots of this rank's cache.
+"""Sparse indexer on CUDA: selects the tokens that each query attends to, as slots of this rank's cache.
 
-The same choice as sparse.py, without a tensor of queries x keys x heads and with queries x keys in bounded blocks:
+Makes the same selection as sparse.py without a tensor of queries x keys x heads, in blocks of bounded memory:
 
-    cp = 1   scores of a block of queries -> top_k of each, ties won by the earlier token -> slots
+    cp = 1   scores of a block of queries -> top_k of each (of equal scores, the earlier token's wins) -> slots
     cp > 1   1. all queries on this rank's keys: scores -> best candidates of each, as one sortable int64 per token
-             2. candidates travel to the queries' ranks, which find the last one chosen of each query
-             3. that travels to all ranks, and each keeps what is not below it
+             2. candidates are sent to the queries' ranks, which find the last selected one of each query
+             3. it is sent to all ranks, and each keeps the candidates that are not below it
 
-New tokens are in the cache before they are scored, so that one rule serves all queries: one at position p sees the
-first p + 1 tokens of its sequence. A score is summed in one order whatever the split and the rest of the batch.
+New tokens are written to the cache before they are scored, so the query at position p attends to the first p + 1 tokens
+of its sequence. The order of summation of a score does not depend on the split or the rest of the batch.
 
-    sortable = score's bits, made to sort as integers << 32  |  2^31 - 1 - position
+    sortable = bits of the score, mapped to sort as integers << 32  |  2^31 - 1 - position
 
 Shapes in this file: T new tokens of all cp ranks, n queries, L keys, Hi index heads, D their size, K slots per query.
 Imports Triton: only what runs on CUDA may import this module.
@@ -35,9 +35,9 @@ from raycache.memory.views import IndexView
 from raycache.parallel.owned_tokens import owned_prefix_len
 from raycache.step.inputs import Places, StepInputs
 
-SCORE_BYTES = 256 << 20  # of the float32 scores that are held at once
-MAX_TOP_K = 2048  # far fewer than what a program chooses from, so that choosing again and again ends soon
-MAX_HEADS, MAX_DIM = 128, 256  # what a multiprocessor holds of one query beside a tile of keys
+SCORE_BYTES = 256 << 20  # of float32 scores held at once
+MAX_TOP_K = 2048  # far fewer than what a program selects from, so that few rounds are needed
+MAX_HEADS, MAX_DIM = 128, 256  # of one query that a multiprocessor can hold together with a tile of keys
 
 _ALIGNED = 64  # widths are multiples of it, for wide loads
 _COLUMNS, _KEYS_PER_TILE = 128, 128  # queries x heads, and keys, of one matrix product
@@ -48,11 +48,11 @@ _CHOSEN_FROM, _KEYS_PER_WARP = 8192, 512  # keys that one program chooses from: 
 
 @dataclass(frozen=True, slots=True)
 class SlotSelection:
-    """What each query sees of this rank's cache.
+    """The tokens in this rank's cache that each query attends to.
 
     Attributes:
-        slots: int32 [T, K], page id * (page_size / cp) + offset, oldest token first; -1 behind the last one.
-        lengths: int32 [T], how many there are.
+        slots: int32 [T, K], page id * (page_size / cp) + offset, oldest token first; padded with -1.
+        lengths: int32 [T].
     """
 
     slots: Tensor
@@ -60,7 +60,7 @@ class SlotSelection:
 
 
 def missing_kernel(view: IndexView, q: Tensor, *, top_k: int) -> str:
-    """Why `KernelIndexer` cannot serve a layer, in words; empty if it can. q as in AttentionStep.select."""
+    """Why `KernelIndexer` does not support a layer, or ""; q as in AttentionStep.select."""
     heads, dim = q.shape[1:]
     if q.dtype not in (torch.bfloat16, torch.float16) or view.key.dtype != q.dtype:
         return f"index queries of {q.dtype} with keys of {view.key.dtype}: both must be bfloat16 or float16"
@@ -72,13 +72,11 @@ def missing_kernel(view: IndexView, q: Tensor, *, top_k: int) -> str:
 
 
 class KernelIndexer:
-    """Plan of all layers with an indexer of one component space.
+    """Selection plan of all layers with an indexer of one component space.
 
     Args:
-        layout: of the step.
-        places: of the space.
-        max_len: tokens that a row may have at a later `replan`; 0 where there is none. For decode batches and cp = 1,
-            whose `select` can then be recorded in a CUDA graph.
+        max_len: maximum tokens of a row at later `replan`s, 0 for none. With decode batches and cp = 1, `select` can
+            then be captured in a CUDA graph.
     """
 
     def __init__(self, layout: StepLayout, places: Places, *, max_len: int = 0) -> None:
@@ -90,12 +88,7 @@ class KernelIndexer:
         self._spans = tuple(piece for span in _spans(inputs, places, max_len=max_len) for piece in span.cut())
 
     def replan(self, inputs: StepInputs, places: Places) -> None:
-        """Other rows, as many, for the next replay of what was recorded.
-
-        Args:
-            inputs: with the same tensors as those of the plan.
-            places: of the space.
-        """
+        """Plan the next replay of a CUDA graph with the same number of other rows; `inputs` has the same tensors."""
         self._tables.fill(inputs, places)
 
     def select(self, view: IndexView, q: Tensor, k: Tensor, weights: Tensor, *, top_k: int) -> SlotSelection:
@@ -103,7 +96,7 @@ class KernelIndexer:
         exchange, places = self._inputs.exchange, self._inputs.places[view.space]
         keys = exchange.gather(k.to(view.key.dtype))
         view.write(places.slots, keys[places.owned])
-        # As wide on every rank: the first one holds the most of a row.
+        # The same width on every rank; the first rank holds the most tokens of a row.
         most = owned_prefix_len(self._longest_row, page_size=places.page_size, cp_rank=0, cp_size=places.cp_size)
         width = min(top_k, _aligned(most, _ALIGNED))
         asked = _Asked(
@@ -115,7 +108,7 @@ class KernelIndexer:
             offset=places.cp_rank * view.key.shape[1],
         )
         slots = torch.empty((self._inputs.num_tokens, width), dtype=torch.int32, device=q.device)
-        # Where a query sees all of its row, or all of it is here, other ranks have no say.
+        # Other ranks need not be consulted if all of a row is here, or if queries attend to all of it.
         is_alone = places.cp_size == 1 or self._longest_row <= top_k
         candidates = None if is_alone else torch.empty(slots.shape, dtype=torch.int64, device=q.device)
         for span in self._spans:
@@ -128,12 +121,12 @@ class KernelIndexer:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Neighbouring queries that are scored together.
+    """Consecutive queries that are scored together.
 
     Attributes:
         queries: among all T.
-        width: numbers in a row of their scores; no query sees more keys on this rank.
-        is_chunk: they are of one row of the plan; otherwise each is of its own.
+        width: of their scores; no query attends to more keys on this rank.
+        is_chunk: whether they belong to one row of the plan; otherwise each has its own.
     """
 
     queries: range
@@ -141,23 +134,23 @@ class _Span:
     is_chunk: bool
 
     def cut(self) -> Iterator[_Span]:
-        """In pieces with few enough scores."""
+        """Split into pieces whose scores fit into SCORE_BYTES."""
         most = max(1, SCORE_BYTES // (4 * self.width))
         for first in range(self.queries.start, self.queries.stop, most):
             yield _Span(range(first, min(first + most, self.queries.stop)), self.width, self.is_chunk)
 
 
 class _Tables:
-    """What the kernels read of a plan, at a place of its own.
+    """Tables of a plan for the kernels, at a fixed address.
 
     Attributes:
-        begins: int32 [T], where in `ids` the pages of each query's row begin.
-        lens: int32 [T], keys on this rank that each query sees.
+        begins: int32 [T], start in `ids` of the pages of each query's row.
+        lens: int32 [T], keys on this rank that each query attends to.
         ids: int32 page ids of all rows.
     """
 
     def __init__(self, inputs: StepInputs, places: Places, *, capacity: int) -> None:
-        # Each table begins at a multiple of 16 bytes, whatever the number of queries: one kernel serves all.
+        # Each table is aligned to 16 bytes for any number of queries, so that kernels are not recompiled.
         self._stride = _aligned(inputs.num_tokens, 4)
         size = 2 * self._stride + max(capacity, len(places.pages.ids))
         self._all = torch.empty(size, dtype=torch.int32, device=inputs.ctx.device)
@@ -166,7 +159,7 @@ class _Tables:
         self.fill(inputs, places)
 
     def fill(self, inputs: StepInputs, places: Places) -> None:
-        """With the rows of a plan."""
+        """Copy the tables of a plan."""
         counts = [len(row.tokens) for row in inputs.rows]
         columns = np.zeros((2, self._stride), np.int32)
         columns[0, : inputs.num_tokens] = np.repeat(places.pages.indptr[:-1], counts)
@@ -195,11 +188,10 @@ class _Asked:
     offset: int
 
     def score(self, span: _Span, *, more_than: int) -> Tensor:
-        """Queries on the keys that they see: float32 [n, width], anything behind those.
+        """Scores of queries for the keys that they attend to: float32 [n, width], padded with arbitrary values.
 
         Args:
-            span: of queries.
-            more_than: queries that see no more keys get no scores.
+            more_than: queries with at most this many keys are not scored.
         """
         heads, dim = self.q.shape[1:]
         block_heads = max(16, triton.next_power_of_2(heads))
@@ -233,19 +225,18 @@ class _Asked:
         return scores
 
     def choose(self, scores: Tensor, span: _Span, slots: Tensor, sortables: Tensor | None = None) -> None:
-        """The best keys of each query, from its scores [n, width], into its row of the results.
+        """Write the best keys of each query, given its scores [n, width].
 
-        Keys of a row are dealt to programs, whose best are dealt again, until one program has all that are left.
+        The keys of a row are distributed over programs, and their best keys again, until one program has all of them.
 
         Args:
-            scores: of the span; not looked at where a query sees no more than K keys.
-            span: of queries.
-            slots: int32 [T, K]; -1 behind the last one.
-            sortables: int64 [T, K] of the same keys, if they are wanted; the lowest number behind the last one.
+            scores: of the span; ignored for queries with at most K keys.
+            slots: int32 [T, K], padded with -1.
+            sortables: int64 [T, K] of the same keys, padded with the lowest number; or None.
         """
         listed, width, count, tiles = slots, span.width, slots.shape[1], 0
         while tiles != 1:
-            # Never below MAX_TOP_K: few kernels serve all lengths, and each has room for K.
+            # At least MAX_TOP_K, so that there are few kernels, and each can hold K keys.
             block = min(_CHOSEN_FROM, triton.next_power_of_2(max(width, MAX_TOP_K)))
             is_first, tiles = tiles == 0, triton.cdiv(width, block)
             out = slots if tiles == 1 else slots.new_empty(len(scores), tiles * count)
@@ -274,9 +265,9 @@ class _Asked:
 
 
 def _spans(inputs: StepInputs, places: Places, *, max_len: int) -> Iterator[_Span]:
-    """Chunks one by one, neighbouring single tokens together."""
+    """A span per chunk, and per run of consecutive single tokens."""
     seen = _seen(inputs, places)
-    # A chunk is its own group by where it starts.
+    # The key of a chunk is its first token, that of all single tokens is -1.
     for chunk, rows in groupby(inputs.rows, lambda row: row.tokens.start if len(row.tokens) > 1 else -1):
         tokens = [row.tokens for row in rows]
         queries = range(tokens[0].start, tokens[-1].stop)
@@ -285,8 +276,8 @@ def _spans(inputs: StepInputs, places: Places, *, max_len: int) -> Iterator[_Spa
 
 
 def _seen(inputs: StepInputs, places: Places) -> NDArray[np.int64]:
-    """[T], keys on this rank that each query sees."""
-    if inputs.is_decode and places.cp_size == 1:  # rows of a recorded batch do not say where they start
+    """Number of keys on this rank that each query attends to, [T]."""
+    if inputs.is_decode and places.cp_size == 1:  # rows of a CUDA graph have no start
         return places.pages.total.astype(np.int64)
     counts = np.array([len(row.tokens) for row in inputs.rows])
     starts = np.array([row.start - row.tokens.start for row in inputs.rows])
@@ -298,12 +289,12 @@ def _seen(inputs: StepInputs, places: Places) -> NDArray[np.int64]:
 
 
 def _aligned(number: int, multiple: int) -> int:
-    """The next multiple that is at least 1."""
+    """Round up to a multiple, at least one."""
     return max(1, -(-number // multiple)) * multiple
 
 
 def _last_chosen(candidates: Tensor, *, top_k: int) -> Tensor:
-    """The lowest of the top_k sortables of each query, [cp, n, K] -> [n]; below all tokens where there are no more."""
+    """The lowest of the top_k sortables of each query, [cp, n, K] -> [n]; below all tokens if there are not more."""
     size, queries, count = candidates.shape
     last = candidates.new_empty(queries)
     if queries:
@@ -322,7 +313,7 @@ def _last_chosen(candidates: Tensor, *, top_k: int) -> Tensor:
 
 
 def _keep(slots: Tensor, candidates: Tensor, last: Tensor) -> SlotSelection:
-    """Those of the slots [T, K] whose sortables [T, K] are not below the last one of their query [T]."""
+    """Keep the slots [T, K] whose sortables [T, K] are not below the last selected one of their query [T]."""
     kept, lengths = torch.empty_like(slots), slots.new_empty(len(slots))
     block = triton.next_power_of_2(slots.shape[1])
     keep_chosen[(len(slots),)](slots, candidates, last, kept, lengths, slots.shape[1], BLOCK=block)

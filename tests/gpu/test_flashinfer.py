@@ -157,7 +157,9 @@ def test_a_missing_kernel_is_said_once(caplog: pytest.LogCaptureFixture) -> None
 def test_a_kernel_that_cannot_be_compiled_is_a_setting_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     case = dataclasses.replace(case_of([(0, 3)]), dtype=torch.float16)
-    with pytest.raises(ConfigError, match=r"fa2 for heads of 256 in torch\.float16 cannot be had.*--attention torch"):
+    with pytest.raises(
+        ConfigError, match=r"fa2 for heads of 256 in torch\.float16 cannot be compiled.*--attention torch"
+    ):
         full.Sequences(case, full.Heads(dim=256)).attend(new_backend())
 
 
