@@ -48,12 +48,14 @@ class ChatTemplate:
             has none: every request is then refused.
         special_tokens: name -> text, such as "bos_token" -> "<s>"; variables of the template.
         origin: file of the sources, for people, or empty.
+    Attributes:
+        sources: as given.
     Raises:
         ConfigError: a source is not a Jinja template.
     """
 
     def __init__(self, sources: Mapping[str, str], *, special_tokens: Mapping[str, str], origin: str = "") -> None:
-        self.origin = origin
+        self.sources, self.origin = dict(sources), origin
         environment = _environment()
         self._templates = {name: _compile(environment, name, source) for name, source in sources.items()}
         self._special_tokens = dict(special_tokens)

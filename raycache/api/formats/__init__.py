@@ -1,0 +1,1 @@
+"""How chat models write reasoning and tool calls, for reading and for constraining them."""
