@@ -1,1 +1,1 @@
-"""What a model directory holds: config.json, weights and how they are quantised."""
+"""Model directories: config.json, weights, quantisation, and downloads from the Hub."""

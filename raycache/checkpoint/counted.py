@@ -1,4 +1,4 @@
-"""What weights would take in memory: a weight source that counts instead of reading."""
+"""Memory needed for weights, computed by a weight source that counts instead of reading."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from raycache.checkpoint.weights_form import WeightsForm
 
 
 class CountedWeights:
-    """A weight source whose tensors have no numbers, and that notes what they would take.
+    """A weight source that counts the memory of requested tensors.
 
     Args:
-        checkpoint: to look into, None for random weights, which have every tensor.
+        checkpoint: None for random weights, which have every tensor.
         layouts: of the same checkpoint.
-        form: in which quantised weights are held, None for plain ones.
-        dtype: of all others in memory.
+        form: how quantised weights are held in memory, None for plain ones.
+        dtype: of all other weights in memory.
     Attributes:
-        num_bytes: by how the numbers are held: the name of a format, or a dtype.
-        formats: in which the checkpoint has quantised ones.
+        num_bytes: by format of quantised weights, or dtype.
+        formats: number of slices per format of the checkpoint's quantised tensors.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Random weights, so that a model of any size runs with no more than its config.json.
+"""Random weights, so that a model of any size can be run with only its config.json.
 
-Speed and memory of a model depend on its shapes, and on how evenly tokens choose experts where it has some. A tensor is
-drawn whole from a seed made of its name and then cut, so the slices of all ranks are those of one tensor, whatever the
-split. Device types draw different numbers, and so do dtypes.
+Speed and memory depend on the shapes, and on how evenly tokens are distributed over experts. A tensor is generated as a
+whole from a seed derived from its name and then sliced, so that ranks have slices of the same tensor for any split.
+Values differ between device types and dtypes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,14 @@ if TYPE_CHECKING:
     from raycache.checkpoint.stored_slice import StoredSlice
 
 _BIAS_SCALE = 0.01
-"""Small beside what it is added to, or all tokens would choose the same experts."""
+"""Small compared with what biases are added to, or else all tokens would choose the same experts."""
 
 
 class DummyWeights:
-    """A weight source that has every tensor it is asked for.
+    """A weight source that has every requested tensor.
 
-    Norms are one. Matrices have the spread that keeps the size of what they multiply, all else is small: activations
-    stay finite in any number of layers, and logits differ.
-
-    Args:
-        device: that tensors are drawn on.
-        dtype: of the tensors.
+    Norms are one, matrices preserve the scale of their input, and everything else is small: activations stay finite in
+    any number of layers, and logits differ.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -37,7 +33,7 @@ class DummyWeights:
         self._dtype = dtype
 
     def has(self, name: str) -> bool:
-        """Return False, so that a model gets only required tensors, under their first names."""
+        """Return False, so that models request only required tensors, by their default names."""
         return False
 
     def read(
@@ -47,7 +43,7 @@ class DummyWeights:
         if axis is None:
             return self._draw(name, shape)
         taken = range(shape[axis])[start:stop]
-        if not taken:  # asks whether the tensor is there
+        if not taken:  # only checks that the tensor exists
             return torch.empty((*shape[:axis], 0, *shape[axis + 1 :]), dtype=self._dtype, device=self._device)
         return self._draw(name, shape).narrow(axis, taken.start, len(taken))
 

@@ -1,4 +1,4 @@
-"""What goes wrong between this machine and the Hub, in one line each."""
+"""Error messages for failed requests to the Hub and failed downloads."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from raycache.checkpoint.hub_id import HubId
 from raycache.errors import CheckpointError
 
 FAILURES = (httpx2.HTTPError, httpx2.InvalidURL, EntryNotFoundError, OSError, RuntimeError, ValueError, KeyError)
-"""Of huggingface_hub. Its downloader in Rust raises RuntimeError, and answers that are not a Hub's the last two."""
+"""Errors of huggingface_hub. Its Rust downloader raises RuntimeError; responses of other servers cause the last two."""
 
 _BUSY = (408, 429, 500, 502, 503, 504)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_away(cause: BaseException) -> bool:
-    """Whether the Hub has not answered, so that another time or the cache may do."""
+    """Whether the Hub did not answer, so that a retry or the cache may help."""
     if isinstance(cause, HfHubHTTPError):
         return cause.response.status_code in _BUSY
     return isinstance(cause, httpx2.TransportError | OfflineModeIsEnabled)
 
 
 def is_transient(cause: BaseException) -> bool:
-    """Whether a download that failed so may succeed when it is done again."""
+    """Whether a retry of a download that failed like this may succeed."""
     if isinstance(cause, HfHubHTTPError):
         return is_away(cause)
     if isinstance(cause, OfflineModeIsEnabled | LocalEntryNotFoundError):  # the latter after attempts of its own
@@ -47,13 +47,12 @@ def is_transient(cause: BaseException) -> bool:
 
 
 def refusal(cause: BaseException, model: HubId, *, endpoint: str, has_token: bool) -> CheckpointError:
-    """The error for a model that the Hub was asked for.
+    """The error for a model that could not be looked up.
 
     Args:
         cause: one of `FAILURES`.
-        model: that was wanted.
         endpoint: URL of the Hub.
-        has_token: whether the Hub was shown a token.
+        has_token: whether the request had a token.
     """
     repo = model.repo
     login = "run `hf auth login` or set HF_TOKEN"
@@ -97,7 +96,6 @@ def broken(cause: BaseException, model: HubId, name: str, *, folder: Path) -> Ch
 
     Args:
         cause: one of `FAILURES`.
-        model: whose file it is.
         name: of the file.
         folder: of the cache.
     """
@@ -113,7 +111,7 @@ def broken(cause: BaseException, model: HubId, name: str, *, folder: Path) -> Ch
 
 
 def _is_unknown(cause: HfHubHTTPError, *, has_token: bool) -> bool:
-    """Whether there is no such model for who asks. Without a token, the Hub says so by asking for one."""
+    """Whether the model does not exist for this user; without a token, the Hub then answers 401."""
     return isinstance(cause, RepositoryNotFoundError) or (cause.response.status_code == 401 and not has_token)
 
 

@@ -1,6 +1,6 @@
-"""Which files of a repository are read: descriptions, tokenizer, and the safetensors files that an index names.
+"""Files of a repository to download: configuration, tokenizer, and the safetensors files listed in the index.
 
-Never fetched: pickled weights, other formats, Python files, and second copies of the weights in folders.
+Pickled weights, other formats, Python files and copies of the weights in subfolders are never downloaded.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class HubFile:
     """A file of a repository.
 
     Attributes:
-        name: with the folders it lies in.
-        size: bytes; None where the Hub does not say.
-        digest: SHA-256 of the content, or git's SHA-1 of it as a blob, in hex; "" where the Hub does not say.
+        name: path in the repository.
+        size: bytes; None if unknown.
+        digest: SHA-256 of the content, or its git blob SHA-1, in hex; "" if unknown.
     """
 
     name: str
@@ -50,11 +50,11 @@ class HubFile:
     digest: str = ""
 
     def is_at(self, path: Path) -> bool:
-        """Whether a path has a file of this size."""
+        """Whether there is a file of this size at a path."""
         return path.is_file() and self.size in (None, path.stat().st_size)
 
     def has_content_of(self, path: Path) -> bool:
-        """Whether a path has a file of this content, as far as that is known."""
+        """Whether the file at a path has this content, if the digest is known."""
         if not self.digest:
             return self.is_at(path)
         with path.open("rb") as file:
@@ -65,7 +65,7 @@ class HubFile:
 
 
 def descriptions(names: Iterable[str]) -> list[str]:
-    """Those of a repository's files that say what the model is, and that its tokenizer is made of."""
+    """The configuration and tokenizer files of a repository."""
     return sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in _DESCRIPTIONS))
 
 

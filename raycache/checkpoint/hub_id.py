@@ -1,4 +1,4 @@
-"""How a model of the Hugging Face Hub is named: ORG/NAME, or ORG/NAME@REVISION."""
+"""Names of models on the Hugging Face Hub: ORG/NAME, or ORG/NAME@REVISION."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HubId:
 
     @classmethod
     def parse(cls, text: str) -> HubId | None:
-        """Read ORG/NAME[@REVISION]; None for what has another form."""
+        """Parse ORG/NAME[@REVISION]; None if the text has another form."""
         found = _FORM.fullmatch(text)
         return cls(found["repo"], found["revision"] or "") if found else None
 
@@ -42,7 +42,7 @@ class HubId:
 
 
 def name_of(directory: Path) -> str:
-    """What to call the model in a directory: ORG/NAME in huggingface_hub's cache, elsewhere the directory's name."""
+    """Name of the model in a directory: ORG/NAME in huggingface_hub's cache, elsewhere the directory's name."""
     kind, _, repo = directory.parent.parent.name.partition("--")
     is_cached = kind == "models" and directory.parent.name == "snapshots"
     return repo.replace("--", "/", 1) if is_cached else directory.name

@@ -1,4 +1,4 @@
-"""A progress bar in the terminal for a download; nothing is shown elsewhere."""
+"""Progress bar for downloads, shown only in a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ProgressBar:
             self._bar.close()
 
     def show(self, done: int, total: int) -> None:
-        """Show how far it is, in bytes."""
+        """Show progress, in bytes."""
         if self._bar is None or self._bar.total != total:
             self.__exit__()
             self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="downloading", disable=None)

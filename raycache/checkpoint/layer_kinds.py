@@ -1,4 +1,4 @@
-"""Which layers of a model have linear attention, and which see only the last tokens, as config.json says it."""
+"""Reads from config.json which layers have linear, full or sliding-window attention."""
 
 from __future__ import annotations
 
@@ -14,24 +14,19 @@ LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Which layers have which.
-
-    Attributes:
-        linear, full: numbers of the layers, ascending.
-    """
+    """Layers with linear attention and with full attention, ascending."""
 
     linear: tuple[int, ...]
     full: tuple[int, ...]
 
 
 def read_layer_kinds(file: ConfigFile, *, is_full: Callable[[int], bool]) -> LayerKinds:
-    """Read `layer_types`.
+    """Read `layer_types` of models with linear attention.
 
     Args:
-        file: config.json.
-        is_full: whether a layer has full attention when the file lists none.
+        is_full: whether a layer has full attention, if there is no `layer_types`.
     Raises:
-        CheckpointError: an unknown kind of layer, or not one per layer.
+        CheckpointError: a kind of layer is unknown, or there is not one per layer.
     """
     kinds = read_given_layer_types(file, known=(LINEAR, FULL))
     if not kinds:
@@ -41,13 +36,12 @@ def read_layer_kinds(file: ConfigFile, *, is_full: Callable[[int], bool]) -> Lay
 
 
 def read_windowed(file: ConfigFile, *, pattern: int) -> tuple[int, ...]:
-    """Layers with a window.
+    """Read which layers have a sliding window.
 
     Args:
-        file: config.json.
-        pattern: when it lists no layers, every `pattern`-th one sees everything.
+        pattern: without `layer_types`, every `pattern`-th layer is a full one.
     Raises:
-        CheckpointError: an unknown kind of layer, or not one per layer.
+        CheckpointError: a kind of layer is unknown, or there is not one per layer.
     """
     kinds = read_given_layer_types(file, known=(FULL, SLIDING))
     if not kinds:
@@ -56,12 +50,12 @@ def read_windowed(file: ConfigFile, *, pattern: int) -> tuple[int, ...]:
 
 
 def read_optional_windows(file: ConfigFile) -> dict[str, Any]:
-    """`window` and `windowed` of `DenseConfig` for families that turn windows on by `use_sliding_window`.
+    """Read `window` and `windowed` of `AttentionConfig`, for families where `use_sliding_window` enables windows.
 
     Without `layer_types`, all layers from `max_window_layers` on have a window.
 
     Raises:
-        CheckpointError: an unknown kind of layer, not one per layer, or a window that is turned off.
+        CheckpointError: a kind of layer is unknown, there is not one per layer, or windows are listed but disabled.
     """
     kinds = read_given_layer_types(file, known=(FULL, SLIDING))
     is_on = file.flag("use_sliding_window", False)

@@ -1,6 +1,6 @@
-"""What tensor names begin with in checkpoints that hold a model inside another one.
+"""Prefixes of tensor names in checkpoints where a text model is nested in another model.
 
-ours                       as gemma-3-4b is published                as transformers 5 names it
+ours                       gemma-3-4b as published                   gemma-3-4b of transformers 5
 model.norm.weight          language_model.model.norm.weight          model.language_model.norm.weight
 lm_head.weight             language_model.lm_head.weight             lm_head.weight
 """
@@ -18,35 +18,30 @@ if TYPE_CHECKING:
     from raycache.checkpoint.tensor_files import WeightSource
 
 _ALWAYS_THERE = ("model.embed_tokens.weight", "model.norm.weight")
-"""Tensors that tell which prefixes a checkpoint uses."""
+"""Tensors that show which prefixes a checkpoint uses."""
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Names of a family and of a checkpoint; a name without any of the prefixes is the same in both.
+    """Mapping between the tensor names of a family and of a checkpoint; names with other prefixes are equal.
 
     Attributes:
-        pairs: (of the family, of the checkpoint), each with its last dot.
+        pairs: (prefix of the family, prefix of the checkpoint), including the last dot.
     """
 
     pairs: tuple[tuple[str, str], ...] = ()
 
     def published(self, name: str) -> str:
-        """The checkpoint's name of a tensor that the family calls `name`."""
+        """The checkpoint's name of the family's tensor `name`."""
         return _replaced(name, self.pairs)
 
     def ours(self, name: str) -> str:
-        """The family's name of a tensor that the checkpoint calls `name`."""
+        """The family's name of the checkpoint's tensor `name`."""
         return _replaced(name, [(published, ours) for ours, published in self.pairs])
 
 
 class PrefixedSource:
-    """A weight source that is asked by the family's names.
-
-    Args:
-        source: with the checkpoint's names.
-        prefixes: of both.
-    """
+    """A weight source with the family's tensor names, over one with the checkpoint's."""
 
     def __init__(self, source: WeightSource, prefixes: Prefixes) -> None:
         self._source = source
@@ -67,12 +62,7 @@ class PrefixedSource:
 
 
 def prefixes_of(source: WeightSource, known: Sequence[Prefixes]) -> Prefixes:
-    """Which of the known prefixes a checkpoint uses: the first ones if it fits none, no prefixes if none are known.
-
-    Args:
-        source: of the checkpoint's weights.
-        known: of all layouts in which such checkpoints are published.
-    """
+    """Find out which of the known prefixes a checkpoint uses; the first ones if it matches none."""
     found = (own for own in known if any(source.has(own.published(name)) for name in _ALWAYS_THERE))
     return next(found, known[0] if known else Prefixes())
 

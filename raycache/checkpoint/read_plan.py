@@ -1,4 +1,4 @@
-"""What a model reads of a checkpoint, and in which order: its loading gone through without numbers."""
+"""Plans which parts of a checkpoint a model reads, and in which order, by loading it without reading data."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from raycache.checkpoint.read_ahead import Read
 
 
 class PlannedSource(Protocol):
-    """A weight source that can say what it would read."""
+    """A weight source that can plan its reads."""
 
     def has(self, name: str) -> bool: ...
 
     def planned(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Read:
-        """What `read` with these arguments would read."""
+        """The part of a file that `read` would read with these arguments."""
         ...
 
 
 class ReadPlan:
-    """A weight source without numbers that notes what it is asked for.
+    """A weight source that records reads instead of reading.
 
-    Args:
-        source: whose reads are planned.
     Attributes:
-        reads: so far, in their order; none of them empty.
+        reads: recorded so far, in order, without empty ones.
     """
 
     def __init__(self, source: PlannedSource) -> None:
@@ -38,7 +36,7 @@ class ReadPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of all reads."""
+        """Total size of the reads."""
         return sum(read.num_bytes for read in self.reads)
 
     def has(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Where parts of files are read to: tensors on the CPU, or on a GPU by way of pinned buffers."""
+"""Targets of reads: tensors on the CPU, or on a GPU through pinned buffers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Target(Protocol):
     """Tensors of one device."""
 
     def begin_thread(self) -> None:
-        """To be called by each thread before its first part."""
+        """Called by each thread before its first part."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor that parts can be read to."""
+        """Allocate a tensor to read parts to."""
         ...
 
     def fill(self, tensor: Tensor, part: Part, file: OpenFile) -> None:
-        """Read a part to where it belongs in a tensor; called by threads."""
+        """Read a part into a tensor; called by threads."""
         ...
 
     def finish(self) -> None:
-        """To be called when a tensor has all its parts: what the caller does with it from now on sees them."""
+        """Called when all parts of a tensor have been read: makes them visible to the caller's stream."""
         ...
 
 
@@ -70,7 +70,7 @@ class _Gpu:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        # Its memory may have been another tensor's, which the caller's stream is still at.
+        # Its memory may have belonged to another tensor that the caller's stream is still using.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return tensor
 
@@ -89,7 +89,7 @@ class _Gpu:
 
 
 class _Buffer:
-    """Pinned memory, and when it can be written to again."""
+    """Pinned memory, with an event after its last copy."""
 
     def __init__(self) -> None:
         self.pinned = torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -98,6 +98,6 @@ class _Buffer:
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
-    """Of a tensor on the CPU without gaps, to read and write."""
+    """The bytes of a contiguous tensor on the CPU, as a writable view."""
     found: Bytes = tensor.view(-1).view(torch.uint8).numpy()
     return found

@@ -1,4 +1,4 @@
-"""What config.json says about positions (layers/rope.py computes with it)."""
+"""Configuration of rotary embedding (computed by layers/rope.py)."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import math
 from dataclasses import dataclass
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-"""Values of `rope_type` that are implemented for all families."""
+"""Values of `rope_type` supported for all families."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """What config.json says about positions.
+    """Configuration of rotary embedding.
 
     Attributes:
         kind: one of `ROPE_KINDS`, or "proportional".
         theta: base of the frequencies.
-        factor: how many times longer the context became (all but default).
-        original_max_position: context of the pretraining, in tokens (llama3, yarn).
-        low_freq_factor, high_freq_factor: llama3: pairs that turn less than `low` times over the original context are
-            slowed down, those that turn more than `high` times are kept.
-        beta_fast, beta_slow: yarn: the same limits, in turns over the original context.
-        attention_factor: yarn: multiplies cos and sin.
-        score_factor: yarn: multiplies the scores of latent attention, where only a part of a head is turned.
+        factor: extension of the context (all kinds but default).
+        original_max_position: context length of pretraining, in tokens (llama3, yarn).
+        low_freq_factor, high_freq_factor: llama3: pairs with fewer than `low` rotations over the original context have
+            their frequency divided by the factor, those with more than `high` keep it.
+        beta_fast, beta_slow: yarn: the same limits, in rotations over the original context.
+        attention_factor: yarn: multiplied to cos and sin.
+        score_factor: yarn: multiplied to the scores of latent attention, where only a part of a head is rotated.
         truncate: yarn: round the ends of the ramp to whole pairs.
-        share: proportional: of the pairs, those that are turned.
+        query_growth: if not 0, queries are multiplied by 1 + query_growth * log(1 + position // original_max_position).
+        share: proportional: share of the pairs that are rotated.
     """
 
     kind: str = "default"
@@ -43,11 +44,11 @@ class RopeConfig:
 
 
 def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
-    """The attention factor of a yarn config that gives none (arXiv 2309.00071, eq. 22; DeepSeek-V2 adds the mscales).
+    """Default attention factor of yarn (arXiv 2309.00071, eq. 22; the mscales are from DeepSeek-V2).
 
     Args:
-        factor: how many times longer the context became.
-        mscale, mscale_all_dim: weights above and below the fraction line; 0 for none.
+        factor: extension of the context.
+        mscale, mscale_all_dim: weights in numerator and denominator; 0 for none.
     """
     if mscale and mscale_all_dim:
         return _sharpness(factor, mscale) / _sharpness(factor, mscale_all_dim)
@@ -55,7 +56,7 @@ def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -
 
 
 def yarn_score_factor(factor: float, mscale_all_dim: float) -> float:
-    """What a yarn config multiplies the scores of latent attention with (DeepSeek-V2); arguments as above."""
+    """Factor of the scores of latent attention with yarn (DeepSeek-V2); arguments as above."""
     return _sharpness(factor, mscale_all_dim) ** 2
 
 

@@ -1,4 +1,4 @@
-"""Reading the codes and scales of a part of a quantised tensor, and nothing beside them."""
+"""Reads the codes and scales of a slice of a quantised tensor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
 
 Box = tuple[range, ...]
-"""A run of every dimension of a tensor as it is stored."""
+"""A range of each dimension of a stored tensor."""
 
 CHUNK = 1 << 21
-"""Numbers that are dequantised at a time, but at least a row: what lies between file and result stays in the caches."""
+"""Elements dequantised at a time, at least a row, so that intermediate results fit the processor's caches."""
 
 
 def cut(tensor: QuantisedTensor, *, axis: int | None, start: int, stop: int | None) -> Box:
-    """The box of a slice, whose axis is one of the tensor as the model calls it."""
+    """The box of a slice along an axis of the tensor as the model sees it."""
     box = [range(size) for size in tensor.shape]
     if axis is not None:
         axis %= len(box)
@@ -32,7 +32,7 @@ def cut(tensor: QuantisedTensor, *, axis: int | None, start: int, stop: int | No
 
 
 def chunks(box: Box) -> Iterator[Box]:
-    """Boxes of at most `CHUNK` numbers, or of one row, that make up a box which is not empty."""
+    """Split a non-empty box into boxes of at most `CHUNK` elements, or of one row."""
     first, *others = box
     size = math.prod(map(len, others))
     if size > CHUNK and len(others) > 1:
@@ -45,7 +45,7 @@ def chunks(box: Box) -> Iterator[Box]:
 
 
 def within(part: Box, box: Box) -> tuple[slice, ...]:
-    """Where a part of a box lies in a tensor that holds the box."""
+    """Slices of a part of a box in a tensor that holds the box."""
     return tuple(
         slice(inner.start - outer.start, inner.stop - outer.start) for inner, outer in zip(part, box, strict=True)
     )
@@ -89,7 +89,7 @@ def read_scales(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> Te
 
 
 def read_global_scale(checkpoint: Checkpoint, tensor: QuantisedTensor) -> float:
-    """What all scales of a tensor are multiplied by.
+    """Factor of all scales of a tensor.
 
     Raises:
         CheckpointError: it is not finite.
@@ -122,11 +122,11 @@ def _read_codes(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> Te
 
 
 def codes_box(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> Box:
-    """What is read of the tensor of codes for a box of numbers."""
+    """The box of the codes' tensor for a box of elements."""
     *lead, rows, columns = box
     if tensor.format.per_byte == 1:
         return box
-    # The bytes of a block have a dimension of their own in gpt-oss.
+    # In gpt-oss, the bytes of a block are a separate dimension.
     has_blocks = len(checkpoint.entry(tensor.codes).shape) > len(box)
     size = _code_bytes(tensor, has_blocks=has_blocks)
     wholes = range(columns.start // 2 // size, -(-columns.stop // 2 // size))
@@ -134,10 +134,10 @@ def codes_box(checkpoint: Checkpoint, tensor: QuantisedTensor, box: Box) -> Box:
 
 
 def _code_bytes(tensor: QuantisedTensor, *, has_blocks: bool) -> int:
-    """Bytes of the least that can be read."""
+    """Granularity of reads, in bytes."""
     return 16 if has_blocks else 4 if tensor.format is Format.INT4 else 1
 
 
 def _blocks(run: Sequence[int], size: int) -> range:
-    """Blocks that a run touches."""
+    """Blocks that a range overlaps."""
     return range(run[0] // size, run[-1] // size + 1) if run else range(0)

@@ -1,4 +1,4 @@
-"""The form in which a model's weights are held in memory: as they are stored, or dequantised."""
+"""Form of a model's weights in memory: as stored, or dequantised."""
 
 from __future__ import annotations
 
@@ -14,39 +14,32 @@ _KERNELS: Mapping[str, frozenset[Format]] = {
     "cpu": frozenset(),
     "cuda": frozenset({Format.FP8_BLOCK, Format.FP8_TENSOR, Format.FP8_CHANNEL, Format.MXFP4}),
 }
-"""Device type -> formats whose codes some kernel multiplies activations in bfloat16 by."""
+"""Device type -> formats with kernels for activations in bfloat16."""
 
 _HOPPER = 9
-"""Major compute capability of the GPUs that these kernels are for."""
+"""Major compute capability of the GPUs that these kernels support."""
 
 
 @dataclass(frozen=True)
 class WeightsForm:
-    """How quantised weights are held.
+    """How quantised weights are held in memory.
 
     Attributes:
-        stored: formats whose codes and scales are kept, where a kernel takes the layer's shape.
-        dtype: that all others are dequantised to.
+        stored: formats that stay quantised, if there is a kernel for the layer's shape.
+        dtype: to which all others are dequantised.
     """
 
     stored: frozenset[Format]
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        """As in the cache's identity: what numbers come out depends on it."""
+        """Description, part of the cache's identity, since results depend on it."""
         name = str(self.dtype).removeprefix("torch.")
         return f"stored, else {name}" if self.stored else f"dequantised to {name}"
 
 
 def weights_form(quantisation: Quantisation, setting: str, *, dtype: torch.dtype, device_type: str) -> WeightsForm:
-    """Decide on the form of quantised weights.
-
-    Args:
-        quantisation: what the model directory says.
-        setting: `weights` of the configuration.
-        dtype: of the activations.
-        device_type: "cpu" or "cuda".
-    """
+    """Choose the form of quantised weights; `setting` is `weights` of the configuration, `dtype` of the activations."""
     if setting == "bfloat16":
         return WeightsForm(frozenset(), torch.bfloat16)
     formats = {scheme.format for scheme in quantisation.schemes}
@@ -54,12 +47,12 @@ def weights_form(quantisation: Quantisation, setting: str, *, dtype: torch.dtype
 
 
 def has_kernels(capability: tuple[int, int]) -> bool:
-    """Whether a GPU of this compute capability multiplies by quantised weights."""
+    """Whether GPUs of this compute capability have kernels for quantised weights."""
     return capability[0] == _HOPPER
 
 
 def why_dequantised(quantisation: Quantisation, setting: str, *, dtype: torch.dtype, device_type: str) -> list[str]:
-    """Formats that cannot be kept quantised, a line each; empty if all can, or none is wanted to be."""
+    """Why formats are dequantised, a line each; empty if none is, or if the setting asks for it."""
     if setting == "bfloat16":
         return []
     formats = dict.fromkeys(scheme.format for scheme in quantisation.schemes)
