@@ -91,36 +91,35 @@ class ModelConfig(ABC):
         """Head counts to be split over tp, and over tp x cp."""
 
     def stream_width(self, layer: int) -> int:
-        """Features that a token has in front of a layer."""
+        """Features of a token's hidden state before a layer."""
         return self.hidden_size
 
     @property
     def doubt(self) -> str:
-        """A warning about keys of config.json that are ignored without knowing what they do; empty without any."""
+        """Warning about unknown keys of config.json, which are ignored; empty without any."""
         names = ", ".join(self.unknown_keys)
         return f"config.json of {self.name} has unknown keys, which are ignored: {names}" if names else ""
 
 
 class DraftKind(Enum):
-    """What a draft model takes."""
+    """Kinds of draft models, by their input."""
 
     MODEL = "model"
-    """The same tokens: a model like any other."""
+    """A separate model; takes tokens."""
     LAYER = "layer"
-    """What the other found after each token, and the next token: a layer of the same checkpoint."""
+    """A prediction layer of the same checkpoint; takes the target's features of each token, and the next token."""
     HEAD = "head"
-    """The same, or what the other's inner layers found: a head that was trained for it later."""
+    """A head that was trained separately; takes the same, or hidden states of the target's inner layers."""
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A model that drafts tokens for another.
+    """A draft model.
 
     Attributes:
-        kind: what it takes.
-        model: its layers; their caches lie behind those of the other model.
+        model: its configuration; the cache of its layers follows that of the target's.
         directory: of its weights.
-        recorded: layers of the other whose inputs it takes; none where it takes what the last one found.
+        recorded: layers of the target whose inputs it takes; none if it takes the output of the last one.
     """
 
     kind: DraftKind
@@ -130,15 +129,14 @@ class DraftConfig:
 
 
 class ConfigFile:
-    """One parsed JSON object whose values are asked for by type.
+    """A parsed JSON object with typed access to its values.
 
-    It remembers which keys were asked for, so that `unread` can name the others.
+    It records which keys were read, so that `unread` can list the others.
 
     Args:
         path: for messages.
-        values: the object.
-        asked: keys that were asked for, shared with the file that this is a section of.
-        at: what the keys of this section begin with there, such as "text_config.".
+        asked: keys read so far, shared with the file that this is a section of.
+        at: prefix of the keys of this section, such as "text_config.".
     """
 
     def __init__(self, path: Path, values: dict[str, Any], *, asked: set[str] | None = None, at: str = "") -> None:
@@ -152,7 +150,7 @@ class ConfigFile:
         """Parse a file.
 
         Raises:
-            CheckpointError: there is none, or it holds no JSON object.
+            CheckpointError: it does not exist, or is not a JSON object.
         """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -165,36 +163,36 @@ class ConfigFile:
         return cls(path, values)
 
     def having(self, **values: Any) -> ConfigFile:
-        """The same file with more values, for families that say them in another way."""
+        """The same file with some values replaced."""
         return ConfigFile(self.path, {**self._values, **values}, asked=self._asked, at=self._at)
 
     def unread(self) -> dict[str, Any]:
-        """Keys that nobody has asked for, with their values; those of sections as "section.key". Null is no value."""
+        """Keys that were never read and are not null, with their values; those of sections as "section.key"."""
         return dict(_unread(self._values, self._asked, self._at))
 
     def values(self) -> tuple[Any, ...]:
-        """All values that it has."""
+        """All values."""
         return tuple(self._values.values())
 
     def says(self, key: str) -> bool:
-        """Whether there is such a key, be it null."""
+        """Whether the key exists, even if it is null."""
         return key in self._values
 
     def raw(self, key: str) -> Any:
-        """Whatever stands there, or None."""
+        """The value of any type, or None."""
         self._asked.add(self._at + key)
         return self._values.get(key)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; `default` when it is missing or null, which is an error without one."""
+        """A positive integer; `default` if it is missing or null, or an error without a default."""
         return self._integer(key, default, least=1)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """As `integer`, but zero is fine and means that there are none."""
+        """Like `integer`, but may be zero."""
         return self._integer(key, default, least=0)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number; as `integer`."""
+        """A positive number; see `integer`."""
         value = self.raw(key)
         if value is None:
             return self._default(key, default)
@@ -203,20 +201,20 @@ class ConfigFile:
         return float(value)
 
     def weight(self, key: str, default: float) -> float:
-        """As `number`, but zero is fine."""
+        """Like `number`, but may be zero."""
         value = self.raw(key)
         return 0.0 if type(value) in (int, float) and value == 0 else self.number(key, default)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """true or false; as `integer`."""
+        """true or false; see `integer`."""
         return self._typed(key, default, bool, wanted="true or false")
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string; as `integer`."""
+        """A string; see `integer`."""
         return self._typed(key, default, str, wanted="a string")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them; a missing or null one is no id."""
+        """A token id or a list of them; empty if it is missing or null."""
         value = self.raw(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(i) is not int or i < 0 for i in ids):
@@ -224,17 +222,17 @@ class ConfigFile:
         return tuple(ids)
 
     def section(self, key: str) -> ConfigFile:
-        """A nested object, empty when it is missing or null."""
+        """A nested object; empty if it is missing or null."""
         value = self.raw(key)
         if value is not None and not isinstance(value, dict):
             raise self._wrong(key, "an object")
         return ConfigFile(self.path, value or {}, asked=self._asked, at=f"{self._at}{key}.")
 
     def require(self, key: str, served: Any) -> None:
-        """Refuse any value but `served`, the only one that is implemented; missing and null are fine.
+        """Check that a key is missing, null, or has the only supported value.
 
         Raises:
-            CheckpointError: it is another value.
+            CheckpointError: it has another value.
         """
         value = self.raw(key)
         if value is not None and value != served:
@@ -278,12 +276,10 @@ def _unread(values: dict[str, Any], asked: set[str], at: str) -> Iterator[tuple[
 
 
 def read_common(file: ConfigFile) -> Any:
-    """The fields of `ModelConfig`, as keyword arguments of a family's own config class.
+    """Read the fields of `ModelConfig`, as keyword arguments of a family's config class.
 
-    Args:
-        file: config.json.
     Raises:
-        CheckpointError: a key is missing or has a wrong value.
+        CheckpointError: a key is missing or invalid.
     """
     _require_language_model(file)
     return {
@@ -324,15 +320,15 @@ def read_layer_types(file: ConfigFile, *, key: str = "layer_types", known: Seque
 
 
 def read_given_layer_types(file: ConfigFile, *, key: str = "layer_types", known: Sequence[str]) -> tuple[str, ...]:
-    """As `read_layer_types`, but no kinds at all where the file does not say."""
+    """Like `read_layer_types`, but empty if the key is missing."""
     return () if file.raw(key) is None else read_layer_types(file, key=key, known=known)
 
 
 def require_full_attention(file: ConfigFile) -> None:
-    """Refuse layers of another kind in a family that has no other.
+    """Check that all layers have full attention.
 
     Raises:
-        CheckpointError: `layer_types` is there and has something else.
+        CheckpointError: `layer_types` has other kinds.
     """
     read_given_layer_types(file, known=("full_attention",))
 
@@ -346,17 +342,16 @@ def _require_language_model(file: ConfigFile) -> None:
 def read_rope(
     file: ConfigFile, *, layer_type: str = "", partial: float = 1.0, theta: float | None = None
 ) -> RopeConfig:
-    """Read how positions are embedded.
+    """Read the configuration of rotary embedding.
 
     Args:
-        file: config.json.
-        layer_type: whose parameters, in a model that has them per layer type.
-        partial: share of a head's features that the family turns; another one is refused.
-        theta: of the family's files that do not say; None where all do.
+        layer_type: whose parameters to read, if they differ between layer types.
+        partial: the only supported share of rotated features of a head.
+        theta: default of rope_theta; None makes it required.
     Raises:
-        CheckpointError: a kind or a value that is not supported.
+        CheckpointError: a kind or a value is not supported.
     """
-    # `rope_parameters` is what transformers 5 writes, `rope_scaling` what the versions before it wrote.
+    # transformers 5 writes `rope_parameters`, earlier versions `rope_scaling`.
     scaling = file.section("rope_scaling")
     rope = scaling if scaling.values() else file.section("rope_parameters")
     if layer_type and isinstance(rope.raw(layer_type), dict):
@@ -416,7 +411,7 @@ def _read_yarn(file: ConfigFile, rope: ConfigFile, theta: float, original: int) 
 
 
 def _read_dtype(file: ConfigFile) -> str:
-    # `torch_dtype` until transformers 4, where the value can have a prefix.
+    # Until transformers 4 the key was `torch_dtype`, and the value may have a prefix.
     dtype = file.text("dtype", file.text("torch_dtype", "float32")).removeprefix("torch.")
     if dtype not in DTYPES:
         raise CheckpointError(f"{file.path}: dtype {dtype!r} is not supported; known are {', '.join(DTYPES)}")

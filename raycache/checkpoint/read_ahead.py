@@ -1,10 +1,10 @@
-"""Tensors of a checkpoint, read by many threads before they are asked for.
+"""Reads tensors of a checkpoint with many threads before they are requested.
 
     files  --- pread --->  [ pinned buffers, two per thread ]  --- copies on a stream --->  tensors on the GPU
     files  --- pread --------------------------------------------------------------------->  tensors on the CPU
 
-The order in which tensors will be asked for is known (read_plan.py). What is read before it is asked for is at most
-`AHEAD_BYTES`, so that is all that a rank takes beside its weights, and the buffers.
+The order of requests is known (read_plan.py). At most `AHEAD_BYTES` are read ahead, so that a rank needs no more memory
+than that besides its weights and the buffers.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ from raycache.checkpoint.file_reads import OpenFile, Part, parts_of
 from raycache.checkpoint.read_targets import Target, bytes_of, target_on
 
 AHEAD_BYTES = 512 << 20
-"""Of tensors that are being read before they are asked for; a larger one is read by itself."""
+"""Limit of tensors that are read ahead; a larger one is read alone."""
 
 MAX_THREADS = 16
-"""Enough to be as fast as the link to a GPU out of the page cache, and to keep a disk busy."""
+"""Enough to saturate the link to a GPU from the page cache, and to keep a disk busy."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A box of a tensor in a file.
+    """A read of a box of a tensor.
 
     Attributes:
-        file: that it lies in.
         offset: of the tensor in the file.
-        dtype: of its numbers.
         shape: of the tensor.
-        box: a run of every dimension.
+        box: a range of each dimension.
     """
 
     file: OpenFile
@@ -49,21 +47,21 @@ class Read:
 
     @property
     def box_shape(self) -> tuple[int, ...]:
-        """Of what is read."""
+        """Shape of the box."""
         return tuple(map(len, self.box))
 
     @property
     def num_bytes(self) -> int:
-        """Of what is read."""
+        """Size of the box."""
         return math.prod(self.box_shape) * self.dtype.itemsize
 
     @property
     def place(self) -> tuple[OpenFile, int]:
-        """Which tensor it is of."""
+        """Identifies the tensor."""
         return self.file, self.offset
 
     def holds(self, other: Read) -> bool:
-        """Whether the other is this, or a part of it."""
+        """Whether the other read is equal to or a part of this one."""
         return other.place == self.place and all(
             mine.start <= theirs.start and theirs.stop <= mine.stop
             for mine, theirs in zip(self.box, other.box, strict=True)
@@ -71,14 +69,12 @@ class Read:
 
     @property
     def parts(self) -> list[Part]:
-        """What threads can read one by one."""
+        """Parts that threads can read independently."""
         return list(parts_of(self.shape, self.box, itemsize=self.dtype.itemsize, offset=self.offset))
 
     def now(self) -> Tensor:
-        """Read it in this thread.
+        """Read on this thread, into a new tensor on the CPU.
 
-        Returns:
-            On the CPU, the caller's own.
         Raises:
             CheckpointError: the file cannot be read.
         """
@@ -90,13 +86,12 @@ class Read:
 
 
 class ReadAhead:
-    """Reads in the order of a plan. A context manager: its threads end when it is left.
+    """Reads in the order of a plan. A context manager: its threads end with the block.
 
     Args:
-        reads: in the order in which they will be asked for.
-        device: that tensors are read to.
-        num_threads: that read.
-        on_bytes: told (bytes read, bytes of all reads) after each read of the plan.
+        reads: in the order in which they will be requested.
+        device: of the tensors.
+        on_bytes: called with (bytes read, bytes of all reads) after each read of the plan.
     """
 
     def __init__(
@@ -119,16 +114,15 @@ class ReadAhead:
         self._target.finish()
 
     def take(self, read: Read) -> Tensor:
-        """The numbers of a read, the caller's own.
+        """Return the data of a read, owned by the caller.
 
-        A read can be a part of what was planned; its last numbers are asked for last. What is not in the plan is read
-        at once, to the CPU. Reads of the plan that are not asked for in their turn are dropped when others need their
-        place.
+        It can be a part of a planned read, of which the last part is requested last. Reads that were not planned are
+        done immediately, to the CPU. Planned reads that are not requested in order are dropped when others need memory.
 
         Raises:
             CheckpointError: a file cannot be read.
         """
-        if not read.num_bytes:  # asked for a tensor's other dimensions: nothing is to give way to it
+        if not read.num_bytes:  # only checks a tensor: must not drop other reads
             return read.now()
         self._begin()
         while (found := self._find(read)) is None and self._are_waiting[read.place]:
@@ -148,7 +142,7 @@ class ReadAhead:
         return next(exact, None) or next((one for one in self._begun if one.read.holds(read)), None)
 
     def _begin(self) -> None:
-        """Begin reads: one at least, and as many as may be ahead."""
+        """Start reads: at least one, and as many as fit into `AHEAD_BYTES`."""
         while self._waiting and (not self._begun or self._ahead + self._waiting[0].num_bytes <= AHEAD_BYTES):
             read = self._waiting.popleft()
             self._are_waiting[read.place] -= 1
@@ -163,14 +157,14 @@ class ReadAhead:
 
 
 class _Reading:
-    """A read that threads are at."""
+    """A read in progress."""
 
     def __init__(self, read: Read, threads: ThreadPoolExecutor, target: Target) -> None:
         self.read, self.tensor, self._target = read, target.empty(read.box_shape, read.dtype), target
         self._parts = [threads.submit(target.fill, self.tensor, part, read.file) for part in read.parts]
 
     def wait(self) -> Tensor:
-        """The tensor with its numbers."""
+        """Wait for the data, and return the tensor."""
         for part in self._parts:
             part.result()
         if self._parts:

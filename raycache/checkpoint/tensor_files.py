@@ -2,9 +2,9 @@
 
     8 bytes   N, little endian
     N bytes   JSON: tensor name -> dtype, shape, data_offsets [begin, end) after the header
-    ...       the numbers
+    ...       the data
 
-All headers are read and checked when a checkpoint is opened, so that a half-downloaded file is refused before the first
+All headers are read and checked when a checkpoint is opened, so that incomplete downloads are rejected before any
 weight is loaded. A rank reads only the bytes of its own slices.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OUTLINE = ".outline"
-"""File that says of a directory that its weights are headers without numbers (see checkpoint/hub_outline.py)."""
+"""File that marks a directory whose weights are headers without data (see hub_outline.py)."""
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -45,7 +45,7 @@ _READ = {
     "F16": torch.float16,
     "I64": torch.int64,
 }
-"""Number formats that are read as numbers; token ids may be I64."""
+"""Dtypes of plain tensors; token ids may be I64."""
 
 _CODES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -54,7 +54,7 @@ _CODES = {
     "I8": torch.int8,
     "I32": torch.int32,
 }
-"""Number formats of the parts of quantised weights (see raycache.checkpoint)."""
+"""Dtypes of the parts of quantised tensors (see layout.py)."""
 
 _DTYPES = _READ | _CODES
 
@@ -69,15 +69,15 @@ class WeightSource(Protocol):
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """A tensor, or a slice of it along one axis.
+        """Read a tensor, or a slice of it along one axis.
 
         Args:
             name: as in the Hugging Face checkpoint.
-            shape: that the whole tensor must have.
-            axis: to slice, or None for all of it.
-            start, stop: the slice; stop is at the latest shape[axis], which is what None means.
+            shape: required shape of the whole tensor.
+            axis: of the slice, or None for the whole tensor.
+            start, stop: the slice; None means shape[axis].
         Returns:
-            In the stored dtype, on the CPU or a device of the source; the caller's own if it is all of its storage.
+            In the stored dtype, on the CPU or a device of the source; may be modified if it owns all of its storage.
             Quantised tensors are dequantised, in the dtype and on the device of the source.
         Raises:
             CheckpointError: there is no such tensor, or it has another shape.
@@ -87,13 +87,13 @@ class WeightSource(Protocol):
     def stored(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> StoredSlice | None:
-        """The codes and scales of a slice of a quantised tensor, None for a plain one; arguments as of `read`."""
+        """Read the codes and scales of a slice of a quantised tensor; None for a plain one. Arguments as for `read`."""
         ...
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies."""
+    """Location of a tensor."""
 
     file: Path
     dtype: str
@@ -102,7 +102,7 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that its numbers take, 0 for a dtype that is not known."""
+        """Size of its data, 0 for unknown dtypes."""
         return math.prod(self.shape) * (_DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 0)
 
 
@@ -110,9 +110,9 @@ class Checkpoint:
     """The weights of a model directory, in one or many safetensors files.
 
     Args:
-        model_dir: with model.safetensors, or model.safetensors.index.json and the files that it names.
+        model_dir: has model.safetensors, or model.safetensors.index.json and the files that it lists.
     Raises:
-        CheckpointError: a file is missing, cut short, a git-lfs pointer, of another format, or not as the index says.
+        CheckpointError: a file is missing, truncated, a git-lfs pointer, of another format, or contradicts the index.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -129,7 +129,7 @@ class Checkpoint:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether there are numbers behind the headers."""
+        """Whether the files have data, and not just headers."""
         return not (self.model_dir / OUTLINE).exists()
 
     def has(self, name: str) -> bool:
@@ -148,7 +148,7 @@ class Checkpoint:
         self.check(name, shape)
 
     def read_box(self, name: str, box: Sequence[range]) -> Tensor:
-        """A run of every dimension of a tensor, which is there and whose dtype torch has; as `read` otherwise."""
+        """Read a range of each dimension of a tensor that exists and whose dtype torch supports; see `read`."""
         self._read.add(name)
         read = self.box(name, box)
         return read.now() if self._ahead is None else self._ahead.take(read)
@@ -156,16 +156,12 @@ class Checkpoint:
     def planned(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Read:
-        """What `read` with these arguments reads.
-
-        Raises:
-            CheckpointError: as `read`.
-        """
+        """The part of a file that `read` reads with these arguments; raises like `read`."""
         self.check(name, shape)
         return self.box(name, _box(shape, axis, start, stop))
 
     def box(self, name: str, box: Sequence[range]) -> Read:
-        """What `read_box` with these arguments reads."""
+        """The part of a file that `read_box` reads with these arguments."""
         stored = self.entry(name)
         if stored.file not in self._open:
             self._open[stored.file] = OpenFile(stored.file)
@@ -173,7 +169,7 @@ class Checkpoint:
 
     @contextmanager
     def reading_ahead(self, ahead: ReadAhead) -> Iterator[None]:
-        """Take from `ahead` what is in its plan, until this is left."""
+        """Within the block, take tensors from `ahead`."""
         with ahead:
             self._ahead = ahead
             try:
@@ -182,18 +178,18 @@ class Checkpoint:
                 self._ahead = None
 
     def find(self, name: str) -> Stored | None:
-        """Where a tensor lies, None if there is none of this name."""
+        """Location of a tensor, None if there is no such tensor."""
         return self._tensors.get(name)
 
     def entry(self, name: str) -> Stored:
-        """Where a tensor lies that is there."""
+        """Location of an existing tensor."""
         return self._tensors[name]
 
     def check(self, name: str, shape: Sequence[int]) -> Stored:
-        """Refuse a tensor that is not there, or not as the model wants it.
+        """Return the location of a plain tensor of this shape.
 
         Raises:
-            CheckpointError: says which.
+            CheckpointError: it is missing, or has another shape or dtype.
         """
         stored = self._tensors.get(name)
         if stored is None:
@@ -215,7 +211,7 @@ class Checkpoint:
         return sorted(self._tensors)
 
     def unread(self) -> list[str]:
-        """Names of tensors that were never asked for, sorted; one rank of many reads only its own part."""
+        """Names of tensors that were never read, sorted."""
         return sorted(self._tensors.keys() - self._read)
 
 
@@ -244,7 +240,7 @@ def _scan(model_dir: Path) -> dict[str, Stored]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Tensor name -> name of the file beside the index that holds it.
+    """Read an index: tensor name -> name of its file in the same directory.
 
     Raises:
         CheckpointError: it is not an index of safetensors files.
@@ -254,7 +250,7 @@ def read_index(index: Path) -> dict[str, str]:
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
         raise CheckpointError(f"{index} is not a safetensors index ({cause!r}); download it again") from cause
-    # A name with a folder in it could read any file of the machine.
+    # A name with a directory could refer to any file of the machine.
     if any(Path(file).name != file for file in names.values()) or not names:
         raise CheckpointError(f"{index} must name files beside it, at least one; download it again")
     return names
@@ -299,7 +295,7 @@ def _read_row(path: Path, row: Any, *, first: int) -> Stored:
 
 
 def _check_places(tensors: dict[str, Stored], places: dict[str, tuple[int, ...]]) -> int:
-    """Tensors must lie one after another, each with the bytes of its shape; returns the end of the last.
+    """Check that tensors are consecutive and have the sizes of their shapes; returns the end of the last one.
 
     Raises:
         ValueError: they do not.
@@ -328,12 +324,7 @@ def _why_no_weights(model_dir: Path) -> str:
 
 
 def why_no_weights(model: str, names: Sequence[str]) -> str:
-    """What to say of a model without safetensors files that can be read.
-
-    Args:
-        model: its directory or name.
-        names: of its files.
-    """
+    """Error message for a model without readable safetensors files; `model` is its directory or name."""
     if any(name.endswith(".safetensors") for name in names):
         return f"{model} has safetensors files but neither {SINGLE} nor {INDEX}; download {INDEX}"
     for suffix, kind in ((".bin", "pickled PyTorch"), (".gguf", "GGUF"), (".pth", "pickled PyTorch")):

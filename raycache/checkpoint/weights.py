@@ -1,4 +1,4 @@
-"""Weight sources over a checkpoint that may be quantised."""
+"""Weight sources for checkpoints that may be quantised."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
 
 _CHECKED_BYTES = 1 << 16
-"""Scales of a tensor up to which they are looked at before anything is loaded; larger ones when they are used."""
+"""Scales up to this size are checked before anything is loaded; larger ones when they are used."""
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint as numbers, whatever they are stored as (see `WeightSource`).
+    """The weights of a checkpoint, dequantised when read (see `WeightSource`).
 
     Args:
-        checkpoint: to read.
-        quantisation: what its config says, None for plain weights.
-        dtype: that quantised tensors are rounded to, once; plain ones keep their own.
-        device: where quantised tensors are dequantised, and left.
-        kept: formats that `stored` gives.
+        quantisation: None for plain weights.
+        dtype: of dequantised tensors; plain ones keep their own.
+        device: of dequantised tensors.
+        kept: formats that `stored` returns.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class CheckpointWeights:
     def read(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """Read a slice; of a quantised tensor only its codes and scales, a few rows at a time."""
+        """Read a slice; quantised tensors are dequantised a few rows at a time."""
         tensor = self._layouts.find(name, shape)
         if tensor is None:
             return self._checkpoint.read(name, shape=shape, axis=axis, start=start, stop=stop)
@@ -70,7 +69,7 @@ class CheckpointWeights:
     def planned(
         self, name: str, *, shape: Sequence[int], axis: int | None = None, start: int = 0, stop: int | None = None
     ) -> Read:
-        """What `read` and `stored` with these arguments read, without scales; of any part of it one after another."""
+        """The part of a file that `read` and `stored` read with these arguments, in order, without scales."""
         tensor = self._layouts.find(name, shape)
         if tensor is None:
             return self._checkpoint.planned(name, shape=shape, axis=axis, start=start, stop=stop)
@@ -94,11 +93,7 @@ class CheckpointWeights:
 
 
 class CheckedNames:
-    """A weight source without numbers, that checks names, shapes and types like the checkpoint behind it.
-
-    Args:
-        checkpoint: to check; only its headers are used, and small tensors of scales.
-    """
+    """A weight source that checks names, shapes and types of tensors without reading data, except small scales."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -142,18 +137,18 @@ class CheckedNames:
             read_scales(self._checkpoint, tensor, tuple(map(range, tensor.grid)))
 
     def unread(self) -> list[str]:
-        """Names of tensors that were never asked for, sorted, without those that have no effect here."""
+        """Names of tensors that were never requested, sorted, without those that have no effect."""
         names = sorted(set(self._checkpoint.names()) - self._read)
         return names if self._quantisation is None else [name for name in names if not is_without_effect(name)]
 
 
 def plain_dtype(model_dir: Path, *, is_quantised: bool) -> str:
-    """The dtype of a model whose config.json does not say it: that of most numbers that are not quantised.
+    """Default dtype of a model: the most frequent one among its weights that are not quantised.
 
-    Where no weights are there to look at, float32, or bfloat16 beside quantised ones.
+    Without weights it is float32, or bfloat16 for quantised models.
     """
     numbers: Counter[str] = Counter()
-    with suppress(CheckpointError):  # what is wrong with the weights is said where they are checked
+    with suppress(CheckpointError):  # raised again when the weights are checked
         checkpoint = Checkpoint(model_dir)
         for stored in map(checkpoint.entry, checkpoint.names()):
             numbers[stored.dtype] += math.prod(stored.shape)
