@@ -1,12 +1,12 @@
-"""Keys of config.json that a family did not read: known to be without effect, refused, or worth a warning.
+"""Checks keys of config.json that a family did not read: they have no effect, are rejected, or cause a warning.
 
-    read by the family                       nothing to say
-    without effect on inference              nothing to say
-    changes the model, at its neutral value  nothing to say
-    changes the model, at another value      refused
-    anything else                            named in a warning
+    read by the family                       accepted
+    without effect on inference              accepted
+    changes the model, at its neutral value  accepted
+    changes the model, at another value      rejected
+    anything else                            listed in a warning
 
-A key that is silently ignored serves another model than the one that was trained.
+Silently ignoring a key could mean running another model than the one that was trained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from raycache.errors import CheckpointError
 
 PARTS = ("text_config", "language_config", "llm_config")
-"""Sections that hold a text model's own keys."""
+"""Sections with the keys of a text model."""
 
 WITHOUT_EFFECT = frozenset(
     """
@@ -48,7 +48,7 @@ WITHOUT_EFFECT = frozenset(
     multimodal_projector_bias projector_hidden_act vision_feature_layer
     """.split()
 )
-"""Keys that say how a model was trained, is run elsewhere, or sees pictures; text has one axis of positions."""
+"""Keys about training, other software and vision; text has only one axis of positions."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -91,7 +91,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "score_function": ("softmax",),
     "position_embedding_type": ("rope", "absolute"),
 }
-"""Keys that change what a model computes -> values at which they change nothing. Null never does."""
+"""Keys that change what a model computes -> values without effect. Null never has an effect."""
 
 OF_FAMILY: Mapping[str, frozenset[str]] = {
     family: frozenset(keys.split())
@@ -144,20 +144,17 @@ OF_FAMILY: Mapping[str, frozenset[str]] = {
         "qwen3_next": "intermediate_size",
     }.items()
 }
-"""model_type -> keys that have no effect in that family, or say again what others say."""
+"""model_type -> keys without effect in that family, or redundant ones."""
 
 
 def unknown_keys(model_type: str, unread: Mapping[str, Any], *, path: object) -> tuple[str, ...]:
-    """Of the keys that a family did not read, those that nothing is known about.
+    """Return unknown keys among those that a family did not read, sorted.
 
     Args:
-        model_type: the family.
         unread: key -> value; of sections as "section.key".
         path: of config.json, for messages.
-    Returns:
-        Sorted names.
     Raises:
-        CheckpointError: one of them changes what the model computes, and is not supported.
+        CheckpointError: a key changes what the model computes, and is not supported.
     """
     known = WITHOUT_EFFECT | OF_FAMILY.get(model_type, frozenset())
     unknown = []

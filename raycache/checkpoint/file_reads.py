@@ -1,7 +1,7 @@
-"""Reading boxes of row-major tensors out of files, in parts that threads can read side by side.
+"""Reads boxes of row-major tensors from files, in parts that threads can read in parallel.
 
-A box is a run of every dimension. Where it does not cover whole rows, the rows that it touches are read in blocks, and
-what is wanted of them is copied:
+A box is a range of each dimension. If it does not cover whole rows, the rows are read in blocks, from which the wanted
+columns are copied:
 
     file    [ row 0 ........ | row 1 ........ | row 2 ........ ]
     wanted        [====]           [====]           [====]
@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from raycache.errors import CheckpointError
 
 PART_BYTES = 8 << 20
-"""Read by one call: long enough that calls cost nothing, short enough that many threads share a tensor."""
+"""Bytes per read call: large enough that calls are cheap, small enough that many threads can share a tensor."""
 
 _LONG_RUN = 256 << 10
-"""Bytes of a row from which it is read by itself, and not together with what lies between rows."""
+"""Runs of at least this many bytes are read separately, without the gaps between rows."""
 
 Bytes = NDArray[np.uint8]
 
@@ -60,12 +60,12 @@ class Part:
 
 
 def parts_of(shape: Sequence[int], box: Sequence[range], *, itemsize: int, offset: int) -> Iterator[Part]:
-    """Cut a box of a tensor into parts, in the order of its numbers.
+    """Split a box of a tensor into parts, in order.
 
     Args:
         shape: of the tensor.
-        box: a run of every dimension.
-        itemsize: bytes of a number.
+        box: a range of each dimension.
+        itemsize: bytes per element.
         offset: of the tensor in its file.
     """
     if not all(map(len, box)):
@@ -110,10 +110,8 @@ def _merged(shape: Sequence[int], box: Sequence[range]) -> list[tuple[int, range
 
 
 class OpenFile:
-    """A file that any number of threads read at once; closed when nobody has it any more.
+    """A file that threads can read concurrently; closed when it is garbage collected.
 
-    Args:
-        path: of the file.
     Raises:
         CheckpointError: it cannot be opened.
     """

@@ -1,9 +1,9 @@
-"""Models of the Hugging Face Hub, in the cache that huggingface_hub keeps on this machine.
+"""Models of the Hugging Face Hub, in the local cache of huggingface_hub.
 
     ORG/NAME[@REVISION] -- find --> a repository at one commit -- fetch --> a model directory
 
     HF_HOME/hub/models--ORG--NAME/
-        refs/main                  the commit that it was when it was last looked up
+        refs/main                  commit of the branch at the last lookup
         snapshots/COMMIT/          the model directory: links to ...
         blobs/                     ... the files
 
@@ -37,17 +37,17 @@ _log = logging.getLogger(__name__)
 _ANSWER_S = 20.0
 _LOOK_S = 0.5
 _STALE_S = 3600.0
-"""A part of a file that has not grown for so long is left over from a process that was killed."""
+"""Partial files that have not grown for this long are left over from a killed process."""
 
 
 @dataclass(frozen=True)
 class Repository:
-    """What a model consists of at a commit.
+    """The files of a model at a commit.
 
     Attributes:
         model: pinned to the commit.
         files: by name.
-        is_listed: the Hub has said so; else these are the files that the cache has.
+        is_listed: whether the Hub has listed the files; else these are the files in the cache.
     """
 
     model: HubId
@@ -56,13 +56,12 @@ class Repository:
 
 
 class Hub:
-    """A Hub, and the cache of its files on this machine.
+    """A Hub, and the local cache of its files. Defaults come from the environment.
 
     Args:
-        endpoint: URL; by default that of the environment.
-        cache_dir: by default that of the environment.
+        endpoint: URL.
         token: by default that of the environment, or of `hf auth login`.
-        pause_s: before a download that failed is tried again.
+        pause_s: delay before the first retry of a failed download.
     """
 
     def __init__(
@@ -79,10 +78,10 @@ class Hub:
         self.cache_dir = Path(cache_dir or constants.HF_HUB_CACHE).expanduser().absolute()
 
     def find(self, model: HubId) -> Repository:
-        """Look up what a model consists of; in the cache if the Hub does not answer.
+        """Look up the files of a model; in the cache if the Hub does not answer.
 
         Raises:
-            CheckpointError: there is no such model, it may not be read, or it cannot be looked up.
+            CheckpointError: the model does not exist, is not accessible, or cannot be looked up.
         """
         try:
             found = self._ask(model)
@@ -98,21 +97,19 @@ class Hub:
         return found
 
     def folder(self, model: HubId) -> Path:
-        """Where a pinned model's directory is, or would be."""
+        """Directory of a pinned model, which may not exist yet."""
         return self._home(model) / "snapshots" / model.revision
 
     def fetch(self, repository: Repository, *, has_weights: bool, on_progress: OnProgress) -> Path:
-        """Have a model's files on this machine; what is in the cache already stays there.
+        """Download the files of a model that are not in the cache.
 
         Args:
-            repository: of the model.
-            has_weights: with the weights, and not only what describes it.
-            on_progress: see `OnProgress`.
+            has_weights: whether to download weights, and not only configuration and tokenizer.
         Returns:
             The model directory.
         Raises:
-            CheckpointError: a file could not be fetched, does not fit on the disk, or the model has no weights that
-                can be read.
+            CheckpointError: a file could not be downloaded or does not fit on the disk, or the model has no readable
+                weights.
         """
         folder = self.folder(repository.model)
         self._get(repository, descriptions(repository.files), on_progress=lambda done, total: None)
@@ -121,10 +118,10 @@ class Hub:
         return folder
 
     def weight_names(self, repository: Repository) -> list[str]:
-        """The files of its weights; what describes it has been fetched.
+        """Names of the weight files; the configuration must have been downloaded.
 
         Raises:
-            CheckpointError: it has none that can be read.
+            CheckpointError: there are no readable weights.
         """
         folder = self.folder(repository.model)
         if repository.is_listed:
@@ -134,11 +131,11 @@ class Hub:
         return [SINGLE]
 
     def outline(self, repository: Repository, *, scratch: Path) -> Path:
-        """A model directory to check before it is fetched: of weights that are missing it has the headers.
+        """A model directory for checks before the download, with only the headers of missing weights.
 
         Args:
-            repository: of the model; what describes it has been fetched.
-            scratch: folder that the directory is made in, if it is needed.
+            repository: its configuration must have been downloaded.
+            scratch: parent of the directory, if one has to be made.
         Raises:
             CheckpointError: see `fetch`.
         """
@@ -156,7 +153,7 @@ class Hub:
         return folder
 
     def missing(self, repository: Repository, names: list[str]) -> list[HubFile]:
-        """Those of a repository's files that the cache does not have."""
+        """Files that are not in the cache."""
         folder = self.folder(repository.model)
         files = [repository.files.get(name, HubFile(name)) for name in names]
         return [file for file in files if not file.is_at(folder / file.name)]
@@ -234,7 +231,7 @@ class Hub:
         return Repository(model.at(info.sha), {file.name: file for file in files}, is_listed=True)
 
     def _note(self, model: HubId, commit: str) -> None:
-        """Note the commit of a branch as huggingface_hub does, for when the Hub does not answer."""
+        """Record the commit of a branch like huggingface_hub, for lookups when the Hub does not answer."""
         path = self._home(model) / "refs" / (model.revision or constants.DEFAULT_REVISION)
         with contextlib.suppress(OSError):  # a cache that is not written to
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -277,14 +274,13 @@ class Hub:
 
 @contextlib.contextmanager
 def _held(home: Path, *, is_done: Callable[[], bool]) -> Iterator[None]:
-    """Be the only process of this machine that fetches into a folder; the lock ends with its process.
+    """Lock a folder for downloads of this process; the lock ends with the process.
 
     Args:
-        home: the folder.
-        is_done: asked again and again while another process has the lock: whether it need not be waited for.
+        is_done: polled while another process holds the lock: whether to stop waiting for it.
 
     Raises:
-        CheckpointError: the folder cannot be written to.
+        CheckpointError: the folder is not writable.
     """
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -310,7 +306,7 @@ def _is_locked(number: int) -> bool:
 
 
 def _remove_leftovers(home: Path) -> None:
-    """Remove what processes that were killed have left of files; huggingface_hub does not go on with it."""
+    """Remove partial files of killed processes, which huggingface_hub does not resume."""
     for path in (home / "blobs").glob("*.incomplete"):
         with contextlib.suppress(FileNotFoundError):  # a download without our lock has ended
             if time.time() - path.stat().st_mtime > _STALE_S:
@@ -318,7 +314,7 @@ def _remove_leftovers(home: Path) -> None:
 
 
 def _arrived(home: Path) -> int:
-    """Bytes of files that are complete or under way."""
+    """Bytes of complete and partial files."""
     arrived = 0
     for path in (home / "blobs").glob("*"):
         with contextlib.suppress(FileNotFoundError):  # renamed since, for it is complete

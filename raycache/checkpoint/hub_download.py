@@ -1,4 +1,4 @@
-"""Files of one repository on their way into the cache: several at a time, counted, checked, and stopped together."""
+"""Downloads files of a repository to the cache: concurrently, with progress, checks and cancellation."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from raycache.checkpoint.hub_files import HubFile
 _log = logging.getLogger(__name__)
 _AT_A_TIME = 8
 _ATTEMPTS = 3
-"""Per file, beside those that huggingface_hub makes by itself as long as a connection can be made."""
+"""Per file, in addition to those that huggingface_hub makes while connected."""
 _LOOK_S = 0.2
 _STOP_S = 5.0
-"""For a download to clean up when it is stopped; one that waits for an answer is not waited for."""
+"""Time for downloads to clean up when they are stopped; those blocked on the network are abandoned."""
 
 OnProgress = Callable[[int, int], None]
-"""Told bytes that are there and bytes in all; what it raises stops the download."""
+"""Called with (bytes downloaded, total bytes); an exception stops the download."""
 
 
 class Transfer(Protocol):
-    """How one file gets into the cache."""
+    """Downloads one file to the cache."""
 
     def __call__(self, name: str, *, counter: type) -> Path:
         """Download a file that the cache does not have.
@@ -42,11 +42,7 @@ class Transfer(Protocol):
 
 
 class FetchError(Exception):
-    """A file could not be fetched; the cause says why.
-
-    Args:
-        name: of the file.
-    """
+    """A file could not be downloaded; the cause says why."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -54,7 +50,7 @@ class FetchError(Exception):
 
 
 class DamagedError(OSError):
-    """A file that was downloaded is not the one that the Hub has."""
+    """A downloaded file differs from the one on the Hub."""
 
 
 class Download:
@@ -144,7 +140,7 @@ class Download:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file from the cache, with what it links to."""
+    """Remove a file from the cache, and the blob that it links to."""
     path.resolve().unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 

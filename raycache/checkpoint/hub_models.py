@@ -1,8 +1,8 @@
-"""Models of the Hub among the settings: pinned to a commit once, fetched on every machine, read from its directory.
+"""Models of the Hub in the settings: pinned to a commit once, downloaded on every machine, read from its cache.
 
     model="Qwen/Qwen3-8B"  -- pinned -->  "Qwen/Qwen3-8B@COMMIT"  -- fetch, located -->  "HF_HOME/hub/.../COMMIT"
 
-A pinned name means the same on all machines of a cluster, however long they take to fetch it.
+A pinned name refers to the same files on all machines of a cluster, whenever they download them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raycache.config import Config
 from raycache.errors import CheckpointError, ConfigError
 
 _SETTINGS = ("model", "draft")
-"""That name models, in the order of `Config.directories`."""
+"""Settings that name models, in the order of `Config.directories`."""
 
 
 def pinned(config: Config, *, hub: Hub | None = None) -> Config:
@@ -81,10 +81,9 @@ class Copy:
 
     Attributes:
         model: pinned.
-        num_bytes: of all files that are read.
-        missing_bytes: of those that are not here.
-        cache_dir: where they are kept.
-        free_bytes: on that disk.
+        num_bytes: of all files that are needed.
+        missing_bytes: of files that are not in the cache.
+        free_bytes: on the disk of the cache.
     """
 
     model: HubId
@@ -95,7 +94,7 @@ class Copy:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room on the disk for what is missing."""
+        """Whether the missing files fit on the disk."""
         return self.missing_bytes <= self.free_bytes
 
 
@@ -118,7 +117,7 @@ def copies(config: Config, *, hub: Hub | None = None) -> list[Copy]:
 
 
 def fetch(config: Config, *, hub: Hub | None = None, on_progress: OnProgress) -> None:
-    """Have the files of all pinned models on this machine.
+    """Download the files of all pinned models that are not on this machine.
 
     Args:
         config: of the service, pinned.
@@ -155,7 +154,7 @@ def located(config: Config, *, hub: Hub | None = None) -> Config:
 
 
 def hub_id(text: str) -> HubId | None:
-    """The model of the Hub that a setting names; None where it names a directory, or nothing of the Hub's form."""
+    """The model of the Hub that a setting names; None for a directory, or a text of another form."""
     return None if Path(text).is_dir() else HubId.parse(text)
 
 

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint hold a quantised one.
+"""Finds the tensors of a checkpoint that make up a quantised tensor.
 
     format            codes                                     scales
     FP8               X.weight F8_E4M3 [O, I]                   X.weight_scale_inv, X.weight_scale or X.scale
@@ -8,7 +8,7 @@
     NVFP4             X.weight_packed U8 [O, I / 2]             X.weight_scale [O, I / 16] over X.weight_global_scale
     INT4              X.weight_packed I32 [O, I / 8]            X.weight_scale [O, I / group]
 
-O are output and I input features. Tensors of many experts have a dimension more in front.
+O are output and I input features. Stacked tensors of experts have an additional leading dimension.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class QuantisedTensor:
         codes, scales: names of their tensors.
         global_scale: name of the scale of the whole tensor, or "".
         divides: the scales are divided by the global one instead of multiplied.
-        is_transposed: the model knows it as [*lead, C, R].
+        is_transposed: whether the model sees it as [*lead, C, R].
     """
 
     format: Format
@@ -68,7 +68,7 @@ class QuantisedTensor:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors that it is made of."""
+        """Names of the tensors that it consists of."""
         return tuple(filter(None, (self.codes, self.scales, self.global_scale)))
 
     @property
@@ -79,12 +79,7 @@ class QuantisedTensor:
 
 
 class Layouts:
-    """Finds how tensors of a checkpoint are stored.
-
-    Args:
-        checkpoint: only its headers are used.
-        quantisation: what its config says, None for plain weights.
-    """
+    """Finds out how tensors of a checkpoint are stored, from its headers; `quantisation` is None for plain weights."""
 
     def __init__(self, checkpoint: Checkpoint, quantisation: Quantisation | None) -> None:
         self._checkpoint = checkpoint
@@ -96,14 +91,14 @@ class Layouts:
         return self._checkpoint.has(name) or self._signature(name) is not None
 
     def find(self, name: str, shape: Sequence[int]) -> QuantisedTensor | None:
-        """How a tensor is stored, None for one that is plain, or not there.
+        """How a tensor is stored; None if it is plain or missing.
 
         Args:
-            name: as the model calls it.
-            shape: that it must have.
+            name: of the tensor in the model.
+            shape: required shape.
         Raises:
-            CheckpointError: scales are missing, or codes or scales do not have the type and shape of a format that the
-                config names.
+            CheckpointError: scales are missing, or codes or scales do not have the type and shape of a format in the
+                config.
         """
         if self._quantisation is None:
             return None
@@ -135,7 +130,7 @@ class Layouts:
         )
 
     def _signature(self, name: str) -> tuple[str, tuple[Format, ...]] | None:
-        """(name of its codes, formats that are named and typed like it)."""
+        """(name of its codes, formats with such names and types)."""
         base = name.removesuffix(".weight")
         if any(self._checkpoint.has(name + suffix) for suffix in ("_blocks", "_scales")):
             return f"{name}_blocks", (Format.MXFP4,)
@@ -166,13 +161,13 @@ class Layouts:
         return replace(tensor, global_scale=divisor if divides else f"{base}.weight_scale_2", divides=divides)
 
     def _scales(self, name: str, base: str, form: Format) -> str:
-        """The name that the scales of a matrix have, or should have."""
+        """The name of a matrix's scales."""
         usual = f"{name}_scale_inv" if form is Format.FP8_BLOCK else f"{name}_scale"
         names = (usual, f"{name}_scale_inv", f"{name}_scale", f"{base}.scale")
         return next(filter(self._checkpoint.has, names), usual)
 
     def _misfit(self, tensor: QuantisedTensor) -> str:
-        """What of a tensor is missing, or has another type or shape than its format wants; empty if nothing."""
+        """Which part of a tensor is missing, or has the wrong type or shape for its format; empty if none."""
         parts = [
             (tensor.codes, _CODE_TYPES[tensor.format], _code_shapes(tensor)),
             (tensor.scales, _SCALE_TYPES[tensor.format], _scale_shapes(tensor)),
@@ -213,7 +208,7 @@ def _code_shapes(tensor: QuantisedTensor) -> tuple[tuple[int, ...], ...]:
 
 
 def _scale_shapes(tensor: QuantisedTensor) -> tuple[tuple[int, ...], ...]:
-    """The grid; also without its dimensions of one."""
+    """The grid, also without dimensions of size one."""
     grid = tensor.grid
     if tensor.format is Format.FP8_TENSOR:
         return (grid, (), (1,)) if math.prod(grid) == 1 else (grid,)

@@ -1,10 +1,10 @@
-"""How a model directory says that its weights are quantised.
+"""Reads how the weights of a model directory are quantised.
 
     config.json            quantization_config or compression_config, also inside text_config
-    hf_quant_config.json   what ModelOpt writes
+    hf_quant_config.json   written by ModelOpt
 
-A method (quant_method) allows one or more formats. Which of them a tensor has is seen from how it is stored: see
-layout.py. Names of modules are those of the published tensors, without ".weight".
+A method (quant_method) allows one or more formats; which of them a tensor has is determined by how it is stored
+(layout.py). Names of modules are those of the published tensors, without ".weight".
 """
 
 from __future__ import annotations
@@ -21,17 +21,12 @@ from raycache.checkpoint.stored_slice import Format
 from raycache.errors import CheckpointError
 
 SUPPORTED = "FP8 (block, per tensor, per channel), MXFP4, NVFP4 and INT4 in groups"
-"""For people."""
+"""For messages."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A format with its sizes.
-
-    Attributes:
-        format: of the codes.
-        block: rows and columns that share a scale; 0 for all of them.
-    """
+    """A format; `block` are the rows and columns that share a scale, 0 for all of them."""
 
     format: Format
     block: tuple[int, int]
@@ -39,14 +34,14 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """What the files of a model say.
+    """The quantisation of a model.
 
     Attributes:
-        path: of the file that says it.
+        path: of the file that describes it.
         method: its quant_method.
         schemes: formats that tensors can have.
         excluded: patterns of modules that are not quantised: names, globs, or regular expressions after "re:".
-        has_cache_scheme: it also says how to quantise the KV cache.
+        has_cache_scheme: whether the file also describes a quantised KV cache.
     """
 
     path: Path
@@ -56,7 +51,7 @@ class Quantisation:
     has_cache_scheme: bool = False
 
     def excludes(self, module: str) -> bool:
-        """Whether a module, or one that it is part of, is said not to be quantised."""
+        """Whether a module, or one that contains it, is excluded from quantisation."""
         parts = module.split(".")
         modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         return any(_matches(pattern, modules, parts) for pattern in self.excluded)
@@ -71,18 +66,16 @@ def _matches(pattern: str, modules: Sequence[str], parts: Sequence[str]) -> bool
 
 
 def read_quantisation(model_dir: Path) -> Quantisation | None:
-    """Read what a model directory says of its quantisation.
+    """Read the quantisation of a model directory; None for plain weights.
 
-    Returns:
-        None if it says nothing: the weights are plain.
     Raises:
-        CheckpointError: an unknown method, or one of a kind that is not supported.
+        CheckpointError: the method is unknown or not supported.
     """
     found = [_read_method(section) for section in _sections(model_dir)]
     if not found:
         return None
     schemes = tuple(dict.fromkeys(scheme for one in found for scheme in one.schemes))
-    # A checkpoint that was quantised a second time has both files: the second method left alone what it excludes.
+    # A checkpoint that was quantised twice has both files; the second method did not change what it excludes.
     excluded = found[0].excluded if len(found) == 1 or found[0].method == found[1].method else ()
     return Quantisation(
         found[0].path, found[0].method, schemes, excluded, has_cache_scheme=any(one.has_cache_scheme for one in found)

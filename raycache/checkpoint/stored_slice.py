@@ -3,10 +3,10 @@
     codes   [*lead, R, C] one number each (FP8), or [*lead, R, C / 2] two numbers per byte, low nibble first
     scales  [*lead, R / block rows, C / block columns], one per block of codes; rounded up at the edges
 
-A cut need not begin where a block does: `offset` says how far inside its first block it begins.
+A slice may begin inside a block; `offset` is the distance to the beginning of its first block.
 
     block columns     |       0       |       1       |       2       |
-    a cut                       [-------------------------]               offset = 10 columns, three scales
+    a slice                     [-------------------------]               offset = 10 columns, three scales
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Format(Enum):
 
     @property
     def per_byte(self) -> int:
-        """Numbers in a byte of codes."""
+        """Elements per byte of codes."""
         return 1 if self in _FP8 else 2
 
 
@@ -59,7 +59,7 @@ class StoredSlice:
         block: rows and columns that share a scale.
         offset: rows and columns before the slice in its first block.
         global_scale: that all scales are multiplied by.
-        is_transposed: the model calls this tensor by its transpose, [*lead, C, R].
+        is_transposed: whether the model sees the transpose, [*lead, C, R].
     """
 
     format: Format
@@ -81,7 +81,7 @@ class StoredSlice:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The numbers as the model knows them: [*lead, R, C] rounded once, or its transpose."""
+        """The dequantised tensor as the model sees it, rounded once: [*lead, R, C], or its transpose."""
         numbers = self.numbers().to(dtype)
         return numbers.mT if self.is_transposed else numbers
 
@@ -117,7 +117,7 @@ def _places(scales: Tensor, dim: int, count: int, *, offset: int, block: int) ->
 
 
 def decode(form: Format, codes: Tensor) -> Tensor:
-    """Numbers that codes stand for before they are scaled, new, float32."""
+    """Decode codes to float32 without scales; the result is new."""
     if form.per_byte == 1:
         return codes.to(torch.float32) if codes.is_cuda else _decode_e4m3(codes.view(torch.uint8))
     nibbles = torch.tensor(_INT4 if form is Format.INT4 else _E2M1, device=codes.device)
@@ -127,7 +127,7 @@ def decode(form: Format, codes: Tensor) -> Tensor:
 
 
 def _decode_e4m3(codes: Tensor) -> Tensor:
-    """As `to(float32)`, which takes ten times as long on a CPU: the bits are those of a float32, but for its exponent.
+    """Like `to(float32)`, ten times as fast on a CPU: except for the exponent, the bits are those of a float32.
 
     code      s eeee mmm
     float32   s 0000eeee mmm00000000000000000000      2 ** (127 - 7) times smaller

@@ -1,10 +1,8 @@
-"""This rank's place in the gang, and the only holder of the process groups that its model uses (relay.py has its own).
+"""Coordinates and process groups of a rank (relay.py has groups of its own).
 
-Groups are built from `GroupHandle`s, which are plain data: a ProcessGroup itself cannot travel between actors. Each
-handle names its
-members, the store at which they meet, and the epoch of the gang, so that a rank of a rebuilt gang never meets one of
-the old.
-Nothing here touches the default group of torch.distributed: two ranks can live in one process.
+Groups are built from `GroupHandle`s, which are plain data, since a ProcessGroup cannot be serialised. A handle has the
+members of the group, the rendezvous store, and the epoch of the gang, so that ranks of a rebuilt gang never join old
+ones. The default group of torch.distributed is not used: two ranks can live in one process.
 """
 
 from __future__ import annotations
@@ -40,13 +38,13 @@ class GroupHandle:
     """What is needed to build one process group, serialisable.
 
     Attributes:
-        name: such as "tp.0" ; unique within an epoch.
+        name: such as "tp.0"; unique within an epoch.
         kind: "tp", "pp", "cp", "control" or "boards".
-        members: world ranks in group order; `DECIDER` first in the groups that it is a member of.
+        members: world ranks in group order; `DECIDER` is first in its groups.
         backend: "gloo" or "nccl".
         store_host, store_port: of the gang's TCPStore.
-        epoch: of the gang; handles of another epoch are refused.
-        timeout_s: deadline of each collective.
+        epoch: of the gang; handles of another epoch are rejected.
+        timeout_s: timeout of each collective.
     """
 
     name: str
@@ -73,7 +71,7 @@ def group_handles(
 ) -> dict[str, GroupHandle]:
     """All groups of a gang, by name: control, one per row of each axis, and one per leader of a node.
 
-    A leader is the rank that tells the decider what the ranks on its node post; the decider's node has none.
+    A leader relays the board of its node to the decider; the decider's node has none.
     """
     world = tuple(range(split.world_size))
 
@@ -89,14 +87,10 @@ def group_handles(
 
 
 class Store:
-    """The meeting point of one gang; the process that makes it hosts it.
-
-    Args:
-        host: address that every rank can reach.
-    """
+    """The rendezvous store of a gang, hosted by this process; `host` is an address that every rank can reach."""
 
     def __init__(self, host: str) -> None:
-        # A TCPStore that opens its own socket listens on every interface of the machine.
+        # A TCPStore that opens its own socket listens on all interfaces.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family) as server:
             port = server.getsockname()[1]
@@ -104,21 +98,20 @@ class Store:
         self.address = (host, port)
 
     def close(self) -> None:
-        """End the meeting: who still waits for others fails at once."""
+        """Close the store; ranks that are still waiting fail immediately."""
         del self._store
 
 
 def come_to(handle: GroupHandle, *, member: int) -> TCPStore:
-    """This process's way to the gang's meeting point.
+    """Connect to the gang's rendezvous store, once for all groups of this process.
 
-    One does for all its groups, and each costs: torch asks the name service who is at its other end, and when many do
-    that at once some are answered seconds later.
+    Connections are slow: torch makes a reverse DNS lookup for each, and with many at once some take seconds.
 
     Args:
-        handle: of one of the groups.
+        handle: of any group.
         member: this rank's world rank, or `DECIDER`.
     Raises:
-        RankLostError: it cannot be reached.
+        RankLostError: the store cannot be reached.
     """
     timeout = timedelta(seconds=handle.timeout_s)
     try:
@@ -142,15 +135,14 @@ def build_group(
     """Join a group; returns when all members have joined.
 
     Args:
-        handle: which group.
         member: this rank's world rank, or `DECIDER`.
-        epoch: the epoch that this process belongs to.
+        epoch: of this process.
         host: address of this process that the other members can reach (gloo only).
-        device: of the tensors that will travel (nccl only).
-        meeting: this process's way to the meeting point, if it has one already.
+        device: of the tensors (nccl only).
+        meeting: an existing connection to the rendezvous store.
     Raises:
-        RankLostError: the handle is of another epoch, or the others did not come in time or cannot be reached.
-        ConfigError: two members compute on one GPU (nccl only).
+        RankLostError: the handle belongs to another epoch, or other members did not join in time.
+        ConfigError: two members use the same GPU (nccl only).
     """
     _check_epoch(handle, member=member, epoch=epoch)
     if member not in handle.members:
@@ -179,7 +171,7 @@ def _check_epoch(handle: GroupHandle, *, member: int, epoch: int) -> None:
 
 
 def _gloo(store: PrefixStore, index: int, size: int, timeout: timedelta, host: str) -> ProcessGroupGloo:
-    # Without a device gloo takes the address of the host name, which need not be one that others can reach.
+    # Without a device gloo uses the address of the host name, which others may not be able to reach.
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
@@ -197,16 +189,14 @@ def _nccl(store: PrefixStore, index: int, size: int, timeout: timedelta, device:
 
 
 def connect(group: Any, device: torch.device, *, handle: GroupHandle, me: int, peers: Sequence[Peer]) -> None:
-    """Let NCCL connect the members now, by a first sum: its own first use comes late and has no deadline.
+    """Make NCCL connect all members now by a first all-reduce, since its lazy connection has no timeout.
 
     Args:
         group: a ProcessGroupNCCL.
-        device: of this rank.
-        handle: of the group.
         me: this rank's world rank.
-        peers: the other members, who were all there a moment ago.
+        peers: the other members, which have just introduced themselves.
     Raises:
-        RankLostError: NCCL could not connect them, or not within the group's deadline.
+        RankLostError: NCCL could not connect them, or not within the group's timeout.
     """
     outcome: Queue[str] = Queue()
 
@@ -219,7 +209,7 @@ def connect(group: Any, device: torch.device, *, handle: GroupHandle, me: int, p
         except RuntimeError as cause:
             outcome.put(str(cause).strip().splitlines()[-1])
 
-    # A thread that can be left behind: nothing ends NCCL while it waits for a peer.
+    # On a thread that can be abandoned, since NCCL cannot be interrupted while it waits for a peer.
     Thread(target=add_up, name=f"nccl {handle.name}", daemon=True).start()
     try:
         problem = outcome.get(timeout=handle.timeout_s)
@@ -239,14 +229,14 @@ def connect(group: Any, device: torch.device, *, handle: GroupHandle, me: int, p
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """This rank's coordinates, groups and device. Passed whole; nothing else holds a process group.
+    """This rank's coordinates, groups and device. Always passed as a whole.
 
     Attributes:
         split: sizes of the axes.
         rank: world rank.
         device: of weights, cache and activations.
-        tp, pp, cp: this rank's row of each axis.
-        control: decider and all ranks, gloo; index 0 is the decider.
+        tp, pp, cp: this rank's group of each axis.
+        control: decider (index 0) and all ranks, gloo.
     """
 
     split: Split
@@ -258,39 +248,39 @@ class ParallelContext:
     control: Group = field(default_factory=Group)
 
     def on_device(self, numbers: NDArray[Any]) -> Tensor:
-        """A copy on this rank's device, without waiting for it."""
+        """Copy to this rank's device asynchronously."""
         host = torch.from_numpy(numbers)
-        # From memory that is not pinned a copy may first wait for all that the device was given before.
+        # Copies from unpinned memory may wait for all work submitted to the device.
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     @property
     def coords(self) -> Coords:
-        """Position in the gang."""
+        """Coordinates in the gang."""
         return self.split.coords(self.rank)
 
     def layers(self, num_layers: int) -> range:
-        """Those of this rank's stage, of a model with so many."""
+        """Layers of this rank's stage of a model with `num_layers`."""
         return self.split.stage_layers(num_layers, self.pp.rank)
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether token ids enter here."""
+        """Whether this rank embeds tokens."""
         return self.pp.rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether logits leave here."""
+        """Whether this rank computes logits."""
         return self.pp.rank == self.pp.size - 1
 
     @property
     def without_stages(self) -> ParallelContext:
-        """This rank in a gang of its stage alone: for a whole model that the ranks of one stage hold."""
+        """This rank's context for a model that is not split into stages, held by the ranks of its stage."""
         split = replace(self.split, pp=1, stages=())
         return replace(self, split=split, rank=split.rank(replace(self.coords, pp=0)), pp=Group())
 
     @classmethod
     def single(cls, device: torch.device) -> ParallelContext:
-        """A gang of one."""
+        """The context of a gang of one rank."""
         return cls(split=Split(), rank=0, device=device)
 
     @classmethod
@@ -304,10 +294,10 @@ class ParallelContext:
         handles: Mapping[str, GroupHandle],
         epoch: int,
     ) -> ParallelContext:
-        """Build every group that this rank is a member of, in the order of `handles`, which is the same on all ranks.
+        """Join all groups of this rank, in the order of `handles`, which must be the same on all ranks.
 
         Raises:
-            RankLostError: another epoch, or a member that did not come in time.
+            RankLostError: a handle belongs to another epoch, or a member did not join in time.
         """
         mine = [handle for handle in handles.values() if rank in handle.members and handle.kind != "boards"]
         for handle in mine:
@@ -320,6 +310,6 @@ class ParallelContext:
         return cls(split=split, rank=rank, device=device, **groups)
 
     def close(self) -> None:
-        """Leave all groups, so that members that still wait for this rank fail at once instead of at their deadline."""
+        """Leave all groups, so that members waiting for this rank fail immediately instead of timing out."""
         for group in (self.tp, self.pp, self.cp, self.control):
             group.close()

@@ -1,9 +1,9 @@
-"""Where ranks go: nodes as data in, a node per rank out.
+"""Placement of ranks on nodes.
 
-tp   inside a node, always; only a map that a person wrote may say otherwise
-cp   on one node while it fits
+tp   always within a node, unless a map of the user says otherwise
+cp   on one node if it fits
 pp   across nodes
-     then: the fewest nodes; of one NVLink domain, zone and kind of GPU where nodes say so (labels of Ray)
+     then: as few nodes as possible; of the same NVLink domain, zone and type of GPU, by Ray's labels
 
     10.0.0.1  [ 0 1 2 3 | 4 5 6 7 ]     tp=4 cp=2 pp=2 on nodes of 8 GPUs: a tp group per bar, a stage per node
     10.0.0.2  [ 8 9 .. ..         ]
@@ -20,14 +20,14 @@ from raycache.parallel.rank_map import brief_ranks, parse_rank_map
 from raycache.parallel.sharding import Split
 
 _MAX_RANKS_PER_CPU = 16
-"""On CPU ranks share cores; beyond this they only wait for each other."""
+"""Limit of CPU ranks per core; more would only wait for each other."""
 _DOMAIN = "ray.io/gpu-domain"
 _LIKENESS = (("ray.io/availability-zone", "ray.io/accelerator-type"), ("ray.io/accelerator-type",), ())
 """Labels that nodes of one gang should share, the best first."""
 _SHOWN = 8
-"""Nodes that a message lists."""
+"""Nodes listed in a message."""
 _GRAIN = 1e-4
-"""Of resources, as Ray counts them."""
+"""Granularity of Ray's resources."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,11 @@ class Node:
 
     Attributes:
         node_id: Ray's, in hex.
-        address: that Ray reaches it by.
-        hostname: as it calls itself.
-        cpus, gpus: in all, as Ray counts them.
-        free_cpus, free_gpus: that nobody has reserved.
-        labels: that Ray or a person gave it.
-        is_draining: it is about to leave.
+        address: by which Ray reaches it.
+        cpus, gpus: total resources in Ray.
+        free_cpus, free_gpus: resources that are not reserved.
+        labels: set by Ray or the user.
+        is_draining: whether it is about to leave the cluster.
     """
 
     node_id: str
@@ -61,9 +60,9 @@ class Need:
 
     Attributes:
         split: of the model.
-        num_cpus: that Ray sets aside per rank; on CPU a part of one.
+        num_cpus: reserved per rank; on CPU a fraction of one.
         num_gpus: per rank, 1 or 0.
-        ranks_per_cpu: most that a node should take per CPU, before all nodes have so many; without GPUs.
+        ranks_per_cpu: without GPUs, limit of ranks per CPU of a node until all nodes have reached it.
     """
 
     split: Split
@@ -73,11 +72,11 @@ class Need:
 
     @property
     def num_groups(self) -> int:
-        """tp groups."""
+        """Number of tp groups."""
         return self.split.pp * self.split.cp
 
     def bundle(self, num_ranks: int) -> dict[str, float]:
-        """Resources of so many ranks."""
+        """Resources of `num_ranks` ranks."""
         wanted = {"CPU": round(self.num_cpus * num_ranks, 4), "GPU": float(self.num_gpus * num_ranks)}
         return {name: amount for name, amount in wanted.items() if amount}
 
@@ -87,11 +86,10 @@ class Need:
 
 
 def need_of(split: Split, *, replicas: int, device: str, nodes: Sequence[Node]) -> Need:
-    """What a gang needs of these nodes.
+    """Compute what a gang needs.
 
     Args:
-        split: of a gang.
-        replicas: gangs that share the cluster.
+        replicas: number of gangs that share the cluster.
         device: "cpu" or "cuda".
         nodes: of the cluster.
     """
@@ -99,8 +97,8 @@ def need_of(split: Split, *, replicas: int, device: str, nodes: Sequence[Node]) 
         cpus = [node.cpus for node in nodes if node.gpus] or [0.0]
         return Need(split, num_cpus=_whole_grains(min(1.0, min(cpus) / 8)), num_gpus=1)
     total = sum(node.cpus for node in nodes)
-    # Ranks wait for each other most of the time, so several may share a core. Half of it is left to others, and one
-    # gang more than asked for has room, since a new one starts before an old one ends.
+    # Ranks wait for each other most of the time, so several may share a core. Half of the cores are left to others, and
+    # one more gang fits, since a new one starts before an old one ends.
     share = min(1.0, total / (2 * split.world_size * (replicas + 1)))
     density = max(1.0, split.world_size * replicas / max(total, 1.0))
     need = Need(split, num_cpus=max(_whole_grains(share), _GRAIN), num_gpus=0, ranks_per_cpu=density)
@@ -111,10 +109,10 @@ def need_of(split: Split, *, replicas: int, device: str, nodes: Sequence[Node]) 
 
 
 def refuse_impossible(need: Need, nodes: Sequence[Node]) -> None:
-    """Refuse what these nodes cannot hold even when nothing else runs.
+    """Check that the gang would fit on these nodes if nothing else was running.
 
     Raises:
-        ConfigError: says what there is.
+        ConfigError: it does not; the message says what there is.
     """
     split = f"tp={need.split.tp} pp={need.split.pp} cp={need.split.cp} ({need.split.world_size} ranks)"
     cpus, gpus = sum(node.cpus for node in nodes), int(sum(node.gpus for node in nodes))
@@ -145,13 +143,10 @@ def refuse_impossible(need: Need, nodes: Sequence[Node]) -> None:
 
 
 def plan(need: Need, nodes: Sequence[Node]) -> tuple[Node, ...] | None:
-    """Choose a node for each rank among those with room now; the same nodes give the same answer.
+    """Choose a node for each rank by free resources, deterministically.
 
-    Args:
-        need: of the gang.
-        nodes: of the cluster.
     Returns:
-        A node per world rank, or None while there is no room.
+        A node per world rank, or None if there are not enough resources now.
     """
     density = need.ranks_per_cpu
     usable = [node for node in nodes if not node.is_draining]
@@ -169,13 +164,7 @@ def plan(need: Need, nodes: Sequence[Node]) -> tuple[Node, ...] | None:
 
 
 def without(nodes: Sequence[Node], need: Need, ranks: Sequence[Node]) -> list[Node]:
-    """The nodes as they are once a gang has its places.
-
-    Args:
-        nodes: of the cluster.
-        need: of the gang.
-        ranks: a node per world rank.
-    """
+    """The nodes after a gang has reserved its resources; `ranks` has a node per world rank."""
     counts = Counter(node.node_id for node in ranks)
     return [
         replace(
@@ -188,16 +177,14 @@ def without(nodes: Sequence[Node], need: Need, ranks: Sequence[Node]) -> list[No
 
 
 def chosen(text: str, *, need: Need, nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """The nodes that a person's map names.
+    """Nodes given by the user's map.
 
     Args:
         text: see `parse_rank_map`; nodes by address, host name or id.
-        need: of the gang.
-        nodes: of the cluster.
     Returns:
         A node per world rank.
     Raises:
-        ConfigError: a node is not there, is not the only one of that name, or is too small.
+        ConfigError: a node does not exist, is ambiguous, or is too small.
     """
     found = tuple(_named(name, nodes) for name in parse_rank_map(text, world_size=need.split.world_size))
     for node, count in Counter(node.node_id for node in found).items():
@@ -212,22 +199,12 @@ def chosen(text: str, *, need: Need, nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def has_room(need: Need, ranks: Sequence[Node]) -> bool:
-    """Whether what is free on the nodes of a person's map suffices now.
-
-    Args:
-        need: of the gang.
-        ranks: a node per world rank.
-    """
+    """Whether the nodes of a user's map have enough free resources; `ranks` has a node per world rank."""
     return not any(_short(need, ranks))
 
 
 def split_groups(split: Split, ranks: Sequence[Node]) -> list[str]:
-    """A line per tp group that is on several nodes.
-
-    Args:
-        split: of the model.
-        ranks: a node per world rank.
-    """
+    """A warning per tp group that spans several nodes; `ranks` has a node per world rank."""
     lines = []
     for first in range(0, split.world_size, split.tp):
         on = {node.node_id: node.address for node in ranks[first : first + split.tp]}
@@ -241,12 +218,10 @@ def split_groups(split: Split, ranks: Sequence[Node]) -> list[str]:
 
 
 def missing(need: Need, nodes: Sequence[Node], *, ranks: Sequence[Node] = ()) -> str:
-    """What a gang waits for, and what each node has.
+    """Message about the resources that a gang waits for, and what each node has.
 
     Args:
-        need: of the gang.
-        nodes: of the cluster.
-        ranks: a node per world rank if a person chose them; none otherwise.
+        ranks: a node per world rank if the user chose them; empty otherwise.
     """
     if ranks:
         return "; ".join(_short(need, ranks))
@@ -256,11 +231,7 @@ def missing(need: Need, nodes: Sequence[Node], *, ranks: Sequence[Node] = ()) ->
 
 
 def describe(ranks: Sequence[Node]) -> list[tuple[Node, str]]:
-    """Each node with its ranks, in the order of their lowest one.
-
-    Args:
-        ranks: a node per world rank.
-    """
+    """Each node with its ranks, in the order of their lowest one; `ranks` has a node per world rank."""
     of: dict[str, list[int]] = {}
     for rank, node in enumerate(ranks):
         of.setdefault(node.node_id, []).append(rank)
@@ -269,12 +240,12 @@ def describe(ranks: Sequence[Node]) -> list[tuple[Node, str]]:
 
 
 def _whole_grains(amount: float) -> float:
-    """Rounded down to what Ray can count, so that the ranks of a group fit into what was reserved for it."""
+    """Round down to Ray's granularity, so that the ranks of a group fit into its reservation."""
     return round(int(amount / _GRAIN + 1e-6) * _GRAIN, 4)
 
 
 def _room(need: Need, node: Node, *, cpus: float, gpus: float) -> int:
-    """tp groups that so much of a node holds."""
+    """Number of tp groups that fit into these resources of a node."""
     per_group = need.bundle(need.split.tp)
     there = {"CPU": cpus, "GPU": gpus}
     return int(min(((there[name] + _GRAIN / 2) // amount for name, amount in per_group.items()), default=0))
@@ -286,7 +257,7 @@ def _room_at(need: Need, node: Node, *, density: float) -> int:
 
 
 def _alike(nodes: Sequence[Node]) -> Iterator[list[list[Node]]]:
-    """Sets of nodes that have something in common, by how close that makes them; all nodes as one set at last."""
+    """Sets of nodes that share labels, the closest sets first; finally all nodes as one set."""
     domains = sorted({node.labels[_DOMAIN] for node in nodes if _DOMAIN in node.labels})
     yield [[node for node in nodes if node.labels.get(_DOMAIN) == domain] for domain in domains]
     for names in _LIKENESS:
@@ -299,9 +270,10 @@ def _alike(nodes: Sequence[Node]) -> Iterator[list[list[Node]]]:
 def _layout(
     nodes: Sequence[Node], *, rooms: Mapping[str, int], need: Need
 ) -> tuple[bool, list[tuple[Node, int]]] | None:
-    """Whether all stages are whole, which they are if they can be, and tp groups on each of the fewest nodes.
+    """Place tp groups on as few nodes as possible, with whole stages on a node if possible.
 
-    None if there is no room.
+    Returns:
+        Whether all stages are whole, and the number of tp groups per node; None if they do not fit.
     """
     for size in (need.split.cp, 1):
         units = {node.node_id: rooms[node.node_id] // size for node in nodes}
@@ -311,7 +283,7 @@ def _layout(
         left = sorted(nodes, key=lambda node: (-units[node.node_id], -node.free_cpus, node.address, node.node_id))
         taken: list[tuple[Node, int]] = []
         while wanted:
-            # The last one is the smallest that holds the rest, so that larger ones stay whole for others.
+            # The last node is the smallest that holds the rest, so that larger ones stay free for others.
             enough = [node for node in left if units[node.node_id] >= wanted]
             least = min((units[node.node_id] for node in enough), default=0)
             node = next((node for node in enough if units[node.node_id] == least), left[0])
@@ -334,7 +306,7 @@ def _named(name: str, nodes: Sequence[Node]) -> Node:
 
 
 def _short(need: Need, ranks: Sequence[Node]) -> Iterator[str]:
-    """What each node of a person's map lacks now."""
+    """What the nodes of a user's map lack now."""
     for node, count in Counter(node.node_id for node in ranks).items():
         there = next(one for one in ranks if one.node_id == node)
         wanted = need.bundle(count)
