@@ -1,12 +1,12 @@
-"""The Triton kernels that choose the best scored keys; launched by sparse_kernels.py, where the scheme is drawn."""
+"""Triton kernels that select the best scored keys; launched by sparse_kernels.py, which describes the scheme."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-_LOWEST_SCORE = tl.constexpr(-(1 << 31))  # bits of no score, made to sort; those of a score are above
-_LOWEST = tl.constexpr(-(1 << 63))  # sortable of no token; that of a token is above
+_LOWEST_SCORE = tl.constexpr(-(1 << 31))  # sortable bits of padding, below those of any score
+_LOWEST = tl.constexpr(-(1 << 63))  # sortable of padding, below that of any token
 
 
 @triton.jit(do_not_specialize=["first", "page_size", "offset"])  # type: ignore[untyped-decorator]
@@ -30,7 +30,7 @@ def choose_keys(
     IS_LAST: tl.constexpr,
     HAS_SORTABLES: tl.constexpr,
 ) -> None:
-    """One program per query and BLOCK keys, all of its row or those that are listed; `out` has its best, in order."""
+    """One program per query and BLOCK keys, of all keys of its row or of the listed ones; writes the best, in order."""
     query, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seen = tl.load(lens + first + query)
     place = tile * BLOCK + tl.arange(0, BLOCK)
@@ -42,14 +42,14 @@ def choose_keys(
     is_scored = (seen > count) | HAS_SORTABLES
     score = tl.load(scores + query * width + key, mask=is_key & is_scored, other=0.0)
     bits = score.to(tl.int32, bitcast=True)
-    # Of negative numbers the larger bits are the lower number.
+    # Negative numbers with larger bits are lower.
     rising = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     value = tl.where(is_key, rising, _LOWEST_SCORE)
     last = tl.full((), _LOWEST_SCORE + 1, tl.int32)
-    # Of few keys all are chosen. That is common: a recorded step is cut for the longest rows.
+    # If there are few keys, all are selected. This is common: CUDA graphs are sized for the longest rows.
     if tl.sum(is_key.to(tl.int32), 0) > count:
         last = _reached(value, count, _LOWEST_SCORE, 32)
-    # Above the last one, and equal to it as long as there is room: both are counted at once, up to BLOCK of each.
+    # Keys above the last one, then keys equal to it up to `count`; both are counted in one sum, up to BLOCK of each.
     is_above, is_equal = value > last, value == last
     ranks = tl.cumsum((is_above.to(tl.int32) << 16) + is_equal.to(tl.int32), 0)
     room = count - tl.sum(is_above.to(tl.int32), 0)
@@ -92,8 +92,8 @@ def find_last_chosen(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _reached(values: tl.tensor, count: tl.tensor, LOWEST: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """The largest number that `count` values reach, bit by bit from the highest; above LOWEST in any case."""
-    # The highest bit of a signed number counts against it.
+    """The largest number that `count` values reach, found bit by bit from the highest; always above LOWEST."""
+    # The highest bit is the sign.
     lowest, zero = tl.full((), LOWEST, values.dtype), tl.full((), 0, values.dtype)
     found = tl.where(tl.sum((values >= 0).to(tl.int32), 0) >= count, zero, lowest)
     for bit in range(1, BITS):

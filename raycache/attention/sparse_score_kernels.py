@@ -1,4 +1,4 @@
-"""The Triton kernel that scores index keys; launched by sparse_kernels.py, where the scheme is drawn."""
+"""Triton kernel that scores index keys; launched by sparse_kernels.py, which describes the scheme."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def score_keys(
     BLOCK_KEYS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ) -> None:
-    """One program per block of queries of one row, and every so many tiles of keys. The longest blocks come first."""
+    """One program per block of queries of one row and group of key tiles. The longest blocks come first."""
     begin_query = first + (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
     query = begin_query + tl.arange(0, BLOCK_QUERIES)
     seen = tl.load(lens + query, mask=query < stop, other=0)
@@ -56,6 +56,6 @@ def score_keys(
             parts = tl.reshape(product * weight[None, :], (BLOCK_KEYS, BLOCK_QUERIES, BLOCK_HEADS))
             score = tl.sum(parts, axis=2)
             score = tl.where(score == score, score, float("-inf"))
-            # Equal as numbers must be equal as bits.
+            # Equal scores must have equal bits: -0.0 becomes 0.0.
             score = tl.where(score == 0.0, 0.0, score)
             tl.store(place[None, :] + key[:, None], score, mask=key[:, None] < seen[None, :])

@@ -152,7 +152,7 @@ class CudaCarrier:
         }
         self._turns = [self._turn(layers) for layers in _turns(spaces)]
         self._compile()
-        # Last: if the constructor failed after it, nobody would unpin.
+        # Last, since a failure of the constructor after it would leave the slabs pinned.
         self._pinned = PinnedSlabs([slab for space in spaces.values() for slab in space.slabs], device=device)
 
     def save(self, units: Units, *, after: Event) -> None:

@@ -177,4 +177,4 @@ class DraftLayers:
 
 
 def _nothing_on_its_way(layer: int) -> None:
-    """The gate of a pool that nobody loads into."""
+    """The gate of a pool without loads."""
