@@ -28,6 +28,7 @@ from launch.http.app import build_app
 from launch.http.replicas import ReplicasApi
 from launch.http.serve import endpoint_of
 from launch.observe.requests import observe
+from raycache.api.defaults import Defaults
 from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.hub_models import described, pinned
 from raycache.config import Config
@@ -58,11 +59,14 @@ def app(args: Mapping[str, Any]) -> Any:
 def build(engine: HubClient, config: Config, info: EngineInfo) -> ASGIApp:
     """Build the ASGI application of one ingress process."""
     logs.set_up(config.log_format)
-    tokenizer = Tokenizer.of(described(config), vocab_size=info.vocab_size)
+    here = described(config)
+    tokenizer, defaults = Tokenizer.of(here, vocab_size=info.vocab_size), Defaults.of(here)
     observed = contextlib.ExitStack().enter_context(observe(config))  # until the process ends
     publish_front(observed.metrics)
     routes = ReplicasApi(engine, config=config).routes()
-    return build_app(engine, config=config, info=info, tokenizer=tokenizer, routes=routes, observed=observed)
+    return build_app(
+        engine, config=config, info=info, tokenizer=tokenizer, defaults=defaults, routes=routes, observed=observed
+    )
 
 
 @contextlib.contextmanager

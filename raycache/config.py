@@ -17,6 +17,7 @@ from raycache.settings import Settings
 from raycache.spelling import did_you_mean
 
 _BYTES = re.compile(r"^\s*(\d{1,18}(?:\.\d{1,18})?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$", re.IGNORECASE)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+")
 _UNIT = {
     "b": 1,
     "kib": 2**10,
@@ -60,6 +61,7 @@ class Config(Settings):
                 "is still sampling; with several stages other requests keep them busy, use overlap=auto"
             )
         _check_ingress(self)
+        _check_origins(self)
         for known in dataclasses.fields(self):
             value, words = getattr(self, known.name), known.metadata["words"]
             if known.metadata["unit"] == "SIZE" and value not in words:
@@ -93,6 +95,11 @@ class Config(Settings):
         """Least and most processes of num_ingress."""
         least, _, most = self.num_ingress.partition("-")
         return int(least), int(most or least)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Origins of allow_origin, or "*"."""
+        return () if self.allow_origin == "none" else tuple(one.strip() for one in self.allow_origin.split(","))
 
     @property
     def has_host_tier(self) -> bool:
@@ -186,6 +193,15 @@ def _check_ingress(config: Config) -> None:
             "header_timeout_s cannot be kept with ingress=serve, Ray Serve's proxy has no such limit; leave it out, or "
             "put a reverse proxy before it"
         )
+
+
+def _check_origins(config: Config) -> None:
+    for origin in config.origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"allow_origin={origin!r} is not an origin; write scheme and host as browsers send them, such as "
+                "https://chat.example.com or http://localhost:3000, or use * or none"
+            )
 
 
 def _check_tiers(config: Config) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from raycache.api.chat import ChatTemplate
+from raycache.api.defaults import Defaults
 from raycache.api.output_text import OutputText
 from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.hub_models import fetch, located, pinned
@@ -99,12 +100,14 @@ class LLM:
         with ProgressBar() as bar:
             fetch(wanted, on_progress=bar.show)
         self.config = located(wanted)
+        defaults = Defaults.of(self.config)
         device_type = self.config.device
         if device_type == "auto":
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
         deployment = deploy(self.config, device_type=device_type)
         self.config = deployment.config
         self.tokenizer = Tokenizer.of(self.config, vocab_size=deployment.model.vocab_size)
+        self._sampling = SamplingParams(**defaults.sampling)
         self._host: HostService | None = None
         self._rank: Rank | None = None
         self._gang: ProcessGang | None = None
@@ -188,7 +191,8 @@ class LLM:
 
         Args:
             prompts: texts or token ids.
-            sampling: parameters for all prompts, or one per prompt; default: those of the OpenAI API.
+            sampling: parameters for all prompts, or one per prompt; default: as
+                `generation_config` says.
         Returns:
             One completion per prompt, in order.
         Raises:
@@ -198,7 +202,7 @@ class LLM:
         """
         if self._is_closed:
             raise EngineStoppedError("this LLM is closed; create a new one")
-        each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        each = [sampling or self._sampling] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters", field="sampling")
         if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):

@@ -95,6 +95,12 @@ class Settings:
         False, "use random weights of the shapes in config.json, to measure without a checkpoint"
     )
     chat_template: str = _model("", "file with a Jinja chat template that replaces the model's own", unit="FILE")
+    generation_config: str = _model(
+        "auto",
+        "sampling settings of requests that set none: auto, those in the model's generation_config.json; none, those "
+        "of the OpenAI API; or a file",
+        unit="auto|none|FILE",
+    )
 
     tp: int = _parallel(1, "tensor-parallel ranks: heads are split over them", unit="RANKS", is_common=True)
     pp: int = _parallel(1, "pipeline stages: layers are split over them", unit="STAGES", is_common=True)
@@ -235,6 +241,23 @@ class Settings:
     tls_key: str = _server("", "private key (PEM) of the certificate", unit="FILE", is_common=True)
     request_timeout_s: float | Literal["none"] = _server(
         600.0, "time limit of a request; none: no limit", words=("none",), unit="SECONDS"
+    )
+    default_max_tokens: int | Literal["auto"] = _server(
+        "auto",
+        "max_tokens of requests that set none; auto: the rest of the context for chats, 16 for completions",
+        words=("auto",),
+        unit="TOKENS",
+    )
+    excess_max_tokens: str = _server(
+        "refuse",
+        "what happens to a max_tokens that does not fit the context: the request is refused, or it is cut",
+        choices=("refuse", "cut"),
+    )
+    allow_origin: str = _server(
+        "none",
+        "web pages that browsers may let use the server (CORS), such as https://chat.example.com, with commas between "
+        "several; *: all",
+        unit="none|*|ORIGIN,...",
     )
     max_body: str = _server("8MiB", "largest request body", unit="SIZE")
     max_connections: int = _server(

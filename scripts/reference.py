@@ -21,6 +21,7 @@ from typing import Any
 
 import raycache
 from launch.http.openapi import openapi
+from raycache.api.defaults import Defaults
 from raycache.api.neutral import NEUTRAL
 from raycache.config import Config
 from raycache.observe.aliases import ALIASES
@@ -56,6 +57,15 @@ The server speaks the OpenAI API for completions and chat completions; any OpenA
 `base_url="http://127.0.0.1:8000/v1"`. A running server describes itself at `/openapi.json`, with the limits of its
 model. Unknown fields and values of the wrong type are rejected with status 400; `null` means the same as leaving the
 field out.
+
+The model in `/v1/models` shows its limits and what applies to requests that do not say: `max_model_len`,
+`default_sampling` ([from generation_config.json](../models.md#sampling-defaults)), `default_max_tokens` (null: the rest
+of the context for chats, 16 for completions) and `excess_max_tokens` (`refuse`, or `cut`: a `max_tokens` that does not
+fit the context is cut to what fits). Defaults below are those of the API.
+
+`/tokenize` takes `prompt`, or `messages` with `tools` and the other fields of a chat that shape its prompt, and gives
+`tokens`, `count`, `max_model_len` and, with `return_token_strs`, `token_strs`. `/detokenize` takes `tokens` and gives
+`prompt`.
 
 Operators have further endpoints: `/status`, [`/cache`](../tiers.md#changing-the-tiers-of-a-running-server) and
 [`/replicas`](../replicas.md). Who may call what is in [Security](../security.md#keys-and-tenants).
@@ -151,7 +161,7 @@ def settings() -> str:
 
 def http() -> str:
     """The page of the HTTP API, from the document that the server gives at /openapi.json."""
-    document = openapi(_INFO)
+    document = openapi(_INFO, Defaults())
     lines = [_HTTP, "## Endpoints", "", *_table("endpoint", "")]
     for path, methods in document["paths"].items():
         lines += [_row(f"`{method.upper()} {path}`", found["summary"]) for method, found in methods.items()]

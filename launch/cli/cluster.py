@@ -26,6 +26,7 @@ from launch.http.serve import bind, serve
 from launch.observe.requests import Observed, observe
 from launch.service import register
 from raycache.api.chat import ChatTemplate
+from raycache.api.defaults import Defaults
 from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.hub_models import outlined, pinned, pinned_models
 from raycache.config import Config
@@ -73,6 +74,7 @@ def run(config: Config) -> int:
         config = pinned(config)
         with outlined(config) as here:
             tokenizer = Tokenizer.of(here, vocab_size=check_model(here).vocab_size)
+            defaults = Defaults.of(here)
         ChatTemplate.load(tokenizer, path=config.chat_template)  # fails now instead of after the weights are loaded
         progress.show("starting Ray", 0.0)
         keep_job_variables()
@@ -85,7 +87,15 @@ def run(config: Config) -> int:
         else:
             starter = Starter(config, device=device_type(config))
             cleanup.callback(starter.stop)
-            service = _Builtin(config, sock, starter=starter, tokenizer=tokenizer, seen=seen, progress=progress)
+            service = _Builtin(
+                config,
+                sock,
+                starter=starter,
+                tokenizer=tokenizer,
+                defaults=defaults,
+                seen=seen,
+                progress=progress,
+            )
         progress.close()
         cleanup.callback(signals.ignore)
         asyncio.run(_serve(service, config=config, cluster=cluster))
@@ -102,6 +112,7 @@ class _Builtin:
         *,
         starter: Starter,
         tokenizer: Tokenizer,
+        defaults: Defaults,
         seen: Observed,
         progress: _Progress,
     ) -> None:
@@ -111,7 +122,13 @@ class _Builtin:
         self.info = total_info({name: facts for name, (_, facts) in started.items()})
         routes = ReplicasApi(self._engine, config=config).routes()
         self._app = build_app(
-            self._engine, config=config, info=self.info, tokenizer=tokenizer, routes=routes, observed=seen
+            self._engine,
+            config=config,
+            info=self.info,
+            tokenizer=tokenizer,
+            defaults=defaults,
+            routes=routes,
+            observed=seen,
         )
 
     async def run(self, *, stop: asyncio.Event, on_started: Callable[[str], None]) -> None:

@@ -14,6 +14,7 @@ from launch.doctor.held_weights import describe_quantisation, held_weights
 from launch.doctor.tiers import examine_tiers
 from launch.table import human_bytes
 from raycache.api.chat import ChatTemplate
+from raycache.api.defaults import Defaults
 from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.tensor_files import Checkpoint
@@ -75,6 +76,7 @@ def _files(config: Config, model: ModelConfig | None) -> Iterator[CheckResult]:
         yield CheckResult("chat template", Outcome.OK, template.origin)
     else:
         yield CheckResult("chat template", Outcome.WARNING, "none; chat completions need --chat-template FILE")
+    yield attempt("sampling defaults", lambda: Defaults.of(config).description)
 
 
 def _draft(model: ModelConfig, folder: Path) -> str:

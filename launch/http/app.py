@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -29,6 +30,7 @@ from launch.observe.requests import Observed
 from raycache import __version__
 from raycache.api.chat import ChatTemplate
 from raycache.api.completions_form import CompletionsForm
+from raycache.api.defaults import Defaults
 from raycache.api.engine import AsyncEngine
 from raycache.api.prepare import Generation, Served, prepare_chat, prepare_completion
 from raycache.api.problem import Problem, problem_of, unknown_model
@@ -54,6 +56,7 @@ def build_app(
     config: Config,
     info: EngineInfo,
     tokenizer: Tokenizer,
+    defaults: Defaults | None = None,
     routes: Sequence[Route] = (),
     observed: Observed | None = None,
 ) -> Starlette:
@@ -61,6 +64,7 @@ def build_app(
 
     Args:
         engine: must be ready.
+        defaults: of requests; None: those of `config`, whose model must be a directory here.
         routes: additional routes; outside /v1 they require the right "admin".
         observed: metrics, traces and access log; default: metrics only.
     Raises:
@@ -68,9 +72,16 @@ def build_app(
     """
     keys = keys_of(config)
     observed = observed or Observed(Metrics(info.model))
-    api = _Api(engine, config=config, info=info, tokenizer=tokenizer, metrics=observed.metrics)
+    served = Served(
+        tokenizer=tokenizer,
+        template=ChatTemplate.load(tokenizer, path=config.chat_template),
+        info=info,
+        timeout_s=None if config.request_timeout_s == "none" else config.request_timeout_s,
+        defaults=Defaults.of(config) if defaults is None else defaults,
+    )
+    api = _Api(engine, config=config, served=served, metrics=observed.metrics)
     cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
-    tokens = TokensApi(api.served, bodies=api.bodies)
+    tokens = TokensApi(served, bodies=api.bodies)
     app = Starlette(
         routes=[
             Route("/", api.welcome),
@@ -89,7 +100,11 @@ def build_app(
             *tokens.routes(),
             *routes,
         ],
-        middleware=[observed.middleware, *([Middleware(Authentication, keys=keys)] if keys else [])],
+        middleware=[
+            observed.middleware,
+            *([_cors(config.origins)] if config.origins else []),
+            *([Middleware(Authentication, keys=keys)] if keys else []),
+        ],
         exception_handlers={
             RayCacheError: _on_error,
             ProblemError: _on_problem,
@@ -103,26 +118,28 @@ def build_app(
     return app
 
 
+def _cors(origins: Sequence[str]) -> Middleware:
+    """Answers what browsers ask before a request from another origin, which they send without an API key."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("X-Request-Id", "Retry-After"),
+        allow_private_network=True,
+    )
+
+
 class _Api:
     """The endpoints.
 
     Attributes:
-        served: what requests are prepared for.
         bodies: reads the bodies of requests.
     """
 
-    def __init__(
-        self, engine: AsyncEngine, *, config: Config, info: EngineInfo, tokenizer: Tokenizer, metrics: Metrics
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, *, config: Config, served: Served, metrics: Metrics) -> None:
         self._engine = engine
-        self._info = info
-        self._tokenizer = tokenizer
-        self.served = Served(
-            tokenizer=tokenizer,
-            template=ChatTemplate.load(tokenizer, path=config.chat_template),
-            info=info,
-            timeout_s=None if config.request_timeout_s == "none" else config.request_timeout_s,
-        )
+        self._info, self._tokenizer, self._served = served.info, served.tokenizer, served
         self._metrics = metrics
         self.bodies = Bodies(config)
         self._eviction = config.eviction
@@ -173,7 +190,7 @@ class _Api:
         return json_response({**_plain(info), **_plain(stats)})
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi(self._info))
+        return json_response(openapi(self._info, self._served.defaults))
 
     async def prepare(self, body: CompletionBody | ChatBody, *, size: int) -> Generation:
         """Convert a validated body to engine requests; `size`: of the body in bytes."""
@@ -187,9 +204,9 @@ class _Api:
             )
         match body:
             case CompletionBody():
-                work = partial(prepare_completion, body, self.served)
+                work = partial(prepare_completion, body, self._served)
             case ChatBody():
-                work = partial(prepare_chat, body, self.served)
+                work = partial(prepare_chat, body, self._served)
         return work() if size < _THREAD_BYTES else await asyncio.to_thread(work)
 
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
@@ -222,6 +239,7 @@ class _Api:
             "created": 0,
             "owned_by": "raycache",
             "max_model_len": self._info.max_model_len,
+            **self._served.defaults.card,
         }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raycache import __version__
+from raycache.api.defaults import Defaults
 from raycache.api.neutral import NEUTRAL
 from raycache.api.schema import (
     IGNORED,
@@ -44,7 +45,7 @@ _LOGPROBS = {"type": ["object", "null"]}
 _FINISH = {"type": ["string", "null"]}
 
 
-def openapi(info: EngineInfo) -> dict[str, Any]:
+def openapi(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
     """Return the description, in OpenAPI 3.1, for the engine's model and limits."""
     model = info.model
     return {
@@ -64,7 +65,10 @@ def openapi(info: EngineInfo) -> dict[str, Any]:
             "/health": {"get": _text("Report whether the engine responds.", errors=("503",))},
             "/metrics": {"get": _text("Metrics in Prometheus' text format.", errors=("401", "403", "503"))},
         },
-        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}, "schemas": _schemas(info)},
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": _schemas(info, defaults),
+        },
     }
 
 
@@ -120,15 +124,21 @@ def _model_parameter(model: str) -> dict[str, Any]:
     return {"name": "model", "in": "path", "required": True, "schema": _TEXT, "example": model}
 
 
-def _schemas(info: EngineInfo) -> dict[str, Any]:
+def _schemas(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
     schemas: dict[str, Any] = {}
     for kind in (CompletionBody, ChatBody):
         found = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= found.pop("$defs", {})
-        schemas[kind.__name__] = _as_accepted(found, info=info)
+        schemas[kind.__name__] = _as_accepted(found, info=info, defaults=defaults)
     completion = _object(index=_COUNT, text=_TEXT, logprobs=_LOGPROBS, finish_reason=_FINISH)
     chat = _object(index=_COUNT, message={"type": "object"}, logprobs=_LOGPROBS, finish_reason=_FINISH)
-    card = _object(id=_TEXT, object=_TEXT, created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT)
+    card = _object(
+        **dict.fromkeys(("id", "object", "owned_by", "excess_max_tokens"), _TEXT),
+        created=_COUNT,
+        max_model_len=_COUNT,
+        default_sampling={"type": "object", "additionalProperties": {"type": "number"}},
+        default_max_tokens={"type": ["integer", "null"]},
+    )
     error = _object(message=_TEXT, type=_TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
     return schemas | {
         "Completion": _answer("text_completion", completion),
@@ -172,13 +182,15 @@ def _token_schemas(info: EngineInfo) -> dict[str, Any]:
     }
 
 
-def _as_accepted(schema: dict[str, Any], *, info: EngineInfo) -> dict[str, Any]:
+def _as_accepted(schema: dict[str, Any], *, info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
     """Complete the schema of a body by what the server accepts.
 
     Null is the same as absent, ignored fields are allowed, and the limits of SamplingParams, model and engine apply.
     """
     required = set(schema.get("required", ()))
     demands = _demands(info)
+    for name, value in defaults.sampling.items():
+        demands[name] |= {"default": value}
     schema["properties"] = {name: found | demands.get(name, {}) for name, found in schema["properties"].items()}
     fields = {
         name: found if name in required else {"anyOf": [found, {"type": "null"}]}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from raycache.api.chat import ChatTemplate
+from raycache.api.defaults import Defaults
 from raycache.api.output_text import OutputText
 from raycache.api.parts import ContentOnly, PartsParser
 from raycache.api.schema import ChatBody, CompletionBody, GenerationBody
@@ -64,12 +65,14 @@ class Served:
         tokenizer, template: of the model.
         info: limits of the engine.
         timeout_s: longest time that a request may take; None is no limit.
+        defaults: of fields that a request does not set.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate
     info: EngineInfo
     timeout_s: float | None
+    defaults: Defaults
 
 
 def prepare_completion(body: CompletionBody, served: Served) -> Generation:
@@ -89,9 +92,9 @@ def prepare_completion(body: CompletionBody, served: Served) -> Generation:
     is_score_only = body.max_tokens == 0
     wanted = 1 if is_score_only else body.max_tokens
     sampling = _Sampling(
-        # The API's default of 16 tokens was not asked for, so the context length may cut it.
-        max_tokens=16 if wanted is None else wanted,
-        is_max_explicit=body.max_tokens is not None,
+        # A default was not asked for, so the context length may cut it.
+        max_tokens=served.defaults.completion_tokens() if wanted is None else wanted,
+        may_cut_max=body.max_tokens is None or served.defaults.cuts_max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     )
@@ -114,8 +117,8 @@ def prepare_chat(body: ChatBody, served: Served) -> Generation:
     prompt = chat_prompt(body, served)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = _Sampling(
-        max_tokens=max_tokens,
-        is_max_explicit=max_tokens is not None,
+        max_tokens=served.defaults.max_tokens if max_tokens is None else max_tokens,
+        may_cut_max=max_tokens is None or served.defaults.cuts_max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
@@ -149,7 +152,7 @@ class _Sampling:
     """The settings that the two endpoints spell differently."""
 
     max_tokens: int | None
-    is_max_explicit: bool
+    may_cut_max: bool
     logprobs: int | None
     prompt_logprobs: int | None
 
@@ -183,7 +186,7 @@ def _choices(
     field_name = "prompt" if isinstance(body, CompletionBody) else "messages"
     for prompt in prompts:
         _check_prompt(prompt, sampling, info=info, field_name=field_name)
-    per_choice = [_sampling_params(body, sampling, number=number, info=info) for number in range(body.n)]
+    per_choice = [_sampling_params(body, sampling, number=number, served=served) for number in range(body.n)]
     choices = []
     for index in range(len(prompts) * body.n):
         prompt, params = prompts[index // body.n], per_choice[index % body.n]
@@ -234,7 +237,7 @@ def _check_prompt(prompt: Sequence[int], sampling: _Sampling, *, info: EngineInf
             "must be left for the output",
             field=field_name,
         )
-    if sampling.is_max_explicit and asked is not None and len(prompt) + asked > limit:
+    if not sampling.may_cut_max and asked is not None and len(prompt) + asked > limit:
         raise PromptTooLongError(
             f"This model's maximum context length is {limit} tokens, and {len(prompt)} prompt tokens with "
             f"max_tokens={asked} exceed it; use max_tokens of at most {limit - len(prompt)}",
@@ -242,15 +245,12 @@ def _check_prompt(prompt: Sequence[int], sampling: _Sampling, *, info: EngineInf
         )
 
 
-def _sampling_params(body: GenerationBody, sampling: _Sampling, *, number: int, info: EngineInfo) -> SamplingParams:
+def _sampling_params(body: GenerationBody, sampling: _Sampling, *, number: int, served: Served) -> SamplingParams:
     """Settings of choice `number` of n: choices with a seed differ, and the first is that of n=1."""
+    info = served.info
     return SamplingParams(
-        temperature=body.temperature,
-        top_k=max(0, body.top_k),
-        top_p=body.top_p,
-        min_p=body.min_p,
+        **served.defaults.sampling_of(body),
         seed=None if body.seed is None else (body.seed + number + 2**63) % 2**64 - 2**63,
-        repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias={_bias_id(text, info): bias for text, bias in body.logit_bias.items()},

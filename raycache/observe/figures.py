@@ -314,11 +314,26 @@ BETWEEN_TOKENS = Metric(
     "Between consecutive tokens of a request.",
     bounds=(0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5),
 )
+PREFILL = Metric(
+    "prefill_time_seconds",
+    Kind.HISTOGRAM,
+    "From a request's start in the engine to its first token.",
+    bounds=FIRST_TOKEN.bounds,
+)
+PER_TOKEN = Metric(
+    "time_per_output_token_seconds",
+    Kind.HISTOGRAM,
+    "Mean time between the tokens of a request.",
+    bounds=BETWEEN_TOKENS.bounds,
+)
 DURATION = Metric(
     "request_duration_seconds",
     Kind.HISTOGRAM,
     "From a request's arrival at the server to its last token.",
     bounds=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+)
+DECODE = Metric(
+    "decode_time_seconds", Kind.HISTOGRAM, "From a request's first token to its last.", bounds=DURATION.bounds
 )
 QUEUED = Metric(
     "queue_time_seconds",
@@ -331,5 +346,17 @@ OUTPUT_LEN = Metric("request_generation_tokens", Kind.HISTOGRAM, "Generated toke
 READY = Metric("ready", Kind.GAUGE, "1 if the engine responds, 0 while it restarts or is lost.")
 RESPONSES = Metric("http_responses", Kind.COUNTER, "HTTP responses by status.", labels=("status",))
 
-FRONT = (FIRST_TOKEN, BETWEEN_TOKENS, DURATION, QUEUED, PROMPT_LEN, OUTPUT_LEN, READY, RESPONSES)
+FRONT = (
+    FIRST_TOKEN,
+    BETWEEN_TOKENS,
+    PER_TOKEN,
+    DURATION,
+    QUEUED,
+    PREFILL,
+    DECODE,
+    PROMPT_LEN,
+    OUTPUT_LEN,
+    READY,
+    RESPONSES,
+)
 """Metrics of the front end, with the label model_name besides their own."""

@@ -61,6 +61,9 @@ class Metrics:
         self._registry.register(self._engine)
         self.first_token_s = self._histogram(figures.FIRST_TOKEN)
         self.between_tokens_s = self._histogram(figures.BETWEEN_TOKENS)
+        self.per_token_s = self._histogram(figures.PER_TOKEN)
+        self.prefill_s = self._histogram(figures.PREFILL)
+        self.decode_s = self._histogram(figures.DECODE)
         self.duration_s = self._histogram(figures.DURATION)
         self.queued_s = self._histogram(figures.QUEUED)
         self.prompt_tokens = self._histogram(figures.PROMPT_LEN)
@@ -118,7 +121,7 @@ class RequestWatch:
         self._metrics = metrics
         self._observation = observation
         self._prompt_len = len(request.prompt)
-        self._start_s = self._last_s = time.monotonic()
+        self._start_s = self._first_s = self._last_s = time.monotonic()
         self._num_tokens = 0
         self._is_ended = False
 
@@ -133,6 +136,9 @@ class RequestWatch:
             self._metrics.duration_s.observe(time.monotonic() - self._start_s)
             self._metrics.prompt_tokens.observe(self._prompt_len)
             self._metrics.output_tokens.observe(self._num_tokens)
+            self._metrics.decode_s.observe(self._last_s - self._first_s)
+            if self._num_tokens > 1:
+                self._metrics.per_token_s.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
         if self._observation is not None:
             self._observation.end(error)
 
@@ -149,6 +155,8 @@ class RequestWatch:
         if not self._num_tokens:
             self._metrics.first_token_s.observe(since_s)
             self._metrics.queued_s.observe(output.queued_s)
+            self._metrics.prefill_s.observe(max(0.0, since_s - output.queued_s))
+            self._first_s = now_s
         else:
             for _ in range(count):
                 self._metrics.between_tokens_s.observe(since_s / count)

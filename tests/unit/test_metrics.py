@@ -103,6 +103,11 @@ def test_the_same_by_the_names_that_other_dashboards_read(metrics: Metrics) -> N
         "vllm:generation_tokens_total{engine=0,model_name=m}": 80,
         "vllm:request_success_total{engine=0,finished_reason=stop,model_name=m}": 5,
         "vllm:time_to_first_token_seconds_count{engine=0,model_name=m}": 1,
+        "vllm:request_prompt_tokens_sum{engine=0,model_name=m}": 3,
+        "vllm:request_generation_tokens_sum{engine=0,model_name=m}": 3,
+        "vllm:request_prefill_time_seconds_count{engine=0,model_name=m}": 1,
+        "vllm:request_decode_time_seconds_count{engine=0,model_name=m}": 1,
+        "vllm:request_time_per_output_token_seconds_count{engine=0,model_name=m}": 1,
         "sglang:cache_hit_rate{engine=0,model_name=m}": 0.25,
         "sglang:token_usage{engine=0,model_name=m}": 0.25,
         "sglang:num_running_reqs{engine=0,model_name=m}": 3,
@@ -112,6 +117,27 @@ def test_the_same_by_the_names_that_other_dashboards_read(metrics: Metrics) -> N
         assert found[name] == value, name
     assert {alias.of for alias in ALIASES} <= {metric.name for metric in (*ENGINE, *FRONT)}
     assert all(any(name.startswith(alias.name) for name in found) for alias in ALIASES)
+
+
+def test_times_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("raycache.observe.metrics.time.monotonic", lambda: now_s)
+    metrics = Metrics("m")
+    with metrics.watch(GenerateRequest("a", [1, 2, 3])) as watch:
+        for at_s, ids in ((2.0, (7,)), (3.0, (8,)), (6.0, (9, 10))):
+            now_s = at_s
+            watch.take(RequestOutput("a", ids, queued_s=0.5))
+        now_s = 6.25
+    found = values(metrics)
+    for name, seconds in {
+        "queue_time": 0.5,
+        "prefill_time": 1.5,
+        "decode_time": 4.0,
+        "time_per_output_token": 4.0 / 3,
+        "time_to_first_token": 2.0,
+        "request_duration": 6.25,
+    }.items():
+        assert found[f"raycache_{name}_seconds_sum{{model_name=m}}"] == seconds, name
 
 
 def test_replicas_are_shown_each_for_itself(metrics: Metrics) -> None:
