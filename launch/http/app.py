@@ -28,7 +28,6 @@ from launch.http.tokens import TokensApi
 from launch.http.wire import Bodies, ProblemError, json_response, problem_response
 from launch.observe.requests import Observed
 from raycache import __version__
-from raycache.api.chat import ChatTemplate
 from raycache.api.completions_form import CompletionsForm
 from raycache.api.defaults import Defaults
 from raycache.api.engine import AsyncEngine
@@ -70,15 +69,8 @@ def build_app(
     Raises:
         ConfigError: the chat template or the API key file cannot be used.
     """
-    keys = keys_of(config)
     observed = observed or Observed(Metrics(info.model))
-    served = Served(
-        tokenizer=tokenizer,
-        template=ChatTemplate.load(tokenizer, path=config.chat_template),
-        info=info,
-        timeout_s=None if config.request_timeout_s == "none" else config.request_timeout_s,
-        defaults=Defaults.of(config) if defaults is None else defaults,
-    )
+    served = Served.of(config, tokenizer=tokenizer, info=info, defaults=defaults or Defaults.of(config))
     api = _Api(engine, config=config, served=served, metrics=observed.metrics)
     cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
     tokens = TokensApi(served, bodies=api.bodies)
@@ -100,11 +92,7 @@ def build_app(
             *tokens.routes(),
             *routes,
         ],
-        middleware=[
-            observed.middleware,
-            *([_cors(config.origins)] if config.origins else []),
-            *([Middleware(Authentication, keys=keys)] if keys else []),
-        ],
+        middleware=_middleware(config, observed),
         exception_handlers={
             RayCacheError: _on_error,
             ProblemError: _on_problem,
@@ -118,16 +106,20 @@ def build_app(
     return app
 
 
-def _cors(origins: Sequence[str]) -> Middleware:
-    """Answers what browsers ask before a request from another origin, which they send without an API key."""
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=origins,
-        allow_methods=("GET", "POST"),
-        allow_headers=("*",),
-        expose_headers=("X-Request-Id", "Retry-After"),
-        allow_private_network=True,
-    )
+def _middleware(config: Config, observed: Observed) -> list[Middleware]:
+    """Middleware, the outermost first."""
+    found = [observed.middleware]
+    if config.origins:  # before authentication: browsers ask for permission without a key
+        cors: dict[str, Any] = {
+            "allow_methods": ("GET", "POST"),
+            "allow_headers": ("*",),
+            "allow_private_network": True,
+        }
+        shown = ("X-Request-Id", "Retry-After")
+        found.append(Middleware(CORSMiddleware, allow_origins=config.origins, expose_headers=shown, **cors))
+    if (keys := keys_of(config)) is not None:
+        found.append(Middleware(Authentication, keys=keys))
+    return found
 
 
 class _Api:

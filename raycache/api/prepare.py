@@ -16,6 +16,7 @@ from raycache.api.output_text import OutputText
 from raycache.api.parts import ContentOnly, PartsParser
 from raycache.api.schema import ChatBody, CompletionBody, GenerationBody
 from raycache.api.tokenizer import Tokenizer
+from raycache.config import Config
 from raycache.errors import PromptTooLongError, RequestError
 from raycache.types import EngineInfo, GenerateRequest, SamplingParams
 
@@ -73,6 +74,17 @@ class Served:
     info: EngineInfo
     timeout_s: float | None
     defaults: Defaults
+
+    @classmethod
+    def of(cls, config: Config, *, tokenizer: Tokenizer, info: EngineInfo, defaults: Defaults) -> Served:
+        """Those of a service.
+
+        Raises:
+            ConfigError: the chat template cannot be used.
+        """
+        template = ChatTemplate.load(tokenizer, path=config.chat_template)
+        timeout_s = None if config.request_timeout_s == "none" else config.request_timeout_s
+        return cls(tokenizer, template, info, timeout_s, defaults)
 
 
 def prepare_completion(body: CompletionBody, served: Served) -> Generation:
