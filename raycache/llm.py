@@ -22,7 +22,7 @@ from raycache.config import Config
 from raycache.decider.engine import Engine, Executor
 from raycache.deployment.deployment import Deployment, deploy
 from raycache.deployment.weights import with_weights_form
-from raycache.errors import ConfigError, EngineStoppedError, RankLostError, RequestError
+from raycache.errors import ConfigError, EngineStoppedError, RankLostError, RequestError, RequestFailedError
 from raycache.gang.build import build_engine
 from raycache.gang.executors import LocalExecutor
 from raycache.gang.processes import ProcessGang
@@ -136,7 +136,8 @@ class LLM:
         else:
             self._gang = ProcessGang(deployment, arenas=[] if arena is None else [arena])
             deployment, num_pages, executor = self._gang.deployment, self._gang.num_pages, self._gang.executor
-        return build_engine(executor, deployment, num_pages=num_pages, host=host), executor
+        engine = build_engine(executor, deployment, num_pages=num_pages, host=host, compiles_at_once=True)
+        return engine, executor
 
     @property
     def engine(self) -> Engine:
@@ -197,6 +198,7 @@ class LLM:
             One completion per prompt, in order.
         Raises:
             RequestError: a prompt or its sampling parameters are invalid; nothing was run.
+            RequestFailedError: a grammar became too complex on the way.
             RankLostError: a rank of a split model died.
             EngineStoppedError: the model is closed.
         """
@@ -212,7 +214,7 @@ class LLM:
             for prompt, params in zip(prompts, each, strict=True):
                 self._add(prompt, params, by_id)
             self._run(by_id)
-        except (RequestError, RankLostError):
+        except (RequestError, RequestFailedError, RankLostError):
             raise
         except BaseException:  # an interrupt can come in the middle of a step
             self._abandon_step()
@@ -317,6 +319,8 @@ class LLM:
                 run = by_id.get(output.request_id)
                 if run is None or run.text.finish_reason is not None:
                     continue
+                if output.finish_reason is FinishReason.ERROR:
+                    raise RequestFailedError(output.error or "the engine failed while it ran a request")
                 delta = run.text.push(output)
                 run.pieces.append(delta.text)
                 run.token_ids += delta.token_ids

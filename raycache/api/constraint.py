@@ -28,7 +28,7 @@ from raycache.api.json_schemas import checked_schema
 from raycache.api.tokenizer import Tokenizer
 from raycache.errors import RequestError
 from raycache.types import EngineInfo
-from raycache.vocabulary.grammar_tokens import grammar_tokens
+from raycache.vocabulary.grammar_tokens import grammar_tokens, without_excerpt
 
 MAX_GRAMMAR_BYTES = 1 << 20
 MAX_PATTERN_CHARS = 10_000
@@ -37,8 +37,10 @@ MAX_CHOICES = 10_000
 _NUM_THREADS = 2
 _NUM_REMEMBERED = 256
 
-_WHITESPACE = r"( |\n {0,32})?"
-"""Between the tokens of a JSON text. Bounded: a model may otherwise write blanks until max_tokens."""
+_ONE_LINE = {"whitespace_flexible": False}
+_SPACED = {"whitespace_pattern": r"(\n {0,24})?", "key_separator": ": ?", "item_separator": ", ?"}
+"""A blank after colons and commas, and line breaks with an indentation. Bounded: a model may otherwise write blanks
+until max_tokens."""
 
 _LARK_WORDS = re.compile(
     r"""
@@ -59,7 +61,7 @@ def json_schema(schema: Mapping[str, Any] | bool, *, field: str = "response_form
 
     Args:
         field: of the request body, for messages.
-        is_compact: without any white space between tokens; by default a blank, or a line break and its indentation.
+        is_compact: without any white space between tokens; by default a little is allowed.
     Raises:
         RequestError: the schema is too large, or has a keyword that cannot be enforced; names its path.
     """
@@ -69,8 +71,7 @@ def json_schema(schema: Mapping[str, Any] | bool, *, field: str = "response_form
 def json_rule(schema: Mapping[str, Any] | bool, *, field: str = "response_format", is_compact: bool = False) -> str:
     """The same as an expression for the right side of a rule, to be written into a larger grammar."""
     cleaned = checked_schema(schema, field=field)
-    options = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": _WHITESPACE}
-    # Unicode as it is: escapes would only make the text longer.
+    options = _ONE_LINE if is_compact else _SPACED
     return "%json " + json.dumps({**cleaned, "x-guidance": options}, ensure_ascii=False)
 
 
@@ -206,13 +207,7 @@ class GrammarChecker:
         with self._lock:
             table = self._table
         is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, table)
-        return _first_lines(messages[0]) if is_wrong else ""
-
-
-def _first_lines(message: str) -> str:
-    """Without the excerpt of the grammar, which may be long."""
-    kept = message.split("\n   1 |")[0].split("\n")
-    return "; ".join(line.strip() for line in kept if line.strip())[:1000]
+        return without_excerpt(messages[0]) if is_wrong else ""
 
 
 def _start(expression: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycache.cache.holding import Holding
 from raycache.cache.sequences import SequenceCache
@@ -52,7 +52,7 @@ class Admission:
         assert not batch.rows, "a request to preempt already has a row in this step"
         queues = self.queues
         request = queues.waiting.first()
-        if request is None or not queues.running or self._awaits_prefetch(request):
+        if request is None or not queues.running or self._is_awaited(request):
             return True
         priority = request.spec.order[0]
         while any(run.request.spec.order[0] > priority and run.wants_row for run in queues.running):
@@ -80,7 +80,7 @@ class Admission:
             request = waiting.first()
             if request is None:
                 break
-            if self._awaits_prefetch(request):
+            if self._is_awaited(request):
                 fetching.append(waiting.set_aside())
                 continue
             holding = self._lock(request)
@@ -106,8 +106,11 @@ class Admission:
         cached_len = self.cache.device_len(request.tokens, use=request.spec.use, now=self.clock.step)
         return cached_len >= self.cache.reusable_len(request.num_tokens)
 
-    def _awaits_prefetch(self, request: Request) -> bool:
-        prefetch = request.prefetch
+    def _is_awaited(self, request: Request) -> bool:
+        """Whether its grammar is being compiled, or its prefix fetched."""
+        grammar, prefetch = request.grammar, request.prefetch
+        if grammar is not None and not grammar.is_ready:
+            return True
         return prefetch is not None and self.cache.storage.is_awaited(prefetch, now_s=self.clock.now_s)
 
     def _lock(self, request: Request) -> Holding:
@@ -179,7 +182,7 @@ def _admit(run: Run, pages: dict[str, list[int]]) -> Admit:
     return Admit(
         slot=run.slot,
         pages=pages,
-        sampling=request.spec.sampling,
+        sampling=replace(request.spec.sampling, grammar=""),  # ranks get masks
         seed=request.spec.seed,
         prompt=request.packed(0, prompt_len) if has_penalties else b"",
         output=request.packed(prompt_len, request.num_tokens) if has_penalties else b"",

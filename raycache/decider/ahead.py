@@ -29,6 +29,7 @@ class Blocker(Enum):
     RESTORE_POINT = "it may leave a restore point, which needs its tokens to be computed"
     LOAD = "its load may fail, and it would resume from where the load began"
     PENALTIES = "the token being sampled counts in the penalties of the next"
+    GRAMMAR = "the mask of the next token depends on the token being sampled"
     SAMPLING = "the next token is sampled at random, and ranks feed back greedy rows only"
     DRAFTS = "its next row starts after the accepted draft tokens, not yet known"
     NEXT_DRAFTS = "the draft tokens of its next row come with its results"
@@ -59,6 +60,8 @@ class PlanAhead:
             return Blocker.LOAD
         if is_fed and sampling.has_penalties:
             return Blocker.PENALTIES
+        if is_fed and request.grammar is not None:
+            return Blocker.GRAMMAR
         if is_fed and not sampling.is_greedy:
             return Blocker.SAMPLING
         if drafts.num_in_row > 0:

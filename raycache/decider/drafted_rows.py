@@ -48,6 +48,8 @@ class DraftedRows:
         """
         request, start = run.request, run.next_start
         drafts, num_next_drafts = self._known(run, batch), 0
+        if drafts and request.grammar is not None:
+            drafts = request.grammar.allowed(drafts, behind=request.tokens)
         num_drafts = len(drafts) // 4
         stop = start + count + num_drafts
         if self._drafts.are_from_ranks and run.num_next == count:
@@ -77,7 +79,8 @@ class DraftedRows:
         reason = None
         for token, draft in zip(result.tokens, [*drafts, None], strict=True):
             taken.append(token)
-            if token in spec.sampling.stop_token_ids or (token in self._eos and not spec.sampling.ignore_eos):
+            is_end = token in self._eos and not (spec.sampling.ignore_eos and request.grammar is None)
+            if is_end or token in spec.sampling.stop_token_ids:
                 reason = FinishReason.STOP
             elif request.num_tokens + len(taken) >= spec.max_len:
                 reason = FinishReason.LENGTH

@@ -170,6 +170,8 @@ class Engine:
                 self.heartbeat()
             if self._scheduler.cache.has_moves:
                 self._scheduler.wait_for_moves(_IDLE_S)
+            else:
+                self._scheduler.wait_for_grammars(_IDLE_S)
         outputs, self._outputs = self._outputs, []
         self._finish_times.extend(time.monotonic() for output in outputs if output.finish_reason is not None)
         return outputs
@@ -263,6 +265,8 @@ class Engine:
         _check_ids("output", request.output, vocab)
         _check_ids("logit_bias", list(request.sampling.logit_bias), vocab)
         _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab)
+        if request.sampling.grammar and not self.info.eos_token_ids:
+            raise RequestError("this model names no end token, which a grammar needs", field="grammar")
         if request.timeout_s is not None and not request.timeout_s > 0:
             raise RequestError(f"timeout_s must be above 0, got {request.timeout_s}", field="timeout_s")
 

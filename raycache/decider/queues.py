@@ -88,6 +88,11 @@ class RequestQueues:
             request.ending = reason
             self._ending.append(request)
 
+    def fail(self, request: Request, error: str) -> None:
+        """End a request before the next step because of an error of its own."""
+        request.error = request.error or error
+        self.end(request.spec.request_id, FinishReason.ERROR)
+
     def take_ended(self, now_s: float) -> list[RequestOutput]:
         """End cancelled and late requests that are not in flight; return their final increments.
 

@@ -10,6 +10,7 @@ from raycache.cache.held_units import Capacity
 from raycache.cache.holding import PLAIN_USE, Holding, Use
 from raycache.cache.prefetches import Prefetch
 from raycache.decider.drafts import DraftState
+from raycache.decider.grammar import RequestGrammar
 from raycache.decider.hits import CacheReport
 from raycache.errors import RequestError
 from raycache.types import (
@@ -21,6 +22,8 @@ from raycache.types import (
     TokenLogprob,
 )
 from raycache.wire.plan import NO_PAGES, UNKNOWN, Row
+
+_LOST = "the ranks were lost each time this request ran"
 
 
 class Phase(Enum):
@@ -111,12 +114,15 @@ class Request:
         prefetch: fetch of its prefix from storage, or None.
         queued_s: seconds from arrival to first admission.
         report: cached tokens at its first admission.
+        grammar: what its output must follow, or None.
+        error: why it fails, once it does for a reason of its own.
         prompt_scores: log-probabilities of prompt tokens computed so far, from the second token on, if requested.
     """
 
     spec: RequestSpec
     tokens: bytearray
     drafts: DraftState = field(default_factory=DraftState)
+    grammar: RequestGrammar | None = None
     phase: Phase = Phase.WAITING
     run: Run | None = None
     num_admissions: int = 0
@@ -127,6 +133,7 @@ class Request:
     queued_s: float = 0.0
     report: CacheReport = field(default_factory=CacheReport)
     prompt_scores: list[TokenLogprob | None] = field(default_factory=list)
+    error: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -187,7 +194,7 @@ class Request:
             num_starts=self.num_admissions,
             drafted_tokens=drafts.num_drafted,
             accepted_tokens=drafts.num_accepted,
-            error="the ranks were lost each time this request ran" if reason is FinishReason.ERROR else None,
+            error=(self.error or _LOST) if reason is FinishReason.ERROR else None,
         )
 
 

@@ -26,11 +26,13 @@ from raycache.decider.ahead import PlanAhead
 from raycache.decider.batch import Batch
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.drafts import Drafts, DraftStep
+from raycache.decider.grammar import Grammars
 from raycache.decider.queues import Clock, RequestQueues
 from raycache.decider.request import Phase, Request, RequestSpec
 from raycache.decider.restore_points import RestorePointPlanner
 from raycache.decider.results import Results
 from raycache.decider.rows import RowPlanner
+from raycache.errors import RequestError
 from raycache.parallel.board import Acks
 from raycache.types import CacheCommand, EngineStats, FinishReason, RequestOutput
 from raycache.wire.plan import RowResult, StepPlan
@@ -49,6 +51,7 @@ class Scheduler:
         micro_batches: pipeline stages; running requests are spread over as many plans. With one, a step requested while
             another is in flight is planned ahead.
         restore_interval: tokens between restore points inside a prompt; 0 for none inside.
+        grammars: None refuses requests with a grammar.
     Attributes:
         queues: waiting and running requests.
         ahead: rules for planning a step while another is in flight.
@@ -64,8 +67,10 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         restore_interval: int,
         drafts: Drafts,
+        grammars: Grammars | None = None,
     ) -> None:
-        self.cache, self.drafts = cache, drafts
+        self.cache, self.drafts, self._grammars = cache, drafts, grammars
+        self._compiling: list[Request] = []
         self._clock = clock = Clock()
         self.queues = queues = RequestQueues(cache, clock, max_running=max_running)
         self.ahead = PlanAhead(cache, num_stages=micro_batches)
@@ -79,10 +84,26 @@ class Scheduler:
         self._results = Results(queues, clock, drafted, points)
 
     def add(self, spec: RequestSpec, tokens: Sequence[int], *, now_s: float) -> None:
-        """Queue a request that fits the pool, and look up its prefix in storage."""
+        """Queue a request that fits the pool, look up its prefix in storage, and compile its grammar.
+
+        Raises:
+            RequestError: its grammar is known to be wrong.
+        """
         self._clock.now_s = now_s
         request = Request(spec, bytearray(np.asarray(tokens, np.int32).tobytes()), self.drafts.new_state())
+        if spec.sampling.grammar:
+            self._begin_grammar(request)
         self._admission.queue(request)
+
+    def _begin_grammar(self, request: Request) -> None:
+        if self._grammars is None:
+            raise RequestError("this engine has no grammars", field="grammar")
+        spec = request.spec
+        request.grammar = self._grammars.begin(spec.sampling.grammar, prompt_len=spec.prompt_len)
+        if request.grammar.error:
+            raise RequestError(f"the grammar cannot be compiled: {request.grammar.error}", field="grammar")
+        if not request.grammar.is_ready:
+            self._compiling.append(request)
 
     def restart(self, acks: Acks) -> None:
         """Requeue all requests and forget all pages: the ranks that held them are gone.
@@ -113,7 +134,14 @@ class Scheduler:
             Final increments of cancelled and late requests that are not in flight, and the plan; None if nothing can
             run now.
         """
+        for request in self._compiling:
+            self._fail_on_error(request, "the grammar cannot be compiled")
+        self._compiling = [each for each in self._compiling if each.grammar is not None and not each.grammar.is_ready]
         return self.queues.take_ended(now_s), self._plan()
+
+    def _fail_on_error(self, request: Request, what: str) -> None:
+        if request.grammar is not None and (error := request.grammar.error):
+            self.queues.fail(request, f"{what}: {error}")
 
     def _plan(self) -> Batch | None:
         queues = self.queues
@@ -131,6 +159,7 @@ class Scheduler:
         saves, loads, is_saved_first = self.cache.transfers.take_moves()
         if not batch.rows and not saves:
             return None
+        self._add_masks(batch)
         self._clock.step += 1
         self._num_computed += sum(row.num_tokens for row in batch.rows)
         batch.plan = StepPlan(
@@ -147,6 +176,19 @@ class Scheduler:
         self._num_decodes += batch.is_decode
         return batch
 
+    def _add_masks(self, batch: Batch) -> None:
+        """Make the masks of a plan's rows. The result of a row whose grammar fails is ignored: its request ends."""
+        rows, matchers = {}, {}
+        for i, (run, row) in enumerate(zip(batch.runs, batch.rows, strict=True)):
+            if run.request.grammar is not None and row.output_position >= 0:
+                rows[i], matchers[i] = row, run.request.grammar.at(run.request.tokens)
+        if not rows:
+            return
+        assert self._grammars is not None, "a request has a grammar, and the engine has none"
+        for i, row in self._grammars.with_masks(rows, matchers).items():
+            batch.rows[i] = row
+            self._fail_on_error(batch.runs[i].request, "the grammar cannot be followed any further")
+
     def heartbeat(self, *, is_last: bool = False) -> StepPlan:
         """An empty step that tells the ranks that the decider is alive or, with `is_last`, that they may exit."""
         self._clock.step += 1
@@ -158,8 +200,15 @@ class Scheduler:
         self.cache.acknowledge(acks, now=self._clock.step, now_s=now_s)
 
     def close(self) -> None:
-        """Stop using storage."""
+        """Stop using storage, and compiling grammars."""
         self.cache.storage.close(_CLOSE_S)
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def wait_for_grammars(self, timeout_s: float) -> None:
+        """Wait for a grammar that is being compiled, if there is one."""
+        if self._compiling and self._grammars is not None:
+            self._grammars.wait(timeout_s)
 
     def wait_for_moves(self, timeout_s: float) -> None:
         """Wait for page moves, when nothing can run before they are done."""

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+from llguidance import LLTokenizer
 
 from raycache.cache.catalog import Catalog, slots_hold
 from raycache.cache.costs import Costs
@@ -16,6 +21,7 @@ from raycache.cache.spaces import SpaceSizes
 from raycache.cache.storage_tier import StorageTier
 from raycache.decider.drafts import Drafts, PromptLookup
 from raycache.decider.engine import Engine, Executor
+from raycache.decider.grammar import Grammars, SameThread
 from raycache.decider.scheduler import Scheduler
 from raycache.deployment.deployment import Deployment
 from raycache.deployment.weights import model_identity
@@ -25,6 +31,9 @@ from raycache.host.service import open_arena
 from raycache.memory.rows import EnvelopeLayout
 from raycache.storage.lanes import NUM_LANES, StorageLanes
 from raycache.types import EngineInfo
+from raycache.vocabulary.base import read_settings
+from raycache.vocabulary.files import open_vocabulary
+from raycache.vocabulary.grammar_tokens import grammar_tokens
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +45,7 @@ def build_engine(
     num_pages: int,
     ranks: Sequence[Mapping[str, Any]] = (),
     host: HostLink | None = None,
+    compiles_at_once: bool = False,
 ) -> Engine:
     """Build the decider for running ranks.
 
@@ -44,6 +54,7 @@ def build_engine(
         num_pages: pages per rank, the same on all ranks.
         ranks: one row per rank, for status output.
         host: the host tier, or None. Pages left there by an earlier engine are recovered.
+        compiles_at_once: whether `Engine.add` compiles a request's grammar, instead of a thread while others run.
     """
     config, model = deployment.config, deployment.model
     sizes = {"device": deployment.pool_sizes(num_pages)}
@@ -78,9 +89,20 @@ def build_engine(
             is_adaptive=config.adaptive_drafts,
             stages=config.pp,
         ),
+        grammars=Grammars(
+            partial(_grammar_tokens, deployment),
+            SameThread() if compiles_at_once else ThreadPoolExecutor(1, thread_name_prefix="grammar"),
+        ),
     )
     identity = model_identity(deployment)
     return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=config.rank_timeout_s)
+
+
+def _grammar_tokens(deployment: Deployment) -> LLTokenizer:
+    config, model = deployment.config, deployment.model
+    folder = Path(config.model)
+    vocabulary = open_vocabulary(folder, read_settings(folder), is_optional=config.dummy_weights)
+    return grammar_tokens(vocabulary, num_logits=model.vocab_size, eos_token_ids=model.eos_token_ids)
 
 
 def _warn(deployment: Deployment, spaces: SpaceSizes) -> None:

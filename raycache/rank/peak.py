@@ -84,7 +84,8 @@ class Largest:
 
     def _row(self, slot: int, start: int, tokens: bytes, *, targets: bytes = b"") -> Row:
         read = 0 if start else -1
-        return Row(slot, start, tokens, output_position=0, targets=targets, read_state=read, write_state=0)
+        masks = b"\xff" * (4 * -(-self.vocab_size // 32))
+        return Row(slot, start, tokens, output_position=0, targets=targets, read_state=read, write_state=0, masks=masks)
 
     def _plan(self, rows: list[Row]) -> StepPlan:
         pages = {space: [0] * -(-self.longest // self.page_size) for space in self.spaces}

@@ -233,7 +233,7 @@ class Rank:
 
     def _tokens(self, plan: StepPlan, logits: Tensor) -> Tensor:
         """The sampled token, or the target to be scored, of each emitted position: int64 [emitted]."""
-        if all(not row.targets and self._slots[row.slot].is_plain for row in plan.rows):
+        if all(not row.targets and not row.masks and self._slots[row.slot].is_plain for row in plan.rows):
             tokens = sampled_tokens = logits.argmax(-1)
         else:
             targets, sampled, rows = self._emissions(plan)
@@ -267,6 +267,7 @@ class Rank:
                         seed=slot.seed,
                         position=row.output_position + num_drafts,
                         token_counts=slot.counts_before(row, num_drafts),
+                        mask=row.mask(num_drafts),
                     )
                 )
         return targets, sampled, rows

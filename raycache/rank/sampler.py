@@ -1,8 +1,9 @@
 """Samples the next token of each sequence from its logits.
 
-    logits + logit_bias -> penalties -> / temperature -> top_k -> top_p -> min_p -> Gumbel-max
+    mask -> logits + logit_bias -> penalties -> / temperature -> top_k -> top_p -> min_p -> Gumbel-max
 
-The order is that of Hugging Face transformers. Gumbel-max sampling adds Gumbel noise to the logits and takes the
+The order is that of Hugging Face transformers. A mask makes the logits of forbidden tokens -inf, which everything after
+it keeps. Gumbel-max sampling adds Gumbel noise to the logits and takes the
 argmax. The noise depends only on (seed, position, token id), and rows are independent: a request samples the same
 tokens in any batch and on any rank, and a draft model whose probabilities are close to its target's mostly samples the
 same tokens as the target.
@@ -81,12 +82,14 @@ class SampleRow:
         seed: of the request.
         position: index of the sampled token in the request's output; a preemption does not reset it.
         token_counts: required if the row has penalties.
+        mask: tokens that may be sampled, a bit per token id, at least one; empty if all may be (see `Row.masks`).
     """
 
     sampling: SamplingParams
     seed: int
     position: int
     token_counts: TokenCounts | None = None
+    mask: bytes = b""
 
 
 class Logprobs(NamedTuple):
@@ -112,7 +115,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         [N] int64 token ids, on the device of `logits`.
     """
     assert logits.ndim == 2 and len(logits) == len(rows), f"{len(rows)} rows for logits of shape {tuple(logits.shape)}"
-    logits = _adjusted(logits, rows)
+    logits = _adjusted(_masked(logits, rows), rows)
     tokens = logits.argmax(-1)
     random = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
     if random:
@@ -156,6 +159,24 @@ def exponential_noise(seeds: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
 def _shift_right(bits: Tensor, count: int) -> Tensor:
     """Logical right shift; that of torch is arithmetic."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _masked(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Make the logits of forbidden tokens -inf, in a copy if any row has a mask."""
+    masked = [index for index, row in enumerate(rows) if row.mask]
+    if not masked:
+        return logits
+    words = np.frombuffer(b"".join(rows[index].mask for index in masked), "<i4").reshape(len(masked), -1)
+    bits = _on_device(words, torch.int32, logits.device)
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    num_rows = max(1, _MAX_NOISE.get(logits.device.type, _MAX_NOISE["cuda"]) // logits.shape[1])
+    logits = logits.clone()
+    for begin in range(0, len(masked), num_rows):
+        some = bits[begin : begin + num_rows]
+        is_forbidden = ((some[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, : logits.shape[1]]
+        where = _on_device(masked[begin : begin + num_rows], torch.int64, logits.device)
+        logits[where] = logits[where].masked_fill_(is_forbidden, -torch.inf)
+    return logits
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -273,6 +294,7 @@ def _filter(scores: Tensor, filters: _Filters, *, num_candidates: int) -> tuple[
     # top_k also keeps ties with the k-th token. If it keeps every candidate, there may be more ties beyond them.
     kth = top.gather(-1, (filters.top_k.clamp(max=num_candidates) - 1).clamp(min=0))
     num_kept = torch.where(filters.top_k > 0, (top >= kth).sum(-1, keepdim=True), num_candidates)
+    num_kept = torch.minimum(num_kept, (~top.isneginf()).sum(-1, keepdim=True))  # the others are masked
     mass = torch.where(num_kept < num_candidates, cumulative.gather(-1, (num_kept - 1).clamp(min=0)), all_mass)
     is_final = (filters.top_k == 0) | (filters.top_k >= vocab) | (num_kept < num_candidates)
 

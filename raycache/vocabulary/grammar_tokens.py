@@ -32,6 +32,12 @@ def grammar_tokens(vocabulary: Vocabulary, *, num_logits: int, eos_token_ids: Se
     return LLTokenizer(cast(TokenizerWrapper, _Tokens(vocabulary, num_logits)), eos_token=eos)
 
 
+def without_excerpt(message: str) -> str:
+    """An error of llguidance in one line, without the excerpt of the grammar, which may be long."""
+    kept = message.split("\n   1 |")[0].split("\n")
+    return "; ".join(line.strip() for line in kept if line.strip())[:1000]
+
+
 class _Tokens:
     """The tokens one by one; the names of the attributes are llguidance's."""
 

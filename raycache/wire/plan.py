@@ -88,6 +88,8 @@ class Row:
         num_next_drafts: tokens that the ranks' draft model should draft after the last accepted one. There are
             pages for them in any case.
         next_token: token after the last new one, for draft models; -1 if it is to be sampled.
+        masks: tokens that may be sampled, a bit per token id, least significant first: one mask after the last known
+            token, and one after each draft token, all of one length. Empty if all tokens may be.
     """
 
     slot: int
@@ -104,6 +106,7 @@ class Row:
     accepted: PackedTokens = b""
     num_next_drafts: int = 0
     next_token: int = -1
+    masks: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +122,11 @@ class Row:
     def first_sampled(self) -> int:
         """Index in the chunk after which the first token is sampled, if any; draft tokens follow it."""
         return self.num_tokens - 1 - self.num_drafts
+
+    def mask(self, num_drafts: int) -> bytes:
+        """Mask of the token sampled after the first `num_drafts` draft tokens; empty if all tokens may be."""
+        size = len(self.masks) // (1 + self.num_drafts)
+        return self.masks[num_drafts * size : (num_drafts + 1) * size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +175,7 @@ class StepPlan:
                 bytes(r.accepted),
                 r.num_next_drafts,
                 r.next_token,
+                *([r.masks] if r.masks else []),
             ]
             for r in self.rows
         ]

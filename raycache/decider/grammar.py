@@ -1,0 +1,152 @@
+"""Which tokens a request's grammar allows next.
+
+    output so far   { " a " : 4
+    row             4 and the draft tokens 2 }
+    masks           after 4: digits and }     after 2: digits and }     after }: end tokens only
+
+A grammar follows the tokens that its request has, so preemption and the loss of ranks do not concern it. Masks are
+made when a step is planned, for all its rows at once. An error, such as a grammar that becomes too complex, ends that
+request only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import (
+    allocate_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
+
+from raycache.types import PackedTokens
+from raycache.vocabulary.grammar_tokens import without_excerpt
+from raycache.wire.plan import Row
+
+_NUM_REMEMBERED = 128
+"""Compiled grammars that are kept: the turns of one conversation mostly have the same."""
+
+
+class RequestGrammar:
+    """Grammar of one request.
+
+    Args:
+        compiled: matcher at its start; not changed.
+        prompt_len: tokens before the output.
+    """
+
+    def __init__(self, compiled: Future[LLMatcher], *, prompt_len: int) -> None:
+        self._compiled, self._end = compiled, 4 * prompt_len
+        self._matcher: LLMatcher | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is compiled."""
+        return self._compiled.done()
+
+    @property
+    def error(self) -> str:
+        """Why it cannot be followed any further; "" if it can, or is not ready."""
+        if not self.is_ready:
+            return ""
+        cause = self._compiled.exception()
+        return without_excerpt(str(cause) if cause else (self._matcher or self._compiled.result()).get_error())
+
+    def at(self, tokens: PackedTokens) -> LLMatcher:
+        """The matcher after all of a request's tokens; it must be ready."""
+        if self._matcher is None:
+            self._matcher = self._compiled.result().deep_copy()
+        assert len(tokens) >= self._end, "a request has lost tokens"
+        if len(tokens) > self._end:
+            self._matcher.consume_tokens(np.frombuffer(bytes(tokens[self._end :]), np.int32).tolist())
+            self._end = len(tokens)
+        return self._matcher
+
+    def allowed(self, drafts: PackedTokens, *, behind: PackedTokens) -> PackedTokens:
+        """Those of the draft tokens behind a request's tokens that come before the first forbidden one."""
+        count = self.at(behind).validate_tokens(np.frombuffer(drafts, np.int32).tolist())
+        return drafts[: 4 * max(count, 0)]
+
+
+class SameThread(Executor):
+    """Runs what is submitted at once, for callers that wait for it anyway."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **settings: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*args, **settings))
+        except Exception as cause:  # as in another thread
+            done.set_exception(cause)
+        return done
+
+
+@dataclass
+class Grammars:
+    """Compiles grammars and makes masks.
+
+    Args:
+        table: builds the table of the model's tokens; called at the first grammar, in a thread of `threads`.
+        threads: runs compilations, one by one.
+    """
+
+    table: Callable[[], LLTokenizer]
+    threads: Executor
+    _compiled: OrderedDict[str, Future[LLMatcher]] = field(default_factory=OrderedDict)
+    _table: LLTokenizer | None = None
+    _executor: LLExecutor | None = None
+
+    def begin(self, text: str, *, prompt_len: int) -> RequestGrammar:
+        """Compile a request's grammar in the background."""
+        compiled = self._compiled.pop(text, None) or self.threads.submit(self._compile, text)
+        self._compiled[text] = compiled
+        while len(self._compiled) > _NUM_REMEMBERED:
+            self._compiled.popitem(last=False)
+        return RequestGrammar(compiled, prompt_len=prompt_len)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a grammar that is being compiled, if there is one."""
+        if pending := [each for each in self._compiled.values() if not each.done()]:
+            wait(pending, timeout_s, return_when="FIRST_COMPLETED")
+
+    def close(self) -> None:
+        """End the threads."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def with_masks(self, rows: Mapping[int, Row], matchers: Mapping[int, LLMatcher]) -> dict[int, Row]:
+        """Add masks to rows that sample.
+
+        Args:
+            rows: by any number.
+            matchers: of the same rows' requests, after all their tokens. One that fails is in error afterwards; its
+                mask then allows end tokens only.
+        """
+        table = self._table
+        assert table is not None, "a matcher was compiled without the table"
+        counts = [1 + row.num_drafts for row in rows.values()]
+        masks = allocate_token_bitmask(sum(counts), table.vocab_size)
+        starts = np.cumsum([0, *counts])
+        plain, drafted = [], []
+        for start, (number, row) in zip(starts.tolist(), rows.items(), strict=False):
+            if row.num_drafts:
+                drafts = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist()
+                drafted.append((matchers[number], start, drafts))
+            else:
+                plain.append((matchers[number], start))
+        self._executor = self._executor or LLExecutor()
+        if plain:
+            fill_next_token_bitmask_par(self._executor, plain, masks)
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+        spans = zip(starts.tolist(), starts[1:].tolist(), rows.items(), strict=False)
+        return {number: replace(row, masks=masks[start:stop].tobytes()) for start, stop, (number, row) in spans}
+
+    def _compile(self, text: str) -> LLMatcher:
+        if self._table is None:
+            self._table = self.table()
+        return LLMatcher(self._table, text, log_level=0)
