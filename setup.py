@@ -39,6 +39,7 @@ DEV = [
     *STORAGE,
     *SERVE,
     *TRACING,
+    "anthropic>=2.0,<3",
     "flask>=3.0,<4",  # with flask-cors what moto's server of buckets needs
     "flask-cors>=5.0,<7",
     "httpx>=0.28,<1",

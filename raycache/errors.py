@@ -56,7 +56,24 @@ def _rebuild_request_error(kind: type[RequestError], message: str, field: str | 
 
 
 class PromptTooLongError(RequestError):
-    """The prompt can never fit the model's context or the device pool."""
+    """The prompt can never fit the model's context or the device pool.
+
+    Args:
+        num_tokens: length of the prompt, if that alone is too much; otherwise 0.
+        limit: longest prompt.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None, num_tokens: int = 0, limit: int = 0) -> None:
+        super().__init__(message, field=field)
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_too_long, (self.message, self.field, self.num_tokens, self.limit))
+
+
+def _rebuild_too_long(message: str, field: str | None, num_tokens: int, limit: int) -> PromptTooLongError:
+    return PromptTooLongError(message, field=field, num_tokens=num_tokens, limit=limit)
 
 
 class QueueFullError(RayCacheError):

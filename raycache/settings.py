@@ -259,6 +259,11 @@ class Settings:
         "several; *: all",
         unit="none|*|ORIGIN,...",
     )
+    drop_attribution: bool = _server(
+        True,
+        "leave Claude Code's line x-anthropic-billing-header out of prompts; it changes with each request, so that "
+        "nothing behind it could be reused",
+    )
     max_body: str = _server("8MiB", "largest request body", unit="SIZE")
     max_connections: int = _server(
         4096,

@@ -56,7 +56,7 @@ _HTTP = """\
 The server speaks the OpenAI API for completions and chat completions; any OpenAI client works with
 `base_url="http://127.0.0.1:8000/v1"`. A running server describes itself at `/openapi.json`, with the limits of its
 model. Unknown fields and values of the wrong type are rejected with status 400; `null` means the same as leaving the
-field out.
+field out. Clients of Anthropic's Messages API work with `base_url="http://127.0.0.1:8000"` ([Clients](../clients.md)).
 
 The model in `/v1/models` shows its limits and what applies to requests that do not say: `max_model_len`,
 `default_sampling` ([from generation_config.json](../models.md#sampling-defaults)), `default_max_tokens` (null: the rest
@@ -99,6 +99,17 @@ _FIELDS = {
     "parallel_tool_calls": "false: at most one call per answer",
     "thinking_token_budget": "most tokens of reasoning; then its closing mark is forced",
     "include_reasoning": "false: reasoning is generated but not shown",
+    "MessagesBody.messages": "the conversation: objects with `role` and `content`, a text or a list of blocks",
+    "MessagesBody.tools": "custom tools; others are ignored, with a warning in the log",
+    "MessagesBody.tool_choice": "`auto`, `any`, `tool` or `none` as `type`; `disable_parallel_tool_use`",
+    "MessagesBody.max_tokens": "most tokens to generate; more than the context holds is cut to what fits",
+    "MessagesBody.seed": "as in `/v1/chat/completions`",
+    "system": "the system prompt, a text or a list of text blocks",
+    "thinking": "`enabled` (with `budget_tokens`), `adaptive` or `disabled` as `type`; default: the chat template's",
+    "output_config": "`effort` is passed to the chat template; `format` is a JSON schema that the answer follows",
+    "output_format": "the same as `format` in `output_config`",
+    "stop_sequences": "texts that end the output; they are not part of it",
+    "cache_control": "keep the prompt for 5 minutes, or an hour with `ttl: 1h`; needs `eviction=priority`",
     "modalities": 'only `["text"]`',
     "reasoning_effort": "passed to the chat template",
     "add_generation_prompt": "passed to the chat template; default: true, unless the last message is continued",
@@ -181,11 +192,15 @@ def http() -> str:
     lines += _wrapped(
         "Fields of other servers, accepted only with the value that asks for nothing: " + _neutral() + "."
     )
+    lines += ["", "## Fields of `/v1/messages`", "", *_table("field", "type", "default", "")]
+    lines += [_field(name, "MessagesBody", schemas) for name in schemas["MessagesBody"]["properties"]]
+    lines += ["", "Other fields are ignored."]
     lines += [
         "",
         "## Errors",
         "",
-        'The body is `{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`.',
+        'The body is `{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`, for `/v1/messages`',
+        '`{"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}`.',
         "",
     ]
     errors = document["paths"]["/v1/completions"]["post"]["responses"]

@@ -23,9 +23,10 @@ from starlette.types import Receive, Scope, Send
 
 from launch.http.auth import Authentication, keys_of, salted
 from launch.http.cache import CacheApi
+from launch.http.messages import MessagesApi
 from launch.http.openapi import openapi
 from launch.http.tokens import TokensApi
-from launch.http.wire import Bodies, ProblemError, json_response, problem_response
+from launch.http.wire import Bodies, ProblemError, compute, json_response, problem_response
 from launch.observe.requests import Observed
 from raycache import __version__
 from raycache.api.completions_form import CompletionsForm
@@ -43,7 +44,6 @@ from raycache.observe.metrics import Metrics
 from raycache.types import EngineInfo, EngineStats
 
 _HEALTH_TIMEOUT_S = 5.0
-_THREAD_BYTES = 32 * 1024  # larger bodies are parsed and tokenised in a thread, so as not to delay other streams
 _CLIENT_GONE = 499  # nginx's code, for metrics and logs only
 
 T = TypeVar("T")
@@ -74,6 +74,7 @@ def build_app(
     api = _Api(engine, config=config, served=served, metrics=observed.metrics)
     cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
     tokens = TokensApi(served, bodies=api.bodies)
+    messages = MessagesApi(served, config=config, bodies=api.bodies, prepare=api.prepare, respond=api.respond)
     app = Starlette(
         routes=[
             Route("/", api.welcome),
@@ -90,6 +91,7 @@ def build_app(
             Route("/openapi.json", api.openapi),
             *cache.routes(),
             *tokens.routes(),
+            *messages.routes(),
             *routes,
         ],
         middleware=_middleware(config, observed),
@@ -184,7 +186,7 @@ class _Api:
     async def openapi(self, request: Request) -> Response:
         return json_response(openapi(self._info, self._served.defaults))
 
-    async def prepare(self, body: CompletionBody | ChatBody, *, size: int) -> Generation:
+    async def prepare(self, body: CompletionBody | ChatBody, *, size: int, cuts_max_tokens: bool = False) -> Generation:
         """Convert a validated body to engine requests; `size`: of the body in bytes."""
         if body.model != self._info.model:
             raise ProblemError(unknown_model(body.model, self._info.model))
@@ -198,14 +200,13 @@ class _Api:
             case CompletionBody():
                 work = partial(prepare_completion, body, self._served)
             case ChatBody():
-                work = partial(prepare_chat, body, self._served)
-        return work() if size < _THREAD_BYTES else await asyncio.to_thread(work)
+                work = partial(prepare_chat, body, self._served, cuts_max_tokens=cuts_max_tokens)
+        return await compute(work, size=size)
 
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
         async with self.bodies.read(request) as raw:
             work = partial(_parse, kind, raw)
-            body = work() if len(raw) < _THREAD_BYTES else await asyncio.to_thread(work)
-            body = salted(body, request)
+            body = salted(await compute(work, size=len(raw)), request)
             generation = await self.prepare(body, size=len(raw))
             return await self.respond(request, generation, CompletionsForm(generation, tokenizer=self._tokenizer))
 
@@ -307,12 +308,12 @@ def _plain(facts: EngineInfo | EngineStats) -> dict[str, Any]:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RayCacheError)
-    return problem_response(problem_of(error))
+    return problem_response(problem_of(error), request.scope)
 
 
 async def _on_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, ProblemError)
-    return problem_response(error.problem)
+    return problem_response(error.problem, request.scope)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
@@ -323,8 +324,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = "; GET /openapi.json lists the paths" if error.status_code == 404 else ""
     message = f"{request.method} {request.url.path}: {error.detail}{where}"
-    return problem_response(Problem(error.status_code, message, headers=error.headers or {}))
+    return problem_response(Problem(error.status_code, message, headers=error.headers or {}), request.scope)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    return problem_response(Problem(500, "internal error; see the server's log"))
+    return problem_response(Problem(500, "internal error; see the server's log"), request.scope)

@@ -116,7 +116,7 @@ class Authentication:
             return await self._app(scope, receive, send)
         if path == "/metrics" and not self._keys.is_of_tenants:
             return await self._app(scope, receive, send)
-        tenant = self._keys.find(_bearer(scope))
+        tenant = self._keys.find(_key(scope))
         if tenant is None:
             return await _refuse(_WRONG_KEY, scope, receive, send)
         if needed := _missing_right(path, tenant):
@@ -296,7 +296,7 @@ def _check_permissions(path: Path) -> None:
 
 _WRONG_KEY = Problem(
     401,
-    "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+    "the API key is missing or wrong; send the header Authorization: Bearer KEY, or x-api-key: KEY",
     code="invalid_api_key",
     headers={"WWW-Authenticate": "Bearer"},
 )
@@ -312,14 +312,15 @@ def _too_many(tenant: Tenant) -> Problem:
 
 
 async def _refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
-    await problem_response(problem)(scope, receive, send)
+    await problem_response(problem, scope)(scope, receive, send)
 
 
-def _bearer(scope: Scope) -> bytes:
-    """The bearer token in a request, or empty."""
-    sent: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    kind, _, key = sent.partition(b" ")
-    return key.strip() if kind.lower() == b"bearer" else b""
+def _key(scope: Scope) -> bytes:
+    """The bearer token in a request, else its header x-api-key, or empty."""
+    headers = dict(reversed(scope["headers"]))  # the first of several counts
+    kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+    found: bytes = key if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+    return found.strip()
 
 
 def _missing_right(path: str, tenant: Tenant) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from raycache import __version__
 from raycache.api.defaults import Defaults
+from raycache.api.messages_body import CountTokensBody, MessagesBody
 from raycache.api.neutral import NEUTRAL
 from raycache.api.schema import (
     IGNORED,
@@ -19,7 +20,6 @@ from raycache.api.schema import (
     MAX_STOPS,
     ChatBody,
     CompletionBody,
-    GenerationBody,
     StrictBody,
 )
 from raycache.api.tokenize_body import DetokenizeBody, TokenizeBody
@@ -51,10 +51,14 @@ def openapi(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "RayCache", "version": __version__, "description": f"Serves the model {model}."},
-        "security": [{"key": []}, {}],
+        "security": [{"key": []}, {"header": []}, {}],
         "paths": {
             "/v1/completions": {"post": _generation("Create completions.", CompletionBody, "Completion")},
             "/v1/chat/completions": {"post": _generation("Create a chat completion.", ChatBody, "ChatCompletion")},
+            "/v1/messages": {"post": _messages("Create a message, as Anthropic's API does.", MessagesBody, "Message")},
+            "/v1/messages/count_tokens": {
+                "post": _messages("Count the tokens of a message's prompt.", CountTokensBody, "TokenCount")
+            },
             "/v1/models": {"get": _get("List the model.", "Models")},
             "/v1/models/{model}": {"get": _get("Show the model.", "Model", parameters=[_model_parameter(model)])},
             "/tokenize": {"post": _tokens("Return the token ids of a text or a conversation.", TokenizeBody, "Tokens")},
@@ -66,15 +70,18 @@ def openapi(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
             "/metrics": {"get": _text("Metrics in Prometheus' text format.", errors=("401", "403", "503"))},
         },
         "components": {
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
             "schemas": _schemas(info, defaults),
         },
     }
 
 
-def _generation(summary: str, kind: type[GenerationBody], answer: str) -> dict[str, Any]:
+def _generation(summary: str, kind: type[StrictBody], answer: str) -> dict[str, Any]:
     # Without a type: tools disagree on whether a schema here describes the whole text or each event.
-    streamed = {"text/event-stream": {"schema": {"description": "Chunks as server-sent events, the last is [DONE]."}}}
+    streamed = {"text/event-stream": {"schema": {"description": "Server-sent events."}}}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": _json(kind.__name__)},
@@ -85,6 +92,18 @@ def _generation(summary: str, kind: type[GenerationBody], answer: str) -> dict[s
             },
             **_errors(list(_ERRORS)),
         },
+    }
+
+
+def _messages(summary: str, kind: type[StrictBody], answer: str) -> dict[str, Any]:
+    found = _generation(summary, kind, answer)
+    responses = found["responses"] | {
+        status: {"description": text, "content": _json("MessagesError")} for status, text in _ERRORS.items()
+    }
+    # These two can come before the path is known.
+    anything = {"application/json": {"schema": {"type": "object"}}}
+    return found | {
+        "responses": responses | {s: {"description": _ERRORS[s], "content": anything} for s in ("408", "431")}
     }
 
 
@@ -145,9 +164,43 @@ def _schemas(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
         "ChatCompletion": _answer("chat.completion", chat),
         "Model": card,
         **_token_schemas(info),
+        **_message_schemas(info),
         "Version": _object(version=_TEXT),
         "Models": _object(object={"const": "list"}, data={"type": "array", "items": card}),
         "Error": _object(error={**error, "additionalProperties": False}),
+    }
+
+
+def _message_schemas(info: EngineInfo) -> dict[str, Any]:
+    """Bodies and answers of /v1/messages."""
+    schemas: dict[str, Any] = {}
+    roles, content = {"enum": ["user", "assistant", "system"]}, {"anyOf": [_TEXT, {"type": "array"}]}
+    demands = _demands(info) | {"messages": {"items": _object(role=roles, content=content), "minItems": 1}}
+    for kind in (CountTokensBody, MessagesBody):
+        found = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= found.pop("$defs", {})
+        fields = {
+            name: of | ({} if {"anyOf", "$ref"} & of.keys() else demands.get(name, {}))
+            for name, of in found["properties"].items()
+        }
+        schemas[kind.__name__] = {**found, "properties": _nullable(fields, required=found["required"])}
+    error = _object(type=_TEXT, message=_TEXT)
+    usage = _object(
+        input_tokens=_COUNT, cache_creation_input_tokens=_COUNT, cache_read_input_tokens=_COUNT, output_tokens=_COUNT
+    )
+    return schemas | {
+        "Message": _object(
+            id=_TEXT,
+            type={"const": "message"},
+            role={"const": "assistant"},
+            model=_TEXT,
+            content={"type": "array", "items": {"type": "object"}},
+            stop_reason=_TEXT,
+            stop_sequence={"type": ["string", "null"]},
+            usage=usage,
+        ),
+        "TokenCount": _object(input_tokens=_COUNT),
+        "MessagesError": _object(type={"const": "error"}, error=error, request_id=_TEXT),
     }
 
 
@@ -187,17 +240,18 @@ def _as_accepted(schema: dict[str, Any], *, info: EngineInfo, defaults: Defaults
 
     Null is the same as absent, ignored fields are allowed, and the limits of SamplingParams, model and engine apply.
     """
-    required = set(schema.get("required", ()))
     demands = _demands(info)
     for name, value in defaults.sampling.items():
         demands[name] |= {"default": value}
-    schema["properties"] = {name: found | demands.get(name, {}) for name, found in schema["properties"].items()}
-    fields = {
-        name: found if name in required else {"anyOf": [found, {"type": "null"}]}
-        for name, found in schema["properties"].items()
-    }
+    fields = {name: found | demands.get(name, {}) for name, found in schema["properties"].items()}
+    fields = _nullable(fields, required=schema.get("required", ()))
     neutral = {name: {"enum": [*values, None]} for name, values in NEUTRAL.items() if name not in fields}
     return {**schema, "properties": fields | neutral | {name: {} for name in sorted(IGNORED)}}
+
+
+def _nullable(fields: dict[str, dict[str, Any]], *, required: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The schemas of fields, with null for those that can be left out."""
+    return {name: found if name in required else {"anyOf": [found, {"type": "null"}]} for name, found in fields.items()}
 
 
 def _demands(info: EngineInfo) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -11,14 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from launch.http.wire import Bodies, ProblemError, json_response
+from launch.http.wire import Bodies, ProblemError, compute, json_response
 from raycache.api.prepare import Served, chat_prompt
 from raycache.api.problem import unknown_model
 from raycache.api.schema import parse_body, parse_json
 from raycache.api.tokenize_body import DetokenizeBody, TokenizeBody
 from raycache.errors import RequestError
-
-_THREAD_BYTES = 32 * 1024  # larger bodies are handled in a thread, so as not to delay streams
 
 T = TypeVar("T")
 
@@ -47,7 +44,7 @@ class TokensApi:
     async def _answer(self, request: Request, work: Callable[[dict[str, Any]], dict[str, Any]]) -> Response:
         async with self._bodies.read(request) as raw:
             whole = partial(_parsed, raw, work)
-            return json_response(whole() if len(raw) < _THREAD_BYTES else await asyncio.to_thread(whole))
+            return json_response(await compute(whole, size=len(raw)))
 
     def _tokenized(self, values: dict[str, Any]) -> dict[str, Any]:
         body = parse_body(TokenizeBody, values)

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
+from starlette._utils import get_route_path
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from raycache.api.completions_form import to_json
+from raycache.api.messages_form import error_body
 from raycache.api.problem import Problem
 from raycache.config import Config, parse_bytes
+from raycache.observe.logs import REQUEST_ID
 
 BODY_TIMEOUT_S = 10.0
 LEAST_BYTES_PER_S = 64 * 1024
 """Minimum rate of a body: each byte received extends the timeout by the inverse, so trickling clients are cut off."""
+MESSAGES_PATH = "/v1/messages"
+_THREAD_BYTES = 32 * 1024
 _LEAST_BODIES, _SHARE_OF_MEMORY = 64, 1 / 16
+
+T = TypeVar("T")
 
 
 class ProblemError(Exception):
@@ -111,9 +120,20 @@ def json_response(value: dict[str, Any]) -> Response:
     return Response(to_json(value), media_type="application/json")
 
 
-def problem_response(problem: Problem) -> Response:
-    """An error response."""
-    return Response(to_json(problem.body), problem.status, dict(problem.headers), "application/json")
+def problem_response(problem: Problem, scope: Scope) -> Response:
+    """An error response, in the shape of the API that the path belongs to."""
+    body, headers = problem.body, dict(problem.headers)
+    path = get_route_path(scope)
+    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+        request_id = REQUEST_ID.get() or f"req_{uuid.uuid4().hex}"
+        body = error_body(problem, request_id=request_id)
+        headers["request-id"] = request_id
+    return Response(to_json(body), problem.status, headers, "application/json")
+
+
+async def compute(work: Callable[[], T], *, size: int) -> T:
+    """Do the work that a body of `size` bytes makes; that of a large one in a thread, so as not to delay streams."""
+    return work() if size < _THREAD_BYTES else await asyncio.to_thread(work)
 
 
 def _too_large(limit: int) -> ProblemError:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from raycache.api.attribution import without_attribution
 from raycache.api.chat import ChatTemplate
 from raycache.api.defaults import Defaults
 from raycache.api.output_text import OutputText
@@ -67,6 +68,7 @@ class Served:
         info: limits of the engine.
         timeout_s: longest time that a request may take; None is no limit.
         defaults: of fields that a request does not set.
+        drops_attribution: Claude Code's attribution line is left out of prompts.
     """
 
     tokenizer: Tokenizer
@@ -74,6 +76,7 @@ class Served:
     info: EngineInfo
     timeout_s: float | None
     defaults: Defaults
+    drops_attribution: bool = True
 
     @classmethod
     def of(cls, config: Config, *, tokenizer: Tokenizer, info: EngineInfo, defaults: Defaults) -> Served:
@@ -84,7 +87,7 @@ class Served:
         """
         template = ChatTemplate.load(tokenizer, path=config.chat_template)
         timeout_s = None if config.request_timeout_s == "none" else config.request_timeout_s
-        return cls(tokenizer, template, info, timeout_s, defaults)
+        return cls(tokenizer, template, info, timeout_s, defaults, config.drop_attribution)
 
 
 def prepare_completion(body: CompletionBody, served: Served) -> Generation:
@@ -115,12 +118,13 @@ def prepare_completion(body: CompletionBody, served: Served) -> Generation:
     return Generation(generation_id, served.info.model, choices, body, is_score_only)
 
 
-def prepare_chat(body: ChatBody, served: Served) -> Generation:
+def prepare_chat(body: ChatBody, served: Served, *, cuts_max_tokens: bool = False) -> Generation:
     """Render and tokenise the messages of a /v1/chat/completions request.
 
     Args:
         body: checked by parse_body.
         served: the model and its limits.
+        cuts_max_tokens: more than the context holds is no error.
     Raises:
         RequestError: a value is out of range, or the template refuses the messages.
     """
@@ -130,7 +134,7 @@ def prepare_chat(body: ChatBody, served: Served) -> Generation:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = _Sampling(
         max_tokens=served.defaults.max_tokens if max_tokens is None else max_tokens,
-        may_cut_max=max_tokens is None or served.defaults.cuts_max_tokens,
+        may_cut_max=max_tokens is None or cuts_max_tokens or served.defaults.cuts_max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
@@ -150,7 +154,7 @@ def chat_prompt(body: ChatBody, served: Served) -> list[int]:
         variables["reasoning_effort"] = body.reasoning_effort
     opens_answer = body.add_generation_prompt
     text = served.template.render(
-        body.messages,
+        without_attribution(body.messages) if served.drops_attribution else body.messages,
         tools=body.tools if body.choose_tools().tools else None,
         add_generation_prompt=not body.continue_final_message if opens_answer is None else opens_answer,
         continue_final_message=body.continue_final_message,
@@ -248,6 +252,8 @@ def _check_prompt(prompt: Sequence[int], sampling: _Sampling, *, info: EngineInf
             f"This model's maximum context length is {limit} tokens, {field_name} has {len(prompt)} tokens, and one "
             "must be left for the output",
             field=field_name,
+            num_tokens=len(prompt),
+            limit=limit - 1,
         )
     if not sampling.may_cut_max and asked is not None and len(prompt) + asked > limit:
         raise PromptTooLongError(
