@@ -42,6 +42,7 @@ _SPACED = {"whitespace_pattern": r"(\n {0,24})?", "key_separator": ": ?", "item_
 """A blank after colons and commas, and line breaks with an indentation. Bounded: a model may otherwise write blanks
 until max_tokens."""
 
+_INNER = "constrained_answer"
 _LARK_WORDS = re.compile(
     r"""
     (?P<kept> "(?:\\.|[^"\\\n])*"i? | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\\n])+/[imslux]* )
@@ -157,7 +158,12 @@ def after_reasoning(grammar: str, close_mark: str, *, tokenizer: Tokenizer, budg
     else:
         rules = f"reasoning_text\nreasoning_text[suffix={literal(close_mark)}]: /(?s:.*)/\n"
     head, _, rest = rules.partition("\n")
-    return f"start: {head} /\\s{{0,8}}/ constrained_answer\n{rest}{_renamed(grammar, 'constrained_answer')}"
+    return f"start: {head} /[ \\n]{{0,4}}/ {_INNER}\n{rest}{_renamed(grammar)}"
+
+
+def at_start(grammar: str, tokenizer: Tokenizer) -> str:
+    """Let an output begin with a blank, where it belongs to the first token of a text as it does in SentencePiece."""
+    return f'start: " "? {_INNER}\n{_renamed(grammar)}' if tokenizer.pieces.strip_start else grammar
 
 
 class GrammarChecker:
@@ -214,9 +220,9 @@ def _start(expression: str) -> str:
     return f"start: {expression}\n"
 
 
-def _renamed(grammar: str, name: str) -> str:
+def _renamed(grammar: str) -> str:
     """The grammar with another name for its rule `start`."""
-    return _LARK_WORDS.sub(lambda found: found["kept"] or name, grammar)
+    return _LARK_WORDS.sub(lambda found: found["kept"] or _INNER, grammar)
 
 
 def _escaped(pattern: str) -> str:

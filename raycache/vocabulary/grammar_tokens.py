@@ -11,6 +11,7 @@ from raycache.vocabulary.base import Vocabulary
 
 _FENCE = "\x02"
 """A character that no token but its own begins or ends with."""
+_NUM_TRIED = 1000
 
 
 def grammar_tokens(vocabulary: Vocabulary, *, num_logits: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -26,9 +27,11 @@ def grammar_tokens(vocabulary: Vocabulary, *, num_logits: int, eos_token_ids: Se
     eos = [token_id for token_id in eos_token_ids if token_id < num_logits]
     if vocabulary.json_text and vocabulary.size <= num_logits:
         try:
-            return LLTokenizer(vocabulary.json_text, n_vocab=num_logits, eos_token=eos)
+            table = LLTokenizer(vocabulary.json_text, n_vocab=num_logits, eos_token=eos)
         except ValueError:
-            pass  # a kind of tokenizer.json that llguidance does not read
+            table = None  # a kind of tokenizer.json that llguidance does not read
+        if table is not None and _agrees(table, vocabulary):
+            return table
     return LLTokenizer(cast(TokenizerWrapper, _Tokens(vocabulary, num_logits)), eos_token=eos)
 
 
@@ -36,6 +39,14 @@ def without_excerpt(message: str) -> str:
     """An error of llguidance in one line, without the excerpt of the grammar, which may be long."""
     kept = message.split("\n   1 |")[0].split("\n")
     return "; ".join(line.strip() for line in kept if line.strip())[:1000]
+
+
+def _agrees(table: LLTokenizer, vocabulary: Vocabulary) -> bool:
+    """Whether tokens stand for the same bytes, of those that are tried."""
+    tried = (i for i in range(0, vocabulary.size, 1 + vocabulary.size // _NUM_TRIED) if i not in vocabulary.special_ids)
+    pieces = ((token_id, vocabulary.pieces[token_id]) for token_id in tried)
+    # The byte 0xff is in no text, and llguidance's own mark of special tokens.
+    return all(table.decode_bytes([token_id]) == piece for token_id, piece in pieces if piece and piece[0] != 0xFF)
 
 
 class _Tokens:
@@ -64,13 +75,12 @@ class _Tokens:
         return ids if is_right else self._longest_first(content)
 
     def _longest_first(self, content: bytes) -> list[int]:
+        """Bytes that no token has are left out; no grammar can be followed there."""
         ids, begin = [], 0
         while begin < len(content):
-            for stop in range(min(begin + self._longest, len(content)), begin, -1):
-                if (token_id := self._ids.get(content[begin:stop])) is not None:
-                    break
-            else:
-                raise ValueError(f"no token for the byte {content[begin]}")
-            ids.append(token_id)
-            begin = stop
+            ends = range(min(begin + self._longest, len(content)), begin, -1)
+            stop = next((stop for stop in ends if content[begin:stop] in self._ids), 0)
+            if stop:
+                ids.append(self._ids[content[begin:stop]])
+            begin = max(stop, begin + 1)
         return ids
