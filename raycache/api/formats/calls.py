@@ -101,8 +101,8 @@ class CallSyntax(Protocol):
         """All marks."""
         ...
 
-    def read(self, unread: Unread, calls: Calls) -> Reading[None]:
-        """Read the calls behind one of `opens`, which is kept. What is no call is given back as content."""
+    def read(self, mark: str, unread: Unread, calls: Calls) -> Reading[None]:
+        """Read the calls behind `mark`, one of `opens` or "", which is kept. What is no call is content again."""
         ...
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raycache.api.formats import harmony
 from raycache.api.formats.calls import Calls, CallSyntax, IdStyle
+from raycache.api.formats.harmony import HarmonyParser
 from raycache.api.formats.parser import OutputParser, ReasoningMarks
 from raycache.api.formats.parts import PartsParser
 
@@ -25,6 +27,7 @@ class ChatFormat:
         calls: syntax of tool calls, or None for a model without.
         ids: form of the ids of calls.
         frames: texts around the content that are not part of it.
+        has_channels: an output is a sequence of messages with channels, as gpt-oss writes them.
     """
 
     name: str
@@ -32,11 +35,12 @@ class ChatFormat:
     calls: CallSyntax | None = None
     ids: IdStyle = IdStyle.OPENAI
     frames: tuple[str, ...] = ()
+    has_channels: bool = False
 
     @property
     def marks(self) -> frozenset[str]:
         """Texts that a parser must see. Where one is a special token of the tokenizer, it must not be hidden."""
-        texts = [*self.frames, *(self.calls.texts if self.calls else ())]
+        texts = [*self.frames, *(harmony.TEXTS if self.has_channels else ()), *(self.calls.texts if self.calls else ())]
         if self.reasoning:
             texts += [self.reasoning.open, self.reasoning.close]
         return frozenset(each for text in texts for each in (text, text.strip(), *_TOKEN.findall(text)) if each)
@@ -59,10 +63,13 @@ class ChatFormat:
             tools: that may be called: name -> JSON schema of the arguments. Without any, calls are not looked for.
             num_earlier_calls: in the conversation, for formats that count them.
         """
+        calls = Calls(self.ids, tools, num_earlier_calls)
+        if self.has_channels:
+            return HarmonyParser(calls, finds_calls=bool(tools))
         return OutputParser(
             reasoning=self.reasoning,
             syntax=self.calls if tools else None,
-            calls=Calls(self.ids, tools, num_earlier_calls),
+            calls=calls,
             frames=self.frames,
             is_reasoning=self.is_reasoning_open(prompt_tail),
         )

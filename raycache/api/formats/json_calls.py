@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 from raycache.api.formats.calls import Calls, broken
 from raycache.api.formats.parts import Content
-from raycache.api.formats.unread import Marks, Reading, Unread
+from raycache.api.formats.unread import Reading, Unread
 
 _ARGUMENTS = ("arguments", "parameters")
-_QUOTE = Marks(['"'])
+_ID = re.compile(r"[\w.:-]{0,64}")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class JsonCalls:
         """All marks."""
         return (*self.opens, *self.closes)
 
-    def read(self, unread: Unread, calls: Calls) -> Reading[None]:
+    def read(self, mark: str, unread: Unread, calls: Calls) -> Reading[None]:
         """Read the calls behind an opening mark."""
         yield from unread.space()
         yield from unread.literal("[")
@@ -130,6 +131,7 @@ class _Object:
             self._name = text or ""
         elif key == "id":
             self._call_id = text or ""
+            return text is not None and _ID.fullmatch(text) is not None
         else:
             return text == "function"
         return text is not None

@@ -24,37 +24,18 @@ class ReasoningMarks:
     is_ended_by_calls: bool = False
 
 
-class OutputParser:
-    """Parser of one output.
+class StreamParser:
+    """Runs the reader of an output as text comes.
 
-    Args:
-        reasoning: its marks, or None.
-        syntax: of calls, or None if they are not looked for.
-        calls: numbers them.
-        frames: texts around the content that are not part of it.
-        is_reasoning: the output begins inside of the reasoning.
+    Attributes:
+        is_reasoning: the text so far ends inside the reasoning.
     """
 
-    def __init__(
-        self,
-        *,
-        reasoning: ReasoningMarks | None,
-        syntax: CallSyntax | None,
-        calls: Calls,
-        frames: tuple[str, ...],
-        is_reasoning: bool,
-    ) -> None:
-        self._syntax, self._calls, self._frames, self._reasoning = syntax, calls, frames, reasoning
-        self._is_reasoning = is_reasoning
-        self._has_text = False  # content since the start, the reasoning or the last call
+    def __init__(self) -> None:
+        self.is_reasoning = False
         self._unread = Unread()
         self._trim = Trim()
         self._reading = self._read()
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the text so far ends inside the reasoning."""
-        return self._is_reasoning
 
     def feed(self, text: str) -> list[Part]:
         """The parts that a piece of text completes; a possible beginning of a mark is held back."""
@@ -75,7 +56,36 @@ class OutputParser:
         return found
 
     def _read(self) -> Reading[None]:
-        if self._is_reasoning:
+        raise NotImplementedError
+
+
+class OutputParser(StreamParser):
+    """Parser of an output with marks around reasoning and calls.
+
+    Args:
+        reasoning: its marks, or None.
+        syntax: of calls, or None if they are not looked for.
+        calls: numbers them.
+        frames: texts around the content that are not part of it.
+        is_reasoning: the output begins inside of the reasoning.
+    """
+
+    def __init__(
+        self,
+        *,
+        reasoning: ReasoningMarks | None,
+        syntax: CallSyntax | None,
+        calls: Calls,
+        frames: tuple[str, ...],
+        is_reasoning: bool,
+    ) -> None:
+        super().__init__()
+        self._syntax, self._calls, self._frames, self._reasoning = syntax, calls, frames, reasoning
+        self.is_reasoning = is_reasoning
+        self._has_text = False  # content since the start, the reasoning or the last call
+
+    def _read(self) -> Reading[None]:
+        if self.is_reasoning:
             yield from self._read_reasoning()
         if self._syntax is not None and self._syntax.starts:
             yield from self._read_unmarked(self._syntax)
@@ -87,7 +97,7 @@ class OutputParser:
             if self._syntax and mark in opens:
                 self._unread.keep(mark)
                 count = self._calls.count
-                yield from self._syntax.read(self._unread, self._calls)
+                yield from self._syntax.read(mark, self._unread, self._calls)
                 self._has_text = self._has_text and self._calls.count == count
             elif self._has_text and (mark in reasoning or (mark in closes and not self._calls.count)):
                 yield Content(mark)
@@ -100,12 +110,12 @@ class OutputParser:
 
     def _read_reasoning(self) -> Reading[None]:
         assert self._reasoning is not None, "only a format with marks opens the reasoning"
-        self._is_reasoning = True
+        self.is_reasoning = True
         ends = [self._reasoning.close]
         if self._syntax and self._reasoning.is_ended_by_calls:
             ends += self._syntax.opens
         mark = yield from self._unread.copy(Marks(ends), Reasoning, takes_mark=False)
-        self._is_reasoning = not mark
+        self.is_reasoning = not mark
         yield from self._unread.literal(self._reasoning.close)
 
     def _read_unmarked(self, syntax: CallSyntax) -> Reading[None]:
@@ -113,6 +123,6 @@ class OutputParser:
         yield from self._unread.space()
         first = yield from self._unread.next()
         if first and first in syntax.starts:
-            yield from syntax.read(self._unread, self._calls)
+            yield from syntax.read("", self._unread, self._calls)
         else:
             yield self._content(self._unread.kept())

@@ -1,0 +1,110 @@
+"""Arguments that a model writes one by one, as the text of one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "null": (type(None),),
+    "boolean": (bool,),
+    "integer": (int, float),
+    "number": (int, float),
+    "object": (dict,),
+    "array": (list,),
+}
+
+
+class ArgumentsText:
+    """Builds the text from names and values."""
+
+    def __init__(self) -> None:
+        self._is_empty = True
+
+    def key(self, name: str) -> str:
+        """What stands before the next value."""
+        before, self._is_empty = "{" if self._is_empty else ", ", False
+        return f"{before}{quoted(name)}: "
+
+    def end(self) -> str:
+        """What stands behind the last value."""
+        return "{}" if self._is_empty else "}"
+
+
+def quoted(text: str) -> str:
+    """A JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """A piece of a JSON string."""
+    return quoted(text)[1:-1]
+
+
+def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
+    """JSON types that a property of an object's schema may have; empty if the schema does not say.
+
+    Args:
+        schema: of the object.
+        name: of the property.
+    """
+    match schema:
+        case {"properties": {**properties}} if name in properties:
+            return _types(properties[name], schema, depth=0)
+    return frozenset()
+
+
+def _types(schema: object, root: Mapping[str, Any], *, depth: int) -> frozenset[str]:
+    if depth > 8:
+        return frozenset()
+    match schema:
+        case {"$ref": str(path)}:
+            target: object = root
+            for key in path.removeprefix("#/").split("/"):
+                target = target.get(key) if isinstance(target, Mapping) else None
+            return _types(target, root, depth=depth + 1)
+        case {"type": str(name)}:
+            return frozenset({name})
+        case {"type": [*names]}:
+            return frozenset(name for name in names if isinstance(name, str))
+        case {"enum": [*values]} if values:
+            return frozenset(_type_name(value) for value in values)
+        case {"const": value}:
+            return frozenset({_type_name(value)})
+        case {"anyOf": [*choices]} | {"oneOf": [*choices]} if choices:
+            found = [_types(choice, root, depth=depth + 1) for choice in choices]
+            return frozenset().union(*found) if all(found) else frozenset()
+    return frozenset()
+
+
+def _type_name(value: object) -> str:
+    return next((name for name, kinds in _TYPES.items() if type(value) in kinds), "string")
+
+
+def json_value(text: str, types: frozenset[str]) -> str:
+    """JSON text of a value that was written without quotes.
+
+    What fits none of the types is a string, as is everything that may be nothing else.
+
+    Args:
+        text: as the model wrote it.
+        types: that it may have; empty for any.
+    """
+    bare = text.strip()
+    if types == {"string"}:
+        return quoted(text)
+    if bare in ("True", "False", "None") and (not types or types & {"boolean", "null"}):
+        bare = {"True": "true", "False": "false", "None": "null"}[bare]
+    try:
+        value = json.loads(bare, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return quoted(text)
+    if isinstance(value, str) and not types:
+        return quoted(text)
+    allowed = tuple(kind for name in types or _TYPES for kind in _TYPES.get(name, ()))
+    return bare if type(value) in allowed else quoted(text)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
