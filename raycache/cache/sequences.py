@@ -78,6 +78,10 @@ class SequenceCache:
         """Most tokens of a sequence that can be cached: whole pages, with at least one token left to compute."""
         return (num_tokens - 1) // self.page_size * self.page_size
 
+    def has_pages_for(self, num_tokens: int) -> bool:
+        """Whether the device has as many pages, free or not."""
+        return -(-num_tokens // self.page_size) <= self.device.pages.num_pages
+
     def begin(self, tokens: PackedTokens, *, is_matched: bool, now: int, use: Use = PLAIN_USE) -> Holding:
         """Lock the longest resumable prefix.
 
@@ -91,6 +95,12 @@ class SequenceCache:
         handle = self.device.tree.match(known, now=now, root=use.root, priority=use.priority, until_s=use.until_s)
         cursor = self.transfers.open(known, root=use.root, now=now)
         return Holding(self.device, self.transfers, handle=handle, cursor=cursor, use=use, is_kept=self.is_kept)
+
+    def known_len(self, tokens: PackedTokens, *, use: Use, now: int) -> int:
+        """Length in tokens of a prompt's cached prefix on the device, whether it can be resumed there or not."""
+        handle = self.device.tree.match(tokens, now=now, root=use.root, priority=use.priority, until_s=use.until_s)
+        handle.release()
+        return handle.known_length
 
     def device_len(self, tokens: PackedTokens, *, use: Use, now: int) -> int:
         """Length in tokens of a prompt's resumable prefix on the device."""

@@ -145,8 +145,16 @@ class Admission:
                 may_load=request.may_load,
                 is_load_worth=is_worth,
             )
-        restore_at = self.points.plan(holding, start, request.num_tokens)
-        run = queues.start(request, holding, num_computed=start, restore_at=restore_at)
+        known_len, is_kept = holding.handle.known_length, True
+        if request.is_scored and cache.has_points:
+            # It is computed again even where it is cached, which takes other pages beside the locked ones; more than
+            # the pool has would never end.
+            known_len = cache.known_len(request.tokens, use=request.spec.use, now=now)
+            is_kept = cache.has_pages_for(known_len + request.num_tokens + 1)
+        elif request.is_scored:
+            is_kept = False  # its pages suffice to resume, and enter the cache together at its end
+        restore_at = self.points.plan(known_len, start, request.num_tokens)
+        run = queues.start(request, holding, num_computed=start, restore_at=restore_at, is_kept=is_kept)
         for other in queues.waiting.peek(_MAX_SET_ASIDE):
             self.points.ask(other, [run])
         pages = holding.tables()

@@ -114,10 +114,12 @@ class RequestQueues:
             if request.phase is not Phase.FINISHED and request.ending is not None
         ]
 
-    def start(self, request: Request, holding: Holding, *, num_computed: int, restore_at: list[int]) -> Run:
+    def start(
+        self, request: Request, holding: Holding, *, num_computed: int, restore_at: list[int], is_kept: bool
+    ) -> Run:
         """Start a request that was popped from `waiting`."""
         request.phase = Phase.RUNNING
-        run = Run(request, self._free_slots.pop(), holding, num_computed, num_computed, restore_at)
+        run = Run(request, self._free_slots.pop(), holding, num_computed, num_computed, restore_at, is_kept)
         request.run = run
         self.running.append(run)
         return run

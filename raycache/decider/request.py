@@ -210,6 +210,7 @@ class Run:
         slot: index of its per-request state on the ranks.
         num_planned: value of num_computed once the rows in flight are done.
         restore_at: ascending token positions at which a chunk must end and leave a restore point.
+        is_kept: whether its pages enter the cache while its prompt is computed; False: after that.
         num_in_flight: plans in flight with a row of it, up to 2.
     """
 
@@ -219,6 +220,7 @@ class Run:
     num_computed: int
     num_planned: int
     restore_at: list[int]
+    is_kept: bool = True
     num_in_flight: int = 0
 
     @property

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raycache.cache.holding import Holding
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.request import Request, Run
 
@@ -31,16 +30,17 @@ class RestorePointPlanner:
         self._interval = -(-interval // cache.page_size) * cache.page_size
         self._is_needed = cache.has_points and cache.is_kept
 
-    def plan(self, holding: Holding, start: int, num_tokens: int) -> list[int]:
+    def plan(self, known_len: int, start: int, num_tokens: int) -> list[int]:
         """Choose positions for a starting request: where it diverges from the cache, and its last page boundary.
 
         Args:
-            start: number of cached tokens.
+            known_len: tokens whose pages are cached.
+            start: number of tokens that need not be computed.
             num_tokens: length of the prompt.
         """
         if not self._is_needed:
             return []
-        points = {holding.handle.known_length, self._floor(num_tokens - 1)}
+        points = {known_len, self._floor(num_tokens - 1)}
         return sorted(point for point in points if point > start)
 
     def end(self, run: Run, *, reach: int) -> int:
@@ -90,7 +90,7 @@ class RestorePointPlanner:
         return [
             other
             for other in running
-            if other.remaining > 1 and not other.request.is_scored and other.request.spec.order[0] <= priority
+            if other.remaining > 1 and other.is_kept and other.request.spec.order[0] <= priority
         ]
 
     def _floor(self, position: int) -> int:

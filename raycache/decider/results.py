@@ -73,13 +73,11 @@ class Results:
 
     def _advance(self, run: Run) -> None:
         request = run.request
-        # A prompt that is scored is computed again even where it is cached. With the cached pages locked beside the new
-        # ones it would take twice the pages, and a prompt of more than half the pool would never end.
-        is_again = request.is_scored and run.num_computed < request.spec.prompt_len
+        is_kept = run.is_kept or run.num_computed >= request.spec.prompt_len
         run.holding.advance(
             request.tokens,
             run.num_computed,
-            is_kept=not is_again,
+            is_kept=is_kept,
             is_point=self.points.is_point(run),
             now=self.clock.step,
         )

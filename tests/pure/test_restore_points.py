@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from raycache.memory.component import window_pages
 from raycache.memory.pages import SharedAllocator
 from raycache.types import GenerateRequest, RequestOutput
 from tests.oracle.twin import continuation
-from tests.pure.test_scheduler import greedy, make_engine, prompt_of
+from tests.pure.test_scheduler import greedy, make_engine, prompt_of, prompt_scores
 
 KINDS = {"state": {"has_state": True}, "window": {"window": 9}, "both": {"has_state": True, "window": 9}}
 
@@ -111,6 +112,59 @@ def test_prompts_that_arrive_together_compute_what_they_share_once(kind: str) ->
         engine.check()
     assert cached == {"r0": 0, "r1": 40, "r2": 40, "r3": 40}
     assert sum(row.num_tokens for plan in executor.plans for row in plan.rows) == 47 + 3 * 7 + 4 * 2
+
+
+def score(engine: Engine, prompt: Sequence[int]) -> RequestOutput:
+    """Run a request for the log-probabilities of its prompt."""
+    engine.add(GenerateRequest("scored", prompt, replace(greedy(1), prompt_logprobs=1)))
+    outputs = []
+    while engine.has_requests:
+        outputs += engine.step()
+        engine.check()
+    assert outputs[0].prompt_logprobs == prompt_scores(prompt, num_top=1)
+    assert outputs[0].cached_tokens == 0
+    return outputs[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scored_prompt_leaves_its_points_like_any_other(kind: str) -> None:
+    engine, _ = make_engine(**KINDS[kind])
+    score(engine, prompt_of(0, 50))
+    assert ask(engine, prompt_of(0, 50)).cached_tokens == 48
+    score(engine, prompt_of(0, 50))  # again, beside the cached one
+    assert ask(engine, [*prompt_of(0, 50), 1]).cached_tokens == 48
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scored_prompt_leaves_a_point_where_it_branches(kind: str) -> None:
+    engine, _ = make_engine(**KINDS[kind])
+    shared = prompt_of(0, 50)[:29]
+    ask(engine, prompt_of(0, 50))
+    score(engine, shared + prompt_of(1, 20))
+    third = ask(engine, shared + prompt_of(2, 20))
+    assert (third.cached_tokens, third.cut_by) == (28, "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_wait_for_the_point_of_one_that_is_scored(kind: str) -> None:
+    engine, _ = make_engine(**KINDS[kind])
+    shared = prompt_of(2, 42)
+    engine.add(GenerateRequest("scored", [*shared, 1, 1], replace(greedy(1), prompt_logprobs=0)))
+    engine.add(GenerateRequest("plain", [*shared, 2, 2], greedy(3)))
+    cached = {}
+    while engine.has_requests:
+        for output in engine.step():
+            cached[output.request_id] = output.cached_tokens
+        engine.check()
+    assert cached == {"scored": 0, "plain": 40}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scored_prompt_of_more_than_half_the_pool_ends(kind: str) -> None:
+    engine, _ = make_engine(**KINDS[kind], num_pages=8, page_size=4, max_step_tokens=4)
+    ask(engine, prompt_of(0, 24))
+    score(engine, prompt_of(0, 24))
+    ask(engine, prompt_of(0, 24))
 
 
 def test_points_inside_a_prompt_stand_at_intervals() -> None:
