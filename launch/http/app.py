@@ -30,6 +30,7 @@ from launch.http.wire import Bodies, ProblemError, compute, json_response, probl
 from launch.observe.requests import Observed
 from raycache import __version__
 from raycache.api.completions_form import CompletionsForm
+from raycache.api.constraint import GrammarChecker
 from raycache.api.defaults import Defaults
 from raycache.api.engine import AsyncEngine
 from raycache.api.prepare import Generation, Served, prepare_chat, prepare_completion
@@ -134,6 +135,7 @@ class _Api:
     def __init__(self, engine: AsyncEngine, *, config: Config, served: Served, metrics: Metrics) -> None:
         self._engine = engine
         self._info, self._tokenizer, self._served = served.info, served.tokenizer, served
+        self._grammars = GrammarChecker(served.tokenizer, served.info)
         self._metrics = metrics
         self.bodies = Bodies(config)
         self._eviction = config.eviction
@@ -201,7 +203,10 @@ class _Api:
                 work = partial(prepare_completion, body, self._served)
             case ChatBody():
                 work = partial(prepare_chat, body, self._served, cuts_max_tokens=cuts_max_tokens)
-        return await compute(work, size=size)
+        generation = await compute(work, size=size)
+        if generation.constrained_by:
+            await self._grammars.check(generation.grammar, field=generation.constrained_by)
+        return generation
 
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
         async with self.bodies.read(request) as raw:

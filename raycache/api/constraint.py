@@ -133,13 +133,20 @@ def choice(options: Sequence[str], *, field: str = "structured_outputs.choice") 
     return _start(" | ".join(map(literal, dict.fromkeys(options))))
 
 
-def after_reasoning(grammar: str, close_mark: str, *, tokenizer: Tokenizer, budget: int | None = None) -> str:
-    """Free text up to the mark that closes the reasoning, then what the grammar allows.
+def free_text(marks: frozenset[int]) -> str:
+    """Any text, with these special tokens in it."""
+    return _start("(TEXT" + "".join(f" | <[{token_id}]>" for token_id in sorted(marks)) + ")*") + "TEXT: /(?s:.+)/\n"
 
-    For a prompt that ends inside the reasoning, or a model that writes the opening mark as text.
+
+def after_reasoning(
+    grammar: str, close_mark: str, *, tokenizer: Tokenizer, open_mark: str = "", budget: int | None = None
+) -> str:
+    """Free text up to the mark that closes the reasoning, then what the grammar allows.
 
     Args:
         close_mark: such as "</think>".
+        open_mark: of a model that begins the reasoning itself; it may leave the reasoning out. "": the prompt ends
+            inside of the reasoning.
         budget: most tokens of reasoning, after which only the mark is allowed; None: as many as the model likes.
     Raises:
         RequestError: there is a budget, and the mark is not one token of this model.
@@ -158,7 +165,10 @@ def after_reasoning(grammar: str, close_mark: str, *, tokenizer: Tokenizer, budg
     else:
         rules = f"reasoning_text\nreasoning_text[suffix={literal(close_mark)}]: /(?s:.*)/\n"
     head, _, rest = rules.partition("\n")
-    return f"start: {head} /[ \\n]{{0,4}}/ {_INNER}\n{rest}{_renamed(grammar)}"
+    head = f"{head} /[ \\n]{{0,4}}/"
+    if open_mark:
+        head = f"({mark(open_mark, tokenizer)} {head})?"
+    return f"start: {head} {_INNER}\n{rest}{_renamed(grammar)}"
 
 
 def at_start(grammar: str, tokenizer: Tokenizer) -> str:

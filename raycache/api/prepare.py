@@ -10,11 +10,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from raycache.api.attribution import without_attribution
+from raycache.api.answer_grammar import chat_grammar, output_grammar
 from raycache.api.chat import ChatTemplate
+from raycache.api.chat_model import ChatModel
 from raycache.api.defaults import Defaults
 from raycache.api.output_text import OutputText
-from raycache.api.parts import ContentOnly, PartsParser
+from raycache.api.parts import PartsParser
 from raycache.api.schema import ChatBody, CompletionBody, GenerationBody
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
@@ -49,6 +50,7 @@ class Generation:
         choices: at least one.
         is_score_only: max_tokens=0: the prompt's log-probabilities are wanted and no output.
         created: seconds since the epoch.
+        constrained_by: field that asks for the grammar of the outputs, or "".
     """
 
     generation_id: str
@@ -57,6 +59,12 @@ class Generation:
     body: CompletionBody | ChatBody
     is_score_only: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    constrained_by: str = ""
+
+    @property
+    def grammar(self) -> str:
+        """Of all its outputs; "" for none."""
+        return self.choices[0].request.sampling.grammar
 
 
 @dataclass(frozen=True)
@@ -64,19 +72,18 @@ class Served:
     """What requests are prepared for.
 
     Attributes:
-        tokenizer, template: of the model.
+        tokenizer: of the model.
+        chat: its template, and the format of its answers.
         info: limits of the engine.
         timeout_s: longest time that a request may take; None is no limit.
         defaults: of fields that a request does not set.
-        drops_attribution: Claude Code's attribution line is left out of prompts.
     """
 
     tokenizer: Tokenizer
-    template: ChatTemplate
+    chat: ChatModel
     info: EngineInfo
     timeout_s: float | None
     defaults: Defaults
-    drops_attribution: bool = True
 
     @classmethod
     def of(cls, config: Config, *, tokenizer: Tokenizer, info: EngineInfo, defaults: Defaults) -> Served:
@@ -86,8 +93,9 @@ class Served:
             ConfigError: the chat template cannot be used.
         """
         template = ChatTemplate.load(tokenizer, path=config.chat_template)
+        chat = ChatModel(template, tokenizer=tokenizer, drops_attribution=config.drop_attribution)
         timeout_s = None if config.request_timeout_s == "none" else config.request_timeout_s
-        return cls(tokenizer, template, info, timeout_s, defaults, config.drop_attribution)
+        return cls(tokenizer, chat, info, timeout_s, defaults)
 
 
 def prepare_completion(body: CompletionBody, served: Served) -> Generation:
@@ -102,8 +110,7 @@ def prepare_completion(body: CompletionBody, served: Served) -> Generation:
     _check_count(len(body.prompt), body, info=served.info)
     encode, adds = served.tokenizer.encode, body.add_special_tokens
     prompts = [p if isinstance(p, list) else encode(p, add_special_tokens=adds) for p in body.prompt]
-    if body.output_form() is not None:
-        raise RequestError("the form of the answer cannot be constrained yet", field="structured_outputs")
+    grammar, constrained_by = output_grammar(body, served.tokenizer)
     is_score_only = body.max_tokens == 0
     wanted = 1 if is_score_only else body.max_tokens
     sampling = _Sampling(
@@ -112,10 +119,11 @@ def prepare_completion(body: CompletionBody, served: Served) -> Generation:
         may_cut_max=body.max_tokens is None or served.defaults.cuts_max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
+        grammar=grammar,
     )
     generation_id = f"cmpl-{uuid.uuid4().hex}"
     choices = _choices(generation_id, body, prompts, sampling, served=served, split=_Split(echo=body.echo))
-    return Generation(generation_id, served.info.model, choices, body, is_score_only)
+    return Generation(generation_id, served.info.model, choices, body, is_score_only, constrained_by=constrained_by)
 
 
 def prepare_chat(body: ChatBody, served: Served, *, cuts_max_tokens: bool = False) -> Generation:
@@ -128,19 +136,22 @@ def prepare_chat(body: ChatBody, served: Served, *, cuts_max_tokens: bool = Fals
     Raises:
         RequestError: a value is out of range, or the template refuses the messages.
     """
-    if body.output_form() is not None or body.choose_tools().is_required or body.thinking_token_budget is not None:
-        raise RequestError("the form of the answer cannot be constrained yet", field="response_format")
-    prompt = chat_prompt(body, served)
+    choice = body.choose_tools()
+    text = served.chat.prompt(body, choice)
+    prompt = served.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+    grammar, constrained_by = chat_grammar(body, choice, model=served.chat, prompt=text, tokenizer=served.tokenizer)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = _Sampling(
         max_tokens=served.defaults.max_tokens if max_tokens is None else max_tokens,
         may_cut_max=max_tokens is None or cuts_max_tokens or served.defaults.cuts_max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
+        grammar=grammar,
     )
+    split = _Split(parser=served.chat.parser(body, choice, text), shown=served.chat.shown)
     generation_id = f"chatcmpl-{uuid.uuid4().hex}"
-    choices = _choices(generation_id, body, [prompt], sampling, served=served, split=_Split(parser=ContentOnly))
-    return Generation(generation_id, served.info.model, choices, body)
+    choices = _choices(generation_id, body, [prompt], sampling, served=served, split=split)
+    return Generation(generation_id, served.info.model, choices, body, constrained_by=constrained_by)
 
 
 def chat_prompt(body: ChatBody, served: Served) -> list[int]:
@@ -149,17 +160,7 @@ def chat_prompt(body: ChatBody, served: Served) -> list[int]:
     Raises:
         RequestError: the template refuses the messages.
     """
-    variables = dict(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
-    opens_answer = body.add_generation_prompt
-    text = served.template.render(
-        without_attribution(body.messages) if served.drops_attribution else body.messages,
-        tools=body.tools if body.choose_tools().tools else None,
-        add_generation_prompt=not body.continue_final_message if opens_answer is None else opens_answer,
-        continue_final_message=body.continue_final_message,
-        variables=variables,
-    )
+    text = served.chat.prompt(body, body.choose_tools())
     return served.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
 
 
@@ -171,6 +172,7 @@ class _Sampling:
     may_cut_max: bool
     logprobs: int | None
     prompt_logprobs: int | None
+    grammar: str
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,7 @@ def _sampling_params(body: GenerationBody, sampling: _Sampling, *, number: int, 
         ignore_eos=body.ignore_eos,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
+        grammar=sampling.grammar,
     )
 
 

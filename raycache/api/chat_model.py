@@ -1,0 +1,83 @@
+"""A chat model as its API sees it: what it is asked in, and how its answers are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from raycache.api.attribution import without_attribution
+from raycache.api.chat import ChatTemplate
+from raycache.api.formats.chat_format import ChatFormat
+from raycache.api.formats.find import find_format, ignores_tools
+from raycache.api.formats.parts import PartsParser
+from raycache.api.schema import ChatBody
+from raycache.api.tokenizer import Tokenizer
+from raycache.api.tools import ToolChoice
+from raycache.errors import RequestError
+
+_TAIL_CHARS = 256
+"""End of a prompt that says whether the answer begins inside of the reasoning."""
+
+
+class ChatModel:
+    """Template and format of a model.
+
+    Args:
+        template: its chat template.
+        tokenizer: its tokenizer.
+        drops_attribution: leave clients' attribution lines out of prompts.
+    Attributes:
+        format: how it writes reasoning and tool calls.
+        shown: special tokens that are parts of the format's marks.
+    """
+
+    def __init__(self, template: ChatTemplate, *, tokenizer: Tokenizer, drops_attribution: bool) -> None:
+        self.template = template
+        self.format: ChatFormat = find_format(template, tokenizer=tokenizer)
+        ids = map(tokenizer.token_id, self.format.marks)
+        self.shown = frozenset(token_id for token_id in ids if token_id is not None)
+        self._drops_attribution = drops_attribution
+        self._ignores_tools = not template.sources or ignores_tools(template)
+
+    def prompt(self, body: ChatBody, choice: ToolChoice) -> str:
+        """The text of a conversation.
+
+        Raises:
+            RequestError: the template refuses the messages, or does not show tools.
+        """
+        if choice.tools and self._ignores_tools:
+            raise RequestError(
+                "the model's chat template does not show tools, so the model would not know of them; leave tools "
+                "out, or start the server with --chat-template FILE for a template that does",
+                field="tools",
+            )
+        opens_answer = body.add_generation_prompt
+        return self.template.render(
+            without_attribution(body.messages) if self._drops_attribution else body.messages,
+            tools=body.tools if choice.tools else None,
+            add_generation_prompt=not body.continue_final_message if opens_answer is None else opens_answer,
+            continue_final_message=body.continue_final_message,
+            variables=_variables(body),
+        )
+
+    def parser(self, body: ChatBody, choice: ToolChoice, prompt: str) -> Callable[[], PartsParser]:
+        """Makes a parser for each answer to a prompt."""
+        calls = sum(len(message.get("tool_calls") or ()) for message in body.messages)
+        return partial(
+            self.format.parser,
+            prompt_tail=prompt[-_TAIL_CHARS:],
+            tools={tool.name: tool.parameters for tool in choice.tools},
+            num_earlier_calls=calls,
+        )
+
+
+def _variables(body: ChatBody) -> dict[str, Any]:
+    """Variables of the template. Families name the switch for reasoning differently, and ignore unknown names."""
+    variables = dict(body.chat_template_kwargs)
+    match body.reasoning_effort:
+        case None:
+            return variables
+        case "none":
+            return {"enable_thinking": False, "thinking": False} | variables
+    return {"reasoning_effort": body.reasoning_effort} | variables
