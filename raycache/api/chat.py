@@ -155,12 +155,12 @@ def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return plain
 
 
-def _plain_content(message: Mapping[str, Any], where: str) -> str | None:
+def _plain_content(message: Mapping[str, Any], where: str) -> str:
     match message.get("content"):
         case str(text):
             return text
-        case None if message["role"] == "assistant" and message.get("tool_calls"):
-            return None
+        case None | [] if message["role"] == "assistant" and message.get("tool_calls"):
+            return ""  # templates add it to other text, or write "None"
         case list(parts) if parts:
             return "\n".join(_text_of(part, f"{where}[{index}]") for index, part in enumerate(parts))
     raise RequestError(f"{where} must be a string or a list of text parts", field=where)

@@ -32,10 +32,11 @@ TEXT = "one two three Grüße 東京 🎉 four five six seven eight nine ten"
 class ScriptedEngine:
     """Answers every request with the same text, a token at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, *, text: str = TEXT, delay_s: float = 0.0) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, text: str = TEXT, context: int = 200, delay_s: float = 0.0) -> None:
         self._script = tokenizer.encode(text, add_special_tokens=False)
         self._eos = tokenizer.eos_id or 0
         self._delay_s = delay_s
+        self._context = context
         self.vocab_size = tokenizer.vocab_size
         self.refusal: RayCacheError | None = None
         self.failure: tuple[int, FinishReason] | None = None  # after so many tokens
@@ -49,7 +50,15 @@ class ScriptedEngine:
 
     async def info(self) -> EngineInfo:
         return EngineInfo(
-            "tiny", "/models/tiny", self.vocab_size, (self._eos,), 200, 16, 64, 8, tiers={"host": {"tokens": 4096}}
+            "tiny",
+            "/models/tiny",
+            self.vocab_size,
+            (self._eos,),
+            self._context,
+            16,
+            64,
+            8,
+            tiers={"host": {"tokens": 4096}},
         )
 
     async def stats(self) -> EngineStats:
