@@ -10,6 +10,7 @@ import pytest
 
 from raycache.api.attribution import without_attribution
 from raycache.api.chat import ChatTemplate
+from raycache.api.chat_model import ChatModel
 from raycache.api.defaults import Defaults
 from raycache.api.messages_body import Conversation, CountTokensBody, MessagesBody, conversation
 from raycache.api.prepare import Served, chat_prompt
@@ -34,7 +35,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     tokenizer = Tokenizer(tiny_tokenizers.byte_level(tmp_path_factory.mktemp("tokenizer")))
     template = ChatTemplate({"default": SHOWS_ALL}, special_tokens={})
     info = EngineInfo("tiny", "", tokenizer.vocab_size, (0,), 8192, 16, 64, 8)
-    return Served(tokenizer, template, info, None, Defaults())
+    chat = ChatModel(template, tokenizer=tokenizer, drops_attribution=True)
+    return Served(tokenizer, chat, info, None, Defaults())
 
 
 def asked(has_priorities: bool = False, **body: Any) -> Conversation:
@@ -192,7 +194,10 @@ def test_cache_marks_are_a_priority_where_the_cache_evicts_by_it() -> None:
 def test_a_last_message_of_the_assistant_is_continued(served: Served) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The answer is"}]
     template = ChatTemplate({"default": tiny_tokenizers.CHATML}, special_tokens={})
-    found = prompt(replace(served, template=template), asked(messages=turns).chat)
+    found = prompt(
+        replace(served, chat=ChatModel(template, tokenizer=served.tokenizer, drops_attribution=True)),
+        asked(messages=turns).chat,
+    )
     assert found.endswith("<|im_start|>assistant\nThe answer is")
 
 
