@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,9 +17,9 @@ pytestmark = pytest.mark.gpu
 VOCAB, ROWS = 151_936, 96
 
 
-def drawn(device: str, wanted: Mapping[str, Any]) -> torch.Tensor:
+def drawn(device: str, wanted: Mapping[str, Any], *, masks: Sequence[bytes] = (b"",)) -> torch.Tensor:
     logits = 2.5 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(1))
-    rows = [SampleRow(SamplingParams(**wanted), seed=7, position=i) for i in range(ROWS)]
+    rows = [SampleRow(SamplingParams(**wanted), seed=7, position=i, mask=masks[i % len(masks)]) for i in range(ROWS)]
     return sample(logits.to(device), rows).cpu()
 
 
@@ -29,9 +30,23 @@ def test_draws_are_those_of_the_cpu(wanted: Mapping[str, Any]) -> None:
     assert (drawn("cuda", wanted) == drawn("cpu", wanted)).sum() >= ROWS - 1  # rounding may move a border
 
 
-def test_a_draw_without_filters_does_not_wait_for_the_device() -> None:
+@pytest.mark.parametrize("wanted", [{"temperature": 0}, {}, {"top_k": 40, "top_p": 0.9}], ids=str)
+def test_masked_draws_are_those_of_the_cpu(wanted: Mapping[str, Any]) -> None:
+    masks = [np.random.default_rng(i).bytes(VOCAB // 8) for i in range(ROWS)]
+    tokens = drawn("cuda", wanted, masks=masks)
+    for token, mask in zip(tokens.tolist(), masks, strict=True):
+        assert mask[token // 8] >> token % 8 & 1
+    assert (tokens == drawn("cpu", wanted, masks=masks)).sum() >= ROWS - 1
+    few = [b"", np.packbits(np.arange(VOCAB) == 9, bitorder="little").tobytes()]
+    mixed = drawn("cuda", wanted, masks=few).tolist()
+    assert mixed[::2] == drawn("cuda", wanted).tolist()[::2]
+    assert set(mixed[1::2]) == {9}
+
+
+@pytest.mark.parametrize("mask", [b"", b"\xf0" * (VOCAB // 8)], ids=["free", "masked"])
+def test_a_draw_without_filters_does_not_wait_for_the_device(mask: bytes) -> None:
     logits = torch.randn(ROWS, VOCAB, device="cuda")
-    rows = [SampleRow(SamplingParams(temperature=0.8), seed=7, position=i) for i in range(ROWS)]
+    rows = [SampleRow(SamplingParams(temperature=0.8), seed=7, position=i, mask=mask) for i in range(ROWS)]
     sample(logits, rows)
     torch.cuda.set_sync_debug_mode("error")
     try:

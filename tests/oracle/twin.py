@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -32,9 +33,10 @@ VOCAB = 13
 EOS = 0
 
 
-def next_token(tokens: Sequence[int], *, position: int) -> int:
-    """What the model says after a sequence, as token number `position` of the output."""
-    return _number([*tokens, -3, position]) % VOCAB
+def next_token(tokens: Sequence[int], *, position: int, allows: Callable[[int], bool] = lambda token: True) -> int:
+    """What the model says after a sequence, as token number `position` of the output: the first that is allowed."""
+    first = _number([*tokens, -3, position]) % VOCAB
+    return next(token for token in [*range(first, VOCAB), *range(first)] if allows(token))
 
 
 def logprob(tokens: Sequence[int], token: int, *, num_top: int) -> TokenLogprob:
@@ -43,13 +45,25 @@ def logprob(tokens: Sequence[int], token: int, *, num_top: int) -> TokenLogprob:
     return TokenLogprob(token, -_number([*tokens, token, -2]) / 2**64, top)
 
 
-def continuation(prompt: Sequence[int], sampling: SamplingParams, *, max_len: int) -> tuple[list[int], FinishReason]:
-    """The output of a request that runs alone and without a cache, and why it ends."""
+def continuation(
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    max_len: int,
+    allows: Callable[[list[int], int], bool] = lambda output, token: True,
+) -> tuple[list[int], FinishReason]:
+    """The output of a request that runs alone and without a cache, and why it ends.
+
+    Args:
+        allows: (output so far, token) -> whether the request's grammar allows the token.
+    """
     tokens = list(prompt)
     most = max_len if sampling.max_tokens is None else min(max_len, len(prompt) + sampling.max_tokens)
     while True:
-        tokens.append(next_token(tokens, position=len(tokens) - len(prompt)))
-        if tokens[-1] in sampling.stop_token_ids or (tokens[-1] == EOS and not sampling.ignore_eos):
+        output = tokens[len(prompt) :]
+        tokens.append(next_token(tokens, position=len(output), allows=partial(allows, output)))
+        goes_on = sampling.ignore_eos and not sampling.grammar
+        if tokens[-1] in sampling.stop_token_ids or (tokens[-1] == EOS and not goes_on):
             return tokens[len(prompt) :], FinishReason.STOP
         if len(tokens) >= most:
             return tokens[len(prompt) :], FinishReason.LENGTH
@@ -252,7 +266,8 @@ class TwinExecutor:
             result.scores.append(logprob(tokens[: row.start + i + 1], target, num_top=plan.num_top))
         for i in range(1 + row.num_drafts if row.output_position >= 0 else 0):
             known = tokens[: row.start + row.first_sampled + 1 + i]
-            result.tokens.append(next_token(known, position=row.output_position + i))
+            bits = np.unpackbits(np.frombuffer(row.mask(i) or b"\xff" * 4, np.uint8), bitorder="little").tolist()
+            result.tokens.append(next_token(known, position=row.output_position + i, allows=bits.__getitem__))
             if plan.num_top is not None:
                 result.logprobs.append(logprob(known, result.tokens[-1], num_top=plan.num_top))
         return result

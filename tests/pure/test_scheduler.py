@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,12 +12,14 @@ import pytest
 from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from llguidance import LLTokenizer, TokenizerWrapper
 
 from raycache.cache.keys import Identity
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.decider.drafts import Drafts
 from raycache.decider.engine import Engine
+from raycache.decider.grammar import Grammars, SameThread
 from raycache.decider.scheduler import Scheduler
 from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
 from raycache.memory.component import window_pages
@@ -53,6 +56,7 @@ def make_engine(
     points: int = 8,
     interval: int = 0,
     drafts: Drafts | None = None,
+    threads: Executor | None = None,
 ) -> tuple[Engine, TwinExecutor]:
     drafts = drafts or Drafts()
     sizes = make_sizes(
@@ -77,9 +81,26 @@ def make_engine(
         eos_token_ids=(EOS,),
         restore_interval=interval,
         drafts=drafts,
+        grammars=Grammars(twin_table, threads or SameThread()),
     )
     identity = Identity("twin", page_size)
     return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=5.0), executor
+
+
+class _Letters:
+    """The twin's vocabulary for llguidance: token 1 is "a"."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+    tokens = (b"<end>", *(bytes([96 + i]) for i in range(1, VOCAB)))
+    special_token_ids = (EOS,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [letter - 96 for letter in text]
+
+
+def twin_table() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Letters()), eos_token=[EOS])
 
 
 def make_sizes(

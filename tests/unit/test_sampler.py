@@ -144,6 +144,43 @@ def test_filters_keep_what_is_as_likely_as_the_last(wanted: Mapping[str, Any]) -
     assert equal.sum() >= 399
 
 
+@pytest.mark.parametrize("num_allowed", [1, 3, 100])
+@pytest.mark.parametrize("vocab", [40, 1500, 9000])
+@pytest.mark.parametrize("wanted", [*FILTERS, {"temperature": 0}, {"repetition_penalty": 1.5}], ids=str)
+def test_a_mask_does_what_logits_of_minus_infinity_do_in_transformers(
+    wanted: Mapping[str, Any], vocab: int, num_allowed: int
+) -> None:
+    random = np.random.default_rng(vocab + num_allowed)
+    is_allowed = np.zeros((100, vocab), bool)
+    for line in is_allowed:
+        line[random.choice(vocab, min(num_allowed, vocab), replace=False)] = True
+    # Longer than the logits: the table of a tokenizer may have more tokens.
+    masks = np.packbits(np.pad(is_allowed, ((0, 0), (0, 64 - vocab % 32))), axis=1, bitorder="little")
+    sampling, logits = SamplingParams(**wanted), random_logits(100, vocab, scale=2.0)
+    counts = TokenCounts([0]) if sampling.has_penalties else None
+    rows = [
+        SampleRow(sampling, seed=1, position=i, token_counts=counts, mask=mask.tobytes() if i % 3 else b"")
+        for i, mask in enumerate(masks)
+    ]
+    before = logits.clone()
+    tokens = sample(logits, rows)
+    assert torch.equal(logits, before)
+    masked = logits.masked_fill(torch.tensor([[bool(row.mask)] for row in rows]) & ~torch.tensor(is_allowed), -math.inf)
+    for i, row in enumerate(rows):
+        assert not row.mask or is_allowed[i, tokens[i]]
+    right = masked.argmax(-1) if sampling.is_greedy else drawn_by_transformers(masked, rows)
+    assert (tokens == right).sum() >= 99
+
+
+def test_a_bias_does_not_bring_back_what_a_mask_forbids() -> None:
+    mask = np.packbits(np.arange(64) == 5, bitorder="little").tobytes()
+    rows = [
+        SampleRow(SamplingParams(temperature=t, logit_bias={7: 100.0}, top_k=k), seed=1, position=0, mask=mask)
+        for t in (0.0, 1.0) for k in (0, 3)
+    ]  # fmt: skip
+    assert sample(random_logits(4, 50), rows).tolist() == [5] * 4
+
+
 def test_of_equally_likely_tokens_top_p_keeps_the_first() -> None:
     for logits in (torch.zeros(400, 2000), torch.cat((torch.full((400, 100), -torch.inf), torch.zeros(400, 2000)), 1)):
         found = sample(logits, rows_of(SamplingParams(top_p=0.1), 400)) - (logits.shape[1] - 2000)
