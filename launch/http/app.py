@@ -25,6 +25,7 @@ from launch.http.auth import Authentication, keys_of, salted
 from launch.http.cache import CacheApi
 from launch.http.messages import MessagesApi
 from launch.http.openapi import openapi
+from launch.http.responses import ResponsesApi
 from launch.http.tokens import TokensApi
 from launch.http.wire import Bodies, ProblemError, compute, json_response, problem_response
 from launch.observe.requests import Observed
@@ -76,6 +77,7 @@ def build_app(
     cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
     tokens = TokensApi(served, bodies=api.bodies)
     messages = MessagesApi(served, config=config, bodies=api.bodies, prepare=api.prepare, respond=api.respond)
+    responses = ResponsesApi(api, bodies=api.bodies)
     app = Starlette(
         routes=[
             Route("/", api.welcome),
@@ -90,6 +92,7 @@ def build_app(
             Route("/metrics", api.metrics),
             Route("/status", api.status),
             Route("/openapi.json", api.openapi),
+            *responses.routes(),
             *cache.routes(),
             *tokens.routes(),
             *messages.routes(),

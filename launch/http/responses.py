@@ -1,0 +1,76 @@
+"""POST /v1/responses: the OpenAI Responses API, without anything stored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from functools import partial
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from launch.http.auth import salted
+from launch.http.wire import Bodies
+from raycache.api.prepare import Generation
+from raycache.api.responses_body import ResponsesRequest, parse_responses, renamed
+from raycache.api.responses_form import ResponsesForm
+from raycache.api.run import AnswerForm
+from raycache.api.schema import ChatBody, parse_json
+from raycache.errors import RequestError
+
+_THREAD_BYTES = 32 * 1024  # larger bodies are handled in a thread, so as not to delay streams
+
+_MOST_TOLD = 64  # types of tools; clients name them
+
+_log = logging.getLogger(__name__)
+
+
+class Chats(Protocol):
+    """Runs chats."""
+
+    def prepare(self, body: ChatBody, *, size: int) -> Awaitable[Generation]:
+        """Convert a validated body to engine requests; `size`: of the whole body, in bytes."""
+        ...
+
+    def respond(self, request: Request, generation: Generation, form: AnswerForm) -> Awaitable[Response]:
+        """Run a generation; its answer is written by `form`."""
+        ...
+
+
+class ResponsesApi:
+    """The endpoint."""
+
+    def __init__(self, chats: Chats, *, bodies: Bodies) -> None:
+        self._chats = chats
+        self._bodies = bodies
+        self._told: set[str] = set()
+
+    def routes(self) -> list[Route]:
+        """Routes for the application."""
+        return [Route("/v1/responses", self.create, methods=["POST"])]
+
+    async def create(self, request: Request) -> Response:
+        """Answer a conversation."""
+        async with self._bodies.read(request) as raw:
+            work = partial(_parse, raw)
+            asked = work() if len(raw) < _THREAD_BYTES else await asyncio.to_thread(work)
+            self._tell(asked)
+            try:
+                generation = await self._chats.prepare(salted(asked.chat, request), size=len(raw))
+            except RequestError as error:
+                raise renamed(error) from error
+            return await self._chats.respond(request, generation, ResponsesForm(asked, generation))
+
+    def _tell(self, asked: ResponsesRequest) -> None:
+        """Log each type of tool that is left out, once."""
+        for kind in asked.ignored_tools:
+            if kind not in self._told and len(self._told) < _MOST_TOLD:
+                self._told.add(kind)
+                _log.warning("tools of type %r are not served; /v1/responses leaves them out of the prompt", kind)
+
+
+def _parse(raw: bytes) -> ResponsesRequest:
+    return parse_responses(parse_json(raw))

@@ -1,0 +1,158 @@
+"""Input items of /v1/responses as the messages of a chat.
+
+    system or developer message              system    those at the beginning become one
+    user message                             user
+    reasoning, assistant message, calls      assistant neighbours become one: they are one turn of the model
+    output of a call                         tool
+
+Ids of items are left out: they differ from request to request and would end every shared prefix.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raycache.errors import RequestError
+
+_SEALED = "raycache:"  # begins our encrypted_content; that of other servers cannot be read
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+def encode_reasoning(text: str) -> str:
+    """Reasoning as the `encrypted_content` of an item. It is not secret: clients may show reasoning anyway."""
+    return _SEALED + base64.b64encode(text.encode("utf-8")).decode("ascii")
+
+
+def decode_reasoning(sealed: object) -> str:
+    """Reasoning from an `encrypted_content`, or "" if it is not from `encode_reasoning`."""
+    if not isinstance(sealed, str) or not sealed.startswith(_SEALED):
+        return ""
+    try:
+        return base64.b64decode(sealed.removeprefix(_SEALED), validate=True).decode("utf-8")
+    except ValueError:
+        return ""
+
+
+def flat_name(namespace: str, name: str) -> str:
+    """The name under which the model sees a function of a namespace; "" is no namespace."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def messages_of(items: str | Sequence[Mapping[str, Any]], *, instructions: str = "") -> list[dict[str, Any]]:
+    """The conversation.
+
+    Args:
+        items: field `input`.
+        instructions: a system message before it.
+    Raises:
+        RequestError: an item is malformed or of a type that is not served; names it.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    for index, item in enumerate(items):
+        _add(messages, item, f"input[{index}]")
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    match item:
+        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+            name = flat_name(_optional_text(item, "namespace", where), name)
+            _add_call(messages, call_id, name, arguments)
+        case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(name), "input": str(text)}:
+            name = flat_name(_optional_text(item, "namespace", where), name)
+            _add_call(messages, call_id, name, json.dumps({"input": text}, ensure_ascii=False))
+        case {"type": "function_call_output" | "custom_tool_call_output", "call_id": str(call_id), "output": output}:
+            content = _text(output, f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        case {"type": "reasoning"}:
+            _join(_turn(messages), "reasoning_content", _reasoning(item, where))
+        case {"role": str(role), "content": content} if item.get("type") in (None, "message"):
+            _add_message(messages, role, _text(content, f"{where}.content"), where)
+        case {"type": "item_reference"}:
+            raise RequestError(f"{where} refers to an item, but none are stored; send it whole", field=where)
+        case {"type": str(kind)} if kind not in _FORMS:
+            raise RequestError(f"{where} is of type {kind[:64]!r}, which is not supported", field=where)
+        case _:
+            kind = item.get("type") or "message"
+            raise RequestError(f"{where} must be of the form {_FORMS.get(kind, _FORMS['message'])}", field=where)
+
+
+_FORMS = {
+    "message": '{"role": "...", "content": "..."}',
+    "function_call": '{"type": "function_call", "call_id": "...", "name": "...", "arguments": "..."}',
+    "function_call_output": '{"type": "function_call_output", "call_id": "...", "output": "..."}',
+    "custom_tool_call": '{"type": "custom_tool_call", "call_id": "...", "name": "...", "input": "..."}',
+    "custom_tool_call_output": '{"type": "custom_tool_call_output", "call_id": "...", "output": "..."}',
+}
+
+
+def _add_message(messages: list[dict[str, Any]], role: str, text: str, where: str) -> None:
+    if role not in _ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role[:64]!r}", field=f"{where}.role")
+    role = _ROLES[role]
+    if role == "assistant":
+        _join(_turn(messages), "content", text)
+    elif role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
+        messages[0]["content"] += "\n\n" + text  # many templates take one system message only
+    else:
+        messages.append({"role": role, "content": text})
+
+
+def _add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    _turn(messages).setdefault("tool_calls", []).append(call)
+
+
+def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message of the model's turn that the items before are in, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _join(message: dict[str, Any], field: str, text: str) -> None:
+    if text:
+        before = message.get(field, "")
+        message[field] = f"{before}\n{text}" if before else text
+
+
+def _reasoning(item: Mapping[str, Any], where: str) -> str:
+    """The reasoning itself. A summary is not, and that of another server may be encrypted: then there is none."""
+    if sealed := decode_reasoning(item.get("encrypted_content")):
+        return sealed
+    return _text(item.get("content") or "", f"{where}.content")
+
+
+def _text(content: object, where: str) -> str:
+    """Text of a string or of a list of parts."""
+    match content:
+        case str(text):
+            return text
+        case list(parts):
+            return "\n".join(_text_of(part, f"{where}[{index}]") for index, part in enumerate(parts))
+    raise RequestError(f"{where} must be a string or a list of text parts", field=where)
+
+
+def _text_of(part: object, where: str) -> str:
+    match part:
+        case {"type": "input_text" | "output_text" | "reasoning_text" | "text", "text": str(text)}:
+            return text
+        case {"type": "refusal", "refusal": str(text)}:
+            return text
+        case {"type": "input_image" | "input_file" | "input_audio" as kind}:
+            raise RequestError(f"{where} is of type {kind!r}; only text is supported", field=where)
+    raise RequestError(f'{where} must be of the form {{"type": "input_text", "text": "..."}}', field=where)
+
+
+def _optional_text(item: Mapping[str, Any], field: str, where: str) -> str:
+    value = item.get(field) or ""
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{field} must be a string", field=f"{where}.{field}")
+    return value
