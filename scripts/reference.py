@@ -110,6 +110,13 @@ _FIELDS = {
     "output_format": "the same as `format` in `output_config`",
     "stop_sequences": "texts that end the output; they are not part of it",
     "cache_control": "keep the prompt for 5 minutes, or an hour with `ttl: 1h`; needs `eviction=priority`",
+    "input": "the conversation: a text, or items such as messages, function calls and their outputs, and reasoning",
+    "instructions": "a system message before the conversation",
+    "max_output_tokens": "most tokens to generate; default: up to the context length",
+    "ResponsesBody.tools": "functions, also in namespaces; other types are left out, with a warning in the log",
+    "reasoning": "`effort` is passed to the chat template",
+    "text": "`format`: `text`, `json_object`, or `json_schema` with a schema that the answer follows",
+    "include": "`reasoning.encrypted_content` adds the reasoning in the form that some clients send back",
     "modalities": 'only `["text"]`',
     "reasoning_effort": "passed to the chat template",
     "add_generation_prompt": "passed to the chat template; default: true, unless the last message is continued",
@@ -195,6 +202,9 @@ def http() -> str:
     lines += ["", "## Fields of `/v1/messages`", "", *_table("field", "type", "default", "")]
     lines += [_field(name, "MessagesBody", schemas) for name in schemas["MessagesBody"]["properties"]]
     lines += ["", "Other fields are ignored."]
+    lines += ["", "## Fields of `/v1/responses`", "", *_table("field", "type", "default", "")]
+    lines += [_field(name, "ResponsesBody", schemas) for name in schemas["ResponsesBody"]["properties"]]
+    lines += ["", *_wrapped("Sampling and cache fields of chat completions work too; other fields are ignored.")]
     lines += [
         "",
         "## Errors",

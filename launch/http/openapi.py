@@ -12,6 +12,7 @@ from raycache import __version__
 from raycache.api.defaults import Defaults
 from raycache.api.messages_body import CountTokensBody, MessagesBody
 from raycache.api.neutral import NEUTRAL
+from raycache.api.responses_body import ResponsesBody
 from raycache.api.schema import (
     IGNORED,
     MAX_CHOICES,
@@ -59,6 +60,7 @@ def openapi(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
             "/v1/messages/count_tokens": {
                 "post": _messages("Count the tokens of a message's prompt.", CountTokensBody, "TokenCount")
             },
+            "/v1/responses": {"post": _generation("Create a response.", ResponsesBody, "Response")},
             "/v1/models": {"get": _get("List the model.", "Models")},
             "/v1/models/{model}": {"get": _get("Show the model.", "Model", parameters=[_model_parameter(model)])},
             "/tokenize": {"post": _tokens("Return the token ids of a text or a conversation.", TokenizeBody, "Tokens")},
@@ -165,6 +167,7 @@ def _schemas(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
         "Model": card,
         **_token_schemas(info),
         **_message_schemas(info),
+        **_response_schemas(info),
         "Version": _object(version=_TEXT),
         "Models": _object(object={"const": "list"}, data={"type": "array", "items": card}),
         "Error": _object(error={**error, "additionalProperties": False}),
@@ -233,6 +236,27 @@ def _token_schemas(info: EngineInfo) -> dict[str, Any]:
         ),
         "Detokenized": _object(prompt=_TEXT),
     }
+
+
+def _response_schemas(info: EngineInfo) -> dict[str, Any]:
+    """Body and answer of /v1/responses. Unknown fields are ignored; null is the same as absent."""
+    body = ResponsesBody.model_json_schema(ref_template="#/components/schemas/{model}")
+    nested, required = body.pop("$defs", {}), body["required"]
+    fields = body["properties"]
+    fields["model"] |= {"const": info.model}
+    body["properties"] = {n: of if n in required else {"anyOf": [of, {"type": "null"}]} for n, of in fields.items()}
+    usage = _object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT)
+    answer = _object(
+        id=_TEXT,
+        object={"const": "response"},
+        created_at=_COUNT,
+        status={"enum": ["completed", "incomplete"]},
+        model=_TEXT,
+        output={"type": "array", "items": _object(id=_TEXT, type=_TEXT)},
+        usage=usage,
+    )
+    schemas: dict[str, Any] = nested | {"ResponsesBody": body, "Response": answer}
+    return schemas
 
 
 def _as_accepted(schema: dict[str, Any], *, info: EngineInfo, defaults: Defaults) -> dict[str, Any]:

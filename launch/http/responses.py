@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable
 from functools import partial
@@ -13,15 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from launch.http.auth import salted
-from launch.http.wire import Bodies
+from launch.http.wire import Bodies, compute
 from raycache.api.prepare import Generation
 from raycache.api.responses_body import ResponsesRequest, parse_responses, renamed
 from raycache.api.responses_form import ResponsesForm
 from raycache.api.run import AnswerForm
 from raycache.api.schema import ChatBody, parse_json
 from raycache.errors import RequestError
-
-_THREAD_BYTES = 32 * 1024  # larger bodies are handled in a thread, so as not to delay streams
 
 _MOST_TOLD = 64  # types of tools; clients name them
 
@@ -41,11 +38,16 @@ class Chats(Protocol):
 
 
 class ResponsesApi:
-    """The endpoint."""
+    """The endpoint.
 
-    def __init__(self, chats: Chats, *, bodies: Bodies) -> None:
+    Args:
+        kept_page_size: tokens of a cache page; 0: prompts are not kept.
+    """
+
+    def __init__(self, chats: Chats, *, bodies: Bodies, kept_page_size: int) -> None:
         self._chats = chats
         self._bodies = bodies
+        self._kept_page_size = kept_page_size
         self._told: set[str] = set()
 
     def routes(self) -> list[Route]:
@@ -55,14 +57,14 @@ class ResponsesApi:
     async def create(self, request: Request) -> Response:
         """Answer a conversation."""
         async with self._bodies.read(request) as raw:
-            work = partial(_parse, raw)
-            asked = work() if len(raw) < _THREAD_BYTES else await asyncio.to_thread(work)
+            asked = await compute(partial(_parse, raw), size=len(raw))
             self._tell(asked)
             try:
                 generation = await self._chats.prepare(salted(asked.chat, request), size=len(raw))
             except RequestError as error:
                 raise renamed(error) from error
-            return await self._chats.respond(request, generation, ResponsesForm(asked, generation))
+            form = ResponsesForm(asked, generation, kept_page_size=self._kept_page_size)
+            return await self._chats.respond(request, generation, form)
 
     def _tell(self, asked: ResponsesRequest) -> None:
         """Log each type of tool that is left out, once."""

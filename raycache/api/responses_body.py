@@ -233,6 +233,8 @@ class _Tools:
 
 def _tool_choice(wanted: str | dict[str, Any]) -> str | dict[str, Any]:
     """The same choice in the form of a chat, which checks it."""
+    if isinstance(wanted, str):
+        return wanted
     match wanted:
         case {"type": "function", "name": str()}:
             return _named(wanted)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from raycache.api.completions_form import usage_of
 from raycache.api.output_text import TextDelta
 from raycache.api.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
 from raycache.api.prepare import Choice, Generation
@@ -29,14 +28,16 @@ class ResponsesForm:
     Args:
         asked: the request.
         generation: of the request's chat.
+        kept_page_size: tokens of a cache page; 0: prompts are not kept.
     """
 
     names_events = True
     last_event = b""
 
-    def __init__(self, asked: ResponsesRequest, generation: Generation) -> None:
+    def __init__(self, asked: ResponsesRequest, generation: Generation, *, kept_page_size: int) -> None:
         self._asked = asked
         self._generation = generation
+        self._kept_page_size = kept_page_size
         self._number = generation.generation_id.rpartition("-")[2]
         self._num_events = 0
         self._output: list[dict[str, Any]] = []
@@ -160,18 +161,17 @@ class ResponsesForm:
         }
 
     def _usage(self) -> dict[str, Any]:
-        usage = usage_of(self._generation)
-        prompt_tokens, cached_tokens = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        text, prompt_len = self._generation.choices[0].text, len(self._generation.choices[0].request.prompt)
+        kept = prompt_len // self._kept_page_size * self._kept_page_size if self._kept_page_size else 0
         return {
-            "input_tokens": prompt_tokens,
-            # What was not in the cache has been computed, and is there from now on.
+            "input_tokens": prompt_len,
             "input_tokens_details": {
-                "cached_tokens": cached_tokens,
-                "cache_write_tokens": prompt_tokens - cached_tokens,
+                "cached_tokens": text.cached_tokens,
+                "cache_write_tokens": max(0, kept - text.cached_tokens),
             },
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._generation.choices[0].text.num_reasoning_tokens},
-            "total_tokens": usage["total_tokens"],
+            "output_tokens": text.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": text.num_reasoning_tokens},
+            "total_tokens": prompt_len + text.num_tokens,
         }
 
 

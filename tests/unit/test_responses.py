@@ -1,0 +1,266 @@
+"""POST /v1/responses with a scripted engine and the official client."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from raycache.api.tokenizer import Tokenizer
+from raycache.errors import EngineStoppedError, QueueFullError
+from raycache.types import EngineInfo, FinishReason, GenerateRequest
+from tests.oracle import tiny_tokenizers
+from tests.unit.scripted import TEXT, ScriptedEngine, over_asgi, run
+
+_CODEX = json.loads((Path(__file__).parents[1] / "data" / "codex_request.json").read_text())
+_TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
+    '{{ "\n" if message.content or not loop.first }}'
+    '<tool_call>\n{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TOOLS: Any = [
+    {
+        "type": "function",
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}},
+        "strict": False,
+    },
+    {
+        "type": "namespace",
+        "name": "maps",
+        "description": "Maps.",
+        "tools": [{"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}],
+    },
+]
+
+
+class Conversing(ScriptedEngine):
+    """Gives one text after another, the last one for good; takes long prompts."""
+
+    def __init__(self, tokenizer: Tokenizer, *texts: str) -> None:
+        super().__init__(tokenizer, text=texts[0])
+        self._texts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+    async def info(self) -> EngineInfo:
+        return replace(await super().info(), max_model_len=20_000)
+
+    def _outputs(self, request: GenerateRequest) -> Any:
+        self._script = self._texts[min(len(self.requests), len(self._texts)) - 1]
+        return super()._outputs(request)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(tiny_tokenizers.byte_level(tmp_path_factory.mktemp("tokenizer"), chat_template=_TEMPLATE))
+
+
+@asynccontextmanager
+async def official(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with over_asgi(engine, tokenizer) as client:
+        yield openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=client, max_retries=0)
+
+
+def prompt(engine: ScriptedEngine, tokenizer: Tokenizer, number: int = -1) -> str:
+    return tokenizer.decode(engine.requests[number].prompt, skip_special_tokens=False)
+
+
+def named(items: Any) -> list[dict[str, Any]]:
+    """Items of an output without their ids, which are random."""
+    return [{name: of for name, of in item.to_dict().items() if name not in ("id", "call_id")} for item in items]
+
+
+async def raw_events(client: httpx.AsyncClient, body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    answer = await client.post("/v1/responses", json={"model": "tiny", "input": "Hi", "stream": True, **body})
+    assert answer.status_code == 200, answer.text
+    blocks = [block.split("\n") for block in answer.text.strip().split("\n\n")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
+
+
+def test_a_text_whole_and_streamed(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer)
+
+    async def scenario() -> None:
+        async with official(engine, tokenizer) as client:
+            whole = await client.responses.create(
+                model="tiny", input="Hi", instructions="Be brief.", metadata={"a": "b"}
+            )
+            assert (whole.output_text, whole.status, whole.object) == (TEXT, "completed", "response")
+            assert (whole.instructions, whole.metadata, whole.error) == ("Be brief.", {"a": "b"}, None)
+            assert (whole.to_dict()["store"], whole.tools, whole.parallel_tool_calls) == (False, [], True)
+            assert whole.id.startswith("resp_") and whole.output[0].id and whole.output[0].id.startswith("msg_")
+            usage, prompt_len = whole.usage, len(engine.requests[0].prompt)
+            assert usage and usage.input_tokens == prompt_len
+            details = usage.input_tokens_details
+            kept_len = prompt_len // 16 * 16  # whole pages
+            assert details.cached_tokens == prompt_len // 2
+            assert details.cache_write_tokens == kept_len - prompt_len // 2
+            assert usage.output_tokens == len(tokenizer.encode(TEXT, add_special_tokens=False)) + 1
+            assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+            async with client.responses.stream(model="tiny", input="Hi", instructions="Be brief.") as stream:
+                events = [event async for event in stream]
+                final = await stream.get_final_response()
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+            assert len(deltas) > 5 and "".join(deltas) == TEXT
+            assert (final.output_text, final.usage) == (TEXT, usage)
+            assert engine.requests[0].prompt == engine.requests[1].prompt
+
+    run(scenario())
+    assert prompt(engine, tokenizer) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_events_of_a_text_in_full(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        async with over_asgi(ScriptedEngine(tokenizer, text="one two"), tokenizer) as client:
+            events = await raw_events(client, {})
+        assert all(name == data["type"] for name, data in events)
+        (_, created), (_, progress), (_, added) = events[:3]
+        assert created["response"]["output"] == [] and created["response"]["usage"] is None
+        assert created["response"]["status"] == progress["response"]["status"] == "in_progress"
+        item = added["item"]["id"]
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        whole_part = {**part, "text": "one two"}
+        message = {"type": "message", "id": item, "status": "in_progress", "role": "assistant", "content": []}
+        whole = {**message, "status": "completed", "content": [whole_part]}
+        place = {"item_id": item, "output_index": 0, "content_index": 0}
+        deltas = [data for name, data in events if name == "response.output_text.delta"]
+        texts = [data["delta"] for data in deltas]
+        expected: list[dict[str, Any]] = [
+            {"type": "response.output_item.added", "output_index": 0, "item": message},
+            {"type": "response.content_part.added", **place, "part": part},
+            *({"type": "response.output_text.delta", **place, "delta": text, "logprobs": []} for text in texts),
+            {"type": "response.output_text.done", **place, "text": "one two", "logprobs": []},
+            {"type": "response.content_part.done", **place, "part": whole_part},
+            {"type": "response.output_item.done", "output_index": 0, "item": whole},
+        ]
+        numbered = [{**event, "sequence_number": number} for number, event in enumerate(expected, 2)]
+        assert [data for _, data in events[2:-1]] == numbered
+        name, completed = events[-1]
+        assert name == "response.completed" and completed["response"]["output"] == [whole]
+        changing = ("status", "output", "usage", "completed_at")
+        same = [{k: v for k, v in data["response"].items() if k not in changing} for data in (created, completed)]
+        assert same[0] == same[1]
+
+    run(scenario())
+
+
+def test_the_request_of_codex_is_answered(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Conversing(tokenizer, "hi")
+
+    async def scenario() -> None:
+        async with over_asgi(engine, tokenizer) as client:
+            for _ in range(2):
+                events = await raw_events(client, _CODEX)
+                assert events[-1][0] == "response.completed"
+                assert events[-1][1]["response"]["tools"] == _CODEX["tools"]
+                assert events[-1][1]["response"]["prompt_cache_key"] == "0198"
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+    assert [record.getMessage() for record in caplog.records if "web_search" in record.getMessage()] == [
+        "tools of type 'web_search' are not served; /v1/responses leaves them out of the prompt"
+    ]
+    text = prompt(engine, tokenizer)
+    assert "agents__spawn" in text and "web_search" not in text and "f1e" not in text
+    conversation = text.partition("<|im_end|>\n")[2]
+    assert conversation == (
+        "<|im_start|>system\nYou write code.\n\n"
+        "<skills>None.</skills>\n<permissions>Read only.</permissions><|im_end|>\n"
+        "<|im_start|>user\n<environment>\n  <shell>bash</shell>\n</environment><|im_end|>\n"
+        "<|im_start|>user\nsay hi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": [{"content": "hi", "role": "user", "type": "message"}], "stream": False},
+        {"include": [], "input": [{"content": "hi", "role": "user"}], "instructions": "be brief", "tools": _TOOLS[:1]},
+    ],
+    ids=["langchain", "openai-agents"],
+)
+def test_requests_of_other_clients_are_answered(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with over_asgi(Conversing(tokenizer, "hi"), tokenizer) as client:
+            answer = await client.post("/v1/responses", json={"model": "tiny", **body})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["output"][0]["content"][0]["text"] == "hi"
+
+    run(scenario())
+
+
+def test_a_cut_answer_is_incomplete(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        async with official(ScriptedEngine(tokenizer), tokenizer) as client:
+            whole = await client.responses.create(model="tiny", input="Hi", max_output_tokens=3)
+            assert (whole.status, whole.max_output_tokens, whole.completed_at) == ("incomplete", 3, None)
+            assert whole.incomplete_details and whole.incomplete_details.reason == "max_output_tokens"
+            assert whole.output[0].type == "message" and whole.output[0].status == "incomplete"
+            assert TEXT.startswith(whole.output_text) and whole.usage and whole.usage.output_tokens == 3
+            stream = await client.responses.create(model="tiny", input="Hi", max_output_tokens=3, stream=True)
+            last: Any = [event async for event in stream][-1]
+            assert last.type == "response.incomplete"
+            assert named(last.response.output) == named(whole.output)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.CANCELLED])
+def test_a_failure_midway_is_told(tokenizer: Tokenizer, reason: FinishReason) -> None:
+    engine = ScriptedEngine(tokenizer)
+    engine.failure = (4, reason)
+
+    async def scenario() -> None:
+        async with official(engine, tokenizer) as client:
+            with pytest.raises(openai.APIStatusError):
+                await client.responses.create(model="tiny", input="Hi")
+            stream = await client.responses.create(model="tiny", input="Hi", stream=True)
+            events: list[Any] = [event async for event in stream]
+            assert events[-1].type == "response.failed"
+            failed = events[-1].response
+            assert (failed.status, failed.error.code) == ("failed", "server_error")
+            assert failed.error.message and failed.id == events[0].response.id
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_errors_before_the_answer_have_a_status(tokenizer: Tokenizer, stream: bool) -> None:
+    engine = ScriptedEngine(tokenizer)
+
+    async def scenario() -> None:
+        async with official(engine, tokenizer) as client:
+            ask: Any = {"model": "tiny", "input": "Hi", "stream": stream}
+            with pytest.raises(openai.BadRequestError, match="send the whole conversation") as bad:
+                await client.responses.create(**ask, previous_response_id="resp_1")
+            assert bad.value.param == "previous_response_id"
+            with pytest.raises(openai.BadRequestError, match="maximum context length is 200 tokens") as long:
+                await client.responses.create(**ask | {"input": "x" * 1000})
+            assert (long.value.param, long.value.code) == ("input", "context_length_exceeded")
+            with pytest.raises(openai.NotFoundError) as other:
+                await client.responses.create(**ask | {"model": "other"})
+            assert other.value.code == "model_not_found"
+            engine.refusal = QueueFullError(8, 2.5)
+            with pytest.raises(openai.RateLimitError):
+                await client.responses.create(**ask)
+            engine.refusal = EngineStoppedError("the engine is stopped")
+            with pytest.raises(openai.InternalServerError, match="the engine is stopped"):
+                await client.responses.create(**ask)
+
+    run(scenario())
