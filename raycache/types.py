@@ -186,6 +186,7 @@ class GenerateRequest:
         cache_salt: requests with different salts never share cached tokens; "" is a salt like any other.
         cache_priority: with eviction=priority, its cached tokens are evicted after those of lower priority.
         cache_ttl_s: seconds after which cache_priority counts as 0; 0: never.
+        affinity: requests with the same one prefer the same replica, if no other has more of their prompt; "": none.
         output: tokens generated before an engine was lost; generation continues after them and returns only new ones.
     """
 
@@ -197,6 +198,7 @@ class GenerateRequest:
     cache_salt: str = ""
     cache_priority: int = 0
     cache_ttl_s: float = 0.0
+    affinity: str = ""
     output: Sequence[int] = ()
 
 

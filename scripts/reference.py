@@ -123,6 +123,9 @@ _FIELDS = {
     "continue_final_message": "continue the last message instead of beginning a new one",
     "chat_template_kwargs": "further variables for the chat template",
     "skip_special_tokens": "leave special tokens out of the text",
+    "prompt_cache_key": "requests with the same key prefer the same replica, if no other has more of their prompt",
+    "prompt_cache_retention": "with `--eviction priority`: `in_memory` is `cache_priority` 1 for ten minutes, `24h` "
+    "for a day; otherwise, and with any other value, without effect",
     "return_token_ids": "add the token ids of prompt and output to the response",
     "return_cache_info": "add `raycache` to the response: cached tokens by tier, and why no more was reused",
 }

@@ -5,6 +5,7 @@ One HTTP request is a `Generation` of several choices: n for each of its prompts
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
 from raycache.errors import PromptTooLongError, RequestError
 from raycache.types import EngineInfo, GenerateRequest, SamplingParams
+
+_RETENTION_S = {"in_memory": 600.0, "24h": 86400.0}
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Served:
         info: limits of the engine.
         timeout_s: longest time that a request may take; None is no limit.
         defaults: of fields that a request does not set.
+        has_priorities: whether cached tokens are evicted by priority.
     """
 
     tokenizer: Tokenizer
@@ -84,6 +88,7 @@ class Served:
     info: EngineInfo
     timeout_s: float | None
     defaults: Defaults
+    has_priorities: bool = False
 
     @classmethod
     def of(cls, config: Config, *, tokenizer: Tokenizer, info: EngineInfo, defaults: Defaults) -> Served:
@@ -95,7 +100,7 @@ class Served:
         template = ChatTemplate.load(tokenizer, path=config.chat_template)
         chat = ChatModel(template, tokenizer=tokenizer, drops_attribution=config.drop_attribution)
         timeout_s = None if config.request_timeout_s == "none" else config.request_timeout_s
-        return cls(tokenizer, chat, info, timeout_s, defaults)
+        return cls(tokenizer, chat, info, timeout_s, defaults, config.eviction == "priority")
 
 
 def prepare_completion(body: CompletionBody, served: Served) -> Generation:
@@ -204,6 +209,8 @@ def _choices(
     field_name = "prompt" if isinstance(body, CompletionBody) else "messages"
     for prompt in prompts:
         _check_prompt(prompt, sampling, info=info, field_name=field_name)
+    priority, ttl_s = _retention(body, served)
+    affinity = _affinity(body)
     per_choice = [_sampling_params(body, sampling, number=number, served=served) for number in range(body.n)]
     choices = []
     for index in range(len(prompts) * body.n):
@@ -215,8 +222,9 @@ def _choices(
             priority=body.priority,
             timeout_s=min(filter(None, (body.timeout_s, served.timeout_s)), default=None),
             cache_salt=body.cache_salt,
-            cache_priority=body.cache_priority,
-            cache_ttl_s=body.cache_ttl_s,
+            cache_priority=priority,
+            cache_ttl_s=ttl_s,
+            affinity=affinity,
         )
         text = OutputText(
             served.tokenizer,
@@ -229,6 +237,22 @@ def _choices(
         )
         choices.append(Choice(index, index % body.n == 0, request, text))
     return tuple(choices)
+
+
+def _retention(body: GenerationBody, served: Served) -> tuple[int, float]:
+    """Eviction priority and how long it holds, in seconds: the request's own, or what prompt_cache_retention hints."""
+    ttl_s = _RETENTION_S.get(body.prompt_cache_retention)
+    if ttl_s is None or not served.has_priorities or "cache_priority" in body.model_fields_set:
+        return body.cache_priority, body.cache_ttl_s
+    return 1, ttl_s
+
+
+def _affinity(body: GenerationBody) -> str:
+    """Of a prompt_cache_key, among those of its tenant; of fixed size."""
+    if not body.prompt_cache_key:
+        return ""
+    text = f"{body.cache_salt}\0{body.prompt_cache_key}"
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).hexdigest()
 
 
 def _check_count(num_prompts: int, body: GenerationBody, *, info: EngineInfo) -> None:

@@ -38,8 +38,6 @@ IGNORED = frozenset(
     {
         "metadata",
         "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
         "request_id",
         "safety_identifier",
         "service_tier",
@@ -194,6 +192,8 @@ class GenerationBody(StrictBody):
     cache_salt: Annotated[str, _Salt] = ""
     cache_priority: int = Field(default=0, ge=-_INT32, le=_INT32)
     cache_ttl_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
     return_cache_info: bool = False
     structured_outputs: Annotated[StructuredOutputs | None, _at_most(MAX_OPTIONS, what="fields")] = None
 

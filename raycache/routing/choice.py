@@ -6,6 +6,9 @@ The cheapest replica wins, so a cached prefix outweighs a longer queue only by i
 the uncached part of its prompt plus the expected output length, the mean of recent outputs. Prompt and output tokens
 count alike, as each adds one token to a batch.
 
+Requests with the same affinity prefer one replica, their home, which a hash chooses. It gets them if no other has more
+of their prompt, and if the wait there is not longer by more than the work of the request itself.
+
 The router keeps a prefix index per replica. A prompt enters it with the first token, the output when the request ends.
 Like the replica's cache it is LRU, with the same capacity. If a replica reuses less than its index predicts, it has
 evicted or lost pages, so the index drops everything that was not used since.
@@ -15,6 +18,7 @@ No I/O, clock or threads. A router belongs to one event loop.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -203,6 +207,11 @@ class Router:
         usable = pages[: (num_tokens - 1) // self._page_size if is_reusing else 0]
         hits = {name: _length_of(usable, self._replicas[name]) * self._page_size for name in among}
         replica = min((self._replicas[name] for name in among), key=lambda one: self._rank(one, hits[one.name]))
+        if request.affinity and self._policy == "prefix":
+            home = self._replicas[max(among, key=lambda name: _weight(request.affinity, name))]
+            own_work = num_tokens - hits[home.name] + self._output_left(request)
+            if hits[home.name] == max(hits.values()) and home.work <= replica.work + own_work:
+                replica = home
         expected_len = hits[replica.name]
         route = Route(
             replica,
@@ -271,6 +280,11 @@ class Router:
             replica.index.forget_through(route.uses[num_reused])
         replica.end_expecting(route.pages)
         replica.index.add(route.pages)
+
+
+def _weight(affinity: str, name: str) -> bytes:
+    """Rendezvous hashing: the replica of the highest weight is the home, and changes only if that one leaves."""
+    return hashlib.blake2b(f"{affinity} {name}".encode(), digest_size=8).digest()
 
 
 def _length_of(pages: Sequence[bytes], known: PrefixIndex | _Replica) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -92,6 +93,63 @@ def test_the_same_prefix_goes_to_the_same_replica_and_others_spread() -> None:
     assert sorted(first) == ["a", "a", "b", "b", "c", "c"]
     again = [router.choose(request([group] * 40 + [99, 98]), "abc") for group in range(6)]
     assert [route.replica for route in again] == first and {route.expected_len for route in again} == {40}
+
+
+def keyed(affinity: str, prompt: Sequence[int]) -> GenerateRequest:
+    return replace(request(prompt), affinity=affinity)
+
+
+def test_requests_of_one_key_go_to_one_replica_and_keys_spread() -> None:
+    router = router_of("a", "b", "c")
+    homes = {}
+    for key in range(60):
+        found = {serve(router, keyed(str(key), [key + 1, turn + 1] * 20), "abc").replica for turn in range(3)}
+        assert len(found) == 1, "the prompts share no page"
+        homes[key] = found.pop()
+    assert all(10 <= list(homes.values()).count(name) <= 30 for name in "abc")
+    router.remove("b")
+    again = {key: serve(router, keyed(str(key), [key + 1] * 3), "ac").replica for key in homes}
+    assert all(again[key] == home for key, home in homes.items() if home != "b")
+
+
+def test_a_longer_prefix_elsewhere_outweighs_the_key() -> None:
+    router = router_of("a", "b")
+    held = serve(router, request([1] * 40), "ab").replica
+    away = next(str(key) for key in range(99) if serve(router, keyed(str(key), [key + 9] * 8), "ab").replica != held)
+    assert serve(router, keyed(away, [1] * 40 + [2]), "ab").replica == held
+
+
+def test_a_home_with_more_to_do_than_the_request_is_worth_is_left() -> None:
+    router = router_of("a", "b")
+    home = serve(router, keyed("k", [9] * 8), "ab").replica
+    busy = router.choose(request([1] * 100), [home])
+    assert serve(router, keyed("k", [2] * 200), "ab").replica == home, "longer than the wait"
+    assert serve(router, keyed("k", [3] * 50), "ab").replica != home
+    router.end(busy)
+    assert serve(router, keyed("k", [4] * 50), "ab").replica == home
+
+
+@pytest.mark.parametrize("policy", ["load", "round_robin"])
+def test_other_policies_know_no_keys(policy: str) -> None:
+    router = router_of("a", "b", policy=policy)
+    assert {serve(router, keyed("k", [1] * 9), "ab").replica for _ in range(2)} == {"a", "b"}
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60), st.sampled_from("xyz")), min_size=1, max_size=25)
+)
+@settings(max_examples=100, deadline=None)
+def test_a_key_never_costs_a_hit(prompts: list[tuple[int, int, str]]) -> None:
+    router = router_of("a", "b", "c")
+    for stream, length, affinity in prompts:
+        asked = request([stream + 1] * length + [stream + 7] * 5)
+        plain = router.choose(asked, "abc")
+        router.end(plain)
+        route = router.choose(replace(asked, affinity=affinity), "abc")
+        assert route.expected_len >= plain.expected_len
+        if length % 2:
+            router.note(route, RequestOutput("r", (7,), cached_tokens=route.expected_len))
+            router.end(route)
 
 
 def test_an_answer_is_part_of_the_prefix_but_for_its_last_token() -> None:
