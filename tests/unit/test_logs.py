@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-import huggingface_hub
 import pytest
+from huggingface_hub.utils import logging as hub_logging
 
 from launch.observe.requests import observe
 from raycache.api.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ def test_a_line_is_an_object_with_what_is_known(capsys: pytest.CaptureFixture[st
 
 
 def test_what_huggingface_hub_says_is_json_too_and_no_line_per_request(capsys: pytest.CaptureFixture[str]) -> None:
-    found = huggingface_hub.utils.logging.get_logger("huggingface_hub.file_download")
+    found = hub_logging.get_logger("huggingface_hub.file_download")
     logs.set_up("json")
     found.warning("trying to resume")
     logging.getLogger("httpx2").info("HTTP Request: GET")
