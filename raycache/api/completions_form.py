@@ -124,12 +124,19 @@ class CompletionsForm:
             if delta.text or has_extras or finish_reason:
                 yield self._chunk(choice.index, {"text": delta.text, **extras}, finish_reason, logprobs)
             return
-        parts = [_delta(part) for part in merged(delta.parts)] or ([{"content": ""}] if has_extras else [])
+        parts = [_delta(part) for part in merged(self._shown(delta.parts))] or ([{"content": ""}] if has_extras else [])
         for number, part in enumerate(parts):
             shown = extras if number == 0 else {}
             yield self._chunk(choice.index, {"delta": part, **shown}, None, logprobs if number == 0 else None)
         if finish_reason:
             yield self._chunk(choice.index, {"delta": {}}, finish_reason)
+
+    def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """All parts, or without the reasoning if the request wants none."""
+        body = self._generation.body
+        if isinstance(body, ChatBody) and not body.include_reasoning:
+            return [part for part in parts if not isinstance(part, Reasoning)]
+        return parts
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """The chunk behind the last choice, if include_usage or return_cache_info asks for one."""
@@ -173,7 +180,7 @@ class CompletionsForm:
     def _whole_choice(self, choice: Choice, delta: TextDelta) -> dict[str, Any]:
         return {
             "index": choice.index,
-            **({"message": _message(delta.parts)} if self._is_chat else {"text": delta.text}),
+            **({"message": _message(self._shown(delta.parts))} if self._is_chat else {"text": delta.text}),
             "logprobs": self._logprobs(delta.entries) if self._with_logprobs else None,
             "finish_reason": _finish_reason(choice, delta),
             **self._extras(choice, delta, is_first=True),

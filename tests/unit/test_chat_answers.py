@@ -112,6 +112,11 @@ def test_without_tools_or_with_none_calls_are_text(tokenizer: Tokenizer, templat
                 assert answer.choices[0].finish_reason == "stop" and not answer.choices[0].message.tool_calls
                 assert '"name": "find"' in answer.choices[0].message.content
                 assert "Tools:" not in tokenizer.decode(engine.requests[-1].prompt)
+            hidden = await client.chat.completions.create(
+                model="tiny", messages=MESSAGES, max_completion_tokens=500, extra_body={"include_reasoning": False}
+            )
+            assert "reasoning_content" not in hidden.choices[0].message.model_dump()
+            assert (hidden.choices[0].message.content or "").startswith("Wait.")
             off = await client.chat.completions.create(
                 model="tiny", messages=MESSAGES, max_completion_tokens=500, reasoning_effort="none"
             )
