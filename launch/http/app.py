@@ -36,7 +36,7 @@ from raycache.api.defaults import Defaults
 from raycache.api.engine import AsyncEngine
 from raycache.api.prepare import Generation, Served, prepare_chat, prepare_completion
 from raycache.api.problem import Problem, problem_of, unknown_model
-from raycache.api.run import AnswerForm, answer, answer_stream, failure_event
+from raycache.api.run import AnswerForm, answer, answer_stream, failure_event, with_pings
 from raycache.api.schema import ChatBody, CompletionBody, parse_body, parse_json
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
@@ -121,7 +121,7 @@ def _middleware(config: Config, observed: Observed) -> list[Middleware]:
             "allow_headers": ("*",),
             "allow_private_network": True,
         }
-        shown = ("X-Request-Id", "Retry-After")
+        shown = ("X-Request-Id", "request-id", "Retry-After")
         found.append(Middleware(CORSMiddleware, allow_origins=config.origins, expose_headers=shown, **cors))
     if (keys := keys_of(config)) is not None:
         found.append(Middleware(Authentication, keys=keys))
@@ -218,14 +218,22 @@ class _Api:
             generation = await self.prepare(body, size=len(raw))
             return await self.respond(request, generation, CompletionsForm(generation, tokenizer=self._tokenizer))
 
-    async def respond(self, request: Request, generation: Generation, form: AnswerForm) -> Response:
-        """Run a generation; its answer is written by `form`, whole or as a stream."""
+    async def respond(
+        self, request: Request, generation: Generation, form: AnswerForm, *, ping: bytes = b""
+    ) -> Response:
+        """Run a generation; its answer is written by `form`, whole or as a stream.
+
+        Args:
+            ping: sent while the first event of a stream is long in coming; an error after it has the status 200.
+        """
         REQUEST_ID.set(generation.generation_id)
         headers = {"X-Request-Id": generation.generation_id}
         if not generation.body.stream:
             whole = answer(self._engine, generation, form=form, metrics=self._metrics)
             return Response(await _unless_gone(request.receive, whole), headers=headers, media_type="application/json")
         events = answer_stream(self._engine, generation, form=form, metrics=self._metrics)
+        if ping:
+            events = with_pings(events, ping)
         # Wait for the first event before sending headers, so that an early error still gets an HTTP status.
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(aclosing(events))

@@ -22,6 +22,7 @@ from raycache.api.schema import ChatBody, parse_body, parse_json
 from raycache.config import Config
 from raycache.errors import PromptTooLongError
 
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _MAX_TYPES = 64  # named in warnings; clients choose them
 _MAX_TYPE_CHARS = 64
 
@@ -40,8 +41,10 @@ class Prepare(Protocol):
 class Respond(Protocol):
     """Runs a generation and writes its answer in a form."""
 
-    def __call__(self, request: Request, generation: Generation, form: AnswerForm) -> Awaitable[Response]:
-        """The response, which may be a stream."""
+    def __call__(
+        self, request: Request, generation: Generation, form: AnswerForm, *, ping: bytes
+    ) -> Awaitable[Response]:
+        """The response, which may be a stream; `ping`: event sent while it is long in coming."""
         ...
 
 
@@ -75,7 +78,7 @@ class MessagesApi:
                 chat = salted(asked.chat, request)
                 generation = await self._prepare(chat, size=len(raw), cuts_max_tokens=True)
                 form = MessagesForm(generation, page_size=self._served.info.page_size, has_cache=self._has_cache)
-                response = await self._respond(request, generation, form)
+                response = await self._respond(request, generation, form, ping=_PING)
             except PromptTooLongError as error:
                 raise _in_its_words(error) from error
         response.headers["request-id"] = generation.generation_id

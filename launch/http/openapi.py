@@ -24,6 +24,7 @@ from raycache.api.schema import (
     StrictBody,
 )
 from raycache.api.tokenize_body import DetokenizeBody, TokenizeBody
+from raycache.api.tools import MAX_TOOLS
 from raycache.types import MAX_TOP_LOGPROBS, EngineInfo
 
 _ERRORS = {
@@ -177,13 +178,27 @@ def _schemas(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
 def _message_schemas(info: EngineInfo) -> dict[str, Any]:
     """Bodies and answers of /v1/messages."""
     schemas: dict[str, Any] = {}
-    roles, content = {"enum": ["user", "assistant", "system"]}, {"anyOf": [_TEXT, {"type": "array"}]}
-    demands = _demands(info) | {"messages": {"items": _object(role=roles, content=content), "minItems": 1}}
+    roles, texts = {"enum": ["user", "assistant", "system"]}, _object(type={"const": "text"}, text=_TEXT)
+    content = {"anyOf": [_TEXT, {"type": "array", "items": texts}]}
+    tool = _object(name={"type": "string", "minLength": 1, "maxLength": 64}, input_schema={"type": "object"})
+    limits = _demands(info)
+    demands = {
+        "model": limits["model"],
+        "messages": {"items": _object(role=roles, content=content), "minItems": 1},
+        "system": content,
+        "tools": {"items": tool, "maxItems": MAX_TOOLS, "uniqueItems": True},
+        "stop_sequences": {"items": _stop(), "maxItems": MAX_STOPS},
+        "temperature": {"type": "number", **limits["temperature"]},
+        "top_p": {"type": "number", **limits["top_p"]},
+        "top_k": {"type": "integer", **limits["top_k"]},
+        "cache_salt": limits["cache_salt"],
+        "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    }
     for kind in (CountTokensBody, MessagesBody):
         found = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= found.pop("$defs", {})
         fields = {
-            name: of | ({} if {"anyOf", "$ref"} & of.keys() else demands.get(name, {}))
+            name: (of if "type" in of else {}) | demands[name] if name in demands else of
             for name, of in found["properties"].items()
         }
         schemas[kind.__name__] = {**found, "properties": _nullable(fields, required=found["required"])}

@@ -17,6 +17,8 @@ from raycache.errors import EngineStoppedError, RayCacheError, RequestFailedErro
 from raycache.observe.metrics import Metrics
 from raycache.types import FinishReason, RequestOutput
 
+PING_S = 10.0
+
 
 class AnswerForm(Protocol):
     """Writes the answer of one generation in the shape of an API.
@@ -91,6 +93,21 @@ async def answer_stream(
         yield _event(form, chunk)
     if form.last_event:
         yield form.last_event
+
+
+async def with_pings(events: AsyncGenerator[bytes, None], ping: bytes) -> AsyncGenerator[bytes, None]:
+    """The events, and before the first one a ping from time to time, so that clients do not give up."""
+    async with aclosing(events):
+        first = asyncio.ensure_future(anext(events))
+        try:
+            while not (await asyncio.wait({first}, timeout=PING_S))[0]:
+                yield ping
+            yield first.result()
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        async for event in events:
+            yield event
 
 
 def failure_event(form: AnswerForm, error: RayCacheError) -> bytes:

@@ -10,9 +10,15 @@ def test_requests_drawn_from_the_description_get_described_answers(tokenizer: To
     with served(tokenizer) as endpoint:
         counts = fuzz_described(endpoint, examples=15)
     operations = {label for label, _ in counts}
-    assert {"POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models/{model}"} <= operations
+    assert {
+        "POST /v1/completions",
+        "POST /v1/chat/completions",
+        "POST /v1/messages",
+        "GET /v1/models/{model}",
+    } <= operations
     # Draws that are all refused would test the refusal only.
     assert counts["POST /v1/completions", 200] and counts["POST /v1/chat/completions", 200]
+    assert counts["POST /v1/messages", 200] and counts["POST /v1/messages/count_tokens", 200]
     assert all(status < 500 for _, status in counts)
 
 

@@ -59,8 +59,9 @@ def test_a_key_opens_what_its_rights_say(engine: ScriptedEngine, tokenizer: Toke
             for key, statuses in wanted.items():
                 found = tuple([(await client.get(path, headers=header(key))).status_code for path in doors])
                 assert found == statuses, key
-            for odd in ({"Authorization": _ALICE}, {"Authorization": f"Basic {_ALICE}"}, {"X-Api-Key": _ALICE}):
+            for odd in ({"Authorization": _ALICE}, {"Authorization": f"Basic {_ALICE}"}, {"X-Api-Key": "nobody's"}):
                 assert (await client.get("/v1/models", headers=odd)).status_code == 401
+            assert (await client.get("/v1/models", headers={"X-Api-Key": _ALICE})).status_code == 200
             assert (await client.get("/v1/models", headers={"Authorization": f"bearer  {_ALICE}"})).status_code == 200
             for path in ("/health", "/openapi.json"):
                 assert (await client.get(path)).status_code == 200
@@ -90,15 +91,15 @@ def test_a_prefix_of_all_routes_changes_no_rights(
     run(scenario())
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/cache/inspect"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/cache/inspect"])
 def test_salts_divide_within_a_tenant_and_never_reach_another(
     engine: ScriptedEngine, tokenizer: Tokenizer, tenants: Path, path: str
 ) -> None:
     """The salt that the engine sees is all that decides whose cached tokens are found (see cache/keys.py)."""
     salts: dict[tuple[str, str], str] = {}
     body: dict[str, Any] = {"model": "tiny", "prompt": "x"}
-    if "chat" in path:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    if "chat" in path or "messages" in path:
+        body = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
 
     def seen() -> str:
         return engine.commands[-1].cache_salt if "cache" in path else engine.requests[-1].cache_salt

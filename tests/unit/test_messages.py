@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 
 from raycache.api.tokenizer import Tokenizer
@@ -302,3 +304,49 @@ def test_cache_marks_are_never_refused(
     run(scenario())
     (request,) = engine.requests
     assert (request.cache_priority, request.cache_ttl_s) == expected
+
+
+def test_pings_come_until_the_first_event(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycache.api.run.PING_S", 0.02)
+    engine = LongEngine(tokenizer, delay_s=0.05)
+
+    async def scenario() -> None:
+        async with over_asgi(engine, tokenizer) as client:
+            answer = await client.post("/v1/messages", json=ask(stream=True, max_tokens=3))
+            names = [name for name, _ in events_of(answer.text)]
+            assert names[0] == "ping" and names[names.count("ping")] == "message_start"
+            assert names[-1] == "message_stop"
+        async with official(engine, tokenizer) as official_client:
+            whole = await official_client.messages.create(**ask(max_tokens=3))
+            async with official_client.messages.stream(**ask(max_tokens=3)) as stream:
+                assert (await stream.get_final_text()) == "".join(block.to_dict()["text"] for block in whole.content)
+            engine.failure = (0, FinishReason.ERROR)
+            with pytest.raises(anthropic.APIStatusError, match="rank 3 is lost"):
+                await official_client.messages.create(**ask(stream=False))
+            with pytest.raises(anthropic.APIError, match="rank 3 is lost"):
+                async with official_client.messages.stream(**ask()) as stream:
+                    await stream.get_final_message()
+
+    run(scenario())
+
+
+def test_a_client_that_goes_away_while_it_waits_cancels_its_request(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycache.api.run.PING_S", 0.02)
+    engine = LongEngine(tokenizer, delay_s=60.0)
+
+    async def scenario() -> None:
+        async with (
+            over_port(engine, tokenizer) as endpoint,
+            httpx.AsyncClient(base_url=endpoint) as client,
+            client.stream("POST", "/v1/messages", json=ask(stream=True)) as answer,
+        ):
+            assert "ping" in await anext(answer.aiter_lines())
+            assert len(engine.running) == 1
+            await answer.aclose()
+            while engine.running:
+                await asyncio.sleep(0.01)
+
+    run(scenario())
+    assert len(engine.cancelled) == 1
