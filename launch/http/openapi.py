@@ -193,6 +193,8 @@ def _message_schemas(info: EngineInfo) -> dict[str, Any]:
         "top_k": {"type": "integer", **limits["top_k"]},
         "cache_salt": limits["cache_salt"],
         "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        "priority": {"minimum": -(2**31) + 1, "maximum": 2**31 - 1},
+        "timeout_s": {"type": "number", "exclusiveMinimum": 0},
     }
     for kind in (CountTokensBody, MessagesBody):
         found = kind.model_json_schema(ref_template="#/components/schemas/{model}")

@@ -251,11 +251,13 @@ class _Messages:
                 self._messages.append(self._result(block, f"{where}[{index}]"))
             else:
                 texts += self._texts(block, f"{where}[{index}]")
+        if blocks and not texts:
+            return
         last = self._messages[-1] if self._messages else {}
-        if texts and last.get("role") == "user":
+        if last.get("role") == "user":
             before = last["content"] if isinstance(last["content"], list) else _parts([last["content"]])
             last["content"] = before + _parts(texts)
-        elif texts:
+        else:
             self._messages.append({"role": "user", "content": _content(texts)})
 
     def _result(self, block: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -324,7 +326,7 @@ def _blocks(content: object, where: str) -> list[dict[str, Any]]:
 
 
 def _content(texts: list[str]) -> str | list[dict[str, str]]:
-    return texts[0] if len(texts) == 1 else _parts(texts)
+    return _parts(texts) if len(texts) > 1 else "".join(texts)
 
 
 def _parts(texts: list[str]) -> list[dict[str, str]]:
