@@ -55,6 +55,11 @@ def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     return frozenset()
 
 
+def schema_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """JSON types of a whole schema's values; empty if it does not say."""
+    return _types(schema, schema, depth=0)
+
+
 def _types(schema: object, root: Mapping[str, Any], *, depth: int) -> frozenset[str]:
     if depth > 8:
         return frozenset()

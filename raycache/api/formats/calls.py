@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from raycache.api.formats.grammar import GrammarText
 from raycache.api.formats.parts import Content, ToolCallArguments, ToolCallStart
 from raycache.api.formats.unread import Reading, Unread
 
@@ -103,6 +104,15 @@ class CallSyntax(Protocol):
 
     def read(self, mark: str, unread: Unread, calls: Calls) -> Reading[None]:
         """Read the calls behind `mark`, one of `opens` or "", which is kept. What is no call is content again."""
+        ...
+
+    def lark(self, write: GrammarText, *, is_parallel: bool) -> tuple[str, str]:
+        """The mark of one call, or of several, and an expression for what follows it.
+
+        Args:
+            write: takes the rules; its tools may be called.
+            is_parallel: several calls may be made, where the syntax has several behind one mark.
+        """
         ...
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from raycache.api.formats import harmony
 from raycache.api.formats.calls import Calls, CallSyntax, IdStyle
+from raycache.api.formats.grammar import TOKEN, GrammarText, Tools, Words, many
 from raycache.api.formats.harmony import HarmonyParser
 from raycache.api.formats.parser import OutputParser, ReasoningMarks
 from raycache.api.formats.parts import PartsParser
-
-# Special tokens inside of longer marks, such as <|open|> in "<|open|>think<|sep|>".
-_TOKEN = re.compile(r"<\|[^|<>\s]*\|>|<｜[^｜<>\s]*｜>|<[^<>\s]+>|\[[A-Z_]+\]|｜[^｜]+｜")
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class ChatFormat:
         texts = [*self.frames, *(harmony.TEXTS if self.has_channels else ()), *(self.calls.texts if self.calls else ())]
         if self.reasoning:
             texts += [self.reasoning.open, self.reasoning.close]
-        return frozenset(each for text in texts for each in (text, text.strip(), *_TOKEN.findall(text)) if each)
+        return frozenset(each for text in texts for each in (text, text.strip(), *TOKEN.findall(text)) if each)
 
     def is_reasoning_open(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside of the reasoning: the template has opened it.
@@ -73,3 +70,54 @@ class ChatFormat:
             frames=self.frames,
             is_reasoning=self.is_reasoning_open(prompt_tail),
         )
+
+    def grammar(
+        self, tools: Tools, *, words: Words, prompt_tail: str, is_required: bool, is_parallel: bool = True
+    ) -> str:
+        """A grammar for outputs whose calls are valid: reasoning as the model likes, then text and calls.
+
+        Args:
+            tools: that may be called.
+            words: of the model's vocabulary.
+            prompt_tail: end of the rendered prompt; it says whether the output begins inside of the reasoning.
+            is_required: calls and nothing else.
+            is_parallel: there may be several calls.
+        Raises:
+            RequestError: a schema cannot be enforced.
+        """
+        write = GrammarText(tools, words)
+        if self.has_channels:
+            return harmony.grammar(write, is_required=is_required)
+        assert self.calls is not None, "the format has calls"
+        mark, call = self.calls.lark(write, is_parallel=is_parallel)
+        call = write.rule(call)
+        written = write.mark(mark) if mark else ""
+        before, behind = self._around(write, prompt_tail)
+        if is_required:
+            one = f"{written} {call}"
+            answer = many(one, "SPACE", is_parallel=is_parallel and bool(mark))
+            answer = f"SPACE {answer}"
+        elif not mark:
+            answer = f'{call} | /[^{{\\[\\s](?s:.*)/ | ""'
+        elif is_parallel:
+            answer = f"({write.until(mark)} {call})* TEXT"
+        else:
+            answer = f"({write.until(mark)} {call} SPACE) | TEXT"
+        write.rule(f"{before} ({answer}) {behind}", name="start")
+        return str(write)
+
+    def _around(self, write: GrammarText, prompt_tail: str) -> tuple[str, str]:
+        """What stands before the answer and behind it: reasoning and frames."""
+        behind = f"({write.mark(self.frames[-1])})?" if self.frames else ""
+        before = ""
+        if self.reasoning and self.is_reasoning_open(prompt_tail):
+            before = write.until(self.reasoning.close)
+        elif self.reasoning and not self.frames:
+            thinks = f"{write.mark(self.reasoning.open)} {write.until(self.reasoning.close)}"
+            before = f"(SPACE {thinks})?"
+        if self.frames:
+            open_frame, close_frame = self.frames[0], self.frames[1]
+            content = f"{write.until(close_frame)}"
+            is_open = prompt_tail.endswith(open_frame)
+            before += f" {content}" if is_open else f" ({write.mark(open_frame)} {content})?"
+        return before, behind

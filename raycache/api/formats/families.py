@@ -187,7 +187,7 @@ FAMILIES = (
         ("<|tool_call|>",),
     ),
     Family(
-        ChatFormat("minimax-m1", calls=JsonCalls("<tool_calls>", "</tool_calls>")),
+        ChatFormat("minimax-m1", calls=JsonCalls("<tool_calls>", "</tool_calls>", separator="\n")),
         ("<tool_calls>", "</tool_calls>"),
     ),
     Family(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 
 from raycache.api.formats.calls import LONGEST_HEAD, Calls, broken
+from raycache.api.formats.grammar import GrammarText, literal
 from raycache.api.formats.parser import StreamParser
 from raycache.api.formats.parts import Content, Reasoning
 from raycache.api.formats.unread import Marks, Reading
@@ -88,3 +89,17 @@ class HarmonyParser(StreamParser):
             return
         yield from self._unread.copy(_BODY, self._calls.arguments, takes_mark=False)
         yield from self._unread.literal(*_ENDS)
+
+
+def grammar(write: GrammarText, *, is_required: bool) -> str:
+    """A grammar for outputs with valid calls: analysis as the model likes, then a call, or also a final message."""
+    start, channel, message, end = map(write.mark, (START, CHANNEL, MESSAGE, END))
+    calls = []
+    for name, schema in write.tools.items():
+        head = literal(f"commentary to=functions.{name} ")
+        calls.append(f'{channel} {head} {write.mark("<|constrain|>")} "json" {message} {write.json(schema)}')
+    kinds = write.rule('"analysis" | "commentary"')
+    earlier = f'({channel} {kinds} {message} TEXT {end} {start} "assistant")*'
+    last = write.one_of(calls if is_required else [*calls, f'{channel} "final" {message} TEXT'])
+    write.rule(f"{earlier} {last}", name="start")
+    return str(write)

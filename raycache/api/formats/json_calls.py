@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from raycache.api.formats.calls import Calls, broken
+from raycache.api.formats.grammar import GrammarText, literal, many
 from raycache.api.formats.parts import Content
 from raycache.api.formats.unread import Reading, Unread
 
@@ -24,7 +25,7 @@ class JsonCalls:
         arguments: key of the arguments, where calls are written.
         is_list: the objects are in a JSON list, where calls are written.
         also_opens: other texts before the objects.
-        separator: between objects without a list.
+        separator: between objects where calls are written; "" if there is one behind each mark.
     """
 
     open: str
@@ -32,7 +33,7 @@ class JsonCalls:
     arguments: str = "arguments"
     is_list: bool = False
     also_opens: tuple[str, ...] = ()
-    separator: str = "\n"
+    separator: str = ""
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -73,6 +74,18 @@ class JsonCalls:
         rest = unread.kept()
         if not is_closed:
             yield Content(rest.lstrip("]"))
+
+    def lark(self, write: GrammarText, *, is_parallel: bool) -> tuple[str, str]:
+        """The opening mark, and an expression for objects behind it."""
+        calls = []
+        for name, schema in write.tools.items():
+            head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.arguments}": '
+            calls.append(f'{literal(head)} {write.json(schema)} "}}"')
+        separator = ", " if self.is_list else self.separator
+        written = many(write.one_of(calls), literal(separator), is_parallel=is_parallel and bool(separator))
+        if self.is_list:
+            written = f'"[" {written} "]"'
+        return self.open, f"SPACE {written} SPACE {write.mark(self.close)}" if self.close else f"SPACE {written}"
 
     @property
     def starts(self) -> str:

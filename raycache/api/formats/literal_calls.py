@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raycache.api.formats.arguments import ArgumentsText, quoted
+from raycache.api.formats.arguments import ArgumentsText, quoted, schema_types
 from raycache.api.formats.calls import LONGEST_HEAD, Calls, broken
+from raycache.api.formats.grammar import GrammarText, literal, many, properties, separated, texts_of
 from raycache.api.formats.unread import Marks, Reading, Unread
 
 _QUOTE = '<|"|>'
@@ -77,6 +79,18 @@ class PythonCalls:
         if self.close and (yield from unread.literal(self.close)):
             unread.kept()
         yield broken(unread)
+
+    def lark(self, write: GrammarText, *, is_parallel: bool) -> tuple[str, str]:
+        """The opening mark, and an expression for a list of calls behind it."""
+        calls = []
+        for name, schema in write.tools.items():
+            found = properties(schema)
+            parts = [(f"{literal(key + '=')} {_python_rule(one, write)}", needed) for key, one, needed in found or []]
+            inner = separated(parts, write, separator=", ") if found is not None else _python_any(write)
+            calls.append(f'{literal(name + "(")} {inner} ")"')
+        written = many(write.one_of(calls), '", "', is_parallel=is_parallel)
+        close = f" {write.mark(self.close)}" if self.close and self.open else ""
+        return self.open, f'"[" {written} "]"{close}'
 
     def _arguments(self, unread: Unread, calls: Calls) -> Reading[bool]:
         text = ArgumentsText()
@@ -165,6 +179,58 @@ class GemmaCalls:
         if (yield from unread.literal(self.close)):
             unread.kept()
         yield broken(unread)
+
+    def lark(self, write: GrammarText, *, is_parallel: bool) -> tuple[str, str]:
+        """The opening mark, and an expression for one call behind it."""
+        value = write.rule(_gemma_value(write), name="gemma_value")
+        calls = []
+        for name, schema in write.tools.items():
+            found = properties(schema)
+            parts = [(f"{literal(key + ':')} {_gemma_rule(one, write)}", needed) for key, one, needed in found or []]
+            inner = separated(parts, write, separator=",") if found is not None else _gemma_object(value)
+            calls.append(f'{literal(f"call:{name}{{")} {inner} "}}"')
+        return self.open, f"{write.one_of(calls)} {write.mark(self.close)}"
+
+
+def _python_any(write: GrammarText) -> str:
+    one = f'/[a-zA-Z_][a-zA-Z_0-9]{{0,63}}/ "=" {write.json({})}'
+    return f"({many(one, literal(', '), is_parallel=True)})?"
+
+
+def _python_rule(schema: Mapping[str, Any], write: GrammarText) -> str:
+    types = schema_types(schema)
+    return '("True" | "False")' if types == {"boolean"} else write.json(schema)
+
+
+def _gemma_rule(schema: Mapping[str, Any], write: GrammarText) -> str:
+    """A value under a schema: its type is held, and what is inside of lists and objects is any value."""
+    quote = write.mark(_QUOTE)
+    match schema_types(schema):
+        case types if types == {"string"}:
+            texts = texts_of(schema)
+            return (
+                f"{quote} {write.one_of(list(map(literal, texts)))} {quote}"
+                if texts
+                else write.rule(f"{quote} {write.until(_QUOTE)}")
+            )
+        case types if types and types <= {"integer", "number", "boolean", "null"}:
+            return write.json(schema)
+        case types if types == {"object"}:
+            return f'"{{" {_gemma_object("gemma_value")} "}}"'
+        case types if types == {"array"}:
+            return '"[" (gemma_value ("," gemma_value)*)? "]"'
+    return "gemma_value"
+
+
+def _gemma_value(write: GrammarText) -> str:
+    text = f"{write.mark(_QUOTE)} {write.until(_QUOTE)}"
+    objects = f'"{{" {_gemma_object("gemma_value")} "}}"'
+    plain = write.json({"type": ["number", "boolean", "null"]})
+    return f'{text} | {objects} | "[" (gemma_value ("," gemma_value)*)? "]" | {plain}'
+
+
+def _gemma_object(value: str) -> str:
+    return f'(/[^\\s{{}}\\[\\],:<]{{1,128}}/ ":" {value} ("," /[^\\s{{}}\\[\\],:<]{{1,128}}/ ":" {value})*)?'
 
 
 def _value(unread: Unread, *, ends: str, quotes: tuple[str, ...], has_escapes: bool) -> Reading[tuple[str, bool]]:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from raycache.api.formats.calls import LONGEST_HEAD, Calls, broken
+from raycache.api.formats.grammar import GrammarText, literal, many
 from raycache.api.formats.parts import Content
 from raycache.api.formats.unread import Marks, Reading, Unread
 
@@ -69,6 +70,24 @@ class NamedCalls:
         if self.section[1] and (yield from unread.literal(self.section[1])):
             unread.kept()
         yield broken(unread)
+
+    def lark(self, write: GrammarText, *, is_parallel: bool) -> tuple[str, str]:
+        """The opening mark, and an expression for calls behind it."""
+        calls = []
+        number = write.rule("/[0-9]{1,6}/") if self.is_numbered else ""
+        call_id = f"({write.mark(self.id_mark)} /[a-zA-Z0-9]{{9}}/)?" if self.id_mark else ""
+        middle, close = (write.mark(text) if text else "" for text in (self.middle, self.close))
+        line = literal(self.line)
+        for name, schema in write.tools.items():
+            head = literal(f"functions.{name}:") if self.is_numbered else literal(name)
+            parts = (head, number, call_id, line, middle, line, write.json(schema), line, close)
+            calls.append(" ".join(filter(None, parts)))
+        call = write.one_of(calls)
+        again = f"SPACE {write.mark(self.open)}"
+        if not self.section[0]:
+            return self.open, call
+        several = many(call, again, is_parallel=is_parallel)
+        return self.section[0], f"{again} {several} SPACE {write.mark(self.section[1])}"
 
     def _call(self, unread: Unread, calls: Calls) -> Reading[bool]:
         head, found = yield from unread.collect(Marks([self.middle, *self.opens, *self.closes]), limit=LONGEST_HEAD)

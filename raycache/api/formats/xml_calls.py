@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from raycache.api.formats.arguments import ArgumentsText, escaped, json_value, types_of
+from raycache.api.formats.arguments import ArgumentsText, escaped, json_value, schema_types, types_of
 from raycache.api.formats.calls import LONGEST_HEAD, Calls, broken
+from raycache.api.formats.grammar import GrammarText, is_text, literal, many, properties, texts_of
 from raycache.api.formats.unread import Marks, Reading, Unread
 
+_TYPES = ("array", "boolean", "null", "number", "object")
 _QUOTED_HEAD = re.compile(r'(?P<name>[^"]*)("\s+\w+="\w*)?')
 
 
@@ -78,6 +82,63 @@ class XmlCalls:
         if self.section[1] and (yield from unread.literal(self.section[1])):
             unread.kept()
         yield broken(unread)
+
+    def lark(self, write: GrammarText, *, is_parallel: bool) -> tuple[str, str]:
+        """The opening mark, and an expression for calls behind it."""
+        before, behind, end = self.call
+        calls = []
+        for name, schema in write.tools.items():
+            head = write.mark(name + behind)
+            if self.types == "type":
+                head = f'{literal(name)} "\\" index=\\"" /[0-9]{{1,3}}/ {write.mark(behind)}'
+            calls.append(f"{head} {self._lark_arguments(schema, write)} SPACE {write.mark(end)}")
+        call = write.one_of(calls)
+        if not self.section[0]:
+            return before, call
+        again = f"SPACE {write.mark(before)}"
+        several = many(call, again, is_parallel=is_parallel)
+        return self.section[0], f"{again} {several} SPACE {write.mark(self.section[1])}"
+
+    def _lark_arguments(self, schema: Mapping[str, Any], write: GrammarText) -> str:
+        found = properties(schema)
+        if found is None:
+            return f"({self._lark_argument('', {}, write)})*"
+        written = []
+        for name, one, is_required in found:
+            argument = self._lark_argument(name, one, write)
+            written.append(argument if is_required else f"({argument})?")
+        return write.rule(" ".join(written)) if written else ""
+
+    def _lark_argument(self, name: str, schema: Mapping[str, Any], write: GrammarText) -> str:
+        """One argument; without a name it has any."""
+        before, behind, close = self.parameter
+        head = f"{write.mark(before)} " + (literal(name) or '/[^<>"\n]{1,128}/')
+        pad = literal(self.value_pad)
+        forms = []
+        types = schema_types(schema)
+        if is_text(schema):
+            listed = [write.mark(text + self.value_pad + close) for text in texts_of(schema)]
+            value = write.one_of(listed) if listed else write.until(self.value_pad + close)
+            forms.append((self._attribute("string"), value))
+        if not is_text(schema) or (self.types and types != {"string"}):
+            value = f"{write.json(schema)} {write.mark(self.value_pad + close)}"
+            forms += [(attribute, value) for attribute in sorted({self._attribute(name) for name in types or _TYPES})]
+        written = []
+        for attribute, value in forms:
+            between = write.mark(attribute + behind)
+            if self.value:
+                between += f" SPACE {write.mark(self.value)}"
+            written.append(" ".join(filter(None, ("SPACE", head, between, pad, value))))
+        return write.one_of(written)
+
+    def _attribute(self, type_name: str) -> str:
+        """Attribute of a value of a JSON type."""
+        match self.types:
+            case "string":
+                return '" string="' + ("true" if type_name == "string" else "false")
+            case "type":
+                return '" type="' + ("number" if type_name == "integer" else type_name)
+        return ""
 
     def _head(self, unread: Unread) -> Reading[str]:
         """Name of the tool, or ""."""
