@@ -58,7 +58,6 @@ class MessagesApi:
 
     def __init__(self, served: Served, *, config: Config, bodies: Bodies, prepare: Prepare, respond: Respond) -> None:
         self._served, self._bodies, self._prepare, self._respond = served, bodies, prepare, respond
-        self._has_priorities = config.eviction == "priority"
         self._has_cache = config.prefix_cache
         self._warned: set[str] = set()
 
@@ -96,7 +95,7 @@ class MessagesApi:
         body = parse_body(kind, parse_json(raw))
         if body.model != self._served.info.model:
             raise ProblemError(unknown_model(body.model, self._served.info.model))
-        return conversation(body, has_priorities=self._has_priorities)
+        return conversation(body, has_priorities=self._served.has_priorities)
 
     def _warn(self, ignored: Iterable[str]) -> None:
         for kind in sorted({kind[:_MAX_TYPE_CHARS] for kind in ignored} - self._warned):

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -16,9 +16,10 @@ import pytest
 
 from raycache.api.tokenizer import Tokenizer
 from raycache.errors import EngineStoppedError, QueueFullError
-from raycache.types import EngineInfo, FinishReason
+from raycache.types import FinishReason
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import TEXT, ScriptedEngine, over_asgi, over_port, run
+from tests.unit.test_chat_answers import ANSWER, TEMPLATE
 
 _KEY = "secret"
 _CONTEXT = 4096
@@ -36,21 +37,14 @@ _TOOL = {
 _MARK = {"cache_control": {"type": "ephemeral"}}
 
 
-class LongEngine(ScriptedEngine):
-    """A scripted engine with a context for agents."""
-
-    async def info(self) -> EngineInfo:
-        return replace(await super().info(), max_model_len=_CONTEXT)
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(tiny_tokenizers.byte_level(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture
-def engine(tokenizer: Tokenizer) -> LongEngine:
-    return LongEngine(tokenizer)
+def engine(tokenizer: Tokenizer) -> ScriptedEngine:
+    return ScriptedEngine(tokenizer, context=_CONTEXT)
 
 
 @asynccontextmanager
@@ -107,7 +101,7 @@ def events_of(text: str) -> list[tuple[str, Any]]:
     return found
 
 
-def test_the_official_client_gets_a_message(engine: LongEngine, tokenizer: Tokenizer) -> None:
+def test_the_official_client_gets_a_message(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         async with official(engine, tokenizer) as client:
             whole = await client.messages.create(**ask(system="Be brief."))
@@ -137,7 +131,7 @@ def test_the_official_client_gets_a_message(engine: LongEngine, tokenizer: Token
     assert engine.cancelled == []
 
 
-def test_the_end_of_a_message_has_its_reason(engine: LongEngine, tokenizer: Tokenizer) -> None:
+def test_the_end_of_a_message_has_its_reason(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         async with official(engine, tokenizer) as client:
             stopped = await client.messages.create(**ask(stop_sequences=["six", "five"]))
@@ -152,7 +146,7 @@ def test_the_end_of_a_message_has_its_reason(engine: LongEngine, tokenizer: Toke
     run(scenario())
 
 
-def test_counted_tokens_are_those_of_the_prompt(engine: LongEngine, tokenizer: Tokenizer) -> None:
+def test_counted_tokens_are_those_of_the_prompt(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     body = {
         "system": [{"type": "text", "text": "Be brief."}],
         "tools": [_TOOL],
@@ -172,7 +166,7 @@ def test_counted_tokens_are_those_of_the_prompt(engine: LongEngine, tokenizer: T
 
 
 @pytest.mark.parametrize("drop", [True, False])
-def test_the_attribution_line_does_not_end_the_prefix(engine: LongEngine, tokenizer: Tokenizer, drop: bool) -> None:
+def test_the_attribution_line_does_not_end_the_prefix(engine: ScriptedEngine, tokenizer: Tokenizer, drop: bool) -> None:
     lines = [f"x-anthropic-billing-header: cc_version=2.1.177.01c; cch={number};" for number in ("36ee5", "0a1b2")]
 
     async def scenario() -> None:
@@ -191,7 +185,7 @@ def test_the_attribution_line_does_not_end_the_prefix(engine: LongEngine, tokeni
 
 
 def test_a_request_of_claude_code_is_answered(
-    engine: LongEngine, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+    engine: ScriptedEngine, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     headers = {
         "Authorization": f"Bearer {_KEY}",
@@ -221,7 +215,7 @@ def test_a_request_of_claude_code_is_answered(
     assert len(warnings) == 1
 
 
-def test_errors_are_those_of_the_official_client(engine: LongEngine, tokenizer: Tokenizer) -> None:
+def test_errors_are_those_of_the_official_client(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         async with official(engine, tokenizer, max_body="64KiB") as client:
             create = client.messages.create
@@ -255,7 +249,7 @@ def test_errors_are_those_of_the_official_client(engine: LongEngine, tokenizer: 
     run(scenario())
 
 
-def test_a_failure_midway_is_an_error_event(engine: LongEngine, tokenizer: Tokenizer) -> None:
+def test_a_failure_midway_is_an_error_event(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     engine.failure = (4, FinishReason.ERROR)
 
     async def scenario() -> None:
@@ -275,7 +269,7 @@ def test_a_failure_midway_is_an_error_event(engine: LongEngine, tokenizer: Token
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/models", "/v1/chat/completions"])
-def test_a_key_can_come_as_x_api_key(engine: LongEngine, tokenizer: Tokenizer, path: str) -> None:
+def test_a_key_can_come_as_x_api_key(engine: ScriptedEngine, tokenizer: Tokenizer, path: str) -> None:
     async def scenario() -> None:
         async with over_asgi(engine, tokenizer, api_key=_KEY) as client:
             method = "GET" if path == "/v1/models" else "POST"
@@ -295,7 +289,7 @@ def test_a_key_can_come_as_x_api_key(engine: LongEngine, tokenizer: Tokenizer, p
 
 @pytest.mark.parametrize(("eviction", "expected"), [("priority", (1, 300.0)), ("lru", (0, 0.0))])
 def test_cache_marks_are_never_refused(
-    engine: LongEngine, tokenizer: Tokenizer, eviction: str, expected: tuple[int, float]
+    engine: ScriptedEngine, tokenizer: Tokenizer, eviction: str, expected: tuple[int, float]
 ) -> None:
     async def scenario() -> None:
         async with over_asgi(engine, tokenizer, eviction=eviction) as client:
@@ -308,7 +302,7 @@ def test_cache_marks_are_never_refused(
 
 def test_pings_come_until_the_first_event(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raycache.api.run.PING_S", 0.02)
-    engine = LongEngine(tokenizer, delay_s=0.05)
+    engine = ScriptedEngine(tokenizer, context=_CONTEXT, delay_s=0.05)
 
     async def scenario() -> None:
         async with over_asgi(engine, tokenizer) as client:
@@ -334,7 +328,7 @@ def test_a_client_that_goes_away_while_it_waits_cancels_its_request(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raycache.api.run.PING_S", 0.02)
-    engine = LongEngine(tokenizer, delay_s=60.0)
+    engine = ScriptedEngine(tokenizer, context=_CONTEXT, delay_s=60.0)
 
     async def scenario() -> None:
         async with (
@@ -350,3 +344,65 @@ def test_a_client_that_goes_away_while_it_waits_cancels_its_request(
 
     run(scenario())
     assert len(engine.cancelled) == 1
+
+
+def test_an_agent_loops_over_calls_and_results(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE, encoding="utf-8")
+    find = {"name": "find", "input_schema": {"type": "object", "properties": {"what": {"type": "string"}}}}
+    tools: Any = [find, {"name": "now", "input_schema": {"type": "object"}}]
+    messages: list[Any] = [{"role": "user", "content": "Tea?"}]
+    engine = ScriptedEngine(tokenizer, text=ANSWER, context=_CONTEXT)
+
+    async def scenario() -> None:
+        async with official(engine, tokenizer, chat_template=str(path)) as client:
+            fields = {"tools": tools, "thinking": {"type": "adaptive"}, "max_tokens": 500}
+            whole = await client.messages.create(**ask(messages=messages, **fields))
+            thinking, text, first, second = [block.to_dict() for block in whole.content]
+            assert thinking.pop("signature") and thinking == {"type": "thinking", "thinking": "I look it up."}
+            assert text == {"type": "text", "text": "Wait."}
+            assert (first["name"], first["input"]) == ("find", {"what": "tea", "count": 2})
+            assert (second["name"], second["input"]) == ("now", {})
+            assert whole.stop_reason == "tool_use" and first["id"] != second["id"]
+            details = whole.usage.output_tokens_details
+            assert details and 0 < details.thinking_tokens < whole.usage.output_tokens
+            async with client.messages.stream(**ask(messages=messages, **fields)) as stream:
+                streamed = await stream.get_final_message()
+            assert [_without_id(block) for block in streamed.content] == [_without_id(block) for block in whole.content]
+            assert (streamed.stop_reason, streamed.usage) == (whole.stop_reason, whole.usage)
+            results: list[Any] = [
+                {"type": "tool_result", "tool_use_id": first["id"], "content": "two"},
+                {"type": "tool_result", "tool_use_id": second["id"], "content": "no clock", "is_error": True},
+                {"type": "text", "text": "Go on."},
+            ]
+            turns = [*messages, {"role": "assistant", "content": whole.content}, {"role": "user", "content": results}]
+            await client.messages.create(**ask(messages=turns, **fields))
+            off = await client.messages.create(**ask(messages=messages, thinking={"type": "disabled"}))
+            assert [block.type for block in off.content] == ["text"]  # without tools, calls are text
+
+    run(scenario())
+    prompts = [tokenizer.decode(request.prompt, skip_special_tokens=False) for request in engine.requests]
+    assert prompts[2].startswith(prompts[0].removesuffix("<|assistant|><think>"))
+    calls = '<tool_call>{"name": "find", "arguments": {"what": "tea", "count": 2}}</tool_call>'
+    assert f"<|assistant|>Wait.{calls}<tool_call>" in prompts[2]
+    assert prompts[2].endswith("<|tool|>two\n<|tool|>Error: no clock\n<|user|>Go on.\n<|assistant|><think>")
+    assert prompts[3].endswith("<|assistant|><think></think>")
+
+
+def _without_id(block: Any) -> dict[str, Any]:
+    return {name: value for name, value in block.to_dict().items() if name not in ("id", "parsed_output")}
+
+
+def test_an_answer_in_a_form_is_constrained(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+    async def scenario() -> None:
+        async with official(engine, tokenizer) as client:
+            wanted = {"format": {"type": "json_schema", "schema": schema}}
+            await client.messages.create(**ask(output_config=wanted))
+            assert "city" in engine.requests[0].sampling.grammar
+            refused = {"format": {"type": "json_schema", "schema": {"not": {}}}}
+            with pytest.raises(anthropic.BadRequestError, match="not"):
+                await client.messages.create(**ask(output_config=refused))
+
+    run(scenario())
