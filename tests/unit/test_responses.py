@@ -31,6 +31,11 @@ _TEMPLATE = (
     "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_TURN = (
+    "<think>\nI need it.\n</think>\n\nLet me look.\n"
+    '<tool_call>\n{"name": "look", "arguments": {"city": "Zürich", "days": [1, 2]}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "maps__now", "arguments": {}}\n</tool_call>'
+)
 _TOOLS: Any = [
     {
         "type": "function",
@@ -157,6 +162,86 @@ def test_the_events_of_a_text_in_full(tokenizer: Tokenizer) -> None:
         assert same[0] == same[1]
 
     run(scenario())
+
+
+def test_reasoning_and_calls_whole_and_streamed(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        async with official(Conversing(tokenizer, _TURN), tokenizer) as client:
+            ask: Any = {"model": "tiny", "input": "Hi", "tools": _TOOLS, "include": ["reasoning.encrypted_content"]}
+            whole = await client.responses.create(**ask)
+            reasoning, message, look, now = whole.output
+            assert (reasoning.type, message.type, look.type, now.type) == (
+                *("reasoning", "message", "function_call", "function_call"),
+            )
+            assert reasoning.content and reasoning.content[0].text.strip() == "I need it."
+            assert reasoning.encrypted_content and reasoning.summary == []
+            assert whole.output_text.strip() == "Let me look."
+            assert (look.name, look.namespace) == ("look", None)
+            assert json.loads(look.arguments) == {"city": "Zürich", "days": [1, 2]}
+            assert (now.name, now.namespace, json.loads(now.arguments)) == ("now", "maps", {})
+            assert look.call_id != now.call_id
+            assert whole.usage and whole.usage.output_tokens_details.reasoning_tokens > 3
+            stream = await client.responses.create(**ask, stream=True)
+            events = [event async for event in stream]
+            kinds = [event.type.removeprefix("response.") for event in events]
+            changes = [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before]
+            assert changes == [
+                *("created", "in_progress"),
+                *("output_item.added", "content_part.added", "reasoning_text.delta"),
+                *("reasoning_text.done", "content_part.done", "output_item.done"),
+                *("output_item.added", "content_part.added", "output_text.delta"),
+                *("output_text.done", "content_part.done", "output_item.done"),
+                *("output_item.added", "function_call_arguments.delta"),
+                *("function_call_arguments.done", "output_item.done"),
+                *("output_item.added", "function_call_arguments.delta"),
+                *("function_call_arguments.done", "output_item.done"),
+                "completed",
+            ]
+            done = [event.item for event in events if event.type == "response.output_item.done"]
+            last: Any = events[-1]
+            assert done == last.response.output
+            assert named(done) == named(whole.output)
+            pieces = ["", "", "", ""]
+            for event in events:
+                if event.type.endswith(".delta"):
+                    pieces[event.output_index] += event.delta  # type: ignore[union-attr]
+            texts = [reasoning.content[0].text, whole.output_text, look.arguments, now.arguments]
+            assert pieces == texts
+            async with client.responses.stream(**ask) as accumulated:
+                assert named((await accumulated.get_final_response()).output)[0] == named(whole.output)[0]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("kept", ["everything", "as Codex", "by the client's words"])
+def test_the_next_turn_continues_the_prompt(tokenizer: Tokenizer, kept: str) -> None:
+    engine = Conversing(tokenizer, _TURN, "All well.")
+
+    async def scenario() -> None:
+        async with official(engine, tokenizer) as client:
+            items: list[Any] = [{"type": "message", "id": "msg_a", "role": "user", "content": "Hi"}]
+            ask: Any = {"model": "tiny", "tools": _TOOLS, "include": ["reasoning.encrypted_content"]}
+            answer = await client.responses.create(input=items, **ask)
+            output = [item.to_dict() for item in answer.output]
+            if kept == "as Codex":  # which drops the reasoning's content and all statuses
+                for item in output:
+                    item.pop("status", None)
+                output[0].pop("content")
+            elif kept == "by the client's words":
+                output[0].pop("encrypted_content")
+            calls = [item for item in answer.output if item.type == "function_call"]
+            items = [{**items[0], "id": "msg_b"}, *output]
+            items += [{"type": "function_call_output", "call_id": call.call_id, "output": "fine"} for call in calls]
+            last = await client.responses.create(input=items, **ask)
+            assert last.output_text == "All well."
+            assert [item.type for item in last.output] == ["message"]
+
+    run(scenario())
+    first, second = prompt(engine, tokenizer, 0), prompt(engine, tokenizer, 1)
+    assert second == (
+        f"{first}{_TURN}<|im_end|>\n<|im_start|>tool\nfine<|im_end|>\n<|im_start|>tool\nfine<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
 
 
 def test_the_request_of_codex_is_answered(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
