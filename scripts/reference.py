@@ -116,7 +116,9 @@ _FIELDS = {
     "ResponsesBody.tools": "functions, also in namespaces; other types are left out, with a warning in the log",
     "reasoning": "`effort` is passed to the chat template",
     "text": "`format`: `text`, `json_object`, or `json_schema` with a schema that the answer follows",
-    "include": "`reasoning.encrypted_content` adds the reasoning in the form that some clients send back",
+    "include": "`reasoning.encrypted_content`: the reasoning also in the form that some clients send back; "
+    "`message.output_text.logprobs`: log-probabilities of the message's tokens",
+    "ResponsesBody.top_logprobs": "alternatives to report per token of the message",
     "modalities": 'only `["text"]`',
     "reasoning_effort": "passed to the chat template",
     "add_generation_prompt": "passed to the chat template; default: true, unless the last message is continued",

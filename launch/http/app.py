@@ -77,7 +77,8 @@ def build_app(
     cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
     tokens = TokensApi(served, bodies=api.bodies)
     messages = MessagesApi(served, config=config, bodies=api.bodies, prepare=api.prepare, respond=api.respond)
-    responses = ResponsesApi(api, bodies=api.bodies, kept_page_size=info.page_size if config.prefix_cache else 0)
+    kept_page_size = info.page_size if config.prefix_cache else 0
+    responses = ResponsesApi(api, tokenizer=tokenizer, bodies=api.bodies, kept_page_size=kept_page_size)
     app = Starlette(
         routes=[
             Route("/", api.welcome),

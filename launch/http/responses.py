@@ -18,6 +18,7 @@ from raycache.api.responses_body import ResponsesRequest, parse_responses, renam
 from raycache.api.responses_form import ResponsesForm
 from raycache.api.run import AnswerForm
 from raycache.api.schema import ChatBody, parse_json
+from raycache.api.tokenizer import Tokenizer
 from raycache.errors import RequestError
 
 _MOST_TOLD = 64  # types of tools; clients name them
@@ -44,8 +45,9 @@ class ResponsesApi:
         kept_page_size: tokens of a cache page; 0: prompts are not kept.
     """
 
-    def __init__(self, chats: Chats, *, bodies: Bodies, kept_page_size: int) -> None:
+    def __init__(self, chats: Chats, *, tokenizer: Tokenizer, bodies: Bodies, kept_page_size: int) -> None:
         self._chats = chats
+        self._tokenizer = tokenizer
         self._bodies = bodies
         self._kept_page_size = kept_page_size
         self._told: set[str] = set()
@@ -63,7 +65,7 @@ class ResponsesApi:
                 generation = await self._chats.prepare(salted(asked.chat, request), size=len(raw))
             except RequestError as error:
                 raise renamed(error) from error
-            form = ResponsesForm(asked, generation, kept_page_size=self._kept_page_size)
+            form = ResponsesForm(asked, generation, tokenizer=self._tokenizer, kept_page_size=self._kept_page_size)
             return await self._chats.respond(request, generation, form)
 
     def _tell(self, asked: ResponsesRequest) -> None:

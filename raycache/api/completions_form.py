@@ -195,14 +195,14 @@ class CompletionsForm:
                 extras["prompt_token_ids"] = list(choice.request.prompt)
         if self._generation.body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
             extras["prompt_logprobs"] = [
-                None if found is None else {"token_id": found.token_id, **self._chat_entry(found)}
+                None if found is None else {"token_id": found.token_id, **chat_logprob(found, self._tokenizer)}
                 for found in delta.prompt_logprobs
             ]
         return extras
 
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
         if self._is_chat:
-            return {"content": [self._chat_entry(entry.logprob) for entry in entries if entry.logprob]}
+            return {"content": [chat_logprob(entry.logprob, self._tokenizer) for entry in entries if entry.logprob]}
         name = self._tokenizer.token_text
         return {
             "tokens": [name(entry.token_id) for entry in entries],
@@ -219,13 +219,16 @@ class CompletionsForm:
         alternatives[name(found.token_id)] = _finite(found.logprob)
         return alternatives
 
-    def _chat_entry(self, found: TokenLogprob) -> dict[str, Any]:
-        top = [self._chat_token(token_id, logprob) for token_id, logprob in found.top]
-        return {**self._chat_token(found.token_id, found.logprob), "top_logprobs": top}
 
-    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        piece = self._tokenizer.pieces[token_id]
-        return {"token": self._tokenizer.token_text(token_id), "logprob": _finite(logprob), "bytes": list(piece)}
+def chat_logprob(found: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A token of a chat with its log-probability, and the most likely ones at its place."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        piece = tokenizer.pieces[token_id]
+        return {"token": tokenizer.token_text(token_id), "logprob": _finite(logprob), "bytes": list(piece)}
+
+    top = [entry(token_id, logprob) for token_id, logprob in found.top]
+    return {**entry(found.token_id, found.logprob), "top_logprobs": top}
 
 
 def _finish_reason(choice: Choice, delta: TextDelta) -> str | None:

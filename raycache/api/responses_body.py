@@ -106,6 +106,12 @@ class ResponsesBody(StrictBody):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: Annotated[list[str], FailFast()] = Field(default=[])
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer has the log-probabilities of its tokens."""
+        return self.top_logprobs is not None or "message.output_text.logprobs" in self.include
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,8 @@ def parse_responses(sent: Mapping[str, Any]) -> ResponsesRequest:
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "response_format": _response_format(body.text.format) if body.text and body.text.format else None,
+        "logprobs": body.has_logprobs,
+        "top_logprobs": body.top_logprobs,
         **{field: sent[field] for field in _PASSED_ON if field in sent},
     }
     return ResponsesRequest(
@@ -175,6 +183,7 @@ def _echo(body: ResponsesBody, sent: Mapping[str, Any]) -> dict[str, Any]:
         "text": {**text, "format": text.get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice,
         "tools": body.tools,
+        "top_logprobs": body.top_logprobs or 0,
         "metadata": {},
         "user": None,
         **{field: sent[field] for field in _ECHOED if sent.get(field) is not None},

@@ -9,12 +9,14 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from raycache.api.completions_form import chat_logprob
 from raycache.api.output_text import TextDelta
 from raycache.api.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
 from raycache.api.prepare import Choice, Generation
 from raycache.api.problem import Problem
 from raycache.api.responses_body import ResponsesRequest
 from raycache.api.responses_items import encode_reasoning
+from raycache.api.tokenizer import Tokenizer
 from raycache.types import FinishReason
 
 _IN_PROGRESS, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
@@ -28,16 +30,21 @@ class ResponsesForm:
     Args:
         asked: the request.
         generation: of the request's chat.
+        tokenizer: for the text of tokens beside their log-probabilities.
         kept_page_size: tokens of a cache page; 0: prompts are not kept.
     """
 
     names_events = True
     last_event = b""
 
-    def __init__(self, asked: ResponsesRequest, generation: Generation, *, kept_page_size: int) -> None:
+    def __init__(
+        self, asked: ResponsesRequest, generation: Generation, *, tokenizer: Tokenizer, kept_page_size: int
+    ) -> None:
         self._asked = asked
         self._generation = generation
+        self._tokenizer = tokenizer
         self._kept_page_size = kept_page_size
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not been written
         self._number = generation.generation_id.rpartition("-")[2]
         self._num_events = 0
         self._output: list[dict[str, Any]] = []
@@ -79,8 +86,12 @@ class ResponsesForm:
         return _INCOMPLETE if self._finish_reason is FinishReason.LENGTH else _COMPLETED
 
     def _written(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        entries = delta.entries[:-1] if delta.finish_reason is FinishReason.STOP else delta.entries  # the end mark
+        self._logprobs += [chat_logprob(entry.logprob, self._tokenizer) for entry in entries if entry.logprob]
         for part in merged(delta.parts):
             yield from self._write(part)
+        if delta.parts:
+            self._logprobs = []
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
             yield from self._close(self._status)
@@ -93,9 +104,12 @@ class ResponsesForm:
             case ToolCallArguments(_, text):
                 assert isinstance(self._open, _Call), "arguments follow the start of their call"
                 yield from self._of_open([self._open.add(text)])
-            case Reasoning(text) | Content(text):
-                item = yield from self._text(is_reasoning=isinstance(part, Reasoning))
+            case Reasoning(text):
+                item = yield from self._text(is_reasoning=True)
                 yield from self._of_open([item.add(text)])
+            case Content(text):
+                item = yield from self._text(is_reasoning=False)
+                yield from self._of_open([item.add(text, _of_text(self._logprobs, text))])
 
     def _text(self, *, is_reasoning: bool) -> Generator[dict[str, Any], None, _Text]:
         """The item that a piece of text belongs to, a new one if another is open."""
@@ -153,7 +167,6 @@ class ResponsesForm:
             "service_tier": "default",
             "store": False,
             "temperature": sampling.temperature,
-            "top_logprobs": 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None if status == _IN_PROGRESS else self._usage(),
@@ -175,6 +188,16 @@ class ResponsesForm:
         }
 
 
+def _of_text(logprobs: Sequence[dict[str, Any]], text: str) -> Sequence[dict[str, Any]]:
+    """The last tokens, from those on that have this text; before them is a mark that has not become a part."""
+    wanted, found = text.encode("utf-8"), b""
+    for start in reversed(range(len(logprobs))):
+        found = bytes(logprobs[start]["bytes"]) + found
+        if wanted in found:
+            return logprobs[start:]
+    return logprobs
+
+
 class _Item(Protocol):
     """An item of the output, while it is written."""
 
@@ -182,10 +205,6 @@ class _Item(Protocol):
 
     def begin(self) -> list[_Event]:
         """Events behind that of the new item."""
-        ...
-
-    def add(self, text: str) -> _Event:
-        """The event of a piece of text."""
         ...
 
     def end(self) -> list[_Event]:
@@ -211,20 +230,22 @@ class _Text:
         self._is_sealed = is_sealed
         self._kind = "reasoning_text" if is_reasoning else "output_text"
         self._text = ""
+        self._logprobs: list[dict[str, Any]] = []
 
     def begin(self) -> list[_Event]:
         """The beginning of the part."""
         return [("content_part.added", {"content_index": 0, "part": self._part()})]
 
-    def add(self, text: str) -> _Event:
-        """A piece of the text."""
+    def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> _Event:
+        """A piece of the text, with the log-probabilities of its tokens."""
         self._text += text
-        return f"{self._kind}.delta", {"content_index": 0, "delta": text, **self._logprobs()}
+        self._logprobs += logprobs
+        return f"{self._kind}.delta", {"content_index": 0, "delta": text, **self._shown_logprobs(logprobs)}
 
     def end(self) -> list[_Event]:
         """The whole text, and the part with it."""
         return [
-            (f"{self._kind}.done", {"content_index": 0, "text": self._text, **self._logprobs()}),
+            (f"{self._kind}.done", {"content_index": 0, "text": self._text, **self._shown_logprobs(self._logprobs)}),
             ("content_part.done", {"content_index": 0, "part": self._part()}),
         ]
 
@@ -251,10 +272,10 @@ class _Text:
 
     def _part(self) -> dict[str, Any]:
         extra: dict[str, Any] = {} if self.is_reasoning else {"annotations": []}
-        return {"type": self._kind, "text": self._text, **extra, **self._logprobs()}
+        return {"type": self._kind, "text": self._text, **extra, **self._shown_logprobs(self._logprobs)}
 
-    def _logprobs(self) -> dict[str, Any]:
-        return {} if self.is_reasoning else {"logprobs": []}
+    def _shown_logprobs(self, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {} if self.is_reasoning else {"logprobs": list(logprobs)}
 
 
 class _Call:

@@ -106,8 +106,17 @@ def _add_message(messages: list[dict[str, Any]], role: str, text: str, where: st
 
 
 def _add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": _object(arguments)}}
     _turn(messages).setdefault("tool_calls", []).append(call)
+
+
+def _object(arguments: str) -> str:
+    """Arguments as templates take them. Those of a call that was cut off are no JSON object, and are put into one."""
+    try:
+        is_object = isinstance(json.loads(arguments or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return arguments if is_object else json.dumps({"arguments": arguments}, ensure_ascii=False)
 
 
 def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from raycache.api.tokenizer import Tokenizer
@@ -76,6 +77,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 async def official(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[openai.AsyncOpenAI]:
     async with over_asgi(engine, tokenizer) as client:
         yield openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=client, max_retries=0)
+
+
+class Trip(pydantic.BaseModel):
+    city: str
+    days: int
+
+
+async def drained(stream: Any) -> list[Any]:
+    return [event async for event in stream]
+
+
+def stream_texts(events: list[Any]) -> list[Any]:
+    return [event for event in events if event.type == "response.output_text.delta"]
 
 
 def prompt(engine: ScriptedEngine, tokenizer: Tokenizer, number: int = -1) -> str:
@@ -242,6 +256,41 @@ def test_the_next_turn_continues_the_prompt(tokenizer: Tokenizer, kept: str) -> 
         f"{first}{_TURN}<|im_end|>\n<|im_start|>tool\nfine<|im_end|>\n<|im_start|>tool\nfine<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+def test_log_probabilities_are_those_of_the_message(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        async with official(Conversing(tokenizer, "<think>\nHm.\n</think>\n\nAll well."), tokenizer) as client:
+            ask: Any = {"model": "tiny", "input": "Hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+            whole = await client.responses.create(**ask)
+            message = whole.output[1]
+            assert message.type == "message" and message.content[0].type == "output_text" and whole.top_logprobs == 2
+            entries = message.content[0].logprobs
+            assert entries and "".join(entry.token for entry in entries).strip() == "All well."
+            assert all(entry.logprob == -0.25 and len(entry.top_logprobs) == 2 for entry in entries)
+            stream = await client.responses.create(**ask, stream=True)
+            shown = [e for event in stream_texts(await drained(stream)) for e in event.logprobs]
+            assert [entry.token for entry in shown] == [entry.token for entry in entries]
+            plain = await client.responses.create(model="tiny", input="Hi")
+            assert plain.output[1].type == "message" and plain.output[1].content[0].logprobs == []  # type: ignore[union-attr]
+
+    run(scenario())
+
+
+def test_forms_of_answers_are_constrained(tokenizer: Tokenizer) -> None:
+    engine = Conversing(tokenizer, '{"city": "Köln", "days": 3}')
+
+    async def scenario() -> None:
+        async with official(engine, tokenizer) as client:
+            parsed = await client.responses.parse(model="tiny", input="Hi", text_format=Trip)
+            assert parsed.output_parsed == Trip(city="Köln", days=3)
+            await client.responses.create(model="tiny", input="Hi", text={"format": {"type": "json_object"}})
+            await client.responses.create(model="tiny", input="Hi", tools=_TOOLS)
+
+    run(scenario())
+    grammars = [request.sampling.grammar for request in engine.requests]
+    assert [bool(grammar) for grammar in grammars] == [True, True, False]
+    assert "city" in grammars[0]
 
 
 def test_the_request_of_codex_is_answered(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:

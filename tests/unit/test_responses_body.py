@@ -96,6 +96,22 @@ def test_other_content_of_items() -> None:
     assert tool == {"role": "tool", "tool_call_id": "c", "content": "a\nb"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("", None),
+        ('{"cmd": "ec', {"arguments": '{"cmd": "ec'}),
+        ("[1]", {"arguments": "[1]"}),
+        ("[" * 100_000, {"arguments": "[" * 100_000}),
+    ],
+)
+def test_arguments_that_were_cut_off_do_not_end_a_conversation(arguments: str, shown: dict[str, Any] | None) -> None:
+    item = {"type": "function_call", "call_id": "c", "name": "look", "arguments": arguments}
+    sent = messages([_USER, item])[1]["tool_calls"][0]["function"]["arguments"]
+    assert sent == "" if shown is None else json.loads(sent) == shown
+
+
 @pytest.mark.parametrize("text", ["", "I need weather.\n", "Grüße 東京 🎉"])
 def test_encoded_reasoning_comes_back(text: str) -> None:
     assert decode_reasoning(encode_reasoning(text)) == text
