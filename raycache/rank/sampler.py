@@ -31,6 +31,7 @@ from raycache.types import SamplingParams
 _NUM_CANDIDATES = (256, 8192)  # fixed: must not depend on the other rows of the batch
 _MIN_TEMPERATURE = 1e-6  # safe to divide float32 by; sampling is effectively greedy below it
 _MAX_NOISE = {"cpu": 1 << 18, "cuda": 1 << 23}  # noise values computed at once: fits the CPU cache, bounds GPU memory
+_ZERO_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0  # [256, 8]
 _STRIDE, _MIX_1, _MIX_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """Constants of SplitMix64 ("Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), as signed integers."""
 
@@ -166,14 +167,12 @@ def _masked(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     masked = [index for index, row in enumerate(rows) if row.mask]
     if not masked:
         return logits
-    words = np.frombuffer(b"".join(rows[index].mask for index in masked), "<i4").reshape(len(masked), -1)
-    bits = _on_device(words, torch.int32, logits.device)
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    packed = np.frombuffer(b"".join(rows[index].mask for index in masked), np.uint8).reshape(len(masked), -1)
+    bits, are_zero = _on_device(packed, torch.uint8, logits.device), _on_device(_ZERO_BITS, torch.bool, logits.device)
     num_rows = max(1, _MAX_NOISE.get(logits.device.type, _MAX_NOISE["cuda"]) // logits.shape[1])
     logits = logits.clone()
     for begin in range(0, len(masked), num_rows):
-        some = bits[begin : begin + num_rows]
-        is_forbidden = ((some[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, : logits.shape[1]]
+        is_forbidden = are_zero[bits[begin : begin + num_rows].int()].flatten(1)[:, : logits.shape[1]]
         where = _on_device(masked[begin : begin + num_rows], torch.int64, logits.device)
         logits[where] = logits[where].masked_fill_(is_forbidden, -torch.inf)
     return logits
