@@ -82,9 +82,12 @@ def literal(text: str) -> str:
 
 
 def mark(text: str, tokenizer: Tokenizer) -> str:
-    """A mark such as <tool_call> as an expression: the token, if the tokenizer has a special one, else its text."""
+    """A mark such as <tool_call> as an expression: its token, if the tokenizer has one, else its text.
+
+    Free text has none of these tokens, whether the tokenizer calls them special or not.
+    """
     token_id = tokenizer.token_id(text)
-    return literal(text) if token_id is None or not tokenizer.is_special(token_id) else f"<[{token_id}]>"
+    return literal(text) if token_id is None else f"<[{token_id}]>"
 
 
 def regex(pattern: str, *, field: str = "structured_outputs.regex") -> str:
@@ -152,13 +155,12 @@ def after_reasoning(
         RequestError: there is a budget, and the mark is not one token of this model.
     """
     token_id = tokenizer.token_id(close_mark)
-    is_special = token_id is not None and tokenizer.is_special(token_id)
     if budget is not None and token_id is None:
         raise RequestError(
             f"a budget for reasoning needs a model whose mark {close_mark!r} is one token; leave the budget out",
             field="thinking_token_budget",
         )
-    if is_special or budget is not None:
+    if token_id is not None:
         limit = "" if budget is None else f"[max_tokens={max(budget, 1)}]"
         opening = "" if budget == 0 else "reasoning_text "
         rules = f"{opening}<[{token_id}]>\n" + (f"reasoning_text{limit}: /(?s:.*)/\n" if opening else "")

@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
@@ -56,7 +57,12 @@ def table(tokenizer: Tokenizer) -> LLTokenizer:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(tiny_tokenizers.byte_level(tmp_path_factory.mktemp("plain")))
+    """Byte level, with marks that are tokens and not called special."""
+    folder = tiny_tokenizers.byte_level(tmp_path_factory.mktemp("plain"))
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken(text, special=False) for text in ("</seed:think>", "[/THINK]")])
+    backend.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
 
 
 def table_of(tokenizer: Tokenizer) -> LLTokenizer:
@@ -284,7 +290,7 @@ def test_values_without_sense_are_refused(call: Callable[[], str], what: str) ->
 # --- around the answer ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mark", ["</think>", "<|im_start|>"])
+@pytest.mark.parametrize("mark", ["</think>", "<|im_start|>", "</seed:think>", "[/THINK]"])
 @pytest.mark.parametrize(
     "answer",
     [
@@ -308,8 +314,9 @@ def test_reasoning_is_free_and_the_answer_behind_it_is_not(plain: Tokenizer, mar
     assert plain.eos_id not in allowed(state)
 
 
-def test_a_budget_ends_the_reasoning(plain: Tokenizer) -> None:
-    table, mark = table_of(plain), "<|im_start|>"
+@pytest.mark.parametrize("mark", ["<|im_start|>", "</seed:think>", "[/THINK]"])
+def test_a_budget_ends_the_reasoning(plain: Tokenizer, mark: str) -> None:
+    table = table_of(plain)
     for budget in (0, 1, 3):
         state = matcher(constraint.after_reasoning('start: "a"', mark, tokenizer=plain, budget=budget), table)
         for _ in range(budget):
