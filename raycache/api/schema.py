@@ -13,7 +13,16 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from raycache.api.neutral import is_neutral
@@ -116,6 +125,11 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, sent: object) -> object:
+        return {name: value for name, value in sent.items() if value is not None} if isinstance(sent, dict) else sent
 
 
 class JsonSchema(BaseModel):

@@ -45,4 +45,5 @@ def test_what_published_clients_send_is_taken() -> None:
     beam = {"use_beam_search": False, "length_penalty": 1, "min_tokens": 0, "truncate_prompt_tokens": None}
     parse_body(CompletionBody, {**_COMPLETION, **beam, "top_k": -1, "add_special_tokens": True})
     parse_body(ChatBody, {**_CHAT, **beam, "verbosity": "low", "request_id": "r", "add_special_tokens": False})
-    parse_body(ChatBody, {**_CHAT, "stream": True, "stream_options": {"continuous_usage_stats": True}})
+    for options in ({"continuous_usage_stats": True}, {"continuous_usage_stats": None, "other": None}):
+        parse_body(ChatBody, {**_CHAT, "stream": True, "stream_options": options})
