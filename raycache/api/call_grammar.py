@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raycache.api.constraint import json_rule
+from raycache.api.constraint import json_rule, mark
 from raycache.api.formats.chat_format import ChatFormat
 from raycache.api.json_schemas import checked_schema
 from raycache.api.tokenizer import Tokenizer
@@ -55,8 +55,7 @@ class _Words:
     tokenizer: Tokenizer
 
     def token(self, text: str) -> str:
-        token_id = self.tokenizer.token_id(text)
-        return f"<[{token_id}]>" if token_id is not None and self.tokenizer.is_special(token_id) else ""
+        return "" if self.tokenizer.token_id(text) is None else mark(text, self.tokenizer)
 
     def json(self, schema: Mapping[str, Any]) -> str:
         return json_rule(schema, field="tools")

@@ -21,7 +21,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from raycache.api import constraint
+from raycache.api.call_grammar import call_grammar
+from raycache.api.formats.families import FAMILIES
 from raycache.api.tokenizer import Tokenizer
+from raycache.api.tools import Tool, ToolChoice
 from raycache.errors import RequestError
 from raycache.types import EngineInfo
 from raycache.vocabulary.grammar_tokens import grammar_tokens
@@ -60,7 +63,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Byte level, with marks that are tokens and not called special."""
     folder = tiny_tokenizers.byte_level(tmp_path_factory.mktemp("plain"))
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    backend.add_tokens([tokenizers.AddedToken(text, special=False) for text in ("</seed:think>", "[/THINK]")])
+    backend.add_tokens(
+        [
+            tokenizers.AddedToken(text, special=False)
+            for text in ("</seed:think>", "[/THINK]", "<tool_call>", "</tool_call>")
+        ]
+    )
     backend.save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)
 
@@ -334,6 +342,20 @@ def test_marks_are_tokens_where_the_tokenizer_has_them(plain: Tokenizer) -> None
     ids = plain.encode("<|im_start|><tool>a", add_special_tokens=False)
     assert matcher(grammar, table).try_consume_tokens(ids) == len(ids)
     assert matcher(grammar, table).try_consume_tokens(plain.encode("<", add_special_tokens=False)) == 0
+
+
+@pytest.mark.parametrize("is_required", [False, True])
+def test_calls_may_begin_with_tokens_that_are_not_called_special(plain: Tokenizer, is_required: bool) -> None:
+    """As in Qwen's tokenizers."""
+    (hermes,) = (family.format for family in FAMILIES if family.format.name == "hermes")
+    tool = Tool("now", {"type": "object", "properties": {}, "additionalProperties": False}, is_strict=True)
+    grammar = call_grammar(hermes, ToolChoice((tool,), is_required=is_required), tokenizer=plain, prompt_tail="")
+    for arguments, is_right in (("{}", True), ("{1}", False)):
+        text = f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>'
+        ids = plain.encode(text, add_special_tokens=False)
+        assert plain.token_id("<tool_call>") in ids
+        state = matcher(grammar, table_of(plain))
+        assert (state.try_consume_tokens(ids) == len(ids) and state.is_accepting()) == is_right
 
 
 def test_an_answer_may_begin_with_the_blank_of_a_first_token(tokenizer: Tokenizer, table: LLTokenizer) -> None:
