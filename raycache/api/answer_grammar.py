@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raycache.api import constraint
 from raycache.api.chat_model import ChatModel
+from raycache.api.formats import harmony
+from raycache.api.formats.chat_format import ChatFormat
+from raycache.api.json_schemas import checked_schema
 from raycache.api.schema import ChatBody, GenerationBody
 from raycache.api.tokenizer import Tokenizer
-from raycache.api.tools import ToolChoice
+from raycache.api.tools import Tool, ToolChoice
 from raycache.errors import RequestError
 
 
@@ -35,6 +39,55 @@ def output_grammar(body: GenerationBody, tokenizer: Tokenizer) -> tuple[str, str
     return constraint.at_start(makers[name](), tokenizer), field
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """The answer to one prompt of a chat.
+
+    Attributes:
+        chat: how the model writes it.
+        prompt: the rendered conversation.
+    """
+
+    chat: ChatFormat
+    prompt: str
+    tokenizer: Tokenizer
+
+    def calls(self, choice: ToolChoice, *, is_required: bool, has_reasoning: bool) -> str:
+        """A grammar for answers with valid calls."""
+        chat = self.chat if has_reasoning else replace(self.chat, reasoning=None)
+        words = constraint.TokenizerWords(self.tokenizer, field="tools")
+        tools = {tool.name: _parameters(tool) for tool in choice.tools}
+        return chat.grammar(
+            tools, words=words, prompt_tail=self.prompt, is_required=is_required, is_parallel=choice.is_parallel
+        )
+
+    def content(self, grammar: str) -> str:
+        """The grammar of the content, between what the model writes around it."""
+        if self.chat.has_channels:
+            return constraint.framed(grammar, harmony.final_message(self._mark), "")
+        if not self.chat.frames:
+            return grammar
+        before, close, end = self.chat.frames
+        opening = "" if self.prompt.endswith(before) else f"({self._mark(before)})?"
+        return constraint.framed(grammar, opening, f"({self._mark(close)} ({self._mark(end)})?)?")
+
+    def after_reasoning(self, grammar: str, budget: int | None) -> str:
+        """The grammar behind the reasoning, if the answer has any."""
+        marks = self.chat.reasoning
+        if marks is None:
+            return grammar
+        is_open = self.chat.is_reasoning_open(self.prompt)
+        if not is_open and self.prompt.rstrip().endswith(marks.close.rstrip()):
+            return grammar
+        opening = "" if is_open else marks.open
+        return constraint.after_reasoning(
+            grammar, marks.close, tokenizer=self.tokenizer, open_mark=opening, budget=budget
+        )
+
+    def _mark(self, text: str) -> str:
+        return constraint.mark(text, self.tokenizer)
+
+
 def chat_grammar(
     body: ChatBody, choice: ToolChoice, *, model: ChatModel, prompt: str, tokenizer: Tokenizer
 ) -> tuple[str, str]:
@@ -45,23 +98,45 @@ def chat_grammar(
     Raises:
         RequestError: the request asks for something that cannot be enforced; names the field.
     """
-    grammar, field = output_grammar(body, tokenizer)
-    if choice.is_required or any(tool.is_strict for tool in choice.tools):
-        raise RequestError("this version does not enforce tool calls", field="tool_choice")
-    budget, marks = body.thinking_token_budget, model.format.reasoning
-    if marks is None or (budget is None and not grammar):
-        return grammar, field
-    is_open = model.format.is_reasoning_open(prompt)
-    if not is_open and prompt.rstrip().endswith(marks.close.rstrip()):
-        return grammar, field  # the template has closed it: there is none
-    wrapped = constraint.after_reasoning(
-        grammar or constraint.free_text(model.shown),
-        marks.close,
-        open_mark="" if is_open else marks.open,
-        tokenizer=tokenizer,
-        budget=budget,
-    )
-    return wrapped, field or "thinking_token_budget"
+    form, field = output_grammar(body, tokenizer)
+    budget = body.thinking_token_budget
+    answer = _Answer(model.format, prompt, tokenizer)
+    if choice.tools and (
+        form or choice.is_required or not choice.is_parallel or any(t.is_strict for t in choice.tools)
+    ):
+        _check_calls(body, model.format)
+        if not form and budget is None:
+            return answer.calls(choice, is_required=choice.is_required, has_reasoning=True), "tools"
+        calls = answer.calls(choice, is_required=choice.is_required or bool(form), has_reasoning=False)
+        grammar = constraint.either(calls, answer.content(form)) if form else calls
+        return answer.after_reasoning(grammar, budget), field or "tools"
+    if form:
+        return answer.after_reasoning(answer.content(form), budget), field
+    if budget is None or model.format.reasoning is None:
+        return "", ""
+    return answer.after_reasoning(constraint.free_text(model.shown), budget), "thinking_token_budget"
+
+
+def _check_calls(body: ChatBody, chat: ChatFormat) -> None:
+    if chat.calls is None and not chat.has_channels:
+        raise RequestError(
+            "calls of tools can be neither required nor strict: how this model writes them is not known, see "
+            "`raycache doctor`",
+            field="tool_choice",
+        )
+    if (form := body.output_form()) and form[0] not in ("json", "json_object", "choice"):
+        raise RequestError(f"structured_outputs.{form[0]} and tools exclude each other", field="structured_outputs")
+
+
+def _parameters(tool: Tool) -> Mapping[str, Any]:
+    """Schema of a tool's arguments; any object where it cannot be enforced and need not be."""
+    try:
+        checked_schema(tool.parameters, field="tools")
+    except RequestError:
+        if tool.is_strict:
+            raise
+        return {"type": "object"}
+    return tool.parameters
 
 
 def _schema(value: Mapping[str, Any] | str, field: str) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from raycache.api.formats.grammar import GrammarText
 from raycache.api.json_schemas import checked_schema
 from raycache.api.tokenizer import Tokenizer
 from raycache.errors import RequestError
@@ -81,13 +82,32 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+class TokenizerWords:
+    """How a model's vocabulary stands in a grammar, see `formats.grammar.Words`.
+
+    Args:
+        field: of the request body that has the schemas, for messages.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, field: str) -> None:
+        self._tokenizer, self._field = tokenizer, field
+
+    def token(self, text: str) -> str:
+        """Expression for a token of its own, or "" if the text is none."""
+        token_id = self._tokenizer.token_id(text)
+        return "" if token_id is None else f"<[{token_id}]>"
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """Expression for JSON texts that are valid under a schema."""
+        return json_rule(schema, field=self._field)
+
+
 def mark(text: str, tokenizer: Tokenizer) -> str:
-    """A mark such as <tool_call> as an expression: its token, if the tokenizer has one, else its text.
+    """A mark such as <tool_call> as an expression: its tokens, where the tokenizer has some, and the text between.
 
     Free text has none of these tokens, whether the tokenizer calls them special or not.
     """
-    token_id = tokenizer.token_id(text)
-    return literal(text) if token_id is None else f"<[{token_id}]>"
+    return GrammarText({}, TokenizerWords(tokenizer, field="")).mark(text)
 
 
 def regex(pattern: str, *, field: str = "structured_outputs.regex") -> str:
@@ -154,28 +174,42 @@ def after_reasoning(
     Raises:
         RequestError: there is a budget, and the mark is not one token of this model.
     """
-    token_id = tokenizer.token_id(close_mark)
-    if budget is not None and token_id is None:
+    close = mark(close_mark, tokenizer)
+    if budget is not None and not close.startswith("<["):
         raise RequestError(
-            f"a budget for reasoning needs a model whose mark {close_mark!r} is one token; leave the budget out",
+            f"a budget for reasoning needs a model whose mark {close_mark!r} is a token; leave the budget out",
             field="thinking_token_budget",
         )
-    if token_id is not None:
+    if close.startswith("<["):
         limit = "" if budget is None else f"[max_tokens={max(budget, 1)}]"
         opening = "" if budget == 0 else "reasoning_text "
-        rules = f"{opening}<[{token_id}]>\n" + (f"reasoning_text{limit}: /(?s:.*)/\n" if opening else "")
+        rules = f"{opening}{close}\n" + (f"reasoning_text{limit}: /(?s:.*)/\n" if opening else "")
     else:
         rules = f"reasoning_text\nreasoning_text[suffix={literal(close_mark)}]: /(?s:.*)/\n"
     head, _, rest = rules.partition("\n")
     head = f"{head} /[ \\n]{{0,4}}/"
     if open_mark:
         head = f"({mark(open_mark, tokenizer)} {head})?"
-    return f"start: {head} {_INNER}\n{rest}{_renamed(grammar)}"
+    name, inner = _inner(grammar)
+    return f"start: {head} {name}\n{rest}{inner}"
+
+
+def either(first: str, second: str) -> str:
+    """What one of two grammars allows. The names of their rules must differ, but for `start`."""
+    name, inner = _inner(first)
+    other, outer = _inner(second, taken=inner)
+    return f"start: {name} | {other}\n{inner}{outer}"
+
+
+def framed(grammar: str, before: str, behind: str) -> str:
+    """What a grammar allows, between two expressions."""
+    name, inner = _inner(grammar)
+    return f"start: {before} {name} {behind}\n{inner}"
 
 
 def at_start(grammar: str, tokenizer: Tokenizer) -> str:
     """Let an output begin with a blank, where it belongs to the first token of a text as it does in SentencePiece."""
-    return f'start: " "? {_INNER}\n{_renamed(grammar)}' if tokenizer.pieces.strip_start else grammar
+    return framed(grammar, '" "?', "") if tokenizer.pieces.strip_start else grammar
 
 
 class GrammarChecker:
@@ -232,9 +266,12 @@ def _start(expression: str) -> str:
     return f"start: {expression}\n"
 
 
-def _renamed(grammar: str) -> str:
-    """The grammar with another name for its rule `start`."""
-    return _LARK_WORDS.sub(lambda found: found["kept"] or _INNER, grammar)
+def _inner(grammar: str, *, taken: str = "") -> tuple[str, str]:
+    """The grammar with a name for its rule `start` that neither it nor `taken` has, and that name."""
+    name = _INNER
+    while name in grammar or name in taken:
+        name += "_"
+    return name, _LARK_WORDS.sub(lambda found: found["kept"] or name, grammar)
 
 
 def _escaped(pattern: str) -> str:

@@ -10,8 +10,10 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher
 
 from raycache.api.tokenizer import Tokenizer
+from raycache.vocabulary.grammar_tokens import grammar_tokens
 from tests.oracle import tiny_tokenizers
 from tests.unit.scripted import ScriptedEngine, over_port, run
 
@@ -167,5 +169,38 @@ def test_forms_of_answers_become_grammars_or_are_refused(
             else:
                 await asking
                 assert "think" in engine.requests[0].sampling.grammar
+
+    run(test())
+
+
+CALLS = ANSWER.split("Wait.\n")[1]
+JSON = '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("more", "allowed", "forbidden"),
+    [
+        ({"tool_choice": "required"}, [f"Hm.</think>{CALLS}"], [ANSWER, "Hm.</think>Tea!"]),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, [], [f"Hm.</think>{CALLS}"]),
+        ({"parallel_tool_calls": False}, ["Hm.</think>Tea!"], [ANSWER]),
+        ({"tools": [{"type": "function", "function": {**FIND, "strict": True}}]}, ["</think>Tea!"], [ANSWER]),
+        ({"response_format": {"type": "json_object"}}, [f"</think>{JSON}", f"</think>{CALLS}"], ["</think>Tea!"]),
+        ({"response_format": {"type": "json_object"}, "tools": []}, [f"Hm.</think>{JSON}"], [f"</think>{CALLS}"]),
+        ({"response_format": {"type": "json_object"}, "tools": [], "reasoning_effort": "none"}, [JSON], ["Hm."]),
+    ],
+)
+def test_grammars_allow_what_was_asked_for_and_nothing_else(
+    tokenizer: Tokenizer, template: str, more: dict[str, Any], allowed: list[str], forbidden: list[str]
+) -> None:
+    async def test() -> None:
+        engine = ScriptedEngine(tokenizer, context=2000)
+        async with served(engine, tokenizer, template) as client:
+            await client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, "tools": TOOLS} | more)
+        table = grammar_tokens(tokenizer.vocabulary, num_logits=tokenizer.vocab_size, eos_token_ids=(0,))
+        for text in (*allowed, *forbidden):
+            matcher = LLMatcher(table, engine.requests[0].sampling.grammar)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            is_accepted = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            assert is_accepted == (text in allowed), (text, matcher.get_error())
 
     run(test())

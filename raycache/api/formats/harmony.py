@@ -10,6 +10,7 @@ The recipient stands before the channel or behind it. <|call|> and <|return|> en
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from raycache.api.formats.calls import LONGEST_HEAD, Calls, broken
 from raycache.api.formats.grammar import GrammarText, literal
@@ -89,6 +90,17 @@ class HarmonyParser(StreamParser):
             return
         yield from self._unread.copy(_BODY, self._calls.arguments, takes_mark=False)
         yield from self._unread.literal(*_ENDS)
+
+
+def final_message(mark: Callable[[str], str]) -> str:
+    """What stands before the content of an answer: analysis as the model likes, and the head of the final message.
+
+    Args:
+        mark: expression for a mark.
+    """
+    start, channel, message, end = map(mark, (START, CHANNEL, MESSAGE, END))
+    analysis = f'{channel} "analysis" {message} /(?s:.*)/ {end} {start} "assistant"'
+    return f'({analysis})? {channel} "final" {message}'
 
 
 def grammar(write: GrammarText, *, is_required: bool) -> str:
