@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,6 +83,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        adapt: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
     ) -> str:
         """Text of the prompt, special tokens included; encode it without adding others.
 
@@ -92,11 +93,12 @@ class ChatTemplate:
             add_generation_prompt: end with what opens the assistant's answer.
             continue_final_message: the last message is left open, for the model to continue it.
             variables: more variables for the template, such as enable_thinking.
+            adapt: brings the checked messages into the form that the template shows.
         Raises:
             RequestError: the messages are malformed, the template refuses them, or there is no template.
         """
         template = self._choose(has_tools=bool(tools))
-        chat = plain_messages(messages)
+        chat = adapt(plain_messages(messages))
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
