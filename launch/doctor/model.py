@@ -15,6 +15,8 @@ from launch.doctor.tiers import examine_tiers
 from launch.table import human_bytes
 from raycache.api.chat import ChatTemplate
 from raycache.api.defaults import Defaults
+from raycache.api.formats.find import find_format, ignores_tools
+from raycache.api.formats.history import find_history
 from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.tensor_files import Checkpoint
@@ -74,9 +76,22 @@ def _files(config: Config, model: ModelConfig | None) -> Iterator[CheckResult]:
     yield CheckResult("tokenizer", Outcome.OK, f"{tokenizer.vocab_size} tokens, {tokenizer.description}")
     if template.origin:
         yield CheckResult("chat template", Outcome.OK, template.origin)
+        yield from _chat_format(template, tokenizer)
     else:
         yield CheckResult("chat template", Outcome.WARNING, "none; chat completions need --chat-template FILE")
     yield attempt("sampling defaults", lambda: Defaults.of(config).description)
+
+
+def _chat_format(template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[CheckResult]:
+    found = find_format(template, tokenizer=tokenizer)
+    notes = find_history(template, ids=found.ids).notes()
+    if ignores_tools(template):
+        yield CheckResult("chat format", Outcome.OK, f"{found}; the template shows no tools, so requests may have none")
+    elif found.calls is None and not found.has_channels:
+        text = f"{found}; the template shows tools, but how the model writes calls is not known: they stay text"
+        yield CheckResult("chat format", Outcome.WARNING, text)
+    else:
+        yield CheckResult("chat format", Outcome.OK, "; ".join([str(found), *notes]))
 
 
 def _draft(model: ModelConfig, folder: Path) -> str:

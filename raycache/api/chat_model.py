@@ -10,6 +10,7 @@ from raycache.api.attribution import without_attribution
 from raycache.api.chat import ChatTemplate
 from raycache.api.formats.chat_format import ChatFormat
 from raycache.api.formats.find import find_format, ignores_tools
+from raycache.api.formats.history import find_history
 from raycache.api.formats.parts import PartsParser
 from raycache.api.schema import ChatBody
 from raycache.api.tokenizer import Tokenizer
@@ -29,12 +30,14 @@ class ChatModel:
         drops_attribution: leave clients' attribution lines out of prompts.
     Attributes:
         format: how it writes reasoning and tool calls.
+        history: how earlier turns are brought into the form that the template shows.
         shown: special tokens that are parts of the format's marks.
     """
 
     def __init__(self, template: ChatTemplate, *, tokenizer: Tokenizer, drops_attribution: bool) -> None:
         self.template = template
         self.format: ChatFormat = find_format(template, tokenizer=tokenizer)
+        self.history = find_history(template, ids=self.format.ids)
         ids = map(tokenizer.token_id, self.format.marks)
         self.shown = frozenset(token_id for token_id in ids if token_id is not None)
         self._drops_attribution = drops_attribution
@@ -59,6 +62,7 @@ class ChatModel:
             add_generation_prompt=not body.continue_final_message if opens_answer is None else opens_answer,
             continue_final_message=body.continue_final_message,
             variables=_variables(body),
+            adapt=self.history.adapted,
         )
 
     def parser(self, body: ChatBody, choice: ToolChoice, prompt: str) -> Callable[[], PartsParser]:

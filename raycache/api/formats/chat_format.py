@@ -42,6 +42,15 @@ class ChatFormat:
             texts += [self.reasoning.open, self.reasoning.close]
         return frozenset(each for text in texts for each in (text, text.strip(), *TOKEN.findall(text)) if each)
 
+    def __str__(self) -> str:
+        if self.has_channels:
+            return f"{self.name}: reasoning and calls in channels"
+        marks = f"reasoning between {self.reasoning.open.strip()} and {self.reasoning.close}" if self.reasoning else ""
+        if self.calls is None:
+            return f"{self.name}: {marks or 'neither reasoning nor tool calls'}"
+        opens = self.calls.opens[0] if self.calls.opens and not self.calls.starts else "the start of an answer"
+        return f"{self.name}: {marks or 'no reasoning'}, tool calls from {opens} on"
+
     def is_reasoning_open(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside of the reasoning: the template has opened it.
 
