@@ -6,7 +6,7 @@ Fields that change no output are ignored, known or not: clients of this API send
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,8 +15,11 @@ from pydantic_core import PydanticCustomError
 
 from raycache.api.responses_items import flat_name, messages_of
 from raycache.api.schema import ChatBody, StrictBody, parse_body
+from raycache.api.tools import MAX_TOOLS
 from raycache.errors import RequestError
 
+MAX_DEPTH = 128
+"""Of what the answer repeats: one that can be read but not written would fail when it is done."""
 _INT32 = 2**31 - 1
 _STATEFUL: dict[str, str] = {
     "previous_response_id": "send the whole conversation as input",
@@ -175,7 +178,7 @@ def renamed(error: RequestError) -> RequestError:
 
 def _echo(body: ResponsesBody, sent: Mapping[str, Any]) -> dict[str, Any]:
     text = sent.get("text") or {}
-    return {
+    echo = {
         "instructions": body.instructions or None,
         "max_output_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -188,6 +191,28 @@ def _echo(body: ResponsesBody, sent: Mapping[str, Any]) -> dict[str, Any]:
         "user": None,
         **{field: sent[field] for field in _ECHOED if sent.get(field) is not None},
     }
+    for field, value in echo.items():
+        if _is_deeper(value, MAX_DEPTH):
+            raise RequestError(f"{field} is nested more than {MAX_DEPTH} deep", field=field)
+    return echo
+
+
+def _is_deeper(value: object, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [item for one in level for item in _items(one)]
+        if not level:
+            return False
+    return True
+
+
+def _items(value: object) -> Iterable[object]:
+    match value:
+        case dict():
+            return value.values()
+        case list():
+            return value
+    return ()
 
 
 _OF_FUNCTIONS = ("description", "parameters", "strict")
@@ -213,6 +238,8 @@ class _Tools:
             RequestError: one is malformed; names it.
         """
         found = cls([], {}, set())
+        if len(tools) > MAX_TOOLS:
+            raise RequestError(f"tools must have at most {MAX_TOOLS} tools, got {len(tools)}", field="tools")
         for index, tool in enumerate(tools):
             where = f"tools[{index}]"
             match tool:

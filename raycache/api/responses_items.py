@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from raycache.errors import RequestError
@@ -52,27 +53,56 @@ def messages_of(items: str | Sequence[Mapping[str, Any]], *, instructions: str =
     Raises:
         RequestError: an item is malformed or of a type that is not served; names it.
     """
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    messages = [_Message("system", [instructions])] if instructions else []
     if isinstance(items, str):
-        return [*messages, {"role": "user", "content": items}]
-    for index, item in enumerate(items):
-        _add(messages, item, f"input[{index}]")
-    return messages
+        messages.append(_Message("user", [items]))
+    else:
+        for index, item in enumerate(items):
+            _add(messages, item, f"input[{index}]")
+    return [message.shown() for message in messages]
 
 
-def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+@dataclass
+class _Message:
+    """A message of the chat, while items are added to it.
+
+    Attributes:
+        content, reasoning: one text per item.
+        call_id: of the call whose result it is, or "".
+    """
+
+    role: str
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    call_id: str = ""
+
+    def shown(self) -> dict[str, Any]:
+        """The message as chats have it."""
+        between = "\n\n" if self.role == "system" else "\n"
+        reasoning = "\n".join(filter(None, self.reasoning))
+        return {
+            "role": self.role,
+            **({"tool_call_id": self.call_id} if self.call_id else {}),
+            **({"reasoning_content": reasoning} if reasoning else {}),
+            "content": between.join(filter(None, self.content)),
+            **({"tool_calls": self.calls} if self.calls else {}),
+        }
+
+
+def _add(messages: list[_Message], item: Mapping[str, Any], where: str) -> None:
     match item:
         case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
             name = flat_name(_optional_text(item, "namespace", where), name)
-            _add_call(messages, call_id, name, arguments)
+            _turn(messages).calls.append(_call(call_id, name, arguments))
         case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(name), "input": str(text)}:
             name = flat_name(_optional_text(item, "namespace", where), name)
-            _add_call(messages, call_id, name, json.dumps({"input": text}, ensure_ascii=False))
+            arguments = json.dumps({"input": text}, ensure_ascii=False)
+            _turn(messages).calls.append(_call(call_id, name, arguments))
         case {"type": "function_call_output" | "custom_tool_call_output", "call_id": str(call_id), "output": output}:
-            content = _text(output, f"{where}.output")
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            messages.append(_Message("tool", [_text(output, f"{where}.output")], call_id=call_id))
         case {"type": "reasoning"}:
-            _join(_turn(messages), "reasoning_content", _reasoning(item, where))
+            _turn(messages).reasoning.append(_reasoning(item, where))
         case {"role": str(role), "content": content} if item.get("type") in (None, "message"):
             _add_message(messages, role, _text(content, f"{where}.content"), where)
         case {"type": "item_reference"}:
@@ -93,21 +123,20 @@ _FORMS = {
 }
 
 
-def _add_message(messages: list[dict[str, Any]], role: str, text: str, where: str) -> None:
+def _add_message(messages: list[_Message], role: str, text: str, where: str) -> None:
     if role not in _ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role[:64]!r}", field=f"{where}.role")
     role = _ROLES[role]
     if role == "assistant":
-        _join(_turn(messages), "content", text)
-    elif role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
-        messages[0]["content"] += "\n\n" + text  # many templates take one system message only
+        _turn(messages).content.append(text)
+    elif role == "system" and len(messages) == 1 and messages[0].role == "system":
+        messages[0].content.append(text)  # many templates take one system message only
     else:
-        messages.append({"role": role, "content": text})
+        messages.append(_Message(role, [text]))
 
 
-def _add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": _object(arguments)}}
-    _turn(messages).setdefault("tool_calls", []).append(call)
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _object(arguments)}}
 
 
 def _object(arguments: str) -> str:
@@ -119,17 +148,11 @@ def _object(arguments: str) -> str:
     return arguments if is_object else json.dumps({"arguments": arguments}, ensure_ascii=False)
 
 
-def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _turn(messages: list[_Message]) -> _Message:
     """The message of the model's turn that the items before are in, or a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+    if not messages or messages[-1].role != "assistant":
+        messages.append(_Message("assistant"))
     return messages[-1]
-
-
-def _join(message: dict[str, Any], field: str, text: str) -> None:
-    if text:
-        before = message.get(field, "")
-        message[field] = f"{before}\n{text}" if before else text
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:

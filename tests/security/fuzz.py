@@ -27,7 +27,8 @@ from tests.unit.scripted import ScriptedEngine, over_port
 
 _CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
-_ENDPOINTS = ("/v1/completions", "/v1/chat/completions", *_MESSAGES, "/cache/inspect", "/cache/clear", "/cache/attach")
+_CHATS = ("/v1/chat/completions", "/v1/responses", *_MESSAGES)
+_ENDPOINTS = ("/v1/completions", *_CHATS, "/cache/inspect", "/cache/clear", "/cache/attach")
 _REFUSALS = {200, 400, 404, 413, 415, 422}
 
 
@@ -121,6 +122,7 @@ _FIELDS = (
     *("stream", "stream_options", "tools", "tool_choice", "chat_template_kwargs", "response_format", "cache_salt"),
     *("tiers", "url", "size", "echo", "timeout_s", "temperature", "priority", "continue_final_message", "x"),
     *("system", "thinking", "output_config", "stop_sequences", "cache_control"),
+    *("input", "instructions", "text", "reasoning", "include", "metadata", "max_output_tokens", "store"),
 )
 
 
@@ -135,7 +137,7 @@ def _bodies(draw: st.DrawFn) -> bytes:
     if draw(st.booleans()):
         body["prompt"] = draw(st.just("x") | values)
     else:
-        body["messages"] = draw(st.lists(message, max_size=3))
+        body[draw(st.sampled_from(("messages", "input")))] = draw(st.lists(message, max_size=3))
     data = json.dumps(body, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
     match draw(st.integers(0, 7)):
         case 0:

@@ -29,6 +29,13 @@ def call(name: str, number: int, **fields: Any) -> dict[str, Any]:
     return {"type": "function_call", "call_id": f"call_{number}", "name": name, "arguments": "{}", **fields}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
 def chat_call(name: str, number: int) -> dict[str, Any]:
     return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": "{}"}}
 
@@ -167,6 +174,10 @@ def test_settings_are_those_of_a_chat() -> None:
     assert "top_p" not in chat.model_fields_set
 
 
+def test_what_is_repeated_may_be_nested() -> None:
+    assert parsed("Hi", metadata=nested(128)).echo["metadata"] == nested(128)
+
+
 def test_tool_choice_allowed_tools() -> None:
     allowed = [{"type": "function", "name": "look"}, {"type": "web_search"}]
     asked = parsed("Hi", tools=[_TOOL], tool_choice={"type": "allowed_tools", "mode": "required", "tools": allowed})
@@ -214,6 +225,7 @@ _PART = {"type": "input_image", "image_url": "data:image/png;base64,"}
         ({"input": [{"role": "user", "content": [_PART]}]}, "input[0].content[0]", "only text"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0]", "input_text"),
         ({"input": [call("x", 1, namespace=3)]}, "input[0].namespace", "string"),
+        ({"tools": [{"type": "web_search"}] * 513}, "tools", "at most 512"),
         ({"tools": [{"name": "x"}]}, "tools[0]", "of the form"),
         ({"tools": [{"type": "namespace", "name": "x"}]}, "tools[0]", "name and tools"),
         ({"tools": [{"type": "namespace", "name": "x", "tools": ["y"]}]}, "tools[0].tools[0]", "of the form"),
@@ -225,6 +237,8 @@ _PART = {"type": "input_image", "image_url": "data:image/png;base64,"}
         ({"max_output_tokens": 0}, "max_output_tokens", "at least|greater"),
         ({"stream": "yes"}, "stream", "boolean"),
         ({"seed": "x"}, "seed", "integer"),
+        ({"metadata": nested(129)}, "metadata", "more than 128 deep"),
+        ({"text": {"x": nested(128)}}, "text", "more than 128 deep"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, Any], field: str, words: str) -> None:
