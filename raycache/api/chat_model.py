@@ -9,6 +9,7 @@ from typing import Any
 from raycache.api.attribution import without_attribution
 from raycache.api.chat import ChatTemplate
 from raycache.api.formats.chat_format import ChatFormat
+from raycache.api.formats.effort import accepted_efforts, nearest_effort
 from raycache.api.formats.find import find_format, ignores_tools
 from raycache.api.formats.history import find_history
 from raycache.api.formats.parts import PartsParser
@@ -42,6 +43,7 @@ class ChatModel:
         self.shown = frozenset(token_id for token_id in ids if token_id is not None)
         self._drops_attribution = drops_attribution
         self._ignores_tools = not template.sources or ignores_tools(template)
+        self._efforts = accepted_efforts(template)
 
     def prompt(self, body: ChatBody, choice: ToolChoice) -> str:
         """The text of a conversation.
@@ -61,7 +63,7 @@ class ChatModel:
             tools=body.tools if choice.tools else None,
             add_generation_prompt=not body.continue_final_message if opens_answer is None else opens_answer,
             continue_final_message=body.continue_final_message,
-            variables=_variables(body),
+            variables=self._variables(body),
             adapt=self.history.adapted,
         )
 
@@ -75,13 +77,13 @@ class ChatModel:
             num_earlier_calls=calls,
         )
 
-
-def _variables(body: ChatBody) -> dict[str, Any]:
-    """Variables of the template. Families name the switch for reasoning differently, and ignore unknown names."""
-    variables = dict(body.chat_template_kwargs)
-    match body.reasoning_effort:
-        case None:
-            return variables
-        case "none":
-            return {"enable_thinking": False, "thinking": False} | variables
-    return {"reasoning_effort": body.reasoning_effort} | variables
+    def _variables(self, body: ChatBody) -> dict[str, Any]:
+        """Variables of the template. Families name the switch for reasoning differently, and ignore unknown names."""
+        variables = dict(body.chat_template_kwargs)
+        match body.reasoning_effort:
+            case None:
+                return variables
+            case "none":
+                return {"enable_thinking": False, "thinking": False} | variables
+            case effort:
+                return {"reasoning_effort": nearest_effort(effort, self._efforts)} | variables
