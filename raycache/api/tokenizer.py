@@ -26,6 +26,7 @@ class Tokenizer:
         vocab_size: token ids that it knows lie in [0, vocab_size), added tokens included.
         special_tokens: name -> text, such as "bos_token" -> "<s>"; the names that chat templates use.
         templates: the model's chat templates.
+        response_template: what the model's files declare of its answers (formats/declared.py), or None.
         pieces: token id -> bytes.
         vocabulary: what all of it is read from.
     Raises:
@@ -39,6 +40,7 @@ class Tokenizer:
         self.description = self.vocabulary.description
         self.pieces = self.vocabulary.pieces
         self.special_tokens = {**self.vocabulary.special_tokens, **named_tokens(settings)}
+        self.response_template: object = settings.get("response_template")
         self.templates = read_templates(folder, settings, token_id=self.token_id)
         self.vocab_size = self.vocabulary.size
         named = map(self.token_id, self.special_tokens.values())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils.chat_parsing import parse_response
 
 from raycache.api import chat
 from raycache.api.chat import ChatTemplate
@@ -28,8 +29,8 @@ _NO_TOOLS = "{% for message in messages %}{{ '<' ~ message.role ~ '>' ~ message.
 class Words:
     """A vocabulary."""
 
-    def __init__(self, words: Collection[str] = ()) -> None:
-        self._words = words
+    def __init__(self, words: Collection[str] = (), *, response_template: object = None) -> None:
+        self._words, self.response_template = words, response_template
 
     def token_id(self, token: str) -> int | None:
         return 7 if token in self._words else None
@@ -102,3 +103,66 @@ def test_a_turn_that_a_built_in_template_writes_is_read_back(name: str, thinks: 
     message = Message.of([*parser.feed(text), *parser.finish()])
     assert (message.reasoning, message.content) == (THOUGHTS if thinks else "", CONTENT)
     assert [(call.name, json.loads(call.arguments)) for call in message.calls] == CALLS
+
+
+def _declares(**tool_calls: Any) -> dict[str, Any]:
+    thoughts = {"open": "<thought>", "close": "</thought>", "content": "text"}
+    tool_calls = {"repeats": True, "transform": {"type": "function", "function": "{content}"}, **tool_calls}
+    return {"start_anchor": "<model>", "fields": {"thinking": thoughts, "tool_calls": tool_calls, "content": {}}}
+
+
+_BY_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_JSON = json.dumps(CALLS[0][1], ensure_ascii=False)
+_DECLARED = {
+    "objects": (
+        _declares(open_pattern=r"\s*<use>", close="</use>", content="json"),
+        f'<use>{{"name": "get_weather", "arguments": {_JSON}}}</use>\n<use>{{"name": "now", "arguments": {{}}}}</use>',
+    ),
+    "names before arguments": (
+        _declares(open_pattern=r"<use>(?P<name>\w+):", close="</use>", content="json", transform=_BY_NAME),
+        f"<use>get_weather:{_JSON}</use><use>now:{{}}</use>",
+    ),
+    "elements": (
+        _declares(
+            open_pattern=r"\s*<use>\s*<fn=(?P<name>[^>\n]+)>",
+            close_pattern=r"</fn>\s*</use>",
+            content="xml-inline",
+            content_args={"tag_pattern": r"<arg=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</arg>"},
+            transform=_BY_NAME,
+        ),
+        "<use>\n<fn=get_weather>\n<arg=city>\nZürich\n</arg>\n<arg=days>\n3\n</arg>\n"
+        '<arg=opts>\n{"units": "C", "tags": ["a", "b"]}\n</arg>\n</fn>\n</use>\n<use>\n<fn=now>\n</fn>\n</use>',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _DECLARED)
+def test_what_a_checkpoint_declares_is_read_as_transformers_reads_it(name: str) -> None:
+    declared, calls = _DECLARED[name]
+    declared["fields"]["content"] = {"content": "text"}
+    tools = [{"type": "function", "function": {"name": name, "parameters": TOOLS[name]}} for name in TOOLS]
+    text = f"<thought>{THOUGHTS}</thought>{CONTENT}{calls}"
+    expected = parse_response(text, {"version": 1, **declared}, prefix="<user>Q<model>", tools=tools)
+    template = _template(_NO_TOOLS + "{# <use> <fn= #}")
+    found = find_format(template, tokenizer=Words(response_template=declared))
+    assert found.name == "declared"
+    parser = found.parser(prompt_tail="<user>Q<model>", tools=TOOLS)
+    message = Message.of([*parser.feed(text), *parser.finish()])
+    assert (message.reasoning, message.content) == (expected["thinking"], expected["content"])
+    functions = [call["function"] for call in expected["tool_calls"]]
+    assert [{"name": call.name, "arguments": json.loads(call.arguments)} for call in message.calls] == functions
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        None,
+        {"fields": {}},
+        _declares(open_pattern=r"<(use|call)>", close="</use>", content="json"),
+        _declares(open="<use>", close=["</use>", "</call>"], content="json"),
+        _declares(open="<use>", close="</use>", content="kv-lines"),
+        _declares(open="<unheard>", close="</unheard>", content="json"),
+    ],
+)
+def test_without_a_declaration_that_can_be_read_the_template_tells(declared: Any) -> None:
+    assert find_format(_template(_HERMES), tokenizer=Words(response_template=declared)).name == "hermes"

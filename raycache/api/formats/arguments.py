@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+_ESCAPE = re.compile(r"""\\(?P<known>[\n\\'"abfnrtvxNuU0-7])?""")
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "null": (type(None),),
     "boolean": (bool,),
@@ -101,6 +104,8 @@ def json_value(text: str, types: frozenset[str]) -> str:
         return quoted(text)
     if bare in ("True", "False", "None") and (not types or types & {"boolean", "null"}):
         bare = {"True": "true", "False": "false", "None": "null"}[bare]
+    elif bare[:1] in ("{", "["):
+        bare = python_json(bare)
     try:
         value = json.loads(bare, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -109,6 +114,25 @@ def json_value(text: str, types: frozenset[str]) -> str:
         return quoted(text)
     allowed = tuple(kind for name in types or _TYPES for kind in _TYPES.get(name, ()))
     return bare if type(value) in allowed else quoted(text)
+
+
+def python_json(text: str) -> str:
+    """JSON text of a value written as JSON or as a Python literal; what is neither is a string."""
+    bare = text.strip()
+    try:
+        json.loads(bare, parse_constant=_refuse)
+        return bare
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.dumps(ast.literal_eval(_ESCAPE.sub(_known_escape, bare)), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return quoted(bare)
+
+
+def _known_escape(found: re.Match[str]) -> str:
+    """Python warns of a backslash that begins no escape, and keeps it."""
+    return found[0] if found["known"] else "\\\\"
 
 
 def _refuse(name: str) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raycache.api.formats.arguments import ArgumentsText, quoted, schema_types
+from raycache.api.formats.arguments import ArgumentsText, python_json, quoted, schema_types
 from raycache.api.formats.calls import LONGEST_HEAD, Calls, broken
 from raycache.api.formats.grammar import GrammarText, literal, many, properties, separated, texts_of
 from raycache.api.formats.unread import Marks, Reading, Unread
 
 _QUOTE = '<|"|>'
-_ESCAPE = re.compile(r"""\\(?P<known>[\n\\'"abfnrtvxNuU0-7])?""")
 _BARE_NAME = re.compile(r"(?P<before>[{,]\s*)(?P<name>[^\s{}\[\],:]+)(?P<after>\s*:)")
 
 
@@ -111,7 +109,7 @@ class PythonCalls:
             value, is_whole = yield from _value(unread, ends=",)", quotes=("'", '"'), has_escapes=True)
             unread.kept()
             if value.strip():
-                yield calls.arguments(_python_json(value) if is_whole else value)
+                yield calls.arguments(python_json(value) if is_whole else value)
             if not is_whole:
                 return False
 
@@ -255,25 +253,6 @@ def _value(unread: Unread, *, ends: str, quotes: tuple[str, ...], has_escapes: b
             depth += 1
         elif mark in ")]}":
             depth -= 1
-
-
-def _python_json(text: str) -> str:
-    """JSON text of a Python literal; what is none is a string."""
-    bare = text.strip()
-    try:
-        json.loads(bare, parse_constant=_refuse)
-        return bare
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return json.dumps(ast.literal_eval(_ESCAPE.sub(_known_escape, bare)), ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return quoted(bare)
-
-
-def _known_escape(found: re.Match[str]) -> str:
-    """Python warns of a backslash that begins no escape, and keeps it."""
-    return found[0] if found["known"] else "\\\\"
 
 
 def _gemma_json(text: str) -> str:
