@@ -6,7 +6,6 @@ and expect servers that do not know it to go on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -255,8 +254,9 @@ class _Messages:
             return
         last = self._messages[-1] if self._messages else {}
         if last.get("role") == "user":
-            before = last["content"] if isinstance(last["content"], list) else _parts([last["content"]])
-            last["content"] = before + _parts(texts)
+            if isinstance(last["content"], str):
+                last["content"] = _parts([last["content"]])
+            last["content"] += _parts(texts)
         else:
             self._messages.append({"role": "user", "content": _content(texts)})
 
@@ -278,8 +278,9 @@ class _Messages:
                 case {"type": "redacted_thinking"}:
                     pass
                 case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)}:
-                    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-                    calls.append({"id": call_id, "type": "function", "function": function})
+                    calls.append(
+                        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                    )
                 case {"type": "tool_use" | "thinking" as kind}:
                     raise RequestError(f"{where}[{index}] is not a valid {kind} block", field=f"{where}[{index}]")
                 case _:

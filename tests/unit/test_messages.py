@@ -406,3 +406,37 @@ def test_an_answer_in_a_form_is_constrained(engine: ScriptedEngine, tokenizer: T
                 await client.messages.create(**ask(output_config=refused))
 
     run(scenario())
+
+
+@pytest.mark.parametrize("depth", [100, 300, 800, 900, 940, 980])
+def test_deeply_nested_bodies_are_answered_or_refused(tokenizer: Tokenizer, tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE, encoding="utf-8")
+    engine = ScriptedEngine(tokenizer, context=_CONTEXT)
+    nested = '{"a":' * depth + "{}" + "}" * depth
+    call = {"type": "tool_use", "id": "t", "name": "n", "input": "HERE"}
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [call]}]
+    tool = {"name": "n", "input_schema": "HERE"}
+    form = {"format": {"type": "json_schema", "schema": "HERE"}}
+
+    async def scenario() -> None:
+        async with over_asgi(engine, tokenizer, chat_template=str(path)) as client:
+            for fields in ({"messages": turns}, {"tools": [tool]}, {"output_config": form}):
+                body = json.dumps(ask(**fields)).replace('"HERE"', nested)
+                answer = await client.post("/v1/messages", content=body, headers={"Content-Type": "application/json"})
+                assert answer.status_code in (200, 400), answer.text
+
+    run(scenario())
+
+
+def test_very_many_messages_take_no_longer_than_their_number(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, context=_CONTEXT)
+
+    async def scenario() -> None:
+        async with over_asgi(engine, tokenizer) as client:
+            for content in ("x", [{"type": "text", "text": "x"}]):
+                body = ask(messages=[{"role": "user", "content": content}] * 50_000)
+                answer = await client.post("/v1/messages", json=body)
+                assert "prompt is too long" in answer.text
+
+    run(scenario())
