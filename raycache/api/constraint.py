@@ -259,6 +259,8 @@ class GrammarChecker:
         with self._lock:
             table = self._table
         is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, table)
+        if is_wrong and "coerce_one_of" in messages[0]:
+            return "the members of a oneOf do not exclude each other as far as can be seen; use anyOf"
         return without_excerpt(messages[0]) if is_wrong else ""
 
 

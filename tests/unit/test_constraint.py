@@ -396,6 +396,13 @@ def test_a_wrong_grammar_is_refused_and_both_are_remembered(
     asyncio.run(ask())
 
 
+def test_members_of_one_of_must_exclude_each_other(checker: constraint.GrammarChecker) -> None:
+    kinds = [{"type": "object", "properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab"]
+    asyncio.run(checker.check(constraint.json_schema({"oneOf": kinds}), field="x"))
+    with pytest.raises(RequestError, match="use anyOf"):
+        asyncio.run(checker.check(constraint.json_schema({"oneOf": [{"type": "number"}, {"minimum": 3}]}), field="x"))
+
+
 HOSTILE = [
     constraint.regex("((a{1,1000}){1,1000}){1,1000}b"),
     constraint.regex("(.*a){50}"),

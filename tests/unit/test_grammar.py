@@ -11,11 +11,13 @@ from typing import Any
 import jsonschema
 import pytest
 
+from launch.demo.model import make_demo_model
 from raycache.api import constraint
 from raycache.errors import RequestError, RequestFailedError
 from raycache.llm import LLM, Completion
 from raycache.rank import sampler
 from raycache.types import FinishReason, SamplingParams
+from tests.oracle.families import make_family
 from tests.oracle.tiny import make_tiny
 from tests.oracle.tiny_tokenizers import byte_level
 from tests.selection import mostly_long
@@ -110,6 +112,40 @@ def test_outputs_are_the_same_under_every_split(
         stats = llm.stats()
     if settings.get("adaptive_drafts") is False:
         assert stats.accepted[1] > 0
+
+
+@pytest.mark.parametrize(
+    "family", mostly_long(["llama", "qwen3_next", "nemotron_h", "deepseek_v3"], but=["llama"])
+)
+def test_other_families_and_draft_models_follow_the_same_grammars(tmp_path: Path, family: str) -> None:
+    model = byte_level(make_family(tmp_path / "model", family))
+    drafts = str(model) if family == "llama" else "ngram"
+    outputs = []
+    for settings in ({}, {"draft": drafts, "adaptive_drafts": False}):
+        with load(model, **settings) as llm:
+            outputs.append(llm.generate(prompts(), requests()))
+            stats = llm.stats()
+        check(outputs[-1])
+    assert [output.token_ids for output in outputs[0]] == [output.token_ids for output in outputs[1]]
+    assert stats.accepted[1] > 0
+
+
+@pytest.mark.real_model
+@pytest.mark.long
+def test_a_trained_model_at_random_gives_valid_answers(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model = make_demo_model(tmp_path / "smollm2", dtype="float32")
+    grammar = constraint.json_schema(SCHEMA)
+    wanted = [SamplingParams(seed=seed, max_tokens=200, grammar=grammar) for seed in range(8)]
+    asked = [f"Example {i} of a JSON object:\n" for i in range(8)]
+    found = []
+    for settings in ({}, {"draft": "ngram", "adaptive_drafts": False}):
+        with load(model, page_size=16, **settings) as llm:
+            found.append(llm.generate(asked, wanted))
+    assert [output.token_ids for output in found[0]] == [output.token_ids for output in found[1]]
+    for output in found[0]:
+        assert output.finish_reason is FinishReason.STOP
+        jsonschema.validate(json.loads(output.text), SCHEMA)
 
 
 def test_a_grammar_changes_no_row_beside_it(llm: LLM, expected: list[Completion]) -> None:
