@@ -114,9 +114,7 @@ def test_outputs_are_the_same_under_every_split(
         assert stats.accepted[1] > 0
 
 
-@pytest.mark.parametrize(
-    "family", mostly_long(["llama", "qwen3_next", "nemotron_h", "deepseek_v3"], but=["llama"])
-)
+@pytest.mark.parametrize("family", mostly_long(["llama", "qwen3_next", "nemotron_h", "deepseek_v3"], but=["llama"]))
 def test_other_families_and_draft_models_follow_the_same_grammars(tmp_path: Path, family: str) -> None:
     model = byte_level(make_family(tmp_path / "model", family))
     drafts = str(model) if family == "llama" else "ngram"
