@@ -277,7 +277,7 @@ def test_log_probabilities_are_those_of_the_message(tokenizer: Tokenizer) -> Non
     run(scenario())
 
 
-def test_forms_of_answers_are_constrained(tokenizer: Tokenizer) -> None:
+def test_forms_of_answers_and_required_calls_are_constrained(tokenizer: Tokenizer) -> None:
     engine = Conversing(tokenizer, '{"city": "Köln", "days": 3}')
 
     async def scenario() -> None:
@@ -285,12 +285,15 @@ def test_forms_of_answers_are_constrained(tokenizer: Tokenizer) -> None:
             parsed = await client.responses.parse(model="tiny", input="Hi", text_format=Trip)
             assert parsed.output_parsed == Trip(city="Köln", days=3)
             await client.responses.create(model="tiny", input="Hi", text={"format": {"type": "json_object"}})
-            await client.responses.create(model="tiny", input="Hi", tools=_TOOLS)
+            choices: list[Any] = ["required", {"type": "function", "name": "look"}, "auto"]
+            for choice in choices:
+                await client.responses.create(model="tiny", input="Hi", tools=_TOOLS, tool_choice=choice)
 
     run(scenario())
     grammars = [request.sampling.grammar for request in engine.requests]
-    assert [bool(grammar) for grammar in grammars] == [True, True, False]
-    assert "city" in grammars[0]
+    assert [bool(grammar) for grammar in grammars] == [True, True, True, True, False]
+    assert "city" in grammars[0] and "look" in grammars[2] and "maps__now" in grammars[2]
+    assert "look" in grammars[3] and "maps__now" not in grammars[3]
 
 
 def test_the_request_of_codex_is_answered(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
