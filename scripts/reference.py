@@ -53,7 +53,7 @@ has a unit, such as `512MiB` or `4GiB`. A setting that cannot work is rejected a
 _HTTP = """\
 # HTTP API
 
-The server speaks the OpenAI API for completions and chat completions; any OpenAI client works with
+The server speaks the OpenAI API for completions, chat completions and responses; any OpenAI client works with
 `base_url="http://127.0.0.1:8000/v1"`. A running server describes itself at `/openapi.json`, with the limits of its
 model. Unknown fields and values of the wrong type are rejected with status 400; `null` means the same as leaving the
 field out. Clients of Anthropic's Messages API work with `base_url="http://127.0.0.1:8000"` ([Clients](../clients.md)).
