@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.trace import Prompt
@@ -40,7 +41,9 @@ class Reply:
         return [after - before for before, after in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
 
 
-async def complete(endpoint: str, prompt: Prompt, *, model: str, timeout_s: float) -> Reply:
+async def complete(
+    endpoint: str, prompt: Prompt, *, model: str, timeout_s: float, more: Mapping[str, Any] | None = None
+) -> Reply:
     """Send token ids, greedy, and read the stream to its end.
 
     Args:
@@ -48,6 +51,7 @@ async def complete(endpoint: str, prompt: Prompt, *, model: str, timeout_s: floa
         prompt: ids and number of tokens to generate.
         model: name that the server knows.
         timeout_s: for the whole answer.
+        more: fields of the request, beyond or instead of these.
     Raises:
         RuntimeError: the server refused or broke off; the message has its words.
         TimeoutError: it took too long.
@@ -61,6 +65,7 @@ async def complete(endpoint: str, prompt: Prompt, *, model: str, timeout_s: floa
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,  # a token without text of its own has its event too
+        **(more or {}),
     }
     url = urlsplit(endpoint)
     start_s = time.perf_counter()

@@ -21,17 +21,19 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from raycache.api.formats.grammar import GrammarText
-from raycache.api.json_schemas import checked_schema
+from raycache.api.json_schemas import MAX_LITERAL_CHARS, checked_schema
 from raycache.api.tokenizer import Tokenizer
 from raycache.errors import RequestError
 from raycache.types import EngineInfo
-from raycache.vocabulary.grammar_tokens import grammar_tokens, without_excerpt
+from raycache.vocabulary.grammar_tokens import compiled, grammar_tokens, without_excerpt
 
 MAX_GRAMMAR_BYTES = 1 << 20
+MAX_LARK_BYTES = 1 << 16
 MAX_PATTERN_CHARS = 10_000
 MAX_CHOICES = 10_000
 
@@ -44,6 +46,7 @@ _SPACED = {"whitespace_pattern": r"(\n {0,24})?", "key_separator": ": ?", "item_
 until max_tokens."""
 
 _INNER = "constrained_answer"
+_EMBEDDED = re.compile(r"%json\s*\{")
 _LARK_WORDS = re.compile(
     r"""
     (?P<kept> "(?:\\.|[^"\\\n])*"i? | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\\n])+/[imslux]* )
@@ -129,11 +132,14 @@ def lark(text: str, *, field: str = "structured_outputs.grammar") -> str:
     """Texts of a grammar that the client wrote, in Lark's notation or in EBNF as llama.cpp reads it (`root ::= ...`).
 
     Raises:
-        RequestError: it is empty, too long, or EBNF that cannot be converted.
+        RequestError: it is empty, too long, EBNF that cannot be converted, or has a JSON schema that cannot be
+            enforced.
     """
     if not text.strip():
         raise RequestError(f"{field} must not be empty", field=field)
-    _check_size(text, field)
+    _check_size(text, field, limit=MAX_LARK_BYTES)
+    for found in _EMBEDDED.finditer(text):
+        _check_embedded(text[found.end() - 1 :], field)
     if "::=" not in text:
         return text
     try:
@@ -147,12 +153,16 @@ def choice(options: Sequence[str], *, field: str = "structured_outputs.choice") 
     """One of several texts.
 
     Raises:
-        RequestError: there are none or too many, or one is empty.
+        RequestError: there are none or too many, or one is empty or too long.
     """
     if not options or len(options) > MAX_CHOICES:
         raise RequestError(f"{field} must have 1 to {MAX_CHOICES} texts, got {len(options)}", field=field)
     if not all(options):
         raise RequestError(f"{field} must not contain an empty text", field=field)
+    if (longest := max(map(len, options))) > MAX_LITERAL_CHARS:
+        raise RequestError(
+            f"{field} has a text of {longest} characters; at most {MAX_LITERAL_CHARS} are accepted", field=field
+        )
     return _start(" | ".join(map(literal, dict.fromkeys(options))))
 
 
@@ -258,10 +268,13 @@ class GrammarChecker:
     def _compile(self, grammar: str) -> str:
         with self._lock:
             table = self._table
-        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, table)
-        if is_wrong and "coerce_one_of" in messages[0]:
+        matcher = compiled(grammar, table)
+        # Some grammars turn out to allow nothing, or to be too complex, when the first token is asked for.
+        fill_next_token_bitmask(matcher, allocate_token_bitmask(1, table.vocab_size))
+        message = matcher.get_error()
+        if "coerce_one_of" in message:
             return "the members of a oneOf do not exclude each other as far as can be seen; use anyOf"
-        return without_excerpt(messages[0]) if is_wrong else ""
+        return without_excerpt(message) if matcher.is_error() else ""
 
 
 def _start(expression: str) -> str:
@@ -282,7 +295,16 @@ def _escaped(pattern: str) -> str:
     return found.replace("\n", r"\n").replace("\r", r"\r")
 
 
-def _check_size(text: str, field: str) -> None:
+def _check_size(text: str, field: str, *, limit: int = MAX_GRAMMAR_BYTES) -> None:
     size = len(text.encode(errors="replace"))
-    if size > MAX_GRAMMAR_BYTES:
-        raise RequestError(f"{field} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted", field=field)
+    if size > limit:
+        raise RequestError(f"{field} has {size} bytes; at most {limit} are accepted", field=field)
+
+
+def _check_embedded(text: str, field: str) -> None:
+    """Check the JSON schema with which a text begins; one that is not JSON is left to the compiler."""
+    try:
+        schema, _ = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return
+    checked_schema(schema, field=field)

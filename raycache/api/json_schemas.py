@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from raycache.errors import RequestError
@@ -16,6 +19,10 @@ MAX_OPTIONAL = 500
 MAX_REQUIRED = 2_000
 MAX_VALUES = 10_000
 MAX_PATTERN_CHARS = 10_000
+MAX_MERGED_PATTERNS = 12
+MAX_LITERAL_CHARS = 10_000
+MAX_LITERAL_PARTS = 5_000
+MAX_MULTIPLES = 10_000
 
 _UNSUPPORTED = frozenset(
     (
@@ -54,6 +61,9 @@ _OTHER_FORMATS = frozenset(
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _SCHEMAS = ("additionalProperties", "additionalItems", "items")
+_NO_EFFECT_BESIDE_REF = frozenset(
+    ("$ref", "$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples")
+)
 _NEUTRAL: Mapping[str, object] = {"uniqueItems": False, "minContains": 0}
 
 
@@ -77,7 +87,10 @@ def checked_schema(schema: Mapping[str, Any] | bool, *, field: str) -> dict[str,
         raise RequestError(f"{field}: the schema is not JSON or too deep: {error}", field=field) from error
     if size > MAX_SCHEMA_BYTES:
         raise RequestError(f"{field}: the schema has {size} bytes; at most {MAX_SCHEMA_BYTES} fit", field=field)
-    return _Walk(schema, field).clean(schema, "#", 0)
+    walk = _Walk(schema, field)
+    cleaned = walk.clean(schema, "#", 0)
+    walk.check_merged()
+    return cleaned
 
 
 @dataclass
@@ -87,6 +100,9 @@ class _Walk:
     root: Mapping[str, Any]
     field: str
     num_schemas: int = 0
+    num_literal_parts: int = 0
+    multiples: set[int] = dataclasses.field(default_factory=set)
+    merging: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # path -> schema that merges others
 
     def clean(self, schema: Mapping[str, Any], path: str, depth: int) -> dict[str, Any]:
         self.num_schemas += 1
@@ -95,6 +111,9 @@ class _Walk:
         if self.num_schemas > MAX_SCHEMAS:
             self._refuse("#", f"has more than {MAX_SCHEMAS} subschemas")
         self._check_bounds(schema, path)
+        self._check_literals(schema, path)
+        if "allOf" in schema or ("$ref" in schema and not _NO_EFFECT_BESIDE_REF.issuperset(schema)):
+            self.merging[path] = schema
         cleaned = {key: value for key, value in schema.items() if not self._has_no_effect(key, value, path)}
         for key in _MAPS:
             if isinstance(members := cleaned.get(key), Mapping):
@@ -108,6 +127,46 @@ class _Walk:
             if isinstance(member := cleaned.get(key), Mapping):
                 cleaned[key] = self._member(member, f"{path}/{key}", depth)
         return cleaned
+
+    def check_merged(self) -> None:
+        """Bound the patterns that one string may have to follow together: their automata multiply."""
+        counts: dict[int, int] = {}
+        for path, schema in self.merging.items():
+            if (count := self._num_patterns(schema, counts)) > MAX_MERGED_PATTERNS:
+                self._refuse(path, f"merges {count} patterns by allOf or $ref; at most {MAX_MERGED_PATTERNS} fit")
+
+    def _num_patterns(self, value: Any, counts: dict[int, int]) -> int:
+        """Patterns anywhere in a schema and what it refers to, at most one more than are accepted."""
+        if not isinstance(value, Mapping | list):
+            return 0
+        if id(value) not in counts:
+            counts[id(value)] = 0  # of a schema in itself
+            parts = list(value.values()) if isinstance(value, Mapping) else value
+            count = sum(self._num_patterns(part, counts) for part in parts)
+            if isinstance(value, Mapping):
+                count += isinstance(value.get("pattern"), str) + self._num_patterns(
+                    self._target(value.get("$ref")), counts
+                )
+            counts[id(value)] = min(count, MAX_MERGED_PATTERNS + 1)
+        return counts[id(value)]
+
+    def _check_literals(self, schema: Mapping[str, Any], path: str) -> None:
+        values = schema.get("enum")
+        for value in [*(values if isinstance(values, list) else ()), schema.get("const")]:
+            if isinstance(value, str) and len(value) > MAX_LITERAL_CHARS:
+                self._refuse(path, f"has a value of {len(value)} characters; at most {MAX_LITERAL_CHARS} are accepted")
+            if isinstance(value, Mapping | list):
+                self.num_literal_parts += json.dumps(value).count(",") + 1
+                if self.num_literal_parts > MAX_LITERAL_PARTS:
+                    self._refuse(path, f"has objects and arrays as values with more than {MAX_LITERAL_PARTS} parts")
+        multiple = schema.get("multipleOf")
+        if isinstance(multiple, int | float) and not isinstance(multiple, bool) and abs(multiple) < math.inf:
+            self.multiples.add(_digits(multiple))
+            if sum(self.multiples) > MAX_MULTIPLES:
+                self._refuse(
+                    path,
+                    f"has the 'multipleOf' {multiple}; all of a schema may add up to {MAX_MULTIPLES}, digits counted",
+                )
 
     def _member(self, schema: Any, path: str, depth: int) -> Any:
         if isinstance(schema, bool):
@@ -164,6 +223,12 @@ class _Walk:
 
     def _refuse(self, path: str, what: str) -> None:
         raise RequestError(f"{self.field}: the schema at {path[:300]} {what}", field=self.field)
+
+
+def _digits(number: int | float) -> int:
+    """A number without its decimal point: 12 of 0.12."""
+    exact = Decimal(repr(abs(number))).normalize()
+    return int(exact.scaleb(-min(int(exact.as_tuple().exponent), 0)))
 
 
 def _length(value: Any) -> int:

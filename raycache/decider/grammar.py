@@ -26,7 +26,7 @@ from llguidance.numpy import (
 )
 
 from raycache.types import PackedTokens
-from raycache.vocabulary.grammar_tokens import without_excerpt
+from raycache.vocabulary.grammar_tokens import compiled, without_excerpt
 from raycache.wire.plan import Row
 
 _NUM_REMEMBERED = 128
@@ -149,4 +149,4 @@ class Grammars:
     def _compile(self, text: str) -> LLMatcher:
         if self._table is None:
             self._table = self.table()
-        return LLMatcher(self._table, text, log_level=0)
+        return compiled(text, self._table)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from llguidance import LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from raycache.vocabulary.base import Vocabulary
 
 _FENCE = "\x02"
 """A character that no token but its own begins or ends with."""
 _NUM_TRIED = 1000
+_LIMITS = LLParserLimits(
+    max_items_in_row=10_100, initial_lexer_fuel=50_000, max_grammar_size=60_000, verbose_errors=False
+)
+"""Bound the time to compile to a few tenths of a second, whoever wrote the grammar, and admit a choice of 10,000 texts.
+Symbols have numbers of 16 bits."""
 
 
 def grammar_tokens(vocabulary: Vocabulary, *, num_logits: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -35,9 +40,14 @@ def grammar_tokens(vocabulary: Vocabulary, *, num_logits: int, eos_token_ids: Se
     return LLTokenizer(cast(TokenizerWrapper, _Tokens(vocabulary, num_logits)), eos_token=eos)
 
 
+def compiled(grammar: str, table: LLTokenizer) -> LLMatcher:
+    """A matcher at the start of a grammar; a grammar that is wrong or too large gives one that is in error."""
+    return LLMatcher(table, grammar, log_level=0, limits=_LIMITS)
+
+
 def without_excerpt(message: str) -> str:
     """An error of llguidance in one line, without the excerpt of the grammar, which may be long."""
-    kept = message.split("\n   1 |")[0].split("\n")
+    kept = message.split("\n   1 |")[0].split("\n<state>")[0].split("\n")
     return "; ".join(line.strip() for line in kept if line.strip())[:1000]
 
 

@@ -1,0 +1,129 @@
+"""Grammars that would keep a server busy: each is refused, or compiled and followed, in little CPU time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from raycache.api import constraint
+from raycache.api.tokenizer import Tokenizer
+from raycache.errors import RequestError
+from raycache.types import EngineInfo
+from tests.oracle import tiny_tokenizers
+
+_CPU_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[constraint.GrammarChecker]:
+    tokenizer = Tokenizer(tiny_tokenizers.byte_level(tmp_path_factory.mktemp("tokenizer")))
+    assert tokenizer.eos_id is not None
+    made = constraint.GrammarChecker(
+        tokenizer, EngineInfo("m", "", tokenizer.vocab_size, (tokenizer.eos_id,), 100, 8, 10, 4)
+    )
+    asyncio.run(made.check('start: "a"', field="x"))  # builds the table
+    yield made
+    made.close()
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+def _refs(kind: str, count: int, **leaf: Any) -> dict[str, Any]:
+    """Each definition refers to the next one twice."""
+    chain = {f"d{i}": {kind: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(count)}
+    return {"$defs": {**chain, f"d{count}": leaf}, "$ref": "#/$defs/d0"}
+
+
+_PATTERNS = [{"type": "string", "pattern": f".*{chr(97 + i)}.{{{i}}}b.*"} for i in range(20)]
+_SCHEMAS: dict[str, Any] = {
+    "references that double": _refs("anyOf", 40, type="integer"),
+    "objects that double": {
+        "$defs": {f"d{i}": _object(a={"$ref": f"#/$defs/d{i + 1}"}, b={"$ref": f"#/$defs/d{i + 1}"}) for i in range(40)}
+        | {"d40": {}},
+        "$ref": "#/$defs/d0",
+    },
+    "alternatives that multiply": {
+        "allOf": [{"anyOf": [_object(**{f"p{i}_{j}": {}}) for j in range(12)]} for i in range(12)]
+    },
+    "merged patterns": {"allOf": _PATTERNS},
+    "patterns merged by references": {
+        "$defs": {
+            f"d{i}": {**pattern, **({"$ref": f"#/$defs/d{i + 1}"} if i < 19 else {})}
+            for i, pattern in enumerate(_PATTERNS)
+        },
+        "$ref": "#/$defs/d0",
+    },
+    "merged properties": {"allOf": [_object(a=pattern) for pattern in _PATTERNS]},
+    "multiples": _object(**{f"p{i}": {"type": "integer", "multipleOf": 9_973 - i} for i in range(200)}),
+    "a large multiple": {"type": "integer", "multipleOf": 10_007},
+    "multiples that are none": _object(a={"multipleOf": True}, b={"multipleOf": 1e999}, c={"multipleOf": "x"}),
+    "a fraction's multiple": {"type": "number", "multipleOf": 1.00007},
+    "objects as values": {"enum": [{"a": i, "b": [i] * 5} for i in range(9_000)]},
+    "an array as a value": {"const": list(range(60_000))},
+    "a long value": {"const": "x" * 500_000},
+    "5,000 optional properties": _object(**{f"p{i}": {"type": "string"} for i in range(5_000)}),
+    "optional properties, nested": _object(**{f"o{i}": _object(**{key: {} for key in "abcdefgh"}) for i in range(499)}),
+    "its own definition": {"$ref": "#"},
+    "its own part": {"allOf": [{"$ref": "#"}]},
+    "large bounds": {"type": "array", "minItems": 10**9, "items": {"type": "string", "minLength": 10**9}},
+    "integers of 1,000 digits": {"type": "integer", "minimum": 10**1000},
+}
+_TEXTS: dict[str, Callable[[], str]] = {
+    "counted repetitions": lambda: constraint.regex("((a{1,1000}){1,1000}){1,1000}b"),
+    "many stars": lambda: constraint.regex("(.*a){50}"),
+    "far behind": lambda: constraint.regex("(a|b)*a(a|b){3000}"),
+    "many options": lambda: constraint.regex("a?" * 2000 + "a" * 2000),
+    "a rule that is itself": lambda: constraint.lark("start: start"),
+    "rules in a circle": lambda: constraint.lark("start: a\na: b\nb: a"),
+    "ambiguous rules": lambda: constraint.lark('start: start start start | "a" | ""'),
+    "deep parentheses": lambda: constraint.lark("start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    "alternatives": lambda: constraint.lark("start: " + " | ".join(f'"{i}x"' for i in range(80_000))),
+    "alternatives in EBNF": lambda: constraint.lark("root ::= " + " | ".join(f'"{i}x"' for i in range(80_000))),
+    "an embedded schema": lambda: constraint.lark(
+        'start: %json {"type":"object","properties":{' + ",".join(f'"p{i}":{{}}' for i in range(3000)) + "}}"
+    ),
+    "a long choice": lambda: constraint.choice(["x" * 500_000]),
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(pytest.param(partial(constraint.json_schema, schema), id=name) for name, schema in _SCHEMAS.items()),
+        *(pytest.param(make, id=name) for name, make in _TEXTS.items()),
+    ],
+)
+def test_hostile_grammars_take_little_time(checker: constraint.GrammarChecker, make: Callable[[], str]) -> None:
+    begin_s = time.process_time()
+    try:
+        asyncio.run(checker.check(make(), field="x"))
+    except RequestError as error:
+        assert len(str(error)) < 1500
+    assert time.process_time() - begin_s < _CPU_S
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: constraint.choice([f"{i}abc" for i in range(10_000)]),
+        lambda: constraint.json_schema(_object(**{f"p{i}": {"type": "string"} for i in range(500)})),
+        lambda: constraint.json_schema({"enum": [f"value {i}" for i in range(2_000)]}),
+        lambda: constraint.json_schema({"allOf": [{"type": "string", "pattern": "^a"}, {"pattern": "z$"}]}),
+        lambda: constraint.json_schema({"type": "number", "multipleOf": 0.01}),
+    ],
+)
+def test_what_is_within_the_limits_is_accepted(checker: constraint.GrammarChecker, make: Callable[[], str]) -> None:
+    asyncio.run(checker.check(make(), field="x"))
+
+
+@pytest.mark.parametrize("text", ["start: start", "start: a\na: b\nb: a"])
+def test_a_grammar_that_allows_nothing_is_refused_before_it_runs(checker: constraint.GrammarChecker, text: str) -> None:
+    with pytest.raises(RequestError, match="cannot be enforced"):
+        asyncio.run(checker.check(constraint.lark(text), field="x"))
