@@ -389,6 +389,22 @@ def test_an_agent_loops_over_calls_and_results(tokenizer: Tokenizer, tmp_path: P
     assert prompts[3].endswith("<|assistant|><think></think>")
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "find"}])
+def test_a_required_tool_is_enforced(tokenizer: Tokenizer, tmp_path: Path, choice: Any) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE, encoding="utf-8")
+    engine = ScriptedEngine(tokenizer, text=ANSWER, context=_CONTEXT)
+    find = {"name": "find", "input_schema": {"type": "object", "properties": {"what": {"type": "string"}}}}
+
+    async def scenario() -> None:
+        async with official(engine, tokenizer, chat_template=str(path)) as client:
+            await client.messages.create(**ask(tools=[find], max_tokens=500))
+            await client.messages.create(**ask(tools=[find], tool_choice=choice, max_tokens=500))
+
+    run(scenario())
+    assert ["find" in request.sampling.grammar for request in engine.requests] == [False, True]
+
+
 def _without_id(block: Any) -> dict[str, Any]:
     return {name: value for name, value in block.to_dict().items() if name not in ("id", "parsed_output")}
 
