@@ -128,3 +128,86 @@ def test_without_tools_no_call_is_looked_for(name: str) -> None:
     parser = format_of(output).parser(prompt_tail=output.prompt_tail, tools={})
     message = read(parser, [output.text])
     assert not message.calls and "get_weather" in message.reasoning + message.content
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_plain_text_stays_as_it_is(family: str) -> None:
+    for text in (
+        "",
+        " ",
+        "\n\n  Yes.\n ",
+        "a < b and [c] or {d}",
+        "<b>bold</b> </think",
+        '{"answer": [1, 2]}',
+        "[1, 2]",
+    ):
+        parser = format_of(Output(family, text)).parser(prompt_tail="assistant\n", tools=TOOLS)
+        message = read(parser, list(text))
+        assert (message.reasoning, message.content, message.calls) == ("", text, [])
+
+
+def test_white_space_between_the_parts_belongs_to_the_format() -> None:
+    one = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for text, content in {
+        f"<think>\n\n</think>\n\n  indented\n\n{one}\n": "  indented",
+        f"Before. \n{one}\n{one}\nAfter.\n": "Before. \nAfter.\n",
+        f"\n{one}\nAfter.": "After.",
+        f" {one}\n\n": "",
+        "<think>a\n</think>\n\n": "",
+        "<think></think>\n\n": "",
+        "<think></think>\n\nYes.\n": "Yes.\n",
+    }.items():
+        assert read(parser_of(Output("hermes", text)), list(text)).content == content
+
+
+def test_an_unknown_tool_and_other_forms_of_arguments_are_calls_too() -> None:
+    for written, expected in {
+        '{"name": "other", "arguments": {"x": 1}}': {"x": 1},
+        '{"name": "other"}': {},
+        '{"name": "other", "arguments": null}': {},
+        '{"name": "other", "parameters": "{\\"x\\": 1}"}': {"x": 1},
+        '{"arguments": {"x": 1}, "name": "other", "id": "a"}': {"x": 1},
+        '{"type": "function", "name": "other", "arguments": {"x": "</tool_call>"}}': {"x": "</tool_call>"},
+    }.items():
+        message = read(parser_of(Output("hermes", "")), [f"<tool_call>{written}</tool_call>"])
+        assert not message.content
+        assert [(call.name, json.loads(call.arguments)) for call in message.calls] == [("other", expected)]
+
+
+def test_values_without_quotes_have_the_types_of_the_schema() -> None:
+    properties = {
+        "zip": {"type": "string"},
+        "count": {"type": "integer"},
+        "share": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "is_new": {"type": "boolean"},
+        "list": {"type": "array"},
+        "place": {"$ref": "#/$defs/place"},
+        "unit": {"enum": ["1", "2"]},
+    }
+    schema = {"type": "object", "properties": properties, "$defs": {"place": {"type": "object"}}}
+    written = {"zip": "75001", "count": "three", "share": "None", "is_new": "True", "list": "['a', None]"}
+    written |= {"place": '{"x": 1}', "unit": "1", "other": '{"y": 2}'}
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written.items())
+    parser = FORMATS["qwen3-coder"].parser(prompt_tail="", tools={"go": schema})
+    (call,) = read(parser, [f"<tool_call>\n<function=go>\n{inner}</function>\n</tool_call>"]).calls
+    assert json.loads(call.arguments) == {
+        "zip": "75001",
+        "count": "three",
+        "share": None,
+        "is_new": True,
+        "list": ["a", None],
+        "place": {"x": 1},
+        "unit": "1",
+        "other": {"y": 2},
+    }
+
+
+def test_arguments_that_are_cut_do_not_look_whole() -> None:
+    for name, output in OUTPUTS.items():
+        if output.family in ("gemma-4", "pythonic", "lfm2"):
+            continue
+        text = output.text[: output.text.index('"b"')]
+        for call in read(parser_of(output), [text]).calls:
+            with pytest.raises(ValueError):
+                json.loads(call.arguments)
+            assert "Zürich" in call.arguments, name

@@ -21,10 +21,8 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from raycache.api import constraint
-from raycache.api.call_grammar import call_grammar
 from raycache.api.formats.families import FAMILIES
 from raycache.api.tokenizer import Tokenizer
-from raycache.api.tools import Tool, ToolChoice
 from raycache.errors import RequestError
 from raycache.types import EngineInfo
 from raycache.vocabulary.grammar_tokens import grammar_tokens
@@ -348,8 +346,9 @@ def test_marks_are_tokens_where_the_tokenizer_has_them(plain: Tokenizer) -> None
 def test_calls_may_begin_with_tokens_that_are_not_called_special(plain: Tokenizer, is_required: bool) -> None:
     """As in Qwen's tokenizers."""
     (hermes,) = (family.format for family in FAMILIES if family.format.name == "hermes")
-    tool = Tool("now", {"type": "object", "properties": {}, "additionalProperties": False}, is_strict=True)
-    grammar = call_grammar(hermes, ToolChoice((tool,), is_required=is_required), tokenizer=plain, prompt_tail="")
+    tools = {"now": {"type": "object", "properties": {}, "additionalProperties": False}}
+    words = constraint.TokenizerWords(plain, field="tools")
+    grammar = hermes.grammar(tools, words=words, prompt_tail="", is_required=is_required)
     for arguments, is_right in (("{}", True), ("{1}", False)):
         text = f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>'
         ids = plain.encode(text, add_special_tokens=False)

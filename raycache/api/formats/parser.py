@@ -111,6 +111,7 @@ class OutputParser(StreamParser):
     def _read_reasoning(self) -> Reading[None]:
         assert self._reasoning is not None, "only a format with marks opens the reasoning"
         self.is_reasoning = True
+        yield Reasoning("")
         ends = [self._reasoning.close]
         if self._syntax and self._reasoning.is_ended_by_calls:
             ends += self._syntax.opens

@@ -19,7 +19,7 @@ class Trim:
         self._held: list[str] = []  # white space that is kept if text of its kind follows
         self._held_kind: _Text = Content
         self._last: type[Part] | None = None  # kind of what came before the held space
-        self._has_content = False
+        self._has_content = self._has_reasoned = False
 
     def push(self, part: Part) -> Iterator[Part]:
         """The part, without the white space that is not text."""
@@ -28,6 +28,7 @@ class Trim:
                 if type(part) is not self._held_kind:
                     yield from self._between()
                     self._held_kind = type(part)
+                self._has_reasoned = self._has_reasoned or type(part) is Reasoning
                 yield from self._text(text, type(part))
             case ToolCallStart():
                 yield from self._between()
@@ -38,7 +39,8 @@ class Trim:
 
     def finish(self) -> Iterator[Part]:
         """What was held back, at the end."""
-        if self._held and self._held_kind is Content and self._last in (None, Content):
+        is_content = self._last is Content or (self._last is None and not self._has_reasoned)
+        if self._held and self._held_kind is Content and is_content:
             yield Content("".join(self._held))
 
     def _between(self) -> Iterator[Part]:
@@ -60,4 +62,4 @@ class Trim:
     def _drops_lead(self, kind: _Text) -> bool:
         if kind is Reasoning:
             return self._last is not Reasoning
-        return self._last is not None and self._last is not Content and not self._has_content
+        return not self._has_content and (self._has_reasoned or self._last is not None)
