@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from raycache.api.formats.parts import Content, Message, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
 from raycache.api.output_text import LogprobEntry, TextDelta
-from raycache.api.parts import Content, Message, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
 from raycache.api.prepare import Choice, Generation
 from raycache.api.problem import Problem
 from raycache.api.schema import ChatBody

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from raycache.api.formats.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
 from raycache.api.output_text import TextDelta
-from raycache.api.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
 from raycache.api.prepare import Choice, Generation
 from raycache.api.problem import Problem
 from raycache.types import FinishReason

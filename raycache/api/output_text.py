@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raycache.api.detokenize import Detokenizer
-from raycache.api.parts import Part, PartsParser, ToolCallStart
+from raycache.api.formats.parts import Part, PartsParser, ToolCallStart
 from raycache.api.stops import StopMatcher
 from raycache.api.tokenizer import Tokenizer
 from raycache.types import FinishReason, Miss, RequestOutput, SamplingParams, TokenLogprob

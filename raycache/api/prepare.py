@@ -15,8 +15,8 @@ from raycache.api.answer_grammar import chat_grammar, output_grammar
 from raycache.api.chat import ChatTemplate
 from raycache.api.chat_model import ChatModel
 from raycache.api.defaults import Defaults
+from raycache.api.formats.parts import PartsParser
 from raycache.api.output_text import OutputText
-from raycache.api.parts import PartsParser
 from raycache.api.schema import ChatBody, CompletionBody, GenerationBody
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config

@@ -10,8 +10,8 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from raycache.api.completions_form import chat_logprob
+from raycache.api.formats.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
 from raycache.api.output_text import TextDelta
-from raycache.api.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
 from raycache.api.prepare import Choice, Generation
 from raycache.api.problem import Problem
 from raycache.api.responses_body import ResponsesRequest

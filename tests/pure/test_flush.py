@@ -147,8 +147,8 @@ def test_a_storage_that_is_emptied_gets_nothing_that_was_ordered_before() -> Non
     waiting = [turn for turn in tiers.lanes._turns if turn.begins_in >= 0]
     assert waiting
     tiers.engine.admin(CacheCommand(CacheAction.CLEAR, tiers=("storage",))).result(0)
-    units = {unit.digest for turn in waiting for unit in turn.order.units if unit.space == FULL}
-    left = {unit.digest for turn in tiers.lanes._turns for unit in turn.order.units}
+    units = {unit.digest for turn in waiting for unit in turn.command.units if unit.space == FULL}
+    left = {unit.digest for turn in tiers.lanes._turns for unit in turn.command.units}
     assert not units & left
     tiers.settle()
     assert flush(tiers)["missing_pages"] == 0

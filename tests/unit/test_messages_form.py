@@ -12,9 +12,9 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from raycache.api.formats.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
 from raycache.api.messages_form import MessagesForm, error_body
 from raycache.api.output_text import OutputText, TextDelta
-from raycache.api.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
 from raycache.api.prepare import Choice, Generation
 from raycache.api.problem import Problem
 from raycache.api.schema import ChatBody, parse_body

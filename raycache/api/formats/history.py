@@ -132,34 +132,54 @@ def _shows_late_system(template: Template) -> bool:
 
 def _without_late_system(messages: Sequence[Message]) -> list[Message]:
     """System messages at the start as one; later ones as text of the user."""
-    found: list[Message] = []
+    found = _Joined()
     for message in messages:
-        last = found[-1] if found else None
-        if message["role"] != "system" or last is None:
-            found.append(message)
-        elif last["role"] == "system":
-            found[-1] = _with_text(last, message["content"])
+        if message["role"] != "system" or not found.last_role:
+            found.add(message)
+        elif found.last_role == "system":
+            found.extend(message["content"])
+        elif found.last_role == "user":
+            found.extend(f"System message: {message['content']}")
         else:
-            note = f"System message: {message['content']}"
-            if last["role"] == "user":
-                found[-1] = _with_text(last, note)
-            else:
-                found.append({"role": "user", "content": note})
-    return found
+            found.add({"role": "user", "content": f"System message: {message['content']}"})
+    return found.messages()
 
 
 def _joined_users(messages: Sequence[Message]) -> list[Message]:
-    found: list[Message] = []
+    found = _Joined()
     for message in messages:
-        if found and message["role"] == found[-1]["role"] == "user":
-            found[-1] = _with_text(found[-1], message["content"])
+        if message["role"] == found.last_role == "user":
+            found.extend(message["content"])
         else:
-            found.append(message)
-    return found
+            found.add(message)
+    return found.messages()
 
 
-def _with_text(message: Message, text: str) -> Message:
-    return {**message, "content": f"{message['content']}\n\n{text}"}
+class _Joined:
+    """Messages, some of which get more text. Joined at the end: there may be very many."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Message, list[str]]] = []
+
+    @property
+    def last_role(self) -> str:
+        """Role of the last message, or "" before the first."""
+        return str(self._found[-1][0]["role"]) if self._found else ""
+
+    def add(self, message: Message) -> None:
+        """A message of its own."""
+        self._found.append((message, []))
+
+    def extend(self, text: str) -> None:
+        """More text of the last message."""
+        self._found[-1][1].append(text)
+
+    def messages(self) -> list[Message]:
+        """All of them."""
+        return [
+            {**message, "content": "\n\n".join([message["content"], *more])} if more else message
+            for message, more in self._found
+        ]
 
 
 def _with_ids(messages: Sequence[Message], ids: IdStyle) -> list[Message]:
