@@ -173,7 +173,7 @@ def test_litellm(server: Server, monkeypatch: pytest.MonkeyPatch, provider: str)
     assert required.choices[0].finish_reason == "tool_calls"
     assert litellm.responses(input="Say hello.", **settings).output[-1].content[0].text == "Hello!"
     with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(messages=messages("x" * CONTEXT), **settings)
+        litellm.completion(messages=messages("x " * CONTEXT), **settings)
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
