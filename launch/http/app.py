@@ -339,9 +339,17 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    where = "; GET /openapi.json lists the paths" if error.status_code == 404 else ""
+    where = _where_to_look(request) if error.status_code == 404 else ""
     message = f"{request.method} {request.url.path}: {error.detail}{where}"
     return problem_response(Problem(error.status_code, message, headers=error.headers or {}), request.scope)
+
+
+def _where_to_look(request: Request) -> str:
+    """Base URLs with `/v1` too many or too few are common: OpenAI's clients expect it there, Anthropic's add it."""
+    path = request.url.path
+    paths = {route.path for route in request.app.routes if isinstance(route, Route)}
+    near = next((other for other in (f"/v1{path}", path.removeprefix("/v1")) if other in paths and other != path), None)
+    return f"; did you mean {near}?" if near else "; GET /openapi.json lists the paths"
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -173,7 +173,11 @@ def parse_responses(sent: Mapping[str, Any]) -> ResponsesRequest:
 def renamed(error: RequestError) -> RequestError:
     """The error of a chat, naming the field of the request that the chat's field was made from."""
     field = error.field
-    return type(error)(error.message, field=None if field is None else _NAMES.get(field.partition("[")[0], field))
+    name = "" if field is None else field.partition("[")[0]
+    if name not in _NAMES:
+        return error
+    message = error.message if name == "messages" else error.message.replace(name, _NAMES[name])
+    return type(error)(message, field=_NAMES[name])
 
 
 def _echo(body: ResponsesBody, sent: Mapping[str, Any]) -> dict[str, Any]:

@@ -369,7 +369,9 @@ def parse_body(kind: type[Body], body: Mapping[str, Any]) -> Body:
 
 
 def _first_error(error: ValidationError, *, known: Mapping[str, Any]) -> RequestError:
-    first = error.errors(include_url=False, include_context=False)[0]
+    errors = error.errors(include_url=False, include_context=False)
+    mistyped = (each for each in errors if each["type"] == "extra_forbidden" and len(each["loc"]) == 1)
+    first = next((each for each in mistyped if did_you_mean(str(each["loc"][0])[:_NAME_CHARS], known)), errors[0])
     place = [part for part in first["loc"] if isinstance(part, int) or not part.startswith("function-")]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     match first["type"]:

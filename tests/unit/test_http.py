@@ -413,6 +413,12 @@ def test_paths_methods_and_bodies_get_errors_in_the_same_shape(engine: ScriptedE
             assert answer.status_code == status, answer.text
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert answers[2][1].headers["allow"] == "POST"
+        async with over_asgi(engine, tokenizer) as client:
+            for path, near in (("/v1/v1/messages", "/v1/messages"), ("/chat/completions", "/v1/chat/completions")):
+                message = (await client.post(path, json={})).json()["error"]["message"]
+                assert message.endswith(f"; did you mean {near}?")
+            answer = await client.post("/v1/chat/completions", json={"model": "tiny", "mesages": []})
+            assert answer.json()["error"]["message"] == "mesages is not supported; did you mean 'messages'?"
 
     run(scenario())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raycache.api.responses_body import ResponsesRequest, parse_responses
+from raycache.api.responses_body import ResponsesRequest, parse_responses, renamed
 from raycache.api.responses_items import decode_reasoning, encode_reasoning, flat_name
 from raycache.errors import RequestError
 
@@ -245,3 +245,10 @@ def test_refusals_name_the_field(fields: dict[str, Any], field: str, words: str)
     with pytest.raises(RequestError, match=words) as refused:
         parse_responses({"model": "tiny", "input": "Hi", **fields})
     assert refused.value.field == field
+
+
+def test_errors_of_the_chat_name_the_fields_of_responses() -> None:
+    error = renamed(RequestError("response_format: the schema at # has the keyword 'not'", field="response_format"))
+    assert (error.field, error.message) == ("text.format", "text.format: the schema at # has the keyword 'not'")
+    error = renamed(RequestError("use max_tokens of at most 8", field="max_tokens"))
+    assert (error.field, error.message) == ("max_output_tokens", "use max_output_tokens of at most 8")
