@@ -227,8 +227,8 @@ class Settings:
     )
     api_key: str = _server(
         "",
-        "key that clients must send, as a bearer token or `x-api-key`; better set RAYCACHE_API_KEY, flags are visible to "
-        "other users",
+        "key that clients must send, as a bearer token or `x-api-key`; better set RAYCACHE_API_KEY, flags are visible "
+        "to other users",
         unit="KEY",
         is_common=True,
     )
