@@ -28,6 +28,7 @@ from typing import Any
 
 import httpx
 import jsonschema
+from tokenizers import Tokenizer
 
 from benchmarks.client import complete
 from benchmarks.figures import percentile, write_json
@@ -37,6 +38,7 @@ from benchmarks.trace import Prompt
 
 _TIMEOUT_S = 900.0
 _PROMPT = "Write a JSON document with short values."
+CLOSING = ('"', "}", "]", '",', '"}', '"]', "},", "],", "}}", "]]")
 _WITHOUT_TEXT = ("refused", "failed", "left")
 _PERSON = {
     "type": "object",
@@ -89,6 +91,9 @@ def main() -> int:
     parser.add_argument("--show", type=int, default=0, metavar="N", help="characters of the schema in its prompt")
     parser.add_argument(
         "--minutes", type=float, default=60, help="then what is not done is left (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--favour", type=float, default=0, metavar="BIAS", help="of tokens that close something, for untrained models"
     )
     parser.add_argument("--max-tokens", type=int, default=160, help="default: %(default)s")
     parser.add_argument("--concurrency", type=int, default=32, help="default: %(default)s")
@@ -168,7 +173,7 @@ def check(text: str, schema: Any) -> tuple[str, str]:
 
 
 async def _validity(endpoint: str, schemas: Mapping[str, Any], options: argparse.Namespace) -> tuple[dict, bool]:
-    model = status(endpoint)["model"]
+    model, bias = status(endpoint)["model"], _closing_bias(options) if options.favour else {}
     begin = time.perf_counter()
     slots = asyncio.Semaphore(options.concurrency)
     async with httpx.AsyncClient(base_url=endpoint, timeout=_TIMEOUT_S, trust_env=False) as client:
@@ -176,7 +181,9 @@ async def _validity(endpoint: str, schemas: Mapping[str, Any], options: argparse
         async def one(number: int, name: str) -> Answer:
             try:
                 async with asyncio.timeout_at(end_s), slots:
-                    return await _ask(client, name, schemas[name], model=model, number=number, options=options)
+                    return await _ask(
+                        client, name, schemas[name], model=model, bias=bias, number=number, options=options
+                    )
             except TimeoutError:
                 return Answer(name, "left", "")
 
@@ -201,13 +208,21 @@ async def _validity(endpoint: str, schemas: Mapping[str, Any], options: argparse
 
 
 async def _ask(
-    client: httpx.AsyncClient, name: str, schema: Any, *, model: str, number: int, options: argparse.Namespace
+    client: httpx.AsyncClient,
+    name: str,
+    schema: Any,
+    *,
+    model: str,
+    bias: Mapping[str, float],
+    number: int,
+    options: argparse.Namespace,
 ) -> Answer:
     shown = json.dumps(schema, ensure_ascii=False)[: options.show]
     body = {
         "model": model,
         "messages": [{"role": "user", "content": f"{_PROMPT}\n{shown}".strip()}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+        "logit_bias": bias,
         "temperature": 1.0,
         "seed": 1000 * options.seed + number,
         "max_tokens": options.max_tokens,
@@ -224,6 +239,12 @@ async def _ask(
     text = choice["message"]["content"] or ""
     outcome, detail = ("cut", "") if choice["finish_reason"] == "length" else check(text, schema)
     return Answer(name, outcome, text, detail, num_tokens, took_s)
+
+
+def _closing_bias(options: argparse.Namespace) -> dict[str, float]:
+    """More of the tokens that close strings, arrays and objects."""
+    vocabulary = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json")).get_vocab()
+    return {str(number): options.favour for text, number in vocabulary.items() if text in CLOSING}
 
 
 def _counts(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _FENCE = "\x02"
 """A character that no token but its own begins or ends with."""
 _NUM_TRIED = 1000
 _LIMITS = LLParserLimits(
-    max_items_in_row=10_100, initial_lexer_fuel=50_000, max_grammar_size=60_000, verbose_errors=False
+    max_items_in_row=10_100, initial_lexer_fuel=200_000, max_grammar_size=60_000, verbose_errors=False
 )
 """Bound the time to compile to a few tenths of a second, whoever wrote the grammar, and admit a choice of 10,000 texts.
 Symbols have numbers of 16 bits."""
