@@ -60,6 +60,7 @@ class MessagesApi:
         self._served, self._bodies, self._prepare, self._respond = served, bodies, prepare, respond
         self._has_cache = config.prefix_cache
         self._warned: set[str] = set()
+        self._has_warned_of_budget = False
 
     def routes(self) -> list[Route]:
         """Routes for the application."""
@@ -74,7 +75,7 @@ class MessagesApi:
             asked = await compute(partial(self._convert, MessagesBody, raw), size=len(raw))
             self._warn(asked.ignored)
             try:
-                chat = salted(asked.chat, request)
+                chat = salted(self._bounded(asked.chat), request)
                 generation = await self._prepare(chat, size=len(raw), cuts_max_tokens=True)
                 form = MessagesForm(generation, page_size=self._served.info.page_size, has_cache=self._has_cache)
                 response = await self._respond(request, generation, form, ping=_PING)
@@ -96,6 +97,15 @@ class MessagesApi:
         if body.model != self._served.info.model:
             raise ProblemError(unknown_model(body.model, self._served.info.model))
         return conversation(body, has_priorities=self._served.has_priorities)
+
+    def _bounded(self, chat: ChatBody) -> ChatBody:
+        """Without a budget that cannot be kept: clients send one whenever they ask for thinking."""
+        if chat.thinking_token_budget is None or self._served.chat.bounds_reasoning:
+            return chat
+        if not self._has_warned_of_budget:
+            self._has_warned_of_budget = True
+            _log.warning("budget_tokens is ignored: this model's reasoning cannot be held to a number of tokens")
+        return chat.model_copy(update={"thinking_token_budget": None})
 
     def _warn(self, ignored: Iterable[str]) -> None:
         for kind in sorted({kind[:_MAX_TYPE_CHARS] for kind in ignored} - self._warned):

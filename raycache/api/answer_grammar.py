@@ -101,10 +101,17 @@ def chat_grammar(
     form, field = output_grammar(body, tokenizer)
     budget = body.thinking_token_budget
     answer = _Answer(model.format, prompt, tokenizer)
-    if choice.tools and (
-        form or choice.is_required or not choice.is_parallel or any(t.is_strict for t in choice.tools)
-    ):
-        _check_calls(body, model.format)
+    is_enforced = choice.is_required or any(tool.is_strict for tool in choice.tools)
+    if is_enforced and not model.format.has_calls:
+        raise RequestError(
+            "calls of tools can be neither required nor strict: how this model writes them is not known, see "
+            "`raycache doctor`",
+            field="tool_choice",
+        )
+    if budget is not None and model.format.has_channels:
+        raise RequestError("this model's reasoning cannot be bounded", field="thinking_token_budget")
+    if choice.tools and model.format.has_calls and (form or is_enforced or not choice.is_parallel):
+        _check_form(body)
         if not form and budget is None:
             return answer.calls(choice, is_required=choice.is_required, has_reasoning=True), "tools"
         calls = answer.calls(choice, is_required=choice.is_required or bool(form), has_reasoning=False)
@@ -117,13 +124,8 @@ def chat_grammar(
     return answer.after_reasoning(constraint.free_text(model.shown), budget), "thinking_token_budget"
 
 
-def _check_calls(body: ChatBody, chat: ChatFormat) -> None:
-    if chat.calls is None and not chat.has_channels:
-        raise RequestError(
-            "calls of tools can be neither required nor strict: how this model writes them is not known, see "
-            "`raycache doctor`",
-            field="tool_choice",
-        )
+def _check_form(body: ChatBody) -> None:
+    """Refuse a form whose grammar cannot be joined with that of calls."""
     if (form := body.output_form()) and form[0] not in ("json", "json_object", "choice"):
         raise RequestError(f"structured_outputs.{form[0]} and tools exclude each other", field="structured_outputs")
 

@@ -184,7 +184,7 @@ def _plain_tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     for index, call in enumerate(calls):
         match call:
             case {"function": {"name": str(), "arguments": str(arguments)} as function}:
-                parsed = _parse_arguments(arguments, f"{where}[{index}].function.arguments")
+                parsed = _parse_arguments(arguments)
                 plain.append({**call, "function": {**function, "arguments": parsed}})
             case {"function": {"name": str(), "arguments": dict()}}:
                 plain.append(dict(call))
@@ -195,14 +195,13 @@ def _plain_tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     return plain
 
 
-def _parse_arguments(text: str, where: str) -> dict[str, Any]:
+def _parse_arguments(text: str) -> dict[str, Any]:
+    """Arguments of an earlier call. A model may have written them badly; the conversation goes on with their text."""
     try:
         value = json.loads(text) if text else {}
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where} must be a JSON object as text: {error}", field=where) from error
-    if not isinstance(value, dict):
-        raise RequestError(f"{where} must be a JSON object as text", field=where)
-    return value
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
 
 
 def _mark_end(message: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from raycache.api.attribution import without_attribution
 from raycache.api.chat import ChatTemplate
+from raycache.api.constraint import mark
 from raycache.api.formats.chat_format import ChatFormat
 from raycache.api.formats.effort import accepted_efforts, nearest_effort
 from raycache.api.formats.find import find_format, ignores_tools
@@ -33,6 +34,7 @@ class ChatModel:
         format: how it writes reasoning and tool calls.
         history: how earlier turns are brought into the form that the template shows.
         shown: special tokens that are parts of the format's marks.
+        bounds_reasoning: whether the reasoning can be held to a number of tokens.
     """
 
     def __init__(self, template: ChatTemplate, *, tokenizer: Tokenizer, drops_attribution: bool) -> None:
@@ -41,6 +43,8 @@ class ChatModel:
         self.history = find_history(template, ids=self.format.ids)
         ids = map(tokenizer.token_id, self.format.marks)
         self.shown = frozenset(token_id for token_id in ids if token_id is not None)
+        reasoning = self.format.reasoning
+        self.bounds_reasoning = reasoning is not None and mark(reasoning.close, tokenizer).startswith("<[")
         self._drops_attribution = drops_attribution
         self._ignores_tools = not template.sources or ignores_tools(template)
         self._efforts = accepted_efforts(template)

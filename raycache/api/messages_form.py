@@ -189,5 +189,9 @@ def _content(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _input(arguments: str) -> Any:
-    """Arguments of a call, as far as they go: max_tokens may have cut them."""
-    return from_json(arguments, allow_partial=True) if arguments else {}
+    """Arguments of a call, as far as they go: max_tokens may have cut them. What is no JSON object is kept as text."""
+    try:
+        found = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": arguments}

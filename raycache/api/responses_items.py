@@ -110,8 +110,9 @@ def _add(messages: list[_Message], item: Mapping[str, Any], where: str) -> None:
         case {"type": str(kind)} if kind not in _FORMS:
             raise RequestError(f"{where} is of type {kind[:64]!r}, which is not supported", field=where)
         case _:
-            kind = item.get("type") or "message"
-            raise RequestError(f"{where} must be of the form {_FORMS.get(kind, _FORMS['message'])}", field=where)
+            found = item.get("type")
+            form = _FORMS.get(found if isinstance(found, str) else "", _FORMS["message"])
+            raise RequestError(f"{where} must be of the form {form}", field=where)
 
 
 _FORMS = {

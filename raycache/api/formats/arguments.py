@@ -35,9 +35,18 @@ class ArgumentsText:
         return "{}" if self._is_empty else "}"
 
 
+_MAX_REFERENCES = 64
+"""Definitions that a property's types are looked for in."""
+
+
 def quoted(text: str) -> str:
     """A JSON string."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def well_formed(text: str) -> str:
+    """The text with pairs of surrogates as one character, and U+FFFD for half of a pair."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def escaped(text: str) -> str:
@@ -54,24 +63,23 @@ def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """
     match schema:
         case {"properties": {**properties}} if name in properties:
-            return _types(properties[name], schema, depth=0)
+            return _types(properties[name], schema, {})
     return frozenset()
 
 
 def schema_types(schema: Mapping[str, Any]) -> frozenset[str]:
     """JSON types of a whole schema's values; empty if it does not say."""
-    return _types(schema, schema, depth=0)
+    return _types(schema, schema, {})
 
 
-def _types(schema: object, root: Mapping[str, Any], *, depth: int) -> frozenset[str]:
-    if depth > 8:
-        return frozenset()
+def _types(schema: object, root: Mapping[str, Any], known: dict[str, frozenset[str]]) -> frozenset[str]:
+    """Types of a part of a schema; `known` are those of definitions, so that each is looked at once."""
     match schema:
         case {"$ref": str(path)}:
-            target: object = root
-            for key in path.removeprefix("#/").split("/"):
-                target = target.get(key) if isinstance(target, Mapping) else None
-            return _types(target, root, depth=depth + 1)
+            if path not in known:
+                known[path] = frozenset()  # while it is looked at: it may refer to itself
+                known[path] = _types(_target(path, root), root, known) if len(known) <= _MAX_REFERENCES else frozenset()
+            return known[path]
         case {"type": str(name)}:
             return frozenset({name})
         case {"type": [*names]}:
@@ -81,9 +89,16 @@ def _types(schema: object, root: Mapping[str, Any], *, depth: int) -> frozenset[
         case {"const": value}:
             return frozenset({_type_name(value)})
         case {"anyOf": [*choices]} | {"oneOf": [*choices]} if choices:
-            found = [_types(choice, root, depth=depth + 1) for choice in choices]
+            found = [_types(choice, root, known) for choice in choices]
             return frozenset().union(*found) if all(found) else frozenset()
     return frozenset()
+
+
+def _target(path: str, root: Mapping[str, Any]) -> object:
+    target: object = root
+    for key in path.removeprefix("#/").split("/"):
+        target = target.get(key) if isinstance(target, Mapping) else None
+    return target
 
 
 def _type_name(value: object) -> str:
@@ -125,7 +140,8 @@ def python_json(text: str) -> str:
     except (ValueError, RecursionError):
         pass
     try:
-        return json.dumps(ast.literal_eval(_ESCAPE.sub(_known_escape, bare)), ensure_ascii=False, allow_nan=False)
+        value = ast.literal_eval(_ESCAPE.sub(_known_escape, bare))
+        return well_formed(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return quoted(bare)
 

@@ -51,6 +51,11 @@ class ChatFormat:
         opens = self.calls.opens[0] if self.calls.opens and not self.calls.starts else "the start of an answer"
         return f"{self.name}: {marks or 'no reasoning'}, tool calls from {opens} on"
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether it is known how calls are written."""
+        return self.calls is not None or self.has_channels
+
     def is_reasoning_open(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside of the reasoning: the template has opened it.
 

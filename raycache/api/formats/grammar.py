@@ -89,7 +89,8 @@ def properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], 
     found = schema.get("properties")
     if not isinstance(found, Mapping):
         return None
-    required = schema.get("required") or ()
+    listed = schema.get("required")
+    required = listed if isinstance(listed, list) else []
     return [(name, _whole(one, schema), name in required) for name, one in found.items()]
 
 
@@ -108,7 +109,7 @@ def is_text(schema: Mapping[str, Any]) -> bool:
 def texts_of(schema: Mapping[str, Any]) -> list[str]:
     """The strings that a schema lists; none if it lists none."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return [value for value in values if isinstance(value, str)]
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
 
 def separated(parts: Sequence[tuple[str, bool]], write: GrammarText, *, separator: str) -> str:

@@ -217,24 +217,24 @@ def _own_id(ids: IdStyle, old: str, name: str, number: int) -> str:
 def _split_calls(messages: Sequence[Message]) -> list[Message]:
     """A turn with several calls as several turns, each before its own result."""
     found: list[Message] = []
-    waiting: list[Message] = []  # turns whose results have not come yet
+    waiting: dict[object, Message] = {}  # turns whose results have not come yet, by the ids of their calls
     for message in messages:
         calls = message.get("tool_calls") or ()
         if message["role"] == "tool" and waiting:
             answered = message.get("tool_call_id")
-            index = next((i for i, turn in enumerate(waiting) if turn["tool_calls"][0].get("id") == answered), 0)
-            found += [waiting.pop(index), message]
+            found += [waiting.pop(answered if answered in waiting else next(iter(waiting))), message]
             continue
-        found += waiting
-        waiting = []
+        found += waiting.values()
+        waiting = {}
         if len(calls) < 2:
             found.append(message)
             continue
         bare = {key: value for key, value in message.items() if key not in REASONING_KEYS}
-        waiting = [{**(bare if index else message), "tool_calls": [call]} for index, call in enumerate(calls)]
-        for turn in waiting[1:]:
-            turn["content"] = ""
-    return found + waiting
+        for number, call in enumerate(calls):
+            turn = {**bare, "content": ""} if number else message
+            name = call.get("id")
+            waiting[number if name is None or name in waiting else name] = {**turn, "tool_calls": [call]}
+    return [*found, *waiting.values()]
 
 
 def _with_arguments_as_text(message: Message) -> Message:

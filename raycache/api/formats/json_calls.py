@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 
+from raycache.api.formats.arguments import well_formed
 from raycache.api.formats.calls import Calls, broken
 from raycache.api.formats.grammar import GrammarText, literal, many
 from raycache.api.formats.parts import Content
@@ -178,17 +179,17 @@ class _Object:
             return None
         try:
             value = json.loads("".join(found), strict=False)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-        return value if isinstance(value, str) else None
+        return well_formed(value) if isinstance(value, str) else None
 
 
 def _object_text(text: str) -> str:
     """Arguments as JSON text of an object, where the model wrote null or the text of an object as a string."""
     try:
         value = json.loads(text, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     if value is None:
         return "{}"
-    return value if isinstance(value, str) and value.lstrip().startswith("{") else text
+    return well_formed(value) if isinstance(value, str) and value.lstrip().startswith("{") else text

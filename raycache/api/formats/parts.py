@@ -5,8 +5,9 @@ The pieces of one output, in order. Joined, the arguments of a call are the text
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Protocol
 
 
@@ -101,29 +102,40 @@ class Message:
     @classmethod
     def of(cls, parts: Iterable[Part]) -> Message:
         """The parts, joined."""
-        message = cls()
+        reasoning, content, calls = [], [], []
+        arguments: list[list[str]] = []
         for part in parts:
             match part:
                 case Reasoning(text):
-                    message.reasoning += text
+                    reasoning.append(text)
                 case Content(text):
-                    message.content += text
+                    content.append(text)
                 case ToolCallStart(_, call_id, name):
-                    message.calls.append(ToolCall(call_id, name))
+                    calls.append((call_id, name))
+                    arguments.append([])
                 case ToolCallArguments(index, text):
-                    message.calls[index].arguments += text
-        return message
+                    arguments[index].append(text)
+        whole = [ToolCall(*call, "".join(pieces)) for call, pieces in zip(calls, arguments, strict=True)]
+        return cls("".join(reasoning), "".join(content), whole)
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
     """The parts, with neighbours of one kind joined."""
-    found: list[Part] = []
-    for part in parts:
-        match found[-1] if found else None, part:
-            case (Reasoning(before), Reasoning(text)) | (Content(before), Content(text)):
-                found[-1] = type(part)(before + text)  # type: ignore[call-arg, arg-type]
-            case ToolCallArguments(index, before), ToolCallArguments(same, text) if index == same:
-                found[-1] = ToolCallArguments(index, before + text)
-            case _:
-                found.append(part)
-    return found
+    return [_joined(list(some)) for _, some in groupby(parts, key=_kind)]
+
+
+def _kind(part: Part) -> tuple[type, object]:
+    """Equal for neighbours that are joined."""
+    match part:
+        case ToolCallStart():
+            return ToolCallStart, part.call_id
+        case ToolCallArguments(index):
+            return ToolCallArguments, index
+    return type(part), None
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    match first := parts[0]:
+        case ToolCallStart():
+            return first
+    return replace(first, text="".join(part.text for part in parts if not isinstance(part, ToolCallStart)))
