@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from llguidance import LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from raycache.api.formats.grammar import GrammarText
@@ -46,6 +46,8 @@ _SPACED = {"whitespace_pattern": r"(\n {0,24})?", "key_separator": ": ?", "item_
 until max_tokens."""
 
 _INNER = "constrained_answer"
+_INNER_NAMES = re.compile(_INNER + "_*")
+_IS_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 _EMBEDDED = re.compile(r"%json\s*\{")
 _LARK_WORDS = re.compile(
     r"""
@@ -140,10 +142,10 @@ def lark(text: str, *, field: str = "structured_outputs.grammar") -> str:
     _check_size(text, field, limit=MAX_LARK_BYTES)
     for found in _EMBEDDED.finditer(text):
         _check_embedded(text[found.end() - 1 :], field)
-    if "::=" not in text:
+    if "::=" not in text or _IS_LARK.search(text):
         return text
     try:
-        converted: str = any_to_lark(text)
+        converted: str = gbnf_to_lark(text)
     except Exception as error:  # it raises whatever its parser runs into
         raise RequestError(f"{field} is not a grammar in EBNF: {error}", field=field) from error
     return converted
@@ -283,9 +285,8 @@ def _start(expression: str) -> str:
 
 def _inner(grammar: str, *, taken: str = "") -> tuple[str, str]:
     """The grammar with a name for its rule `start` that neither it nor `taken` has, and that name."""
-    name = _INNER
-    while name in grammar or name in taken:
-        name += "_"
+    found = _INNER_NAMES.findall(grammar) + _INNER_NAMES.findall(taken)
+    name = max(found, key=len) + "_" if found else _INNER
     return name, _LARK_WORDS.sub(lambda found: found["kept"] or name, grammar)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -61,6 +61,7 @@ _OTHER_FORMATS = frozenset(
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _SCHEMAS = ("additionalProperties", "additionalItems", "items")
+_TYPES = (*((key, Mapping, "an object") for key in _MAPS), ("enum", list, "a list"))
 _NO_EFFECT_BESIDE_REF = frozenset(
     ("$ref", "$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples")
 )
@@ -103,6 +104,7 @@ class _Walk:
     num_literal_parts: int = 0
     multiples: set[int] = dataclasses.field(default_factory=set)
     merging: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # path -> schema that merges others
+    merged: dict[int, tuple[frozenset[str], int]] = dataclasses.field(default_factory=dict)  # by id, see _merged
 
     def clean(self, schema: Mapping[str, Any], path: str, depth: int) -> dict[str, Any]:
         self.num_schemas += 1
@@ -110,6 +112,7 @@ class _Walk:
             self._refuse(path, f"is nested more than {MAX_DEPTH} levels deep")
         if self.num_schemas > MAX_SCHEMAS:
             self._refuse("#", f"has more than {MAX_SCHEMAS} subschemas")
+        self._check_types(schema, path)
         self._check_bounds(schema, path)
         self._check_literals(schema, path)
         if "allOf" in schema or ("$ref" in schema and not _NO_EFFECT_BESIDE_REF.issuperset(schema)):
@@ -135,20 +138,39 @@ class _Walk:
             if (count := self._num_patterns(schema, counts)) > MAX_MERGED_PATTERNS:
                 self._refuse(path, f"merges {count} patterns by allOf or $ref; at most {MAX_MERGED_PATTERNS} fit")
 
-    def _num_patterns(self, value: Any, counts: dict[int, int]) -> int:
+    def _num_patterns(self, schema: Mapping[str, Any], counts: dict[int, int]) -> int:
         """Patterns anywhere in a schema and what it refers to, at most one more than are accepted."""
-        if not isinstance(value, Mapping | list):
-            return 0
-        if id(value) not in counts:
-            counts[id(value)] = 0  # of a schema in itself
-            parts = list(value.values()) if isinstance(value, Mapping) else value
-            count = sum(self._num_patterns(part, counts) for part in parts)
-            if isinstance(value, Mapping):
-                count += isinstance(value.get("pattern"), str) + self._num_patterns(
-                    self._target(value.get("$ref")), counts
-                )
-            counts[id(value)] = min(count, MAX_MERGED_PATTERNS + 1)
-        return counts[id(value)]
+        pending = [schema]
+        while pending:
+            each = pending[-1]
+            parts = self._subschemas(each)
+            if id(each) not in counts:
+                counts[id(each)] = 0  # of a schema in itself
+                pending += [part for part in reversed(parts) if id(part) not in counts]
+            else:
+                count = isinstance(each.get("pattern"), str) + sum(counts[id(part)] for part in parts)
+                counts[id(each)] = min(count, MAX_MERGED_PATTERNS + 1)
+                pending.pop()
+        return counts[id(schema)]
+
+    def _subschemas(self, schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Schemas inside of one, and the one to which it refers."""
+        found: list[Any] = [self._target(schema.get("$ref")), *(schema.get(key) for key in _SCHEMAS)]
+        for key in _MAPS:
+            if isinstance(members := schema.get(key), Mapping):
+                found += members.values()
+        for key in _LISTS:
+            if isinstance(members := schema.get(key), list):
+                found += members
+        return [each for each in found if isinstance(each, Mapping)]
+
+    def _check_types(self, schema: Mapping[str, Any], path: str) -> None:
+        for key, kind, what in _TYPES:
+            if key in schema and not isinstance(schema[key], kind):
+                self._refuse(path, f"must have {what} as {key!r}, got {type(schema[key]).__name__}")
+        required = schema.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            self._refuse(path, "must have a list of strings as 'required'")
 
     def _check_literals(self, schema: Mapping[str, Any], path: str) -> None:
         values = schema.get("enum")
@@ -182,17 +204,17 @@ class _Walk:
             self._refuse(path, f"has the keyword {key!r}, which structured output cannot enforce")
         if key == "$ref" and not (isinstance(value, str) and value.startswith("#")):
             self._refuse(path, f"has a '$ref' to {str(value)[:80]!r}; only references inside the schema are followed")
-        if key == "format" and value in _OTHER_FORMATS:
+        if key != "format":
+            return False
+        if isinstance(value, str) and value in _OTHER_FORMATS:
             self._refuse(path, f"has the 'format' {value!r}; supported are {', '.join(sorted(_FORMATS))}")
-        return key == "format" and value not in _FORMATS
+        return not isinstance(value, str) or value not in _FORMATS
 
     def _check_bounds(self, schema: Mapping[str, Any], path: str) -> None:
-        required = schema.get("required")
-        num_required = len(required) if isinstance(required, list) else 0
-        num_optional = len(set(self._optional(schema, set())))
+        optional, _ = self._merged(schema, path)
         for key, count, limit in (
-            ("required", num_required, MAX_REQUIRED),
-            ("properties", num_optional, MAX_OPTIONAL),
+            ("required", _length(schema.get("required")), MAX_REQUIRED),
+            ("properties", len(optional), MAX_OPTIONAL),
             ("enum", _length(schema.get("enum")), MAX_VALUES),
             ("anyOf", _length(schema.get("anyOf")), MAX_VALUES),
             ("pattern", _length(schema.get("pattern")), MAX_PATTERN_CHARS),
@@ -201,19 +223,28 @@ class _Walk:
                 what = "optional properties" if key == "properties" else f"entries or characters in {key!r}"
                 self._refuse(path, f"has {count} {what}; at most {limit} are accepted")
 
-    def _optional(self, schema: Mapping[str, Any], seen: set[int]) -> Iterator[str]:
-        """Names of optional properties of one object, with those that allOf and $ref merge into it."""
-        if id(schema) in seen:
-            return
-        seen.add(id(schema))
-        required = schema.get("required")
-        names = set(required) if isinstance(required, list) and all(isinstance(n, str) for n in required) else set()
-        if isinstance(properties := schema.get("properties"), Mapping):
-            yield from (name for name in properties if name not in names)
-        merged = schema.get("allOf") if isinstance(schema.get("allOf"), list) else []
-        for each in [*(merged or ()), self._target(schema.get("$ref"))]:
+    def _merged(self, schema: Mapping[str, Any], path: str, depth: int = 0) -> tuple[frozenset[str], int]:
+        """Optional properties of one object, with those that allOf and $ref merge into it; and the levels of merging.
+
+        A schema that merges itself has no end of levels.
+        """
+        if id(schema) in self.merged:
+            return self.merged[id(schema)]
+        required, properties, parts = (schema.get(key) for key in ("required", "properties", "allOf"))
+        names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        optional = frozenset(properties if isinstance(properties, Mapping) else ()) - names
+        members = [*(parts if isinstance(parts, list) else ()), self._target(schema.get("$ref"))]
+        levels = 0
+        for each in members:
             if isinstance(each, Mapping):
-                yield from self._optional(each, seen)
+                if depth >= MAX_DEPTH:
+                    self._refuse(path, f"merges others by allOf or $ref more than {MAX_DEPTH} levels deep")
+                found, below = self._merged(each, path, depth + 1)
+                optional, levels = optional | found, max(levels, below + 1)
+        if levels > MAX_DEPTH:
+            self._refuse(path, f"merges others by allOf or $ref more than {MAX_DEPTH} levels deep")
+        self.merged[id(schema)] = optional, levels
+        return optional, levels
 
     def _target(self, ref: Any) -> Any:
         found: Any = self.root

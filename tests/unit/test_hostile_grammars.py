@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -41,6 +42,14 @@ def _refs(kind: str, count: int, **leaf: Any) -> dict[str, Any]:
     return {"$defs": {**chain, f"d{count}": leaf}, "$ref": "#/$defs/d0"}
 
 
+def _chain(count: int) -> dict[str, Any]:
+    return {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)} | {f"d{count}": {}}
+
+
+def _array(depth: int) -> list[Any]:
+    return [_array(depth - 1)] if depth else []
+
+
 _PATTERNS = [{"type": "string", "pattern": f".*{chr(97 + i)}.{{{i}}}b.*"} for i in range(20)]
 _SCHEMAS: dict[str, Any] = {
     "references that double": _refs("anyOf", 40, type="integer"),
@@ -74,6 +83,19 @@ _SCHEMAS: dict[str, Any] = {
     "its own part": {"allOf": [{"$ref": "#"}]},
     "large bounds": {"type": "array", "minItems": 10**9, "items": {"type": "string", "minLength": 10**9}},
     "integers of 1,000 digits": {"type": "integer", "minimum": 10**1000},
+    "a chain of references": {"$defs": _chain(2000), "$ref": "#/$defs/d0"},
+    "a chain of references from its end": {"$defs": dict(reversed(_chain(2000).items())), "$ref": "#/$defs/d0"},
+    "a chain of properties": {
+        "$defs": {f"d{i}": _object(a={"$ref": f"#/$defs/d{i + 1}"}) for i in range(400)} | {"d400": {}},
+        "allOf": [{"$ref": "#/$defs/d0"}],
+    },
+    "a deep value": {"allOf": [{"type": "array"}], "const": _array(700)},
+    "references to many properties": {
+        "anyOf": [{"$ref": "#/$defs/x"} for _ in range(2_000)],
+        "$defs": {"x": {**_object(**{f"p{i}": {} for i in range(2_400)}), "required": [f"p{i}" for i in range(2_000)]}},
+    },
+    "references to many members": _object(**{f"p{i}": {"$ref": "#/$defs/x"} for i in range(400)})
+    | {"$defs": {"x": {"allOf": [_object(a={}) for _ in range(5_000)]}}},
 }
 _TEXTS: dict[str, Callable[[], str]] = {
     "counted repetitions": lambda: constraint.regex("((a{1,1000}){1,1000}){1,1000}b"),
@@ -89,6 +111,9 @@ _TEXTS: dict[str, Callable[[], str]] = {
     "an embedded schema": lambda: constraint.lark(
         'start: %json {"type":"object","properties":{' + ",".join(f'"p{i}":{{}}' for i in range(3000)) + "}}"
     ),
+    "new lines before EBNF": lambda: constraint.lark("\n \t" * 20_000 + 'root ::= "a"'),
+    "new lines in a text of EBNF": lambda: constraint.lark('root ::= "' + "\n" * 60_000 + '"'),
+    "a long rule's name": lambda: constraint.framed(f'start: "constrained_answer{"_" * 100_000}"', "", ""),
     "a long choice": lambda: constraint.choice(["x" * 500_000]),
 }
 
@@ -127,3 +152,46 @@ def test_what_is_within_the_limits_is_accepted(checker: constraint.GrammarChecke
 def test_a_grammar_that_allows_nothing_is_refused_before_it_runs(checker: constraint.GrammarChecker, text: str) -> None:
     with pytest.raises(RequestError, match="cannot be enforced"):
         asyncio.run(checker.check(constraint.lark(text), field="x"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ({"properties": {"a": {}}, "required": True}, "# must have a list of strings as 'required'"),
+        ({"properties": {"a": {"required": [1]}}}, "#/properties/a must have a list of strings as 'required'"),
+        ({"enum": 5}, "# must have a list as 'enum', got int"),
+        ({"properties": 5}, "# must have an object as 'properties', got int"),
+        ({"patternProperties": []}, "# must have an object as 'patternProperties', got list"),
+        ({"$defs": None}, "# must have an object as '$defs', got NoneType"),
+        ({"$defs": _chain(61), "$ref": "#/$defs/d0"}, "# merges others by allOf or $ref more than 60 levels deep"),
+        ({"allOf": [{"$ref": "#"}]}, "# merges others by allOf or $ref more than 60 levels deep"),
+    ],
+)
+def test_keywords_of_a_wrong_type_and_endless_references_are_refused_by_name(schema: dict[str, Any], what: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"tools: the schema at {what}")):
+        constraint.json_schema(schema, field="tools")
+
+
+@pytest.mark.parametrize("value", [[], {}, 5, None])
+def test_a_format_that_is_no_text_has_no_effect(value: Any) -> None:
+    assert constraint.json_schema({"type": "string", "format": value}) == constraint.json_schema({"type": "string"})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        ("a", "b", "constrained_answer | constrained_answer_"),
+        ("constrained_answer", "b", "constrained_answer_ | constrained_answer__"),
+        ("a", "constrained_answer___ constrained_answer", "constrained_answer | constrained_answer____"),
+        ("constrained_answer__ constrained_answer", "b", "constrained_answer___ | constrained_answer____"),
+    ],
+)
+def test_the_name_of_an_inner_rule_is_in_no_text(first: str, second: str, names: str) -> None:
+    assert constraint.either(f'start: "{first}"\n', f'start: "{second}"\n').startswith(f"start: {names}\n")
+
+
+@pytest.mark.parametrize("before", ["", "\n\n", " \n\t\n  ", "// a comment\n\n"])
+@pytest.mark.parametrize("head", ['start : "a"', '%llguidance {}\nstart: "a"'])
+def test_lark_that_looks_like_ebnf_stays_as_it_is(before: str, head: str) -> None:
+    text = f'{before}{head}\n// root ::= "a"'
+    assert constraint.lark(text) == text
