@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 from raycache.errors import RequestError
 
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_DEPTH = 60
+MAX_LEVELS = 800  # with references followed: the compiler recurses, and at some 1,500 its stack overflows
 MAX_SCHEMAS = 20_000
 MAX_OPTIONAL = 500
 MAX_REQUIRED = 2_000
@@ -91,6 +93,7 @@ def checked_schema(schema: Mapping[str, Any] | bool, *, field: str) -> dict[str,
     walk = _Walk(schema, field)
     cleaned = walk.clean(schema, "#", 0)
     walk.check_merged()
+    walk.check_levels()
     return cleaned
 
 
@@ -137,6 +140,30 @@ class _Walk:
         for path, schema in self.merging.items():
             if (count := self._num_patterns(schema, counts)) > MAX_MERGED_PATTERNS:
                 self._refuse(path, f"merges {count} patterns by allOf or $ref; at most {MAX_MERGED_PATTERNS} fit")
+
+    def check_levels(self) -> None:
+        """Bound how deep references lead. All schemas from which a circle can be reached count as a level each."""
+        parts: dict[int, list[Mapping[str, Any]]] = {}
+        parents: dict[int, list[int]] = {}
+        pending = [self.root]
+        while pending:
+            each = pending.pop()
+            if id(each) not in parts:
+                parts[id(each)] = self._subschemas(each)
+                for part in parts[id(each)]:
+                    parents.setdefault(id(part), []).append(id(each))
+                pending += parts[id(each)]
+        num_open = {key: len(members) for key, members in parts.items()}
+        levels = dict.fromkeys(parts, 1)
+        done = [key for key, count in num_open.items() if not count]
+        for key in done:
+            for parent in parents.get(key, ()):
+                levels[parent] = max(levels[parent], levels[key] + 1)
+                num_open[parent] -= 1
+                if not num_open[parent]:
+                    done.append(parent)
+        if max((levels[key] for key in done), default=0) + len(parts) - len(done) > MAX_LEVELS:
+            self._refuse("#", f"is more than {MAX_LEVELS} levels deep with its references")
 
     def _num_patterns(self, schema: Mapping[str, Any], counts: dict[int, int]) -> int:
         """Patterns anywhere in a schema and what it refers to, at most one more than are accepted."""
@@ -248,8 +275,12 @@ class _Walk:
 
     def _target(self, ref: Any) -> Any:
         found: Any = self.root
-        for part in ref[2:].split("/") if isinstance(ref, str) and ref.startswith("#/") else ():
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        for part in unquote(ref[2:]).split("/") if isinstance(ref, str) and ref.startswith("#/") else ():
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and name.isdecimal() and len(name) < 8:
+                found = found[int(name)] if int(name) < len(found) else None
+            else:
+                found = found.get(name) if isinstance(found, Mapping) else None
         return found if isinstance(ref, str) else None
 
     def _refuse(self, path: str, what: str) -> None:

@@ -86,8 +86,19 @@ _SCHEMAS: dict[str, Any] = {
     "a chain of references": {"$defs": _chain(2000), "$ref": "#/$defs/d0"},
     "a chain of references from its end": {"$defs": dict(reversed(_chain(2000).items())), "$ref": "#/$defs/d0"},
     "a chain of properties": {
-        "$defs": {f"d{i}": _object(a={"$ref": f"#/$defs/d{i + 1}"}) for i in range(400)} | {"d400": {}},
+        "$defs": {f"d{i}": _object(a={"$ref": f"#/$defs/d{i + 1}"}) for i in range(2000)} | {"d2000": {}},
         "allOf": [{"$ref": "#/$defs/d0"}],
+    },
+    "a chain of properties, quoted": {
+        "$defs": {f"d{i}": _object(a={"$ref": f"#/%24defs/d{i + 1}"}) for i in range(2000)} | {"d2000": {}},
+        "$ref": "#/$defs/d0",
+    },
+    "a chain in a list": {
+        "anyOf": [_object(a={"$ref": f"#/anyOf/{i + 1}"}) for i in range(2000)] + [{}],
+    },
+    "a circle of properties": {
+        "$defs": {f"d{i}": _object(a={"$ref": f"#/$defs/d{(i + 1) % 2000}"}) for i in range(2000)},
+        "$ref": "#/$defs/d0",
     },
     "a deep value": {"allOf": [{"type": "array"}], "const": _array(700)},
     "references to many properties": {
@@ -142,6 +153,7 @@ def test_hostile_grammars_take_little_time(checker: constraint.GrammarChecker, m
         lambda: constraint.json_schema({"enum": [f"value {i}" for i in range(2_000)]}),
         lambda: constraint.json_schema({"allOf": [{"type": "string", "pattern": "^a"}, {"pattern": "z$"}]}),
         lambda: constraint.json_schema({"type": "number", "multipleOf": 0.01}),
+        lambda: constraint.json_schema(_object(**{f"p{i}": {"anyOf": [{"$ref": "#"}, {}]} for i in range(200)})),
     ],
 )
 def test_what_is_within_the_limits_is_accepted(checker: constraint.GrammarChecker, make: Callable[[], str]) -> None:
