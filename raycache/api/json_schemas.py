@@ -115,6 +115,8 @@ class _Walk:
             self._refuse(path, f"is nested more than {MAX_DEPTH} levels deep")
         if self.num_schemas > MAX_SCHEMAS:
             self._refuse("#", f"has more than {MAX_SCHEMAS} subschemas")
+        if depth and "$id" in schema:
+            self._refuse(path, "has an '$id'; only the whole schema may have one")
         self._check_types(schema, path)
         self._check_bounds(schema, path)
         self._check_literals(schema, path)
@@ -229,7 +231,7 @@ class _Walk:
             return True
         if key in _UNSUPPORTED:
             self._refuse(path, f"has the keyword {key!r}, which structured output cannot enforce")
-        if key == "$ref" and not (isinstance(value, str) and value.startswith("#")):
+        if key == "$ref" and not (isinstance(value, str) and (value == "#" or value.startswith("#/"))):
             self._refuse(path, f"has a '$ref' to {str(value)[:80]!r}; only references inside the schema are followed")
         if key != "format":
             return False

@@ -176,6 +176,8 @@ def test_a_grammar_that_allows_nothing_is_refused_before_it_runs(checker: constr
         ({"patternProperties": []}, "# must have an object as 'patternProperties', got list"),
         ({"$defs": None}, "# must have an object as '$defs', got NoneType"),
         ({"$defs": _chain(61), "$ref": "#/$defs/d0"}, "# merges others by allOf or $ref more than 60 levels deep"),
+        ({"$defs": {"a": {"$id": "http://a.b/c", "$ref": "#/$defs/d"}}}, "#/$defs/a has an '$id'"),
+        ({"properties": {"a": {"$ref": "#name"}}}, "#/properties/a has a '$ref' to '#name'"),
         ({"allOf": [{"$ref": "#"}]}, "# merges others by allOf or $ref more than 60 levels deep"),
     ],
 )
