@@ -34,6 +34,7 @@ from raycache.vocabulary.grammar_tokens import compiled, grammar_tokens, without
 
 MAX_GRAMMAR_BYTES = 1 << 20
 MAX_LARK_BYTES = 1 << 16
+MAX_RULES = 1_000  # the compiler recurses, and at some 3,000 its stack overflows
 MAX_PATTERN_CHARS = 10_000
 MAX_CHOICES = 10_000
 
@@ -140,6 +141,8 @@ def lark(text: str, *, field: str = "structured_outputs.grammar") -> str:
     if not text.strip():
         raise RequestError(f"{field} must not be empty", field=field)
     _check_size(text, field, limit=MAX_LARK_BYTES)
+    if (num_rules := sum(":" in line for line in text.splitlines())) > MAX_RULES:
+        raise RequestError(f"{field} has {num_rules} rules; at most {MAX_RULES} are accepted", field=field)
     for found in _EMBEDDED.finditer(text):
         _check_embedded(text[found.end() - 1 :], field)
     if "::=" not in text or _IS_LARK.search(text):

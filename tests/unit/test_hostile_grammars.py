@@ -122,6 +122,12 @@ _TEXTS: dict[str, Callable[[], str]] = {
     "an embedded schema": lambda: constraint.lark(
         'start: %json {"type":"object","properties":{' + ",".join(f'"p{i}":{{}}' for i in range(3000)) + "}}"
     ),
+    "a chain of rules": lambda: constraint.lark(
+        "start: a0\n" + "".join(f'a{i}: a{i + 1} | "x"\n' for i in range(3_500)) + 'a3500: "y"'
+    ),
+    "a chain of rules of EBNF": lambda: constraint.lark(
+        "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(3_500)) + 'a3500 ::= "y"'
+    ),
     "new lines before EBNF": lambda: constraint.lark("\n \t" * 20_000 + 'root ::= "a"'),
     "new lines in a text of EBNF": lambda: constraint.lark('root ::= "' + "\n" * 60_000 + '"'),
     "a long rule's name": lambda: constraint.framed(f'start: "constrained_answer{"_" * 100_000}"', "", ""),
