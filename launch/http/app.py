@@ -30,7 +30,7 @@ from launch.http.tokens import TokensApi
 from launch.http.wire import Bodies, ProblemError, compute, json_response, problem_response
 from launch.observe.requests import Observed
 from raycache import __version__
-from raycache.api.completions_form import CompletionsForm
+from raycache.api.completions_form import CompletionsForm, to_json
 from raycache.api.constraint import GrammarChecker
 from raycache.api.defaults import Defaults
 from raycache.api.engine import AsyncEngine
@@ -139,6 +139,7 @@ class _Api:
     def __init__(self, engine: AsyncEngine, *, config: Config, served: Served, metrics: Metrics) -> None:
         self._engine = engine
         self._info, self._tokenizer, self._served = served.info, served.tokenizer, served
+        self._description = to_json(openapi(served.info, served.defaults))
         self._grammars = GrammarChecker(served.tokenizer, served.info)
         self._metrics = metrics
         self.bodies = Bodies(config)
@@ -190,7 +191,7 @@ class _Api:
         return json_response({**_plain(info), **_plain(stats)})
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi(self._info, self._served.defaults))
+        return Response(self._description, media_type="application/json")
 
     async def prepare(self, body: CompletionBody | ChatBody, *, size: int, cuts_max_tokens: bool = False) -> Generation:
         """Convert a validated body to engine requests; `size`: of the body in bytes."""

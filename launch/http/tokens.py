@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from launch.http.wire import Bodies, ProblemError, compute, json_response
+from launch.http.wire import Bodies, ProblemError, compute
+from raycache.api.completions_form import to_json
 from raycache.api.prepare import Served, chat_prompt
 from raycache.api.problem import unknown_model
 from raycache.api.schema import parse_body, parse_json
@@ -44,7 +45,8 @@ class TokensApi:
     async def _answer(self, request: Request, work: Callable[[dict[str, Any]], dict[str, Any]]) -> Response:
         async with self._bodies.read(request) as raw:
             whole = partial(_parsed, raw, work)
-            return json_response(await compute(whole, size=len(raw)))
+            answer = await compute(lambda: to_json(whole()), size=len(raw))
+        return Response(answer, media_type="application/json")
 
     def _tokenized(self, values: dict[str, Any]) -> dict[str, Any]:
         body = parse_body(TokenizeBody, values)

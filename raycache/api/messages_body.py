@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
@@ -78,6 +78,12 @@ class CountTokensBody(StrictBody):
 class MessagesBody(CountTokensBody):
     """Body of /v1/messages."""
 
+    of_other_apis: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "max_tokens",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+        "structured_outputs": "output_config.format",
+    }
     max_tokens: int = Field(ge=1, le=MAX_TOKENS)
     stream: bool = False
     temperature: float | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -98,6 +98,13 @@ class ResponsesBody(StrictBody):
     """Body of /v1/responses."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    of_other_apis: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "response_format": "text.format",
+        "structured_outputs": "text.format",
+    }
     model: str
     input: Annotated[str | list[dict[str, Any]], _Input]
     instructions: str = ""

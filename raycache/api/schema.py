@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -165,6 +165,8 @@ class StrictBody(BaseModel):
     """A request body."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    of_other_apis: ClassVar[Mapping[str, str]] = {}
+    """Fields of other APIs that would be missed if they were ignored, and what says the same here."""
 
     def check(self) -> None:
         """What does not fit together or is not supported.
@@ -357,6 +359,8 @@ def parse_body(kind: type[Body], body: Mapping[str, Any]) -> Body:
     known = kind.model_fields
     sent = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     sent = {name: value for name, value in sent.items() if name in known or not is_neutral(name, value)}
+    for name in sent.keys() & kind.of_other_apis:
+        raise RequestError(f"{name} is a field of another API; here it is {kind.of_other_apis[name]}", field=name)
     unknown = [name for name in sent if name not in known]
     for name in unknown[1:]:  # each would be an error, and the first one is told
         del sent[name]

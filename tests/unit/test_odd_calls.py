@@ -15,8 +15,11 @@ from raycache.api.formats.history import History
 from raycache.api.formats.json_calls import JsonCalls
 from raycache.api.formats.parser import OutputParser
 from raycache.api.formats.parts import Content, Message, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
+from raycache.api.messages_body import MessagesBody
 from raycache.api.messages_form import _input
+from raycache.api.responses_body import ResponsesBody
 from raycache.api.responses_items import messages_of
+from raycache.api.schema import StrictBody, parse_body
 from raycache.errors import RequestError
 
 
@@ -62,6 +65,20 @@ def test_arguments_within_a_text_that_is_nested_deeply_are_read() -> None:
     text = '<tool_call>{"name": "f", "arguments": ' + nested + "}</tool_call>"
     parts = [*parser.feed(text), *parser.finish()]
     assert Message.of(parts).calls[0].name == "f"
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "instead"),
+    [
+        (MessagesBody, "structured_outputs", "output_config.format"),
+        (ResponsesBody, "max_tokens", "max_output_tokens"),
+        (ResponsesBody, "response_format", "text.format"),
+    ],
+)
+def test_fields_of_other_apis_are_not_ignored(kind: type[StrictBody], field: str, instead: str) -> None:
+    with pytest.raises(RequestError, match=instead) as refused:
+        parse_body(kind, {"model": "m", field: {"a": 1}})
+    assert refused.value.field == field
 
 
 def test_an_item_of_a_type_that_is_no_text_is_refused() -> None:
