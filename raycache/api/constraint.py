@@ -35,6 +35,7 @@ from raycache.vocabulary.grammar_tokens import compiled, grammar_tokens, without
 MAX_GRAMMAR_BYTES = 1 << 20
 MAX_LARK_BYTES = 1 << 16
 MAX_RULES = 1_000  # the compiler recurses, and at some 3,000 its stack overflows
+MAX_RULES_AND_GROUPS = 2_000  # groups are levels, too
 MAX_PATTERN_CHARS = 10_000
 MAX_CHOICES = 10_000
 
@@ -143,6 +144,10 @@ def lark(text: str, *, field: str = "structured_outputs.grammar") -> str:
     _check_size(text, field, limit=MAX_LARK_BYTES)
     if (num_rules := sum(":" in line for line in text.splitlines())) > MAX_RULES:
         raise RequestError(f"{field} has {num_rules} rules; at most {MAX_RULES} are accepted", field=field)
+    if (size := num_rules + text.count("(") + text.count("[")) > MAX_RULES_AND_GROUPS:
+        raise RequestError(
+            f"{field} has {size} rules and groups; at most {MAX_RULES_AND_GROUPS} are accepted", field=field
+        )
     for found in _EMBEDDED.finditer(text):
         _check_embedded(text[found.end() - 1 :], field)
     if "::=" not in text or _IS_LARK.search(text):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from raycache.api import constraint
 from raycache.api.chat import plain_messages
 from raycache.api.formats.arguments import python_json, types_of
 from raycache.api.formats.calls import Calls, IdStyle
@@ -31,6 +32,18 @@ def test_definitions_that_refer_to_themselves_are_looked_at_once() -> None:
     twice = {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}, {"type": "null"}]}
     schema = {"properties": {"a": twice}, "$defs": {"x": {"type": "integer"}}}
     assert types_of(schema, "a") == {"integer", "null"}
+
+
+def test_many_arguments_with_many_definitions_are_refused() -> None:
+    many = {"properties": {f"p{i}": {} for i in range(200)}, "$defs": {f"d{i}": {} for i in range(200)}}
+    with pytest.raises(RequestError, match="definitions"):
+        properties(many)
+
+
+def test_grammars_that_would_overflow_the_compilers_stack_are_refused() -> None:
+    rules = "\n".join(f"r{i}: (((((r{i + 1})))))" for i in range(990))
+    with pytest.raises(RequestError, match="rules and groups"):
+        constraint.lark(f'start: r0\n{rules}\nr990: "a"\n')
 
 
 def test_schemas_of_wrong_types_have_no_required_properties_and_no_texts() -> None:

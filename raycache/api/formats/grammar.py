@@ -8,9 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from raycache.api.formats.arguments import schema_types
+from raycache.errors import RequestError
 
 # Special tokens inside of longer marks, such as <|open|> in "<|open|>think<|sep|>".
 TOKEN = re.compile(r'<\|[^|<>\s]*\|>|<｜[^｜<>\s]*｜>|<\|"\|>|<[^<>\s]+>|\[/?[A-Z_]+\]|｜[^｜]+｜')
+
+MAX_SHARED = 20_000
+"""Properties of the arguments times definitions."""
+
+_SHARED = ("$defs", "definitions")
 
 Tools = Mapping[str, Mapping[str, Any]]
 """Name of a tool -> JSON schema of its arguments."""
@@ -89,6 +95,13 @@ def properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], 
     found = schema.get("properties")
     if not isinstance(found, Mapping):
         return None
+    shared = sum(len(schema[name]) for name in _SHARED if isinstance(schema.get(name), Mapping))
+    if len(found) * shared > MAX_SHARED:
+        raise RequestError(
+            f"tools has a schema with {len(found)} arguments and {shared} definitions, which each of them carries; "
+            f"their product must be at most {MAX_SHARED}",
+            field="tools",
+        )
     listed = schema.get("required")
     required = listed if isinstance(listed, list) else []
     return [(name, _whole(one, schema), name in required) for name, one in found.items()]
@@ -97,7 +110,7 @@ def properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], 
 def _whole(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """A part of a schema with the definitions that it refers to."""
     part = schema if isinstance(schema, Mapping) else {}
-    return {**part, **{name: root[name] for name in ("$defs", "definitions") if name in root}}
+    return {**part, **{name: root[name] for name in _SHARED if name in root}}
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:
