@@ -47,7 +47,7 @@ from raycache.parallel.sharding import Split
 from raycache.rank.member import Invitation
 from raycache.types import EngineInfo, GenerateRequest, RequestOutput, SamplingParams
 from raycache.wire.control import receive_plan, result_ranks, send_result
-from raycache.wire.plan import RowResult, StepPlan, read_results, result_lens, result_width
+from raycache.wire.plan import Masks, RowResult, StepPlan, read_results, result_lens, result_width
 
 _HOST = "127.0.0.1"
 _PAGE_SIZE = 64
@@ -191,6 +191,9 @@ class EchoExecutor:
             plan.pack()
         self._spent.submitted()
         self._ends.append(max(self._ends[-1], time.perf_counter()) + self._device_s)
+
+    def send_masks(self, plan: StepPlan, masks: Masks) -> None:
+        raise AssertionError("no request has a grammar")
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         self._ends.popleft()

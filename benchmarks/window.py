@@ -31,7 +31,7 @@ from raycache.parallel.sharding import Coords, Split
 from raycache.rank.build import load
 from raycache.rank.member import alone
 from raycache.types import GenerateRequest, SamplingParams
-from raycache.wire.plan import RowResult, StepPlan
+from raycache.wire.plan import Masks, RowResult, StepPlan
 
 _NEW_TOKENS = 16
 _WINDOW = 512
@@ -67,6 +67,9 @@ class Watched:
     def submit(self, plan: StepPlan) -> None:
         self._look()
         self._executor.submit(plan)
+
+    def send_masks(self, plan: StepPlan, masks: Masks) -> None:
+        self._executor.send_masks(plan, masks)
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         return self._executor.collect(plan)

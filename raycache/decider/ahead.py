@@ -6,6 +6,8 @@ that is still being sampled. If that token ends the request, the row is discarde
     planned    17: samples token 42      18: fed with token 42         19: without it       20: others get its slot
     back                                 17: token 42 is the end       18: discarded        19
 
+A mask that depends on the token that is still being sampled is sent when it is known (`Engine.step`).
+
 Planning ahead never marks anything as known, computed or free:
  - Whole pages of known tokens enter the tree when the row that computes them completes. Rows in flight write only past
    that point, never into a page of the tree, which a save or another request may read at any time.
@@ -29,8 +31,6 @@ class Blocker(Enum):
     RESTORE_POINT = "it may leave a restore point, which needs its tokens to be computed"
     LOAD = "its load may fail, and it would resume from where the load began"
     PENALTIES = "the token being sampled counts in the penalties of the next"
-    GRAMMAR = "the mask of the next token depends on the token being sampled"
-    SAMPLING = "the next token is sampled at random, and ranks feed back greedy rows only"
     DRAFTS = "its next row starts after the accepted draft tokens, not yet known"
     NEXT_DRAFTS = "the draft tokens of its next row come with its results"
     WANTS_DRAFTS = "its next row needs draft tokens, which depend on the token being sampled"
@@ -60,10 +60,6 @@ class PlanAhead:
             return Blocker.LOAD
         if is_fed and sampling.has_penalties:
             return Blocker.PENALTIES
-        if is_fed and request.grammar is not None:
-            return Blocker.GRAMMAR
-        if is_fed and not sampling.is_greedy:
-            return Blocker.SAMPLING
         if drafts.num_in_row > 0:
             return Blocker.DRAFTS
         if drafts.num_asked > 0:

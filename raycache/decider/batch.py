@@ -22,6 +22,7 @@ class Batch:
         num_loaded: tokens loaded by those moves.
         is_catching_up: whether the draft model prefills tokens it has missed; such a step is not timed.
         start_s: time of submission, on the engine's clock.
+        needs_masks: whether the masks of its plan are still to be sent.
     """
 
     budget: int
@@ -37,6 +38,7 @@ class Batch:
     num_loaded: int = 0
     is_catching_up: bool = False
     start_s: float = 0.0
+    needs_masks: bool = False
     plan: StepPlan = field(default_factory=lambda: StepPlan(0))
 
     @property

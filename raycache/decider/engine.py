@@ -22,7 +22,7 @@ from raycache.decider.scheduler import Scheduler
 from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
 from raycache.parallel.board import Acks
 from raycache.types import CacheCommand, EngineInfo, EngineStats, FinishReason, GenerateRequest, RequestOutput
-from raycache.wire.plan import RowResult, StepPlan
+from raycache.wire.plan import Masks, RowResult, StepPlan
 
 _POLL_S = 0.0001
 """Poll interval of the board, when a rank returns results before it acknowledges its loads."""
@@ -43,6 +43,10 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to all ranks; returns before it is executed."""
+        ...
+
+    def send_masks(self, plan: StepPlan, masks: Masks) -> None:
+        """Send the masks of the last plan submitted, which has some, before the next plan."""
         ...
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
@@ -157,6 +161,7 @@ class Engine:
             self._executor.submit(batch.plan)
             self._told_s = batch.start_s
             self._in_flight.append(batch)
+            self._send_masks()
         if self._in_flight:
             batch = self._in_flight[0]
             results = self._executor.collect(batch.plan)
@@ -164,6 +169,7 @@ class Engine:
             self._in_flight.popleft()
             self._note_pace(batch, acks)
             self._outputs += self._scheduler.complete(batch, results, acks)
+            self._send_masks()
         else:
             # Ranks exit when they get no plan for too long, also while moves and commands take their time.
             if time.monotonic() - self._told_s > self._timeout_s / _BEATS_PER_TIMEOUT:
@@ -175,6 +181,15 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         self._finish_times.extend(time.monotonic() for output in outputs if output.finish_reason is not None)
         return outputs
+
+    def _send_masks(self) -> None:
+        """Send the masks of the last plan, unless they depend on tokens that the plan before is still sampling."""
+        batch = self._in_flight[-1] if self._in_flight else None
+        if batch is None or not batch.needs_masks:
+            return
+        if len(self._in_flight) == 1 or not any(row.is_fed and row.is_masked for row in batch.rows):
+            self._executor.send_masks(batch.plan, self._scheduler.masks(batch))
+            batch.needs_masks = False
 
     def heartbeat(self) -> None:
         """Tell idle ranks that the decider is alive; without it an idle gang exits."""
@@ -243,6 +258,7 @@ class Engine:
         while self.has_work and not self.has_requests and time.monotonic() < deadline:
             self.step()
         while self._in_flight:
+            self._send_masks()
             self._executor.collect(self._in_flight.popleft().plan)
         self._scheduler.close()
         self._executor.submit(self._scheduler.heartbeat(is_last=True))

@@ -5,29 +5,28 @@
     masks           after 4: digits and }     after 2: digits and }     after }: end tokens only
 
 A grammar follows the tokens that its request has, so preemption and the loss of ranks do not concern it. Masks are
-made when a step is planned, for all its rows at once. An error, such as a grammar that becomes too complex, ends that
-request only.
+made while the ranks run the layers of their step, for all its rows at once. An error, such as a grammar that becomes
+too complex, ends that request only.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import (
-    allocate_token_bitmask,
     fill_next_token_bitmask_par,
     fill_next_token_bitmask_par_with_draft_tokens,
 )
 
 from raycache.types import PackedTokens
 from raycache.vocabulary.grammar_tokens import compiled, without_excerpt
-from raycache.wire.plan import Row
+from raycache.wire.plan import Masks, Row
 
 _NUM_REMEMBERED = 128
 """Compiled grammars that are kept: the turns of one conversation mostly have the same."""
@@ -118,33 +117,34 @@ class Grammars:
         """End the threads."""
         self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def with_masks(self, rows: Mapping[int, Row], matchers: Mapping[int, LLMatcher]) -> dict[int, Row]:
-        """Add masks to rows that sample.
+    @property
+    def mask_len(self) -> int:
+        """Bytes of a mask; a grammar must have been compiled."""
+        assert self._table is not None, "a matcher was compiled without the table"
+        return 4 * -(-self._table.vocab_size // 32)
+
+    def masks(self, rows: Sequence[Row], matchers: Sequence[LLMatcher | None]) -> Masks:
+        """Make the masks of a plan's masked rows, [num_masks, mask_len].
 
         Args:
-            rows: by any number.
-            matchers: of the same rows' requests, after all their tokens. One that fails is in error afterwards; its
-                mask then allows end tokens only.
+            matchers: of the rows' requests, after all their tokens; None allows all tokens. One that fails is in error
+                afterwards; its mask then allows end tokens only.
         """
-        table = self._table
-        assert table is not None, "a matcher was compiled without the table"
-        counts = [1 + row.num_drafts for row in rows.values()]
-        masks = allocate_token_bitmask(sum(counts), table.vocab_size)
-        starts = np.cumsum([0, *counts])
-        plain, drafted = [], []
-        for start, (number, row) in zip(starts.tolist(), rows.items(), strict=False):
-            if row.num_drafts:
+        masks = np.full((sum(row.num_masks for row in rows), self.mask_len // 4), -1, np.int32)
+        first, plain, drafted = 0, [], []
+        for row, matcher in zip(rows, matchers, strict=True):
+            if matcher is not None and row.num_drafts:
                 drafts = np.frombuffer(row.tokens, np.int32)[row.first_sampled + 1 :].tolist()
-                drafted.append((matchers[number], start, drafts))
-            else:
-                plain.append((matchers[number], start))
+                drafted.append((matcher, first, drafts))
+            elif matcher is not None:
+                plain.append((matcher, first))
+            first += row.num_masks
         self._executor = self._executor or LLExecutor()
         if plain:
             fill_next_token_bitmask_par(self._executor, plain, masks)
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
-        spans = zip(starts.tolist(), starts[1:].tolist(), rows.items(), strict=False)
-        return {number: replace(row, masks=masks[start:stop].tobytes()) for start, stop, (number, row) in spans}
+        return masks.view(np.uint8)
 
     def _compile(self, text: str) -> LLMatcher:
         if self._table is None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from llguidance import LLMatcher
+
 from raycache.cache.held_units import Capacity
 from raycache.cache.holding import PLAIN_USE, Holding, Use
 from raycache.cache.prefetches import Prefetch
@@ -162,6 +164,11 @@ class Request:
         wanted = (sampling.logprobs, sampling.prompt_logprobs if self.is_scored else None)
         return [top for top in wanted if top is not None]
 
+    def allowed_next(self) -> LLMatcher | None:
+        """Matcher of the next tokens; None if all are allowed, or there is no next one."""
+        is_over = self.phase is Phase.FINISHED
+        return None if self.grammar is None or is_over else self.grammar.at(self.tokens)
+
     def packed(self, start: int, stop: int) -> bytes:
         """Tokens [start, stop), packed."""
         return bytes(self.tokens[4 * start : 4 * stop])
@@ -279,4 +286,5 @@ class Run:
             accepted=accepted if request.spec.sampling.has_penalties else b"",
             num_next_drafts=num_next_drafts,
             next_token=-1 if is_sampled else int.from_bytes(request.packed(stop, stop + 1), "little"),
+            is_masked=is_sampled and request.grammar is not None,
         )

@@ -35,7 +35,7 @@ from raycache.decider.rows import RowPlanner
 from raycache.errors import RequestError
 from raycache.parallel.board import Acks
 from raycache.types import CacheCommand, EngineStats, FinishReason, RequestOutput
-from raycache.wire.plan import RowResult, StepPlan
+from raycache.wire.plan import Masks, RowResult, StepPlan
 
 _MAX_LOSSES = 3
 """A request in flight during this many successive gang losses fails; below the engine's limit of restarts."""
@@ -159,7 +159,6 @@ class Scheduler:
         saves, loads, is_saved_first = self.cache.transfers.take_moves()
         if not batch.rows and not saves:
             return None
-        self._add_masks(batch)
         self._clock.step += 1
         self._num_computed += sum(row.num_tokens for row in batch.rows)
         batch.plan = StepPlan(
@@ -170,24 +169,29 @@ class Scheduler:
             saves=saves,
             loads=loads,
             is_saved_first=is_saved_first,
+            mask_len=self._mask_len(batch),
         )
+        batch.needs_masks = batch.plan.mask_len > 0
         for run in batch.runs:
             run.num_in_flight += 1
         self._num_decodes += batch.is_decode
         return batch
 
-    def _add_masks(self, batch: Batch) -> None:
-        """Make the masks of a plan's rows. The result of a row whose grammar fails is ignored: its request ends."""
-        rows, matchers = {}, {}
-        for i, (run, row) in enumerate(zip(batch.runs, batch.rows, strict=True)):
-            if run.request.grammar is not None and row.output_position >= 0:
-                rows[i], matchers[i] = row, run.request.grammar.at(run.request.tokens)
-        if not rows:
-            return
-        assert self._grammars is not None, "a request has a grammar, and the engine has none"
-        for i, row in self._grammars.with_masks(rows, matchers).items():
-            batch.rows[i] = row
-            self._fail_on_error(batch.runs[i].request, "the grammar cannot be followed any further")
+    def _mask_len(self, batch: Batch) -> int:
+        if self._grammars is None or not any(row.is_masked for row in batch.rows):
+            return 0
+        return self._grammars.mask_len
+
+    def masks(self, batch: Batch) -> Masks:
+        """Make the masks of a plan; the tokens before those that it samples must be known. The result of a row whose
+        grammar fails is ignored: its request ends."""
+        assert self._grammars is not None, "a plan has masks, and the engine has no grammars"
+        masked = [(run.request, row) for run, row in zip(batch.runs, batch.rows, strict=True) if row.is_masked]
+        requests = [request for request, _ in masked]
+        masks = self._grammars.masks([row for _, row in masked], [request.allowed_next() for request in requests])
+        for request in requests:
+            self._fail_on_error(request, "the grammar cannot be followed any further")
+        return masks
 
     def heartbeat(self, *, is_last: bool = False) -> StepPlan:
         """An empty step that tells the ranks that the decider is alive or, with `is_last`, that they may exit."""

@@ -14,9 +14,9 @@ from raycache.parallel.collectives import Group
 from raycache.parallel.relay import BoardReceiver
 from raycache.parallel.sharding import Split
 from raycache.rank.pending_result import PendingResult
-from raycache.rank.rank import Rank
-from raycache.wire.control import broadcast_plan, receive_results
-from raycache.wire.plan import RowResult, StepPlan, read_results
+from raycache.rank.rank import LaunchedLayers, Rank
+from raycache.wire.control import broadcast_masks, broadcast_plan, receive_results
+from raycache.wire.plan import Masks, RowResult, StepPlan, read_results
 
 _BLAME_S = 1.0
 """How long to wait for a process to end, or for survivors of a lost gang to report a lost peer; a rank that reports
@@ -37,11 +37,18 @@ class LocalExecutor:
         self._rank = rank
         self._board = board
         self._started: deque[tuple[StepPlan, PendingResult]] = deque()
+        self._launched = LaunchedLayers()  # of the last plan
         self.depth = 2 if plans_ahead else 1
 
     def submit(self, plan: StepPlan) -> None:
         with refusing_out_of_memory(self._rank.ctx.device, doing=f"running step {plan.step}"):
-            self._started.append((plan, self._rank.start(plan)))
+            self._launched = self._rank.launch(plan)
+            if not plan.mask_len:
+                self._started.append((plan, self._rank.finish(plan, self._launched)))
+
+    def send_masks(self, plan: StepPlan, masks: Masks) -> None:
+        with refusing_out_of_memory(self._rank.ctx.device, doing=f"sampling in step {plan.step}"):
+            self._started.append((plan, self._rank.finish(plan, self._launched, masks)))
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         started, pending = self._started.popleft()
@@ -91,7 +98,7 @@ class GangExecutor:
         self._receivers = receivers
         self._watch: RankWatch | None = None
         self._step = 0
-        self._sending: deque[Callable[[], None]] = deque()
+        self._sending: deque[list[Callable[[], None]]] = deque()  # per plan in flight
         self.depth = 2 if plans_ahead and split.pp == 1 else split.pp
 
     def watch(self, ranks: RankProcesses) -> None:
@@ -103,14 +110,21 @@ class GangExecutor:
         if plan.is_last:
             self._stop_watching()
         try:
-            self._sending.append(broadcast_plan(plan, self.control))
+            self._sending.append([broadcast_plan(plan, self.control)])
+        except RankLostError as cause:
+            raise self._blame(plan.step, cause.cause) from cause
+
+    def send_masks(self, plan: StepPlan, masks: Masks) -> None:
+        try:
+            self._sending[-1].append(broadcast_masks(masks, self.control))
         except RankLostError as cause:
             raise self._blame(plan.step, cause.cause) from cause
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         try:
             answers = receive_results(plan, self.control, split=self._split)
-            self._sending.popleft()()
+            for sent in self._sending.popleft():
+                sent()
         except RankLostError as cause:
             raise self._blame(plan.step, cause.cause) from cause
         return read_results(plan, answers)
@@ -123,8 +137,9 @@ class GangExecutor:
 
     def close(self) -> None:
         try:
-            for sent in self._sending:
-                sent()
+            for parts in self._sending:
+                for sent in parts:
+                    sent()
         finally:
             self.control.close()
 

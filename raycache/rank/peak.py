@@ -84,13 +84,15 @@ class Largest:
 
     def _row(self, slot: int, start: int, tokens: bytes, *, targets: bytes = b"") -> Row:
         read = 0 if start else -1
-        masks = b"\xff" * (4 * -(-self.vocab_size // 32))
-        return Row(slot, start, tokens, output_position=0, targets=targets, read_state=read, write_state=0, masks=masks)
+        return Row(
+            slot, start, tokens, output_position=0, targets=targets, read_state=read, write_state=0, is_masked=True
+        )
 
     def _plan(self, rows: list[Row]) -> StepPlan:
         pages = {space: [0] * -(-self.longest // self.page_size) for space in self.spaces}
         admits = [Admit(row.slot, pages, _SAMPLING, seed=0) for row in rows]
-        return StepPlan(1, rows=rows, admits=admits, num_top=MAX_TOP_LOGPROBS)
+        mask_len = 4 * -(-self.vocab_size // 32)
+        return StepPlan(1, rows=rows, admits=admits, num_top=MAX_TOP_LOGPROBS, mask_len=mask_len)
 
 
 def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_graphs: int) -> None:
@@ -115,7 +117,7 @@ def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_grap
         num_tokens = sum(row.num_tokens for row in plan.rows)
         doing = f"trying the largest {kind} step: {num_tokens} tokens of sequences of {largest.longest}"
         with refusing_out_of_memory(rank.ctx.device, doing=doing):
-            rank.execute(plan)
+            rank.execute(plan, plan.masks_allowing_all())
     use.note("kernels")
     peaks = {kind: _peak(rank, plan) for kind, plan in plans.items()}
     use.keep("activations", max(peaks.values()))
@@ -129,6 +131,6 @@ def _peak(rank: Rank, plan: StepPlan) -> int:
     free_bytes(device)  # also empties torch's cache of freed memory
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
-    rank.execute(plan)
+    rank.execute(plan, plan.masks_allowing_all())
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_reserved(device) - before

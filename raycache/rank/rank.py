@@ -30,7 +30,7 @@ from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, sample
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
 from raycache.types import SamplingParams
-from raycache.wire.plan import Admit, Row, StepPlan, emissions, result_width
+from raycache.wire.plan import NO_MASKS, Admit, Masks, Row, StepPlan, emissions, result_width
 
 
 @dataclass(slots=True)
@@ -105,22 +105,14 @@ class Rank:
     def __post_init__(self) -> None:
         self._tables = {space: PageTables() for space in self.pool.windows}
 
-    def execute(self, plan: StepPlan) -> NDArray[np.int64]:
+    def execute(self, plan: StepPlan, masks: Masks = NO_MASKS) -> NDArray[np.int64]:
         """Run one step and return its results, [result_len, result_width]; empty before the last stage."""
-        return self.start(plan).wait()
+        return self.finish(plan, self.launch(plan), masks).wait()
 
     def close(self) -> None:
         """Detach from the host tier."""
         if self.mover is not None:
             self.mover.close()
-
-    @torch.inference_mode()
-    def start(self, plan: StepPlan) -> PendingResult:
-        """Launch one step on the device; on a CPU it has ended when this returns."""
-        done = self._run(plan)
-        if done.logits is None:
-            return PendingResult(torch.empty((0, result_width(plan)), dtype=torch.int64))
-        return PendingResult(self._results(plan, done))
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor | None:
@@ -129,10 +121,24 @@ class Rank:
         Returns:
             Logits of the positions that this cp rank emits, [N, vocab] float32; None before the last stage.
         """
-        return self._run(plan).logits
+        return self.launch(plan).logits
 
-    def _run(self, plan: StepPlan) -> _Done:
-        """Start page moves, apply the plan's changes to slots, and run the model."""
+    @torch.inference_mode()
+    def finish(self, plan: StepPlan, layers: LaunchedLayers, masks: Masks = NO_MASKS) -> PendingResult:
+        """Launch the rest of a step: sampling and the draft model.
+
+        Args:
+            layers: as `launch` has returned them for this plan, which must be the last one.
+            masks: of the plan's rows, if it has any.
+        """
+        if layers.logits is None:
+            return PendingResult(torch.empty((0, result_width(plan)), dtype=torch.int64))
+        return PendingResult(self._results(plan, layers, masks))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedLayers:
+        """Start page moves, apply the plan's changes to slots, and launch the layers on the device; on a CPU they have
+        ended when this returns."""
         self._move(plan)
         for admit in plan.admits:
             self._slots[admit.slot] = _new_slot(admit)
@@ -145,7 +151,7 @@ class Rank:
                 self._tables[space].append(row.slot, ids)
             self._slots[row.slot].count(row)
         if not plan.rows:
-            return _Done()
+            return LaunchedLayers()
         # Attention plans are copied to the device from buffers that the next plan overwrites. A step without a graph
         # makes them at the first layer of each kind, so it must have ended.
         self._planned.synchronize()
@@ -153,19 +159,19 @@ class Rank:
             self.graphs.prepare(in_single_rows(plan), self._tables)
             self._planned = after_compute(self.ctx.device)
             logits, features = self.graphs.replay()
-            return _Done(logits, features, recorded=self.graphs)
-        done = self._run_layers(plan)
+            return LaunchedLayers(logits, features, recorded=self.graphs)
+        layers = self._run_layers(plan)
         self._planned = after_compute(self.ctx.device)
-        return done
+        return layers
 
-    def _run_layers(self, plan: StepPlan) -> _Done:
+    def _run_layers(self, plan: StepPlan) -> LaunchedLayers:
         inputs = step_inputs(plan, self._tables, self.pool.windows, page_size=self.pool.page_size, ctx=self.ctx)
         if self.last is not None:
             self.last.fill(plan, inputs)
         hidden, run = self._run_stage(inputs)
         if not self.ctx.is_last_stage:
-            return _Done()
-        return _Done(self.model.logits(hidden[inputs.logits]), for_draft(hidden, run), inputs)
+            return LaunchedLayers()
+        return LaunchedLayers(self.model.logits(hidden[inputs.logits]), for_draft(hidden, run), inputs)
 
     def _move(self, plan: StepPlan) -> None:
         """Start the plan's page moves; a layer's view of the pool waits until its pages are loaded."""
@@ -200,15 +206,15 @@ class Rank:
             self._unsent = self.ctx.pp.isend(together, to=self.ctx.pp.rank + 1)
         return hidden, run
 
-    def _results(self, plan: StepPlan, done: _Done) -> Tensor:
+    def _results(self, plan: StepPlan, layers: LaunchedLayers, masks: Masks) -> Tensor:
         """Sampled, scored and drafted tokens: int64 [result_len, result_width]."""
-        logits = done.logits
+        logits = layers.logits
         assert logits is not None, "only the last stage has results"
         if plan.loads:
             # A failed load leaves arbitrary data in pages. The decider discards such rows; sampling must not raise.
             logits = logits.nan_to_num()
-        tokens = self._tokens(plan, logits)
-        drafted = self._draft(plan, done, tokens)
+        tokens = self._tokens(plan, logits, masks)
+        drafted = self._draft(plan, layers, tokens)
         if plan.num_top is None:
             return torch.cat([tokens, drafted])[:, None]
         chosen_logprob, top_ids, top = logprobs(logits, tokens, num_top=plan.num_top)
@@ -216,12 +222,12 @@ class Rank:
         lines = torch.cat([tokens[:, None], bits[0], top_ids, bits[1]], dim=1)
         return torch.cat([lines, F.pad(drafted[:, None], (0, lines.shape[1] - 1))])
 
-    def _draft(self, plan: StepPlan, done: _Done, tokens: Tensor) -> Tensor:
+    def _draft(self, plan: StepPlan, layers: LaunchedLayers, tokens: Tensor) -> Tensor:
         """Run the draft model; returns the requested draft tokens."""
-        if self.drafter is None or done.features is None:
+        if self.drafter is None or layers.features is None:
             return tokens[:0]
         self.drafter.planned = self._planned
-        step = Followed(plan, tokens, done.features, done.inputs, done.recorded, self._tables)
+        step = Followed(plan, tokens, layers.features, layers.inputs, layers.recorded, self._tables)
         drafted = self.drafter.draft(step, self._draft_row)
         self._planned = self.drafter.planned
         return drafted
@@ -231,12 +237,12 @@ class Rank:
         # Counts exclude the tokens of this step: draft tokens may be rejected.
         return SampleRow(slot.sampling, seed=slot.seed, position=row.output_position + behind, token_counts=slot.counts)
 
-    def _tokens(self, plan: StepPlan, logits: Tensor) -> Tensor:
+    def _tokens(self, plan: StepPlan, logits: Tensor, masks: Masks) -> Tensor:
         """The sampled token, or the target to be scored, of each emitted position: int64 [emitted]."""
-        if all(not row.targets and not row.masks and self._slots[row.slot].is_plain for row in plan.rows):
+        if all(not row.targets and not row.is_masked and self._slots[row.slot].is_plain for row in plan.rows):
             tokens = sampled_tokens = logits.argmax(-1)
         else:
-            targets, sampled, rows = self._emissions(plan)
+            targets, sampled, rows = self._emissions(plan, masks)
             tokens = self.ctx.on_device(np.array(targets, np.int64))
             sampled_tokens = tokens[:0]
             if rows:
@@ -246,11 +252,12 @@ class Rank:
             self.last.keep(plan, sampled_tokens)
         return tokens
 
-    def _emissions(self, plan: StepPlan) -> tuple[list[int], list[int], list[SampleRow]]:
+    def _emissions(self, plan: StepPlan, masks: Masks) -> tuple[list[int], list[int], list[SampleRow]]:
         """Target of each emitted position (0 if it is sampled); indices and parameters of the sampled ones."""
         targets: list[int] = []
         sampled: list[int] = []
         rows: list[SampleRow] = []
+        first_masks = plan.first_masks
         for i, positions in emissions(plan, cp_size=self.ctx.cp.size)[self.ctx.cp.rank]:
             row = plan.rows[i]
             given = np.frombuffer(row.targets, np.int32)
@@ -267,15 +274,16 @@ class Rank:
                         seed=slot.seed,
                         position=row.output_position + num_drafts,
                         token_counts=slot.counts_before(row, num_drafts),
-                        mask=row.mask(num_drafts),
+                        mask=masks[first_masks[i] + num_drafts].tobytes() if row.is_masked else b"",
                     )
                 )
         return targets, sampled, rows
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
-    """Outputs of a step's layers; empty for a step without rows, or before the last stage.
+class LaunchedLayers:
+    """Outputs of a step's layers, which the device may still be computing; empty for a step without rows, or before the
+    last stage.
 
     Attributes:
         logits: [N, vocab].

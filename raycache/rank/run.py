@@ -11,7 +11,7 @@ from raycache.parallel.board import Lane
 from raycache.rank.member import Member
 from raycache.rank.pending_result import PendingResult
 from raycache.rank.rank import Rank
-from raycache.wire.control import receive_plan, result_ranks, send_result
+from raycache.wire.control import receive_masks, receive_plan, result_ranks, send_result
 from raycache.wire.plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,9 @@ class _Plans:
             plan = receive_plan(ctx.control, meanwhile=self._send_ready)
             self.step = plan.step
             with refusing_out_of_memory(ctx.device, doing=f"running step {plan.step}"):
-                pending = self._rank.start(plan)
+                layers = self._rank.launch(plan)
+                masks = receive_masks(plan, ctx.control, meanwhile=self._send_ready)
+                pending = self._rank.finish(plan, layers, masks)
             self._unsent.append((plan, pending))
             self._send_ready()
             if plan.is_last:

@@ -2,7 +2,7 @@
 
 A plan is framed as [length: 8 bytes | msgpack]. A frame of FRAME bytes holds the plans of nearly all decode steps,
 so that one broadcast is enough; a longer plan is followed by a second broadcast with the rest, which all ranks expect
-from the length.
+from the length. The masks of a plan's rows, if any, are a broadcast of their own behind it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from raycache.errors import RankLostError
-from raycache.parallel.collectives import Group
+from raycache.parallel.collectives import Group, Started
 from raycache.parallel.sharding import Coords, Split
-from raycache.wire.plan import StepPlan, result_lens, result_width
+from raycache.wire.plan import NO_MASKS, Masks, StepPlan, result_lens, result_width
 
 FRAME = 16 * 1024
 _POLL_S = 0.00002
@@ -61,9 +61,7 @@ def receive_plan(control: Group, *, meanwhile: Callable[[], bool] = lambda: Fals
     """
     head = torch.empty(FRAME, dtype=torch.uint8)
     started = control.ibroadcast(head, root=_DECIDER)
-    while not started.is_done() and meanwhile():
-        time.sleep(_POLL_S)
-    started()
+    _wait(started, meanwhile)
     frame = head.numpy()
     length = int(frame[:8].view(np.int64)[0])
     packed = frame[8 : 8 + length].tobytes()
@@ -71,6 +69,26 @@ def receive_plan(control: Group, *, meanwhile: Callable[[], bool] = lambda: Fals
         rest = torch.empty(length - (FRAME - 8), dtype=torch.uint8)
         packed += control.broadcast(rest, root=_DECIDER).numpy().tobytes()
     return StepPlan.unpack(packed)
+
+
+def broadcast_masks(masks: Masks, control: Group) -> Callable[[], None]:
+    """Start sending the masks of the last plan that was sent, [num_masks, mask_len], like `broadcast_plan`."""
+    return control.ibroadcast(torch.from_numpy(masks), root=_DECIDER)
+
+
+def receive_masks(plan: StepPlan, control: Group, *, meanwhile: Callable[[], bool]) -> Masks:
+    """Wait for the masks of the last plan that was received, like `receive_plan`; [0, 0] if it has none."""
+    if not plan.mask_len:
+        return NO_MASKS
+    masks = torch.empty((plan.first_masks[-1], plan.mask_len), dtype=torch.uint8)
+    _wait(control.ibroadcast(masks, root=_DECIDER), meanwhile)
+    return masks.numpy()
+
+
+def _wait(transfer: Started, meanwhile: Callable[[], bool]) -> None:
+    while not transfer.is_done() and meanwhile():
+        time.sleep(_POLL_S)
+    transfer()
 
 
 def result_ranks(split: Split) -> list[int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +38,11 @@ PageLists = Mapping[str, Sequence[int]]
 NO_PAGES: PageLists = MappingProxyType({})
 
 _DRAFT_STATES = 10  # index of the row field that is a tuple
+
+Masks = NDArray[np.uint8]
+"""Masks of a plan's rows, [num_masks, mask_len], in the order of the rows."""
+
+NO_MASKS: Masks = np.empty((0, 0), np.uint8)
 
 MAX_SCORED_TOKENS = 1024
 """Limit of scored tokens per step, as each needs several rows of vocabulary size. Rows beyond it are scored token by
@@ -88,8 +94,8 @@ class Row:
         num_next_drafts: tokens that the ranks' draft model should draft after the last accepted one. There are
             pages for them in any case.
         next_token: token after the last new one, for draft models; -1 if it is to be sampled.
-        masks: tokens that may be sampled, a bit per token id, least significant first: one mask after the last known
-            token, and one after each draft token, all of one length. Empty if all tokens may be.
+        is_masked: whether only some tokens may be sampled. Their masks come after the plan (see `StepPlan.mask_len`):
+            one after the last known token, and one after each draft token.
     """
 
     slot: int
@@ -106,7 +112,7 @@ class Row:
     accepted: PackedTokens = b""
     num_next_drafts: int = 0
     next_token: int = -1
-    masks: bytes = b""
+    is_masked: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -123,10 +129,10 @@ class Row:
         """Index in the chunk after which the first token is sampled, if any; draft tokens follow it."""
         return self.num_tokens - 1 - self.num_drafts
 
-    def mask(self, num_drafts: int) -> bytes:
-        """Mask of the token sampled after the first `num_drafts` draft tokens; empty if all tokens may be."""
-        size = len(self.masks) // (1 + self.num_drafts)
-        return self.masks[num_drafts * size : (num_drafts + 1) * size]
+    @property
+    def num_masks(self) -> int:
+        """Number of masks."""
+        return self.is_masked * (1 + self.num_drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +148,8 @@ class StepPlan:
         saves: units to copy to the host; they were written in earlier steps.
         loads: units to copy to the device, read by rows of this step.
         is_saved_first: whether this step overwrites saved units, so that saves must end before loads and rows begin.
+        mask_len: bytes of a mask: a bit per token id that may be sampled, least significant first. Masks follow in a
+            message of their own, before the next plan, so that they are made while the layers run; 0 if no row has any.
     """
 
     step: int
@@ -152,6 +160,16 @@ class StepPlan:
     saves: Sequence[Moves] = ()
     loads: Sequence[Moves] = ()
     is_saved_first: bool = False
+    mask_len: int = 0
+
+    @property
+    def first_masks(self) -> list[int]:
+        """Index of each row's first mask, and behind them the number of all masks."""
+        return list(accumulate((row.num_masks for row in self.rows), initial=0))
+
+    def masks_allowing_all(self) -> Masks:
+        """Masks for its rows that forbid nothing."""
+        return np.full((self.first_masks[-1], self.mask_len), 255, np.uint8)
 
     def pack(self) -> bytes:
         """Encode for the wire."""
@@ -175,20 +193,29 @@ class StepPlan:
                 bytes(r.accepted),
                 r.num_next_drafts,
                 r.next_token,
-                *([r.masks] if r.masks else []),
+                *([True] if r.is_masked else []),
             ]
             for r in self.rows
         ]
         moves = [[[m.number, m.units] for m in lane] for lane in (self.saves, self.loads)]
         packed: bytes = msgpack.packb(
-            [self.step, rows, admits, self.num_top, self.is_last, *moves, self.is_saved_first]
+            [
+                self.step,
+                rows,
+                admits,
+                self.num_top,
+                self.is_last,
+                *moves,
+                self.is_saved_first,
+                *([self.mask_len] if self.mask_len else []),
+            ]
         )
         return packed
 
     @classmethod
     def unpack(cls, packed: bytes | memoryview) -> StepPlan:
         """Inverse of `pack`."""
-        step, rows, admits, num_top, is_last, saves, loads, is_saved_first = msgpack.unpackb(
+        step, rows, admits, num_top, is_last, saves, loads, is_saved_first, *mask_len = msgpack.unpackb(
             packed, strict_map_key=False
         )
         return cls(
@@ -200,6 +227,7 @@ class StepPlan:
             saves=_moves(saves),
             loads=_moves(loads),
             is_saved_first=is_saved_first,
+            mask_len=mask_len[0] if mask_len else 0,
         )
 
 

@@ -29,7 +29,7 @@ from raycache.models.base import read_config
 from raycache.parallel.board import Acks
 from raycache.parallel.sharding import Coords, Split
 from raycache.types import GenerateRequest, SamplingParams
-from raycache.wire.plan import Admit, Row, RowResult, StepPlan, emissions
+from raycache.wire.plan import Admit, Masks, Row, RowResult, StepPlan, emissions
 from tests.matrix.gang import TIMEOUT_S, Gang, RankFailedError
 from tests.matrix.ranks import Host, Load, Poison, Read, Rows, Run
 from tests.matrix.sequences import ANSWER, Corpus, Dialogue
@@ -131,6 +131,9 @@ class ForcedExecutor:
             self.on_admit(request_id, admit, row)
         self._flying.append(flight)
         self._gang.ask(Run(_all_emitted(plan).pack()))
+
+    def send_masks(self, plan: StepPlan, masks: Masks) -> None:
+        raise AssertionError("no dialogue has a grammar")
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         """Compare the logits of every row; the next token of its dialogue where one is sampled.

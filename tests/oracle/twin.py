@@ -26,7 +26,7 @@ from raycache.errors import RankLostError
 from raycache.memory.component import FULL
 from raycache.parallel.board import Acks
 from raycache.types import FinishReason, SamplingParams, TokenLogprob
-from raycache.wire.plan import UNKNOWN, Admit, Row, RowResult, StepPlan
+from raycache.wire.plan import NO_MASKS, UNKNOWN, Admit, Masks, Row, RowResult, StepPlan
 from tests.oracle.twin_host import Content, TwinHost, TwinMover
 
 VOCAB = 13
@@ -93,6 +93,7 @@ class TwinExecutor:
         self.is_lost = False
         self._page_size = sizes.page_size
         self._waiting: deque[tuple[StepPlan, bytes]] = deque()
+        self._masks: dict[int, Masks] = {}  # by step
         self._done: deque[list[RowResult]] = deque()
         self._last: dict[int, int] = {}
         self._windows = {FULL: 0} | {space: window for space, (window, _) in sizes.windows.items()}
@@ -110,10 +111,19 @@ class TwinExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._waiting) < self.depth, "more plans in flight than may be"
+        assert all(self._has_masks(before) for before, _ in self._waiting), "masks come before the next plan"
         # As the wire does it: what the decider changes afterwards does not arrive.
         self._waiting.append((plan, plan.pack()))
         if plan.step % 3 and not self.is_lost:
             self._catch_up()
+
+    def send_masks(self, plan: StepPlan, masks: Masks) -> None:
+        assert plan is self._waiting[-1][0] and not self._has_masks(plan), "masks are those of the last plan"
+        assert masks.shape == (plan.first_masks[-1], plan.mask_len)
+        self._masks[plan.step] = masks.copy()
+
+    def _has_masks(self, plan: StepPlan) -> bool:
+        return not plan.mask_len or plan.step in self._masks
 
     def collect(self, plan: StepPlan) -> list[RowResult]:
         if self.is_lost:
@@ -131,7 +141,9 @@ class TwinExecutor:
         self._done.clear()
 
     def _catch_up(self, *, most: int = 1000) -> None:
-        for _, packed in list(self._waiting)[len(self._done) : len(self._done) + most]:
+        for plan, packed in list(self._waiting)[len(self._done) : len(self._done) + most]:
+            if not self._has_masks(plan):
+                return
             self._done.append(self._execute(StepPlan.unpack(packed)))
 
     def _execute(self, plan: StepPlan) -> list[RowResult]:
@@ -154,12 +166,21 @@ class TwinExecutor:
         self._carry_states(plan, bad_slots)
         samplings = {admit.slot: admit for admit in plan.admits}
         results = [
-            _nonsense(row, plan) if row.slot in bad_slots else self._read(row, plan, samplings.get(row.slot))
-            for row in plan.rows
+            _nonsense(row, plan) if row.slot in bad_slots else self._read(row, plan, samplings.get(row.slot), mine)
+            for row, mine in zip(plan.rows, self._masks_of(plan), strict=True)
         ]
         sampled = zip(plan.rows, results, strict=True)
         self._last = {row.slot: result.tokens[-1] for row, result in sampled if result.tokens}
         return results
+
+    def _masks_of(self, plan: StepPlan) -> list[list[bytes]]:
+        """Per row, what it may sample at each of its positions."""
+        masks, firsts = self._masks.get(plan.step, NO_MASKS), plan.first_masks
+        everything = b"\xff" * 4
+        return [
+            [mask.tobytes() for mask in masks[first:stop]] or [everything] * (1 + row.num_drafts)
+            for row, first, stop in zip(plan.rows, firsts, firsts[1:], strict=False)
+        ]
 
     def _fed(self, row: Row) -> Row:
         """With the token that the plan before sampled, if it is to have that."""
@@ -243,7 +264,7 @@ class TwinExecutor:
                 assert len(before) == row.start, "the state is that of another position"
                 self._states[slot] = before + tokens[: row.first_sampled + 1 + i]
 
-    def _read(self, row: Row, plan: StepPlan, admit: Admit | None) -> RowResult:
+    def _read(self, row: Row, plan: StepPlan, admit: Admit | None, masks: list[bytes]) -> RowResult:
         if admit is not None:
             loaded = {unit.device for moves in plan.loads for unit in moves.units if unit.space == FULL}
             num_cached = len(admit.pages[FULL]) + len(loaded.intersection(row.new_pages.get(FULL, ())))
@@ -266,7 +287,7 @@ class TwinExecutor:
             result.scores.append(logprob(tokens[: row.start + i + 1], target, num_top=plan.num_top))
         for i in range(1 + row.num_drafts if row.output_position >= 0 else 0):
             known = tokens[: row.start + row.first_sampled + 1 + i]
-            bits = np.unpackbits(np.frombuffer(row.mask(i) or b"\xff" * 4, np.uint8), bitorder="little").tolist()
+            bits = np.unpackbits(np.frombuffer(masks[i], np.uint8), bitorder="little").tolist()
             result.tokens.append(next_token(known, position=row.output_position + i, allows=bits.__getitem__))
             if plan.num_top is not None:
                 result.logprobs.append(logprob(known, result.tokens[-1], num_top=plan.num_top))

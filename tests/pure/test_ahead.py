@@ -75,6 +75,14 @@ def test_decode_rows_are_fed_and_an_output_of_known_length_costs_no_row_more() -
         assert engine.stats().computed_tokens == 3 * (9 + max_tokens - 1)
 
 
+def test_rows_that_are_sampled_at_random_are_fed_too() -> None:
+    engine, executor = ahead()
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=5, ignore_eos=True)
+    right = {f"r{i}": add(engine, f"r{i}", prompt_of(i, 9), sampling=sampling) for i in range(2)}
+    assert run(engine) == right
+    assert fed(executor) == [[False] * 2] + [[True] * 2] * 4
+
+
 def test_an_output_that_reaches_the_longest_context_is_not_fed_beyond_it() -> None:
     engine, executor = ahead(max_model_len=12)
     right = add(engine, "a", prompt_of(0, 9), max_tokens=50)

@@ -7,6 +7,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import regex
 from hypothesis import settings
@@ -84,13 +85,16 @@ def test_outputs_are_those_of_the_pattern_beside_free_ones(stages: int, plans_ah
     right["free"] = test_scheduler.add(engine, "free", prompt_of(9, 9), max_tokens=30)
     assert run(engine) == right
     assert all(tokens[-1] == EOS or len(tokens) == 30 for tokens in right.values())
-    rows = [(plan, row) for plan in executor.plans for row in plan.rows]
-    assert {len(row.masks) for _, row in rows} == {0, 4}
-    assert all(row.output_position >= 0 and not row.is_fed for _, row in rows if row.masks)
+    rows = [row for plan in executor.plans for row in plan.rows]
+    assert {plan.mask_len for plan in executor.plans} <= {0, 4}
+    assert all(row.output_position >= 0 for row in rows if row.is_masked)
+    assert {row.is_masked for row in rows} == {True, False}
+    assert {row.is_fed for row in rows if row.is_masked} == ({True, False} if plans_ahead else {False})
 
 
 def test_without_its_masks_a_request_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module.Grammars, "with_masks", lambda self, rows, matchers: rows)
+    everything = np.full((1, 4), 255, np.uint8)
+    monkeypatch.setattr(grammar_module.Grammars, "masks", lambda self, rows, matchers: everything[: len(rows)])
     engine, _ = make_engine()
     add(engine, "constrained", "(abc)+d", prompt_of(3, 9))
     right = test_scheduler.add(engine, "free", prompt_of(9, 9))
@@ -122,7 +126,7 @@ def test_drafts_are_cut_where_the_grammar_forbids_them_and_the_rest_is_accepted(
         assert add(engine, "a", pattern, prompt) == tokens
         assert run(engine) == {"a": tokens}
         rows = [row for plan in executor.plans for row in plan.rows if row.num_drafts]
-        assert rows and all(len(row.masks) == 4 * (1 + row.num_drafts) for row in rows)
+        assert rows and all(row.num_masks == 1 + row.num_drafts for row in rows)
         assert engine.stats().accepted[1] > 0
         assert accepts_all or all(12 not in row.tokens[4:] for row in rows)
 

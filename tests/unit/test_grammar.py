@@ -13,6 +13,7 @@ import pytest
 
 from launch.demo.model import make_demo_model
 from raycache.api import constraint
+from raycache.decider.scheduler import Scheduler
 from raycache.errors import RequestError, RequestFailedError
 from raycache.llm import LLM, Completion
 from raycache.rank import sampler
@@ -112,6 +113,20 @@ def test_outputs_are_the_same_under_every_split(
         stats = llm.stats()
     if settings.get("adaptive_drafts") is False:
         assert stats.accepted[1] > 0
+
+
+@pytest.mark.parametrize("split", mostly_long([{}, {"tp": 2}, {"cp": 2}], but=[{}, {"cp": 2}]), ids=str)
+def test_outputs_are_the_same_planned_one_step_ahead(
+    model: Path, split: dict[str, int], expected: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A row with penalties would hold up the plans of all.
+    wanted = [i for i, sampling in enumerate(requests()) if not sampling.has_penalties]
+    masked, make = [], Scheduler.masks
+    monkeypatch.setattr(Scheduler, "masks", lambda self, batch: masked.extend(batch.rows) or make(self, batch))
+    with load(model, overlap="on", **split) as llm:
+        outputs = llm.generate([prompts()[i] for i in wanted], [requests()[i] for i in wanted])
+    assert [output.token_ids for output in outputs] == [expected[i].token_ids for i in wanted]
+    assert sum(row.is_masked and row.is_fed for row in masked) > len(masked) / 3
 
 
 @pytest.mark.parametrize("family", mostly_long(["llama", "qwen3_next", "nemotron_h", "deepseek_v3"], but=["llama"]))
