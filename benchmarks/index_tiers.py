@@ -74,7 +74,7 @@ class TiersCache:
         holding.end(tokens, now=self._now)
         saves, loads, _ = self._cache.transfers.take_moves()
         for name, lane in (("saved", saves), ("loaded", loads)):
-            self.moves[name] += sum(len(moves.units) for moves in lane)
+            self.moves[name] += sum(len(batch) for moves in lane for batch in moves.batches)
         if saves:
             self._cache.transfers.acknowledge(Acks(saves=saves[-1].number), now=self._now)
 

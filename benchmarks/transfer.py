@@ -80,11 +80,11 @@ class Host:
         self.num_pages, self.page_bytes = num_pages, layout.unit_bytes("full")
 
     def save(self, units: Sequence[Unit]) -> None:
-        self.mover.save(Moves(1, units))
+        self.mover.save(Moves.of(1, units))
         self.posted()
 
     def load(self, units: Sequence[Unit]) -> None:
-        self.mover.load(Moves(1, units))
+        self.mover.load(Moves.of(1, units))
         self.posted()
 
     def posted(self) -> None:
@@ -116,10 +116,10 @@ class CpuTransfer:
         np.copyto(self._plain[1], self._plain[0])
 
     def copy_saved(self, units: Sequence[Unit]) -> None:
-        copy_units(self._saves, Moves(1, units).by_space()["full"])
+        copy_units(self._saves, Moves.of(1, units).by_space()["full"])
 
     def copy_loaded(self, units: Sequence[Unit]) -> None:
-        taken = runs(Moves(1, units).by_space()["full"])
+        taken = runs(Moves.of(1, units).by_space()["full"])
         for strips in self._loads:
             copy_runs(strips, taken)
 
@@ -161,7 +161,7 @@ class CudaTransfer:
         """From the call of a load until its first layer can be read."""
         torch.cuda.synchronize()
         start = time.perf_counter()
-        self.host.mover.load(Moves(1, self.units))
+        self.host.mover.load(Moves.of(1, self.units))
         self.host.pool.gate(0)
         torch.cuda.current_stream().synchronize()
         found = time.perf_counter() - start

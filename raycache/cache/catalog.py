@@ -97,7 +97,7 @@ class Catalog:
         return sum(_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in fields)
 
     def add_pages(
-        self, ids: PageIds, *, digests: Sequence[bytes], tokens: PackedTokens, parent: int, seed: bytes
+        self, ids: PageIds, *, digests: Sequence[bytes], tokens: PackedTokens | memoryview, parent: int, seed: bytes
     ) -> None:
         """Record consecutive pages.
 

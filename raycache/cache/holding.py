@@ -7,6 +7,7 @@ adopts once the ranks acknowledge the load.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from raycache.cache.tier import Tier
 from raycache.cache.transfers import Load, NoTransfers, PlannedLoad, Transfers
 from raycache.cache.tree import PrefixHandle
 from raycache.memory.component import FULL
+from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
 
 _SAVED_TOGETHER = 8
@@ -56,7 +58,6 @@ class Holding:
         is_kept: whether its computed pages are cached.
     Attributes:
         pages: device pages of the sequence, in order.
-        own: pages that the tree did not adopt.
         units: window pages and state slots.
         checkpoint: restore point at the last page boundary, or None.
         load: its load in progress, or None.
@@ -64,6 +65,7 @@ class Holding:
 
     __slots__ = (
         "_device",
+        "_duplicates",
         "_is_kept",
         "_is_started",
         "_num_saved",
@@ -74,7 +76,6 @@ class Holding:
         "cursor",
         "handle",
         "load",
-        "own",
         "pages",
         "units",
     )
@@ -91,8 +92,8 @@ class Holding:
     ) -> None:
         self._device, self._transfers, self._use, self._is_kept = device, transfers, use, is_kept
         self.handle, self.cursor = handle, cursor
-        self.pages: list[int] = handle.pages.tolist()
-        self.own: set[int] = set()
+        self.pages = array("i", handle.pages.tobytes())
+        self._duplicates: list[PageIds] = []
         self.units = HeldUnits(device, handle.point)
         self.checkpoint: RestorePoint | None = None
         self.load: Load | None = None
@@ -120,9 +121,9 @@ class Holding:
             return None
         capacity = Capacity({})
         if missing > 0:
-            pages = capacity.new_pages[FULL] = device.pages.allocate(missing).tolist()
-            self.pages += pages
-            self.own.update(pages)
+            pages = device.pages.allocate(missing)
+            self.pages.frombytes(pages.tobytes())
+            capacity.new_pages[FULL] = pages.tolist()
             self._transfers.note_new(pages)
         self.units.take(counts, capacity, next_len=next_len, num_drafts=num_drafts)
         return capacity
@@ -171,9 +172,14 @@ class Holding:
             self._save(tokens, now=now)
         self.drop_load()
         self.cursor.close()
-        device.pages.free(np.asarray(sorted(self.own), np.int32))
+        device.pages.free(self.own)
         self.handle.release()
         self.units.release()
+
+    @property
+    def own(self) -> PageIds:
+        """Pages that the tree did not adopt: it had the same from elsewhere, or they are not whole or not computed."""
+        return np.concatenate([*self._duplicates, self._pages(self.handle.length // self._device.page_size)])
 
     @property
     def points(self) -> list[RestorePoint]:
@@ -204,7 +210,7 @@ class Holding:
             self.load = self._transfers.prepare(self.handle, self.cursor, tokens, now=now)
         if self.load is None:
             return self.handle.length
-        self.pages += self.handle.pages_from(len(self.pages)).tolist()
+        self.pages.frombytes(self.handle.pages_from(len(self.pages)).tobytes())
         if self._device.has_points:
             self.units.release()
             self.units = HeldUnits(self._device, self.load.point)
@@ -232,7 +238,7 @@ class Holding:
         """Plan the prepared load, if any, once the row that needs it has capacity."""
         if self.load is None:
             return None
-        planned = self.load.plan(self.pages[self.load.first : self.load.position // self._device.page_size])
+        planned = self.load.plan(self._pages(self.load.first, self.load.position // self._device.page_size))
         self.load = planned
         return planned
 
@@ -245,7 +251,7 @@ class Holding:
     def finish_load(self, load: PlannedLoad, tokens: PackedTokens, *, now: int) -> None:
         """The ranks have acknowledged a load."""
         self._adopt(tokens, load.position, now=now)
-        load.finish(self.handle, self.pages[load.first : load.position // self._device.page_size])
+        load.finish(self.handle, self._pages(load.first, load.position // self._device.page_size))
         self.load = None
 
     def fail_load(self, load: PlannedLoad, tokens: PackedTokens, *, is_bad: bool) -> None:
@@ -271,14 +277,18 @@ class Holding:
             self._num_saved, self._saved_point = stop, point
             self._transfers.save(self.cursor, self.handle, tokens, now=now)
 
+    def _pages(self, first: int, stop: int | None = None) -> PageIds:
+        return np.frombuffer(self.pages[first:stop], np.int32)
+
     def _adopt(self, tokens: PackedTokens, num_computed: int, *, now: int) -> None:
         """Hand computed whole pages to the tree."""
         page_size = self._device.page_size
         known, whole = self.handle.length // page_size, num_computed // page_size
         if whole > known:
-            pages = np.asarray(self.pages[known:whole], np.int32)
+            pages = self._pages(known, whole)
             adopted = self._device.tree.extend(self.handle, tokens, pages, now=now)
-            self.own.difference_update(pages[adopted].tolist())
+            if not adopted[0]:
+                self._duplicates.append(pages[~adopted])
 
     def _keep_checkpoint(self) -> None:
         """Put the checkpoint into the tree, at the end of the sequence's prefix."""

@@ -102,7 +102,7 @@ class HostTier:
         self.tier = Tier(sizes, eviction=eviction, on_evict=catalog.drop_pages, on_drop=self._drop_record)
         self.num_last = max([1, *(window_pages(window, self.page_size) for window in self.tier.windows.values())])
         self._catalog = catalog
-        self._reserved: set[int] = set()
+        self._is_reserved = np.zeros(sizes.num_pages, np.bool_)
         self.num_discarded = 0
 
     # --- what comes ---------------------------------------------------------------------------------------------------
@@ -113,12 +113,12 @@ class HostTier:
             return None
         self.tier.make_free(FULL, num_pages)
         pages = self.tier.pages.allocate(num_pages)
-        self._reserved.update(pages.tolist())
+        self._is_reserved[pages] = True
         return pages
 
     def give_back(self, pages: PageIds, point: RestorePoint | None = None) -> None:
         """Free reserved pages and units that did not enter the tree."""
-        self._reserved.difference_update(pages.tolist())
+        self._is_reserved[pages] = False
         self.tier.pages.free(pages)
         if point is not None:
             self.tier.let_go(point)
@@ -133,7 +133,7 @@ class HostTier:
         """
         first = handle.length // self.page_size
         adopted = self.tier.tree.extend(handle, tokens, pages, now=now)
-        self._reserved.difference_update(pages.tolist())
+        self._is_reserved[pages] = False
         self.tier.pages.free(pages[~adopted])
         entered = pages[adopted]
         if len(entered):
@@ -142,8 +142,8 @@ class HostTier:
             size = 4 * self.page_size
             self._catalog.add_pages(
                 entered,
-                digests=list(digests[len(pages) - len(entered) :]),
-                tokens=bytes(tokens[start * size : (first + len(pages)) * size]),
+                digests=digests[len(pages) - len(entered) :],
+                tokens=memoryview(tokens)[start * size : (first + len(pages)) * size],
                 parent=before,
                 seed=handle.root,
             )
@@ -220,17 +220,18 @@ class HostTier:
 
     def counts(self) -> dict[str, float]:
         """Current counters, for status output and metrics."""
+        total, free, cached = self.tier.pages.num_pages, self.tier.pages.num_free, self.tier.tree.num_cached
         return {
-            "pages_total": self.tier.pages.num_pages,
-            "pages_free": self.tier.pages.num_free,
-            "pages_cached": self.tier.tree.num_cached,
-            "pages_moving": len(self._reserved),
+            "pages_total": total,
+            "pages_free": free,
+            "pages_cached": cached,
+            "pages_moving": total - free - cached,
             "restore_points": self.tier.tree.num_points,
         }
 
     def check(self) -> None:
         """Assert that every page is free, reserved or cached, and that unit reference counts match."""
-        self.tier.check(taken=np.asarray(sorted(self._reserved), np.int32), units={})
+        self.tier.check(taken=np.flatnonzero(self._is_reserved).astype(np.int32), units={})
 
     def _drop_record(self, point: RestorePoint) -> None:
         assert point.node is not None, "the restore point is not in the tree"

@@ -18,6 +18,7 @@ from dataclasses import astuple, dataclass
 from hashlib import sha256
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raycache.memory.box import BOX_BYTES, Box
 from raycache.memory.component import Component
@@ -109,10 +110,9 @@ def tag_of(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def tags_of(digests: Sequence[bytes]) -> list[int]:
+def tags_of(digests: Sequence[bytes]) -> NDArray[np.uint64]:
     """`tag_of` of many digests."""
-    words: list[int] = np.frombuffer(b"".join(digests), "<u8")[:: DIGEST_BYTES // 8].tolist()
-    return words
+    return np.frombuffer(b"".join(digests), np.uint64)[:: DIGEST_BYTES // 8]
 
 
 def object_keys(digests: Iterable[bytes], *, rows: bytes, box: Box) -> list[bytes]:

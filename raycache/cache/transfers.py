@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from raycache.cache.evict import Leaving
 from raycache.cache.host_tier import Entered, HostTier, WritePolicy
@@ -25,7 +25,7 @@ from raycache.cache.saving import Cursor, Save, SavedPrefix, Source
 from raycache.cache.tier import Tier
 from raycache.cache.tree import NOTHING, PrefixHandle, RadixTree
 from raycache.memory.component import FULL
-from raycache.memory.moves import Moves, Unit
+from raycache.memory.moves import Batch, Moves
 from raycache.memory.pages import PageIds
 from raycache.parallel.board import Acks
 from raycache.types import PackedTokens
@@ -57,7 +57,7 @@ class Load:
         """Length in tokens once it is loaded."""
         return self.handle.length
 
-    def plan(self, pages: Sequence[int]) -> PlannedLoad:
+    def plan(self, pages: PageIds) -> PlannedLoad:
         """Plan its moves to these device pages, from index `first` on."""
         return self.transfers.plan_load(self, pages)
 
@@ -84,7 +84,7 @@ class PlannedLoad(Load):
 
     number: int = 0
 
-    def finish(self, prefix: PrefixHandle, pages: Sequence[int]) -> None:
+    def finish(self, prefix: PrefixHandle, pages: PageIds) -> None:
         """Record that these device pages, and the restore point at the end of a device prefix, are loaded."""
         self.transfers.finish_load(self, prefix, pages)
 
@@ -160,23 +160,23 @@ class Transfers:
             return None
         return Load(self, cursor.found.clone(), handle.length // self.device.page_size, handle.length)
 
-    def plan_load(self, load: Load, pages: Sequence[int]) -> PlannedLoad:
+    def plan_load(self, load: Load, pages: PageIds) -> PlannedLoad:
         """Plan a load's moves; called by `Load.plan`."""
         host = load.handle.pages
         digests = self.host.digests(load.handle)
-        units = _units(FULL, pages, host[load.first :].tolist(), digests[load.first :])
+        batches = [_batch(FULL, pages, host[load.first :], digests[load.first :])]
         parts = {} if load.host_point is None else load.host_point.parts
         for space, ids in parts.items():
             assert load.point is not None, "a restore point can only be loaded into a restore point"
-            units += _units(space, load.point.parts[space], ids, digests[len(host) - len(ids) :])
+            batches.append(_batch(space, load.point.parts[space], ids, digests[len(host) - len(ids) :]))
         self._num_loads += 1
-        self._loads.append(Moves(self._num_loads, units))
+        self._loads.append(Moves(self._num_loads, batches))
         self._counts["loaded_pages"] += len(pages)
         self._moved.count("loaded", len(pages), parts)
         held = (load.handle, load.first, load.num_device, load.point, load.host_point)
         return PlannedLoad(self, *held, self._num_loads)
 
-    def finish_load(self, load: PlannedLoad, prefix: PrefixHandle, pages: Sequence[int]) -> None:
+    def finish_load(self, load: PlannedLoad, prefix: PrefixHandle, pages: PageIds) -> None:
         """Record that a load is done; called by `PlannedLoad.finish`."""
         self._is_saved[pages] = True
         is_kept = load.point is not None and self.device.keep(prefix, load.point)
@@ -231,17 +231,16 @@ class Transfers:
         before = cursor.last_digests[-1] if cursor.last_digests else cursor.found.root
         digests = chain_digests(before, tokens, first=first, stop=stop, page_size=host.page_size)
         cursor.plan(digests, num_kept=host.num_last)
-        units = _units(FULL, source.pages_from(first).tolist(), taken.tolist(), digests)
+        batches = [_batch(FULL, source.pages_from(first), taken, digests)]
         host_point = None
         if point is not None:
             host_point = host.tier.new_point(point.position, {space: len(ids) for space, ids in point.parts.items()})
         if point is not None and host_point is not None:
             for space, ids in point.parts.items():
-                units += _units(
-                    space, ids, host_point.parts[space], cursor.last_digests[len(cursor.last_digests) - len(ids) :]
-                )
+                last = cursor.last_digests[len(cursor.last_digests) - len(ids) :]
+                batches.append(_batch(space, ids, host_point.parts[space], last))
         self._num_saves += 1
-        self._saves.append(Moves(self._num_saves, units))
+        self._saves.append(Moves(self._num_saves, batches))
         self._open.append(Save(self._num_saves, cursor, source, tokens, taken, digests, host_point))
         return True
 
@@ -278,7 +277,7 @@ class Transfers:
             if is_planned:
                 yield True
 
-    def note_new(self, pages: Sequence[int]) -> None:
+    def note_new(self, pages: PageIds) -> None:
         """Note that device pages will be overwritten."""
         self._is_saved[pages] = False
 
@@ -394,7 +393,7 @@ class NoTransfers:
     def save_leaving(self, leaving: Leaving) -> None:
         """Nothing is saved."""
 
-    def note_new(self, pages: Sequence[int]) -> None:
+    def note_new(self, pages: PageIds) -> None:
         """Do nothing."""
 
     def note_evicted(self, pages: PageIds) -> None:
@@ -422,7 +421,9 @@ class NoTransfers:
         return {}
 
 
-def _units(space: str, device: Sequence[int], host: Sequence[int], digests: Sequence[bytes]) -> list[Unit]:
+def _batch(space: str, devices: ArrayLike, hosts: ArrayLike, digests: Sequence[bytes]) -> Batch:
     """Pair up device and host units to move, with the tags of their digests."""
-    assert len(device) == len(host) == len(digests), f"{len(device)} units of {space} to {len(host)}"
-    return list(map(Unit._make, zip(repeat(space), device, host, tags_of(digests), strict=False)))
+    batch = Batch(space, np.asarray(devices, np.int64), np.asarray(hosts, np.int64), tags_of(digests))
+    sizes = len(batch.devices), len(batch.hosts), len(batch)
+    assert len(set(sizes)) == 1, f"numbers of devices, hosts and digests of {space} differ: {sizes}"
+    return batch

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,33 +27,7 @@ class Unit(NamedTuple):
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """Units that move together.
-
-    Attributes:
-        number: on its lane, counted from 1 without gaps within an epoch.
-        units: in any order.
-    """
-
-    number: int
-    units: Sequence[Unit]
-
-    def by_space(self) -> dict[str, Batch]:
-        """Component space -> its units, in their order."""
-        if not self.units:
-            return {}
-        spaces, *ids, tags = zip(*self.units, strict=True)
-        devices, hosts = (np.array(column, np.int64) for column in ids)
-        whole = Batch(spaces[0], devices, hosts, np.array(tags, np.uint64))
-        names = dict.fromkeys(spaces)
-        if len(names) == 1:
-            return {whole.space: whole}
-        of_unit = np.array(spaces)
-        return {name: whole.taken(of_unit == name, name) for name in names}
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Units of one space as columns, since a Python loop over thousands of units would take longer than moving them.
 
@@ -80,6 +55,47 @@ class Batch:
         """The first selected unit; there must be one."""
         at = int(which.argmax())
         return Unit(self.space, int(self.devices[at]), int(self.hosts[at]), int(self.tags[at]))
+
+    def rows(self) -> Iterator[tuple[str, int, int, int]]:
+        """The fields of each `Unit`."""
+        return zip(repeat(self.space), self.devices.tolist(), self.hosts.tolist(), self.tags.tolist())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """Units that move together.
+
+    Attributes:
+        number: on its lane, counted from 1 without gaps within an epoch.
+        batches: one per space.
+    """
+
+    number: int
+    batches: Sequence[Batch]
+
+    @classmethod
+    def of(cls, number: int, units: Iterable[Sequence[Any]]) -> Moves:
+        """Moves of units in any order, each given as a `Unit` or as a plain sequence of its fields."""
+        columns = list(zip(*units, strict=True))
+        if not columns:
+            return cls(number, ())
+        spaces, *ids, tags = columns
+        devices, hosts = (np.array(column, np.int64) for column in ids)
+        whole = Batch(spaces[0], devices, hosts, np.array(tags, np.uint64))
+        names = dict.fromkeys(spaces)
+        if len(names) == 1:
+            return cls(number, (whole,))
+        of_unit = np.array(spaces)
+        return cls(number, tuple(whole.taken(of_unit == name, name) for name in names))
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units, one by one."""
+        return [Unit._make(row) for batch in self.batches for row in batch.rows()]
+
+    def by_space(self) -> dict[str, Batch]:
+        """Component space -> its units, in their order."""
+        return {batch.space: batch for batch in self.batches}
 
 
 class Run(NamedTuple):

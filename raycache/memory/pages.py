@@ -53,6 +53,8 @@ class PageAllocator:
         Raises:
             IndexError: a page id is outside the pool.
         """
+        if not len(pages):
+            return
         count, num_taken = len(pages), self._num_taken - len(pages)
         assert num_taken >= 0, f"{count} pages freed, but only {self._num_taken} are taken"
         assert pages.dtype == np.int32, f"page ids are int32, not {pages.dtype}"

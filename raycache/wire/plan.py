@@ -25,7 +25,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from raycache.memory.moves import Moves, Unit
+from raycache.memory.moves import Moves
 from raycache.parallel.sharding import split_chunk
 from raycache.types import PackedTokens, SamplingParams, TokenLogprob
 
@@ -197,7 +197,7 @@ class StepPlan:
             ]
             for r in self.rows
         ]
-        moves = [[[m.number, m.units] for m in lane] for lane in (self.saves, self.loads)]
+        moves = [[[m.number, _units(m)] for m in lane] for lane in (self.saves, self.loads)]
         packed: bytes = msgpack.packb(
             [
                 self.step,
@@ -237,7 +237,11 @@ def _row(wire: list[Any]) -> Row:
 
 
 def _moves(lane: list[tuple[int, list[list[Any]]]]) -> tuple[Moves, ...]:
-    return tuple(Moves(number, [Unit(*unit) for unit in units]) for number, units in lane)
+    return tuple(Moves.of(number, units) for number, units in lane)
+
+
+def _units(moves: Moves) -> list[tuple[str, int, int, int]]:
+    return [unit for batch in moves.batches for unit in batch.rows()]
 
 
 def _lists(pages: PageLists) -> dict[str, list[int]]:

@@ -89,7 +89,7 @@ def test_a_save_copies_what_was_written_before_it_and_may_be_waited_for(shared_m
     torch.cuda._sleep(LONG)
     for key, rows in ranks.rows(0).items():
         rows.copy_(new[key], non_blocking=True)  # the device comes to it after the sleep
-    ranks.movers[0].save(Moves(1, units))
+    ranks.movers[0].save(Moves.of(1, units))
     ranks.movers[0].wait_saved(1)
     for rows in ranks.rows(0).values():
         rows.zero_()
@@ -111,7 +111,7 @@ def test_a_load_comes_after_earlier_readers_of_its_pages_and_before_later_ones(s
     rows, ids = ranks.rows(0)["kv", "k"], torch.tensor([unit.device for unit in units], device="cuda")
     torch.cuda._sleep(LONG)
     before = rows[:, ids]  # read after the sleep
-    ranks.movers[0].load(Moves(1, units))
+    ranks.movers[0].load(Moves.of(1, units))
     after = []
     for layer in range(6):
         ranks.pools[0].kv(layer)
@@ -253,8 +253,8 @@ def test_loads_and_saves_beside_a_step_change_nothing_of_either(shared_memory: P
     assert ranks.save(1, halves[0]) == [False]
     for rows in ranks.rows(0).values():
         rows[:, ::2].zero_()
-    ranks.movers[0].load(Moves(1, halves[0]))
-    ranks.movers[0].save(Moves(2, halves[1]))
+    ranks.movers[0].load(Moves.of(1, halves[0]))
+    ranks.movers[0].save(Moves.of(2, halves[1]))
     found = decode()
     assert {ranks.posts.get(timeout=20) for _ in range(2)} == {(0, "load", 1, False), (0, "save", 2, False)}
     assert torch.equal(found, wanted)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from raycache.memory.moves import Moves, Unit
 from raycache.types import SamplingParams, TokenLogprob
 from raycache.wire.plan import (
     Admit,
@@ -84,6 +85,26 @@ plans = st.builds(
 @given(plans)
 def test_a_plan_arrives_as_it_was_sent(plan: StepPlan) -> None:
     assert StepPlan.unpack(plan.pack()) == plan
+
+
+moved = st.builds(
+    Unit,
+    st.sampled_from(["full", "window", "state"]),
+    st.integers(0, 2**31 - 1),
+    st.integers(0, 2**31 - 1),
+    st.integers(0, 2**64 - 1),
+)
+
+
+@given(st.lists(moved, max_size=12), st.lists(moved, max_size=12))
+def test_moves_arrive_as_they_were_sent_one_batch_per_space(first: list[Unit], second: list[Unit]) -> None:
+    saves, loads = [Moves.of(7, first), Moves.of(8, second)], [Moves.of(3, second)]
+    plan = StepPlan.unpack(StepPlan(1, saves=saves, loads=loads, is_saved_first=True).pack())
+    for moves, number, units in zip((*plan.saves, *plan.loads), (7, 8, 3), (first, second, second), strict=True):
+        assert moves.number == number
+        spaces = dict.fromkeys(unit.space for unit in units)
+        assert moves.units == [unit for space in spaces for unit in units if unit.space == space]
+        assert list(moves.by_space()) == list(spaces)
 
 
 def test_growing_tokens_are_sent_as_they_are_now() -> None:

@@ -85,13 +85,13 @@ class Hosted:
     def save(self, number: int, units: Sequence[Unit]) -> list[bool]:
         """Save on all ranks; which of them failed."""
         for mover in self.movers:
-            mover.save(Moves(number, units))
+            mover.save(Moves.of(number, units))
         return self.posted("save", number)
 
     def load(self, number: int, units: Sequence[Unit]) -> list[bool]:
         """Load on all ranks; which of them failed."""
         for mover in self.movers:
-            mover.load(Moves(number, units))
+            mover.load(Moves.of(number, units))
         return self.posted("load", number)
 
     def posted(self, lane: str, number: int) -> list[bool]:

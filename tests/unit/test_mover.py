@@ -93,7 +93,7 @@ def test_what_is_saved_is_what_the_device_held_until_the_wait_for_it(gang: Calla
     for number, whole in enumerate([first, second], start=1):
         ranks.fill(whole)
         shifted = [unit._replace(host=unit.host - 1) if number == 2 and unit.host else unit for unit in UNITS]
-        ranks.movers[0].save(Moves(number, shifted if number == 2 else UNITS))
+        ranks.movers[0].save(Moves.of(number, shifted if number == 2 else UNITS))
         ranks.movers[0].wait_saved(number)
     assert [ranks.posts.get(timeout=5)[1:] for _ in range(2)] == [("save", 1, False), ("save", 2, False)]
     ranks.movers[0].wait_saved(2)
@@ -198,7 +198,7 @@ def test_a_layer_is_released_before_the_next_is_there_and_the_last_after_the_pos
             passed.append(layer)
 
     wipe(ranks)
-    mover.load(Moves(1, UNITS[:5]))
+    mover.load(Moves.of(1, UNITS[:5]))
     step = threading.Thread(target=forward)
     step.start()
     step.join(timeout=0.3)
@@ -237,7 +237,7 @@ def test_what_has_not_begun_at_the_end_is_dropped_and_hangs_nobody(tmp_path: Pat
 
     mover = Mover(ranks.pools[0], ranks.arena, ranks.layout, rank=0, post=hold)
     for number in (1, 2, 3):
-        mover.load(Moves(number, UNITS[:1]))
+        mover.load(Moves.of(number, UNITS[:1]))
     assert begun.wait(timeout=20)
     threads = [threading.Thread(target=mover.close), threading.Thread(target=ranks.pools[0].gate, args=(5,))]
     for thread in threads:
@@ -258,11 +258,11 @@ def test_an_error_of_post_reaches_the_rank_and_hangs_nobody(tmp_path: Path) -> N
         raise OSError("no board")
 
     mover = Mover(ranks.pools[0], ranks.arena, ranks.layout, rank=0, post=refuse)
-    mover.save(Moves(1, UNITS))
+    mover.save(Moves.of(1, UNITS))
     mover.wait_saved(1)
     with pytest.raises(OSError, match="no board"):
-        mover.save(Moves(2, UNITS))
-    mover.load(Moves(1, UNITS))
+        mover.save(Moves.of(2, UNITS))
+    mover.load(Moves.of(1, UNITS))
     ranks.pools[0].gate(5)
     mover.close()
     ranks.close()
@@ -278,8 +278,8 @@ def test_saves_and_loads_at_the_same_time_do_not_mix(tmp_path: Path) -> None:
     for turn in range(1, 30):
         ranks.fill(wholes[turn % 2])  # this half is saved now; the other one comes back as it was in the turn before
         for mover in ranks.movers:
-            mover.save(Moves(turn + 1, halves[turn % 2]))
-            mover.load(Moves(turn, halves[(turn - 1) % 2]))
+            mover.save(Moves.of(turn + 1, halves[turn % 2]))
+            mover.load(Moves.of(turn, halves[(turn - 1) % 2]))
         posts = {ranks.posts.get(timeout=20) for _ in range(4)}
         assert posts == {(rank, *post, False) for rank in (0, 1) for post in (("save", turn + 1), ("load", turn))}
         for rank in (0, 1):
@@ -327,7 +327,7 @@ def save_and_die(ranks: Hosted, units: list[Unit]) -> None:
     """In a child: begin to save, and be killed once some of it is done. Without torch's threads, which fork loses."""
     try:
         mover = Mover(ranks.pools[0], ranks.arena, ranks.layout, rank=0, post=lambda lane, number, has_failed: None)
-        mover.save(Moves(1, units))
+        mover.save(Moves.of(1, units))
         headers, wanted = ranks.arena.headers(0, "full"), units[30].tag
         while wanted not in headers[:, 0]:
             pass

@@ -133,8 +133,8 @@ def test_plans_on_the_wire() -> None:
             Admit(slot=1, pages={"full": [1]}, sampling=SamplingParams(temperature=0.5), seed=3, prompt=TOKENS[:8])
         ],
         num_top=2,
-        saves=[Moves(1, [Unit("full", 1, 2, 3)])],
-        loads=[Moves(4, [Unit("state", 0, 1, 2**63)])],
+        saves=[Moves.of(1, [Unit("full", 1, 2, 3)])],
+        loads=[Moves.of(4, [Unit("state", 0, 1, 2**63)])],
         is_saved_first=True,
     )
     assert digest(plan.pack()) == "c1022fb7c574beab"
