@@ -5,6 +5,7 @@ Frozen dataclasses with no behaviour but their own validation, independent of pa
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,6 +18,11 @@ MAX_TOP_LOGPROBS = 20
 
 PackedTokens = bytes | bytearray
 """Token ids as packed little-endian int32: 4 bytes a token, compared with memcmp."""
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Pack token ids; those of an `array("i")` are copied as they are."""
+    return array("i", tokens).tobytes()
 
 
 class FinishReason(StrEnum):

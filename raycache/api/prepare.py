@@ -8,8 +8,11 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from raycache.api.answer_grammar import chat_grammar, output_grammar
 from raycache.api.chat import ChatTemplate
@@ -207,14 +210,15 @@ def _choices(
     info = served.info
     _check_count(len(prompts), body, info=info)
     field_name = "prompt" if isinstance(body, CompletionBody) else "messages"
-    for prompt in prompts:
-        _check_prompt(prompt, sampling, info=info, field_name=field_name)
+    arrays = [_ids(prompt, info=info, field_name=field_name) for prompt in prompts]
+    for prompt in arrays:
+        _check_length(prompt, sampling, info=info, field_name=field_name)
     priority, ttl_s = _retention(body, served)
     affinity = _affinity(body)
     per_choice = [_sampling_params(body, sampling, number=number, served=served) for number in range(body.n)]
     choices = []
     for index in range(len(prompts) * body.n):
-        prompt, params = prompts[index // body.n], per_choice[index % body.n]
+        prompt, params = arrays[index // body.n], per_choice[index % body.n]
         request = GenerateRequest(
             request_id=f"{generation_id}-{index}",
             prompt=prompt,
@@ -263,15 +267,20 @@ def _check_count(num_prompts: int, body: GenerationBody, *, info: EngineInfo) ->
         )
 
 
-def _check_prompt(prompt: Sequence[int], sampling: _Sampling, *, info: EngineInfo, field_name: str) -> None:
+def _ids(prompt: Sequence[int], *, info: EngineInfo, field_name: str) -> array[int]:
+    """Token ids in a form that takes little space and time on their way to the engine."""
     if not prompt:
         raise RequestError(f"{field_name} must not be empty: it has no tokens", field=field_name)
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= info.vocab_size:
-        wrong = low if low < 0 else high
+    numbers = np.array(prompt)  # of Python's integers if one of them has more than 64 bits
+    if numbers.min() < 0 or numbers.max() >= info.vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < info.vocab_size)
         raise RequestError(
             f"{field_name} contains token id {wrong}; valid ids are in [0, {info.vocab_size})", field=field_name
         )
+    return array("i", numbers.astype(np.int32).tobytes())
+
+
+def _check_length(prompt: Sequence[int], sampling: _Sampling, *, info: EngineInfo, field_name: str) -> None:
     limit, asked = info.max_model_len, sampling.max_tokens
     if len(prompt) >= limit:
         raise PromptTooLongError(

@@ -23,7 +23,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from raycache.api.neutral import is_neutral
 from raycache.api.tools import MAX_TOOLS, ToolChoice, check_tools, tool_choice
@@ -327,6 +327,16 @@ def parse_json(body: bytes) -> dict[str, Any]:
         RequestError: it is not UTF-8, not JSON, nested too deeply, or not an object.
     """
     try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError:  # it says less about what is wrong, and takes no more than 200 levels
+        value = _parse_json_slowly(body)
+    if not isinstance(value, dict):
+        raise RequestError('the body must be a JSON object, such as {"model": "...", "prompt": "..."}')
+    return value
+
+
+def _parse_json_slowly(body: bytes) -> Any:
+    try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
         if b"\\ud" in body.lower():  # half of a surrogate pair is JSON but not text, and no tokenizer takes it
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -340,8 +350,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise RequestError("the body contains a number that is not finite or has too many digits") from error
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise RequestError('the body must be a JSON object, such as {"model": "...", "prompt": "..."}')
     return value
 
 

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-
 from raycache.cache.flush import Flush
 from raycache.cache.holding import Use
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.storage_tier import StorageTier
 from raycache.decider.hits import explain
 from raycache.errors import ConfigError
-from raycache.types import TIERS, CacheAction, CacheCommand, EngineStats, Miss
+from raycache.types import TIERS, CacheAction, CacheCommand, EngineStats, Miss, packed
 
 CommandResult = Future[Mapping[str, Any]]
 
@@ -93,7 +91,7 @@ def _device(stats: EngineStats) -> dict[str, float]:
 
 def _inspect(command: CacheCommand, cache: SequenceCache, *, root: bytes, now: int) -> CommandResult:
     """Match a prompt in each tier, including the tiers above it, with little effect on the eviction order."""
-    tokens = np.asarray(command.prompt, np.int32).tobytes()
+    tokens = packed(command.prompt)
     holding = cache.begin(tokens, is_matched=True, now=now, use=Use(root))
     device = holding.handle
     host = holding.cursor.found

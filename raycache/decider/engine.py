@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
+
 from raycache.cache.holding import Use
 from raycache.cache.keys import Identity
 from raycache.decider.admin import CommandResult
@@ -21,7 +23,15 @@ from raycache.decider.request import RequestSpec
 from raycache.decider.scheduler import Scheduler
 from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
 from raycache.parallel.board import Acks
-from raycache.types import CacheCommand, EngineInfo, EngineStats, FinishReason, GenerateRequest, RequestOutput
+from raycache.types import (
+    CacheCommand,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    RequestOutput,
+    packed,
+)
 from raycache.wire.plan import Masks, RowResult, StepPlan
 
 _POLL_S = 0.0001
@@ -132,7 +142,7 @@ class Engine:
             max_model_len=self.info.max_model_len,
             use=use,
         )
-        self._scheduler.add(spec, [*request.prompt, *request.output], now_s=now_s)
+        self._scheduler.add(spec, packed(request.prompt) + packed(request.output), now_s=now_s)
 
     def root(self, cache_salt: str) -> bytes:
         """Root digest of a tenant's prefix keys."""
@@ -295,5 +305,6 @@ class Engine:
 
 
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+    numbers = np.asarray(ids) if len(ids) else np.zeros(1, np.int32)
+    if not (numbers.min() >= 0 and numbers.max() < vocab_size):
         raise RequestError(f"{field} has a token id outside the vocabulary, [0, {vocab_size})", field=field)

@@ -15,9 +15,6 @@ sequences live. Reads no clock: callers pass `now_s`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-
-import numpy as np
 
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.admin import CommandResult, carry_out
@@ -34,7 +31,7 @@ from raycache.decider.results import Results
 from raycache.decider.rows import RowPlanner
 from raycache.errors import RequestError
 from raycache.parallel.board import Acks
-from raycache.types import CacheCommand, EngineStats, FinishReason, RequestOutput
+from raycache.types import CacheCommand, EngineStats, FinishReason, PackedTokens, RequestOutput
 from raycache.wire.plan import Masks, RowResult, StepPlan
 
 _MAX_LOSSES = 3
@@ -83,14 +80,14 @@ class Scheduler:
         self._admission = Admission(cache, queues, clock, self.ahead, self._rows, points)
         self._results = Results(queues, clock, drafted, points)
 
-    def add(self, spec: RequestSpec, tokens: Sequence[int], *, now_s: float) -> None:
+    def add(self, spec: RequestSpec, tokens: PackedTokens, *, now_s: float) -> None:
         """Queue a request that fits the pool, look up its prefix in storage, and compile its grammar.
 
         Raises:
             RequestError: its grammar is known to be wrong.
         """
         self._clock.now_s = now_s
-        request = Request(spec, bytearray(np.asarray(tokens, np.int32).tobytes()), self.drafts.new_state())
+        request = Request(spec, bytearray(tokens), self.drafts.new_state())
         if spec.sampling.grammar:
             self._begin_grammar(request)
         self._admission.queue(request)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raycache.cache.keys import Identity, PageChain
-from raycache.types import GenerateRequest, Miss, RequestOutput
+from raycache.types import GenerateRequest, Miss, RequestOutput, packed
 
 _FIRST_OUTPUT_LEN = 128.0
 """Expected output length in tokens before any request has ended."""
@@ -198,7 +198,7 @@ class Router:
         num_tokens = len(request.prompt) + len(request.output)
         tokens, chain, pages = bytearray(), None, list[bytes]()
         if self._policy == "prefix" and len(self._replicas) > 1:
-            tokens += np.asarray([*request.prompt, *request.output], np.int32).tobytes()
+            tokens += packed(request.prompt) + packed(request.output)
             # All replicas serve the same model, so only the salt matters: tenants must not share digests.
             chain = PageChain(Identity("", self._page_size, salt=request.cache_salt))
             pages = list(chain.digests(tokens))

@@ -347,6 +347,8 @@ def test_echo_with_logprobs_scores_the_prompt(engine: ScriptedEngine, tokenizer:
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": [400]}, "prompt", "[0, 400)"),
         ({"prompt": [-1]}, "prompt", "token id -1"),
+        ({"prompt": [1, 2**31]}, "prompt", "token id 2147483648"),
+        ({"prompt": [1, 2**70, -1]}, "prompt", f"token id {2**70}"),
         ({"prompt": [5] * 200}, "prompt", "200 tokens"),
         ({"prompt": [5] * 100, "max_tokens": 101}, "max_tokens", "at most 100"),
         ({"prompt": ["a"] * 9}, "prompt", "max_queue=8"),
