@@ -6,7 +6,6 @@ Takes and refuses schemas as the server does, and checks the texts with the pack
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import sys
@@ -22,7 +21,7 @@ from benchmarks.structured import CLOSING, check, choose, keyword, read_schemas
 from raycache.api import constraint
 from raycache.api.tokenizer import Tokenizer
 from raycache.errors import RequestError
-from raycache.types import EngineInfo
+from raycache.vocabulary.grammar_check import problem
 from raycache.vocabulary.grammar_tokens import compiled, grammar_tokens
 
 _END_SHARE, _CLOSING_SHARE = 0.5, 0.4
@@ -44,16 +43,17 @@ def main() -> int:
     tokenizer = Tokenizer(options.model)
     size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
     assert eos_id is not None, "the tokenizer names no end token"
-    checker = constraint.GrammarChecker(tokenizer, EngineInfo("m", "", size, (eos_id,), 100, 8, 10, 4))
     table = grammar_tokens(tokenizer.vocabulary, num_logits=size, eos_token_ids=[eos_id])
     closing = [number for text in CLOSING if (number := tokenizer.token_id(text)) is not None]
     drawn, outcomes, refused = random.Random(options.seed), Counter[str](), Counter[str]()
     for name, schema in choose(read_schemas(options.schemas), options.sample, seed=options.seed).items():
         try:
             grammar = constraint.json_schema(schema)
-            asyncio.run(checker.check(grammar, field="response_format"))
+            refusal = problem(grammar, table)
         except RequestError as error:
-            refused[keyword(str(error))] += 1
+            refusal = str(error)
+        if refusal:
+            refused[keyword(refusal)] += 1
             continue
         ids = _draw(grammar, table, closing=closing, eos_id=eos_id, drawn=drawn, max_tokens=options.max_tokens)
         text = None if ids is None else tokenizer.decode(ids, skip_special_tokens=False)
@@ -61,7 +61,6 @@ def main() -> int:
         outcomes[outcome] += 1
         if detail:
             print(f"{outcome}: {name}: {detail}: {text!r}")
-    checker.close()
     print(json.dumps({"outcomes": outcomes, "refused": refused.total(), "refused_by": dict(refused.most_common())}))
     return 1 if outcomes["invalid"] else 0
 

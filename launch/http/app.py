@@ -31,9 +31,9 @@ from launch.http.wire import Bodies, ProblemError, compute, json_response, probl
 from launch.observe.requests import Observed
 from raycache import __version__
 from raycache.api.completions_form import CompletionsForm, to_json
-from raycache.api.constraint import GrammarChecker
 from raycache.api.defaults import Defaults
 from raycache.api.engine import AsyncEngine
+from raycache.api.grammar_checker import GrammarChecker
 from raycache.api.prepare import Generation, Served, prepare_chat, prepare_completion
 from raycache.api.problem import Problem, problem_of, unknown_model
 from raycache.api.run import AnswerForm, answer, answer_stream, failure_event, with_pings
@@ -208,10 +208,7 @@ class _Api:
                 work = partial(prepare_completion, body, self._served)
             case ChatBody():
                 work = partial(prepare_chat, body, self._served, cuts_max_tokens=cuts_max_tokens)
-        generation = await compute(work, size=size)
-        if generation.constrained_by:
-            await self._grammars.check(generation.grammar, field=generation.constrained_by)
-        return generation
+        return await compute(work, size=size)
 
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
         async with self.bodies.read(request) as raw:
@@ -223,12 +220,15 @@ class _Api:
     async def respond(
         self, request: Request, generation: Generation, form: AnswerForm, *, ping: bytes = b""
     ) -> Response:
-        """Run a generation; its answer is written by `form`, whole or as a stream.
+        """Check the grammar of a generation and run it; its answer is written by `form`, whole or as a stream.
 
         Args:
             ping: sent while the first event of a stream is long in coming; an error after it has the status 200.
         """
         REQUEST_ID.set(generation.generation_id)
+        if generation.constrained_by:
+            check = self._grammars.check(generation.grammar, field=generation.constrained_by)
+            await _unless_gone(request.receive, check)
         headers = {"X-Request-Id": generation.generation_id}
         if not generation.body.stream:
             whole = answer(self._engine, generation, form=form, metrics=self._metrics)

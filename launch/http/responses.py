@@ -63,10 +63,10 @@ class ResponsesApi:
             self._tell(asked)
             try:
                 generation = await self._chats.prepare(salted(asked.chat, request), size=len(raw))
+                form = ResponsesForm(asked, generation, tokenizer=self._tokenizer, kept_page_size=self._kept_page_size)
+                return await self._chats.respond(request, generation, form)
             except RequestError as error:
                 raise renamed(error) from error
-            form = ResponsesForm(asked, generation, tokenizer=self._tokenizer, kept_page_size=self._kept_page_size)
-            return await self._chats.respond(request, generation, form)
 
     def _tell(self, asked: ResponsesRequest) -> None:
         """Log each type of tool that is left out, once."""

@@ -5,32 +5,23 @@
     "yes" or "no"                start: "yes" | "no"
     either, after thinking       start: thinking answer ...
 
-The functions are pure and refuse by name what cannot be done. `GrammarChecker` then compiles a text with the model's
-own tokenizer, before its request waits in a queue.
+The functions are pure and refuse by name what cannot be done. A `GrammarChecker` then compiles a text with the model's
+tokens, before its request waits in a queue.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from typing import Any
 
-from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from raycache.api.formats.grammar import GrammarText
 from raycache.api.json_schemas import MAX_LITERAL_CHARS, checked_schema
 from raycache.api.tokenizer import Tokenizer
 from raycache.errors import RequestError
-from raycache.types import EngineInfo
-from raycache.vocabulary.grammar_tokens import compiled, grammar_tokens, without_excerpt
 
 MAX_GRAMMAR_BYTES = 1 << 20
 MAX_LARK_BYTES = 1 << 16
@@ -38,9 +29,6 @@ MAX_RULES = 1_000  # the compiler recurses, and at some 3,000 its stack overflow
 MAX_RULES_AND_GROUPS = 2_000  # groups are levels, too
 MAX_PATTERN_CHARS = 10_000
 MAX_CHOICES = 10_000
-
-_NUM_THREADS = 2
-_NUM_REMEMBERED = 256
 
 _ONE_LINE = {"whitespace_flexible": False}
 _SPACED = {"whitespace_pattern": r"(\n {0,24})?", "key_separator": ": ?", "item_separator": ", ?"}
@@ -141,7 +129,7 @@ def lark(text: str, *, field: str = "structured_outputs.grammar") -> str:
     """
     if not text.strip():
         raise RequestError(f"{field} must not be empty", field=field)
-    _check_size(text, field, limit=MAX_LARK_BYTES)
+    check_size(text, field, limit=MAX_LARK_BYTES)
     if (num_rules := sum(":" in line for line in text.splitlines())) > MAX_RULES:
         raise RequestError(f"{field} has {num_rules} rules; at most {MAX_RULES} are accepted", field=field)
     if (size := num_rules + text.count("(") + text.count("[")) > MAX_RULES_AND_GROUPS:
@@ -232,59 +220,15 @@ def at_start(grammar: str, tokenizer: Tokenizer) -> str:
     return framed(grammar, '" "?', "") if tokenizer.pieces.strip_start else grammar
 
 
-class GrammarChecker:
-    """Compiles grammars with the model's tokenizer, in threads, so that a request with a wrong one is refused at once.
+def check_size(text: str, field: str, *, limit: int = MAX_GRAMMAR_BYTES) -> None:
+    """Refuse a grammar that is too large.
 
-    Belongs to one event loop. The tokenizer's table is built at the first grammar.
-
-    Args:
-        tokenizer: of the model.
-        info: the model's vocabulary and end tokens.
+    Raises:
+        RequestError: it has more than `limit` bytes.
     """
-
-    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
-        self._tokenizer, self._info = tokenizer, info
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
-        self._lock = threading.Lock()  # of the table
-        self._errors: OrderedDict[str, str] = OrderedDict()  # grammar -> what is wrong with it, "" for nothing
-
-    async def check(self, grammar: str, *, field: str) -> None:
-        """Refuse a grammar that cannot be compiled.
-
-        Raises:
-            RequestError: what is wrong with it.
-        """
-        _check_size(grammar, field)
-        error = self._errors.get(grammar)
-        if error is None:
-            error = await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, grammar)
-            self._errors[grammar] = error
-            while len(self._errors) > _NUM_REMEMBERED:
-                self._errors.popitem(last=False)
-        else:
-            self._errors.move_to_end(grammar)
-        if error:
-            raise RequestError(f"{field} cannot be enforced: {error}", field=field)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    @cached_property
-    def _table(self) -> LLTokenizer:
-        info = self._info
-        return grammar_tokens(self._tokenizer.vocabulary, num_logits=info.vocab_size, eos_token_ids=info.eos_token_ids)
-
-    def _compile(self, grammar: str) -> str:
-        with self._lock:
-            table = self._table
-        matcher = compiled(grammar, table)
-        # Some grammars turn out to allow nothing, or to be too complex, when the first token is asked for.
-        fill_next_token_bitmask(matcher, allocate_token_bitmask(1, table.vocab_size))
-        message = matcher.get_error()
-        if "coerce_one_of" in message:
-            return "the members of a oneOf do not exclude each other as far as can be seen; use anyOf"
-        return without_excerpt(message) if matcher.is_error() else ""
+    size = len(text.encode(errors="replace"))
+    if size > limit:
+        raise RequestError(f"{field} has {size} bytes; at most {limit} are accepted", field=field)
 
 
 def _start(expression: str) -> str:
@@ -302,12 +246,6 @@ def _escaped(pattern: str) -> str:
     """A regular expression as it stands between slashes."""
     found = re.sub(r"\\.|/", lambda each: r"\/" if each[0] == "/" else each[0], pattern, flags=re.DOTALL)
     return found.replace("\n", r"\n").replace("\r", r"\r")
-
-
-def _check_size(text: str, field: str, *, limit: int = MAX_GRAMMAR_BYTES) -> None:
-    size = len(text.encode(errors="replace"))
-    if size > limit:
-        raise RequestError(f"{field} has {size} bytes; at most {limit} are accepted", field=field)
 
 
 def _check_embedded(text: str, field: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -12,6 +12,7 @@ from raycache.vocabulary.base import Vocabulary
 _FENCE = "\x02"
 """A character that no token but its own begins or ends with."""
 _NUM_TRIED = 1000
+_LONGEST_PLAIN = 32
 _LIMITS = LLParserLimits(
     max_items_in_row=10_100, initial_lexer_fuel=200_000, max_grammar_size=60_000, verbose_errors=False
 )
@@ -37,7 +38,30 @@ def grammar_tokens(vocabulary: Vocabulary, *, num_logits: int, eos_token_ids: Se
             table = None  # a kind of tokenizer.json that llguidance does not read
         if table is not None and _agrees(table, vocabulary):
             return table
-    return LLTokenizer(cast(TokenizerWrapper, _Tokens(vocabulary, num_logits)), eos_token=eos)
+    fence = vocabulary.encode(_FENCE, add_special_tokens=False)
+    tokens = token_pieces(vocabulary, num_logits=num_logits)
+    special_ids = [token_id for token_id in vocabulary.special_ids if token_id < num_logits]
+
+    def encode(text: str) -> list[int]:
+        return vocabulary.encode(_FENCE + text, add_special_tokens=False)[len(fence) :]
+
+    return LLTokenizer(cast(TokenizerWrapper, _Tokens(tokens, special_ids, encode)), eos_token=eos)
+
+
+def plain_table(tokens: Sequence[bytes], *, special_ids: Collection[int], eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """A table that needs no tokenizer. It tells whether a grammar compiles; its masks may differ from those of
+    `grammar_tokens` where a grammar leaves no choice of text.
+
+    Args:
+        tokens: bytes of every token.
+        eos_token_ids: at least one.
+    """
+    return LLTokenizer(cast(TokenizerWrapper, _Tokens(tokens, special_ids)), eos_token=list(eos_token_ids))
+
+
+def token_pieces(vocabulary: Vocabulary, *, num_logits: int) -> list[bytes]:
+    """Bytes of every token, empty for those that the vocabulary does not know."""
+    return [vocabulary.pieces[token_id] for token_id in range(num_logits)]
 
 
 def compiled(grammar: str, table: LLTokenizer) -> LLMatcher:
@@ -60,25 +84,34 @@ def _agrees(table: LLTokenizer, vocabulary: Vocabulary) -> bool:
 
 
 class _Tokens:
-    """The tokens one by one; the names of the attributes are llguidance's."""
+    """The tokens one by one; the names of the attributes are llguidance's.
+
+    Args:
+        tokens: bytes of every token.
+        encode: token ids of a text in the middle of another one; None: the longest tokens, from left to right.
+    """
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, vocabulary: Vocabulary, num_logits: int) -> None:
-        self._vocabulary = vocabulary
+    def __init__(
+        self, tokens: Sequence[bytes], special_ids: Collection[int], encode: Callable[[str], list[int]] | None = None
+    ) -> None:
         self.eos_token_id = self.bos_token_id = None
-        self.tokens = [vocabulary.pieces[token_id] for token_id in range(num_logits)]
-        self.special_token_ids = sorted(i for i in vocabulary.special_ids if i < num_logits)
-        special = set(self.special_token_ids)
-        self._ids = {piece: i for i, piece in enumerate(self.tokens) if piece and i not in special}
-        self._longest = max(map(len, self._ids), default=0)
-        self._fence = vocabulary.encode(_FENCE, add_special_tokens=False)
+        self.tokens = tokens
+        self.special_token_ids = sorted(special_ids)
+        special = set(special_ids)
+        self._ids = {piece: i for i, piece in enumerate(tokens) if piece and i not in special}
+        longest = max(map(len, self._ids), default=0)
+        self._longest = longest if encode else min(longest, _LONGEST_PLAIN)
+        self._encode = encode
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Token ids of a text in the middle of another one."""
         content = text.encode() if isinstance(text, str) else bytes(text)
+        if self._encode is None:
+            return self._longest_first(content)
         try:
-            ids = self._vocabulary.encode(_FENCE + content.decode(), add_special_tokens=False)[len(self._fence) :]
+            ids = self._encode(content.decode())
         except UnicodeDecodeError:
             ids = []
         is_right = all(i < len(self.tokens) for i in ids) and b"".join(map(self.tokens.__getitem__, ids)) == content
