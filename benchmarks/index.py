@@ -90,9 +90,8 @@ class TreeCache:
     def finish(self, running: tuple[bytes, PrefixHandle, PageIds]) -> None:
         """Keep a prompt and unlock it."""
         tokens, handle, pages = running
-        adopted = self.tree.extend(handle, tokens, pages, now=self._now)
-        if len(pages) and not adopted[0]:
-            self.pages.free(pages[~adopted])
+        num_known = self.tree.extend(handle, tokens, pages, now=self._now)
+        self.pages.free(pages[:num_known])
         handle.release()
 
     @property

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raycache.cache.keys import DIGEST_BYTES, chain_digests, tag_of
 from raycache.cache.node import Parts
@@ -112,18 +113,19 @@ class Catalog:
             return
         assert len(digests) == len(ids), f"{len(digests)} digests of {len(ids)} pages"
         assert len(tokens) == len(ids) * self._page_bytes, f"{len(tokens) // 4} tokens of {len(ids)} pages"
-        self.drop_pages(ids)
-        records = self._records
-        records.digests[ids] = np.frombuffer(b"".join(digests), _DIGEST)
-        records.tokens[ids] = np.frombuffer(tokens, records.tokens.dtype)
-        records.parents[ids[1:]], records.parents[ids[0]] = ids[:-1], parent
+        records, index = self._records, np.asarray(ids, np.intp)  # other types would be converted at each use
+        self.drop_pages(index)
+        records.digests[index] = np.frombuffer(b"".join(digests), _DIGEST)
+        records.tokens[index] = np.frombuffer(tokens, records.tokens.dtype)
+        records.parents[index[1:]], records.parents[index[0]] = index[:-1], parent
         if parent == _NONE:
-            records.seeds[ids[0]] = np.frombuffer(seed, _DIGEST)[0]
-        records.valid[ids] = 1
+            records.seeds[index[0]] = np.frombuffer(seed, _DIGEST)[0]
+        records.valid[index] = 1
 
-    def drop_pages(self, ids: PageIds) -> None:
+    def drop_pages(self, ids: NDArray[np.integer[Any]]) -> None:
         """Erase the records of pages, with the restore points at their ends."""
-        self._records.has_point[ids] = 0
+        if self._widths:
+            self._records.has_point[ids] = 0
         self._records.valid[ids] = 0
 
     def digests(self, ids: PageIds) -> list[bytes]:

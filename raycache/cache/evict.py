@@ -81,7 +81,7 @@ class Leaving:
     num_kept: int
     point: RestorePoint | None
 
-    def pages_from(self, first: int) -> PageIds:
+    def take(self, first: int) -> PageIds:
         """The pages of the path without the first `first` ones."""
         return self.pages[first:]
 

@@ -132,6 +132,15 @@ class PrefixHandle:
             node = node.parent
         return np.concatenate(runs[::-1]) if runs else np.empty(0, np.int32)
 
+    def page(self, index: int) -> int:
+        """Page id at an index of the prefix."""
+        node, stop = self.node, self.length // self._page_size
+        while index < stop - node.num_pages:
+            assert node.parent is not None, "the handle is longer than its path to the root"
+            stop -= node.num_pages
+            node = node.parent
+        return int(node.pages[index - stop])
+
     def clone(self) -> PrefixHandle:
         """Return an independent lock on the same prefix."""
         assert not self.is_released, "the handle is released"

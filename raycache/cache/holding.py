@@ -286,9 +286,9 @@ class Holding:
         known, whole = self.handle.length // page_size, num_computed // page_size
         if whole > known:
             pages = self._pages(known, whole)
-            adopted = self._device.tree.extend(self.handle, tokens, pages, now=now)
-            if not adopted[0]:
-                self._duplicates.append(pages[~adopted])
+            num_known = self._device.tree.extend(self.handle, tokens, pages, now=now)
+            if num_known:
+                self._duplicates.append(pages[:num_known])
 
     def _keep_checkpoint(self) -> None:
         """Put the checkpoint into the tree, at the end of the sequence's prefix."""

@@ -131,20 +131,17 @@ class HostTier:
         Returns:
             Pages that the tree took; the others are freed.
         """
-        first = handle.length // self.page_size
-        adopted = self.tier.tree.extend(handle, tokens, pages, now=now)
+        first, size = handle.length // self.page_size, 4 * self.page_size
+        num_known = self.tier.tree.extend(handle, tokens, pages, now=now)
         self._is_reserved[pages] = False
-        self.tier.pages.free(pages[~adopted])
-        entered = pages[adopted]
+        self.tier.pages.free(pages[:num_known])
+        entered, start = pages[num_known:], first + num_known
         if len(entered):
-            start = first + len(pages) - len(entered)
-            before = int(handle.pages_from(start - 1)[0]) if start else -1
-            size = 4 * self.page_size
             self._catalog.add_pages(
                 entered,
-                digests=digests[len(pages) - len(entered) :],
+                digests=digests[num_known:],
                 tokens=memoryview(tokens)[start * size : (first + len(pages)) * size],
-                parent=before,
+                parent=handle.page(start - 1) if start else -1,
                 seed=handle.root,
             )
         return entered

@@ -90,9 +90,9 @@ def chain_digests(before: bytes, tokens: PackedTokens, *, first: int, stop: int,
     """
     size, digests = 4 * page_size, []
     blank = sha256()  # copying is cheaper than creating
-    for start in range(first * size, stop * size, size):
+    for (page,) in struct.iter_unpack(f"{size}s", memoryview(tokens)[first * size : stop * size]):
         message = blank.copy()
-        message.update(before + tokens[start : start + size])
+        message.update(before + page)
         before = message.digest()
         digests.append(before)
     return digests

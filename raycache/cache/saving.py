@@ -24,19 +24,19 @@ class Source(Protocol):
     def point(self) -> RestorePoint | None:
         """The restore point at its end."""
 
-    def pages_from(self, first: int) -> PageIds:
-        """Device pages from index `first` on; those before are not copied."""
+    def take(self, first: int) -> PageIds:
+        """Keep it until `release`; returns its device pages from index `first` on, those to be copied."""
 
     def release(self, is_saved: bool) -> None:
         """Release the device's pages and units; `is_saved` tells whether the copy succeeded."""
 
 
 class SavedPrefix:
-    """A prefix that stays on the device: locked until it is copied.
+    """A prefix that stays on the device: locked while it is copied.
 
     Args:
         device: the device tier.
-        prefix: handle of it; cloned, so the caller may release it.
+        prefix: handle of it; the caller may release it after `take`.
         is_saved: device page -> whether the host has it; updated when the copy is made.
         then: called when the copy is made or has failed.
     """
@@ -45,28 +45,24 @@ class SavedPrefix:
         self, device: Tier, prefix: PrefixHandle, is_saved: npt.NDArray[np.bool_], then: Callable[[], None]
     ) -> None:
         self._device, self._is_saved, self._then = device, is_saved, then
-        self._handle = prefix.clone()
-        self._moved: list[PageIds] = []
+        self._handle = prefix
         self.point = prefix.point
-        if self.point is not None:
-            device.hold(self.point)
 
-    def pages_from(self, first: int) -> PageIds:
+    def take(self, first: int) -> PageIds:
         """As of `Source`."""
-        self._moved.append(self._handle.pages_from(first))
-        return self._moved[-1]
-
-    def let_go(self) -> None:
-        """Unlock it."""
-        self._handle.release()
+        self._handle = self._handle.clone()
         if self.point is not None:
-            self._device.let_go(self.point)
+            self._device.hold(self.point)
+        self._pages = self._handle.pages_from(first)
+        return self._pages
 
     def release(self, is_saved: bool) -> None:
         """As of `Source`."""
-        for pages in self._moved if is_saved else ():
-            self._is_saved[pages] = True
-        self.let_go()
+        if is_saved:
+            self._is_saved[self._pages] = True
+        self._handle.release()
+        if self.point is not None:
+            self._device.let_go(self.point)
         self._then()
 
 
@@ -79,18 +75,17 @@ class Cursor:
     Attributes:
         saved: handle at the end of what the host has.
         num_planned: number of pages that the host has or is getting.
-        last_digests: digests of the last of those, as many as a restore point may need; at least one if there are any.
         is_closed: whether the sequence has ended; saves in progress still complete.
         is_broken: whether a save failed, which makes those after it useless.
     """
 
-    __slots__ = ("_num_open", "found", "is_broken", "is_closed", "last_digests", "num_planned", "saved")
+    __slots__ = ("_last", "_num_open", "found", "is_broken", "is_closed", "num_planned", "saved")
 
     def __init__(self, found: PrefixHandle, *, is_closed: bool = False) -> None:
         self.found = found
         self.saved = found.clone()
         self.num_planned = 0
-        self.last_digests: list[bytes] = []
+        self._last: list[bytes] | None = []
         self.is_closed = is_closed
         self.is_broken = False
         self._num_open = 0
@@ -105,15 +100,21 @@ class Cursor:
         known = self.saved.length // host.page_size
         if known != self.num_planned:
             self.num_planned = known
-            self.last_digests = host.last_digests(self.saved)
+            self._last = None
 
     def lacks_point(self, stop: int) -> bool:
         """Whether the host is not known to have a restore point after the first `stop` pages."""
         return stop == self.num_planned and (self._num_open > 0 or not self.saved.node.has_point)
 
-    def plan(self, digests: Sequence[bytes], *, num_kept: int) -> None:
-        """Record planned pages; keeps the last `num_kept` digests."""
-        self.last_digests = [*self.last_digests, *digests][-num_kept:]
+    def last_digests(self, host: HostTier) -> list[bytes]:
+        """Digests of the last planned pages, as many as a restore point may need; at least one if there are any."""
+        if self._last is None:
+            self._last = host.last_digests(self.saved)
+        return self._last
+
+    def plan(self, host: HostTier, digests: Sequence[bytes]) -> None:
+        """Record pages after the planned ones as planned."""
+        self._last = [*self.last_digests(host), *digests][-host.num_last :]
         self.num_planned += len(digests)
         self._num_open += 1
 

@@ -205,10 +205,7 @@ class Transfers:
             Whether a save was planned.
         """
         source = SavedPrefix(self.device, prefix, self._is_saved, then)
-        is_planned = self.plan_save(cursor, source, tokens, stop=prefix.length // self.device.page_size, now=now)
-        if not is_planned:
-            source.let_go()
-        return is_planned
+        return self.plan_save(cursor, source, tokens, stop=prefix.length // self.device.page_size, now=now)
 
     def plan_save(self, cursor: Cursor, source: Source, tokens: PackedTokens, *, stop: int, now: int) -> bool:
         """Plan to copy what the host lacks of a sequence's first `stop` pages and the restore point after them.
@@ -228,17 +225,17 @@ class Transfers:
         if taken is None:
             self._counts["unsaved_pages"] += missing
             return False
-        before = cursor.last_digests[-1] if cursor.last_digests else cursor.found.root
+        before = [cursor.found.root, *cursor.last_digests(host)][-1]
         digests = chain_digests(before, tokens, first=first, stop=stop, page_size=host.page_size)
-        cursor.plan(digests, num_kept=host.num_last)
-        batches = [_batch(FULL, source.pages_from(first), taken, digests)]
+        cursor.plan(host, digests)
+        batches = [_batch(FULL, source.take(first), taken, digests)]
         host_point = None
         if point is not None:
             host_point = host.tier.new_point(point.position, {space: len(ids) for space, ids in point.parts.items()})
         if point is not None and host_point is not None:
+            last = cursor.last_digests(host)
             for space, ids in point.parts.items():
-                last = cursor.last_digests[len(cursor.last_digests) - len(ids) :]
-                batches.append(_batch(space, ids, host_point.parts[space], last))
+                batches.append(_batch(space, ids, host_point.parts[space], last[len(last) - len(ids) :]))
         self._num_saves += 1
         self._saves.append(Moves(self._num_saves, batches))
         self._open.append(Save(self._num_saves, cursor, source, tokens, taken, digests, host_point))
@@ -283,7 +280,7 @@ class Transfers:
 
     def note_evicted(self, pages: PageIds) -> None:
         """Count evicted device pages that the host does not have."""
-        self.num_evicted_unsaved += int(np.count_nonzero(~self._is_saved[pages]))
+        self.num_evicted_unsaved += len(pages) - int(np.count_nonzero(self._is_saved[pages]))
 
     # --- plans and acknowledgements -----------------------------------------------------------------------------------
 

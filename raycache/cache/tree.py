@@ -21,9 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from raycache.cache.evict import Eviction, Leaving
 from raycache.cache.evictor import NO_PAGES, Evictor
 from raycache.cache.handle import Locks, PrefixHandle
@@ -158,7 +155,7 @@ class RadixTree:
         now: int,
         priority: int = 0,
         until_s: float = 0.0,
-    ) -> npt.NDArray[np.bool_]:
+    ) -> int:
         """Adopt computed pages, and lengthen the handle over them.
 
         Args:
@@ -167,8 +164,8 @@ class RadixTree:
             pages: one per whole page after handle.length.
             now, priority, until_s: as for `match`. A node grows in place only while they stay the same.
         Returns:
-            Per page, whether the tree adopted it. If not, the tree already had that page, the handle now covers the
-            tree's copy, and the caller must free its own.
+            How many of the pages it did not adopt, the first ones: the tree already had these, the handle now covers
+            the tree's copies, and the caller must free its own.
         """
         start = handle.length * _TOKEN_BYTES
         limit = start + len(pages) * self._page_bytes
@@ -189,11 +186,7 @@ class RadixTree:
             self._locks.num_pages += node.num_pages - num_before
             handle.move(last, now=now, claims=claims)
         handle.length = limit // _TOKEN_BYTES
-        is_adopted = np.empty(len(pages), np.bool_)
-        is_adopted.fill(True)
-        if num_known:
-            is_adopted[:num_known] = False
-        return is_adopted
+        return num_known
 
     def keep(self, handle: PrefixHandle, point: RestorePoint) -> bool:
         """Put a restore point at the end of a handle, with the priority that the handle was last used with.

@@ -58,7 +58,7 @@ class Pages:
         self._num_pages, self.release = num_pages, release
         self.point = RestorePoint(num_pages * SIZE, {"state": (3,)}) if has_point else None
 
-    def pages_from(self, first: int) -> np.ndarray:
+    def take(self, first: int) -> np.ndarray:
         return np.arange(first, self._num_pages, dtype=np.int32)
 
 

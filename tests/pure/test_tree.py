@@ -84,8 +84,8 @@ def test_only_the_matched_prefix_is_protected() -> None:
 def test_pages_that_the_tree_has_already_stay_the_callers() -> None:
     tree = RadixTree(S)
     first, second = tree.match(packed(range(12)), now=0), tree.match(packed(range(12)), now=0)
-    assert tree.extend(first, packed(range(8)), page_ids(0, 1), now=1).tolist() == [True, True]
-    assert tree.extend(second, packed(range(12)), page_ids(7, 8, 9), now=1).tolist() == [False, False, True]
+    assert tree.extend(first, packed(range(8)), page_ids(0, 1), now=1) == 0
+    assert tree.extend(second, packed(range(12)), page_ids(7, 8, 9), now=1) == 2
     assert second.pages.tolist() == [0, 1, 9]
     assert second.pages_from(2).tolist() == [9]
     tree.check()
@@ -145,7 +145,7 @@ def test_a_long_output_stays_one_node() -> None:
     tree, tokens = RadixTree(S), packed(range(400))
     handle = cache(tree, range(40), range(10))
     for page in range(10, 100):
-        assert tree.extend(handle, tokens, page_ids(page), now=page).tolist() == [True]
+        assert tree.extend(handle, tokens, page_ids(page), now=page) == 0
     assert handle.pages.tolist() == list(range(100))
     assert tree.trie.num_nodes == 1
     assert tree.num_cached == tree.num_locked == 100

@@ -139,11 +139,11 @@ class TreeAgainstDict(RuleBasedStateMachine):
         request.claim = request.claim if same_claim else (priority, 0.0)
         pages = self.pool.allocate(min(len(more) // PAGE, self.pool.num_free))
         kwargs = dict(priority=request.claim[0], until_s=request.claim[1])
-        adopted = self.tree.extend(request.handle, packed(request.tokens), pages, now=self.now, **kwargs)
+        num_known = self.tree.extend(request.handle, packed(request.tokens), pages, now=self.now, **kwargs)
         assert request.handle.length == start + len(pages) * PAGE
-        for position, page, is_adopted in zip(request.positions[start // PAGE :], pages, adopted, strict=True):
-            assert is_adopted == (position not in self.page_of)
-            if is_adopted:
+        for i, (position, page) in enumerate(zip(request.positions[start // PAGE :], pages, strict=True)):
+            assert (i < num_known) == (position in self.page_of)
+            if i >= num_known:
                 self.page_of[position] = int(page)
                 self.uses[position] = Use()
                 self.evicted.discard(position)
