@@ -117,11 +117,14 @@ class Holding:
         if missing <= 0 and not device.units:
             return _NO_PAGES_NEEDED  # nearly every decode step of a dense model
         counts = self.units.missing(next_len, stop, num_drafts=num_drafts)
-        if not all(device.make_free(space, count) for space, count in {FULL: missing, **counts}.items()):
+        pages = device.take_pages(max(0, missing))
+        if pages is None:
+            return None
+        if not all(device.make_free(space, count) for space, count in counts.items()):
+            device.pages.free(pages)
             return None
         capacity = Capacity({})
         if missing > 0:
-            pages = device.pages.allocate(missing)
             self.pages.frombytes(pages.tobytes())
             capacity.new_pages[FULL] = pages.tolist()
             self._transfers.note_new(pages)

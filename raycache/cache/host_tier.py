@@ -21,7 +21,7 @@ from raycache.cache.node import Parts, RestorePoint
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.tier import Tier
 from raycache.cache.tree import NOTHING, PrefixHandle
-from raycache.memory.component import FULL, window_pages
+from raycache.memory.component import window_pages
 from raycache.memory.pages import PageIds
 from raycache.types import PackedTokens
 
@@ -109,11 +109,9 @@ class HostTier:
 
     def reserve(self, num_pages: int) -> PageIds | None:
         """Reserve pages to be filled; None if too few can be freed."""
-        if num_pages > self.tier.num_obtainable:
-            return None
-        self.tier.make_free(FULL, num_pages)
-        pages = self.tier.pages.allocate(num_pages)
-        self._is_reserved[pages] = True
+        pages = self.tier.take_pages(num_pages)
+        if pages is not None:
+            self._is_reserved[pages] = True
         return pages
 
     def give_back(self, pages: PageIds, point: RestorePoint | None = None) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
+
 from raycache.cache.evict import Eviction, Leaving
 from raycache.cache.handle import PrefixHandle
 from raycache.cache.node import RestorePoint
@@ -86,16 +88,24 @@ class Tier:
         stop = position // self.page_size
         return {space: stop - self.first_page(space, position) if space in self.windows else 1 for space in self.units}
 
+    def evict_pages(self, count: int) -> PageIds:
+        """Evict pages for others, `count` or all evictable ones; the caller owns them."""
+        evicted = self.tree.evict(count)
+        self.num_evicted += len(evicted)
+        self._on_evict(evicted)
+        return evicted
+
+    def take_pages(self, count: int) -> PageIds | None:
+        """Take pages, evicted ones if too few are free; None if that is impossible."""
+        if count > self.num_obtainable:
+            return None
+        missing = count - self.pages.num_free
+        if missing <= 0:
+            return self.pages.allocate(count)
+        return np.concatenate((self.evict_pages(missing), self.pages.allocate(self.pages.num_free)))
+
     def make_free(self, space: str, count: int) -> bool:
-        """Evict until `count` pages or units are free; False if that is impossible."""
-        if space == FULL:
-            missing = count - self.pages.num_free
-            if missing > 0:
-                evicted = self.tree.evict(missing)
-                self.num_evicted += len(evicted)
-                self._on_evict(evicted)
-                self.pages.free(evicted)
-            return self.pages.num_free >= count
+        """Evict until `count` units are free; False if that is impossible."""
         units = self.units[space]
         while units.num_free < count and self.tree.evict_point(space):
             self.num_points_evicted += 1

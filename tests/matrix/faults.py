@@ -177,7 +177,7 @@ def host_full(at: Setting) -> Iterator[Trial]:
         trial = home.trial()
         trial.ask("base")
         trial.settle()
-        trial.cache.device.make_free(FULL, trial.cache.device.pages.num_pages)
+        trial.evict_pages(trial.cache.device.pages.num_pages)
         trial.gang.tell(Poison())
         trial.expect(trial.cache.tiers()["host"]["unsaved_pages"] > 0, "8 pages were enough")
         trial.hit("base", tiers={}, miss=Miss.EVICTED_DEVICE)

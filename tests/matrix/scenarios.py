@@ -103,7 +103,7 @@ def evicted(at: Setting) -> Iterator[Trial]:
         trial.ask("base")
         trial.ask("fork")
     free = trial.cache.counts()["pages_free"]
-    trial.cache.device.make_free(FULL, free + 3)  # of the 14 pages of base, which were used least recently, 11 are left
+    trial.evict_pages(3)  # of the 14 pages of base, which were used least recently, 11 are left
     trial.expect(trial.cache.counts()["pages_free"] == free + 3, "3 pages cannot be evicted")
     trial.engine.check()
     trial.hit("base", cached=80 if at.point_space else 88, cut_by=at.point_space)

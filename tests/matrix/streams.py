@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from raycache.memory.component import FULL
 from tests.matrix.sequences import ANSWER
 from tests.matrix.trial import Trial
 
@@ -51,7 +50,6 @@ def _disturb(trial: Trial, random: np.random.Generator, *, point_space: str) -> 
         case 1 if point_space:
             trial.cache.device.tree.evict_point(point_space)
         case 2:
-            wanted = trial.cache.counts()["pages_free"] + int(random.integers(1, 9))
-            trial.cache.device.make_free(FULL, min(wanted, trial.cache.device.pages.num_pages))
+            trial.evict_pages(int(random.integers(1, 9)))
         case _:
             pass

@@ -17,7 +17,6 @@ import numpy as np
 from raycache.cache.costs import ENOUGH
 from raycache.cache.host_tier import WritePolicy
 from raycache.cache.storage_tier import StorageTier
-from raycache.memory.component import FULL
 from raycache.types import Miss
 from tests.matrix.home import copy_storage, file_url, open_home
 from tests.matrix.scenarios import Scenario, Setting
@@ -127,7 +126,7 @@ def write_policies(at: Setting) -> Iterator[Trial]:
         trial.ask("base")
         trial.settle()
         trial.expect(trial.cache.tiers()["host"]["saved_pages"] == 0, "pages were saved that stay on the device")
-        trial.cache.device.make_free(FULL, trial.cache.device.pages.num_pages)
+        trial.evict_pages(trial.cache.device.pages.num_pages)
         trial.forget_device()
         trial.hit("base", tiers={"host": ALL})
         trial.settle()

@@ -299,6 +299,11 @@ class Trial:
                 raise RankFailedError("pages move without end")
         self.finish()
 
+    def evict_pages(self, count: int) -> None:
+        """Evict pages from the device, `count` or all that nothing holds."""
+        device = self.cache.device
+        device.pages.free(device.evict_pages(count))
+
     def forget_device(self) -> None:
         """Let the device's tree forget all, and spoil all that its pools hold: tokens can come from below only."""
         self.settle()
