@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from launch.http.auth import salted
 from launch.http.wire import MESSAGES_PATH, Bodies, ProblemError, compute, json_response
+from raycache.api.field_names import renamed
 from raycache.api.messages_body import Conversation, CountTokensBody, MessagesBody, conversation
 from raycache.api.messages_form import MessagesForm
 from raycache.api.prepare import Generation, Served, chat_prompt
@@ -20,7 +21,7 @@ from raycache.api.problem import unknown_model
 from raycache.api.run import AnswerForm
 from raycache.api.schema import ChatBody, parse_body, parse_json
 from raycache.config import Config
-from raycache.errors import PromptTooLongError
+from raycache.errors import PromptTooLongError, RequestError
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _MAX_TYPES = 64  # named in warnings; clients choose them
@@ -58,7 +59,7 @@ class MessagesApi:
 
     def __init__(self, served: Served, *, config: Config, bodies: Bodies, prepare: Prepare, respond: Respond) -> None:
         self._served, self._bodies, self._prepare, self._respond = served, bodies, prepare, respond
-        self._has_cache = config.prefix_cache
+        self._kept_page_size = served.info.page_size if config.prefix_cache else 0
         self._warned: set[str] = set()
         self._has_warned_of_budget = False
 
@@ -77,10 +78,12 @@ class MessagesApi:
             try:
                 chat = salted(self._bounded(asked.chat), request)
                 generation = await self._prepare(chat, size=len(raw), cuts_max_tokens=True)
-                form = MessagesForm(generation, page_size=self._served.info.page_size, has_cache=self._has_cache)
+                form = MessagesForm(generation, kept_page_size=self._kept_page_size)
                 response = await self._respond(request, generation, form, ping=_PING)
             except PromptTooLongError as error:
                 raise _in_its_words(error) from error
+            except RequestError as error:
+                raise renamed(error, asked.names) from error
         response.headers["request-id"] = generation.generation_id
         return response
 
@@ -89,7 +92,10 @@ class MessagesApi:
         async with self._bodies.read(request) as raw:
             asked = await compute(partial(self._convert, CountTokensBody, raw), size=len(raw))
             self._warn(asked.ignored)
-            prompt = await compute(partial(chat_prompt, asked.chat, self._served), size=len(raw))
+            try:
+                prompt = await compute(partial(chat_prompt, asked.chat, self._served), size=len(raw))
+            except RequestError as error:
+                raise renamed(error, asked.names) from error
         return json_response({"input_tokens": len(prompt)})
 
     def _convert(self, kind: type[Body], raw: bytes) -> Conversation:

@@ -13,8 +13,9 @@ from starlette.routing import Route
 
 from launch.http.auth import salted
 from launch.http.wire import Bodies, compute
+from raycache.api.field_names import renamed
 from raycache.api.prepare import Generation
-from raycache.api.responses_body import ResponsesRequest, parse_responses, renamed
+from raycache.api.responses_body import CHAT_NAMES, ResponsesRequest, parse_responses
 from raycache.api.responses_form import ResponsesForm
 from raycache.api.run import AnswerForm
 from raycache.api.schema import ChatBody, parse_json
@@ -66,7 +67,7 @@ class ResponsesApi:
                 form = ResponsesForm(asked, generation, tokenizer=self._tokenizer, kept_page_size=self._kept_page_size)
                 return await self._chats.respond(request, generation, form)
             except RequestError as error:
-                raise renamed(error) from error
+                raise renamed(error, CHAT_NAMES) from error
 
     def _tell(self, asked: ResponsesRequest) -> None:
         """Log each type of tool that is left out, once."""

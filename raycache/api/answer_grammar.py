@@ -133,12 +133,11 @@ def _check_form(body: ChatBody) -> None:
 def _parameters(tool: Tool) -> Mapping[str, Any]:
     """Schema of a tool's arguments; any object where it cannot be enforced and need not be."""
     try:
-        checked_schema(tool.parameters, field="tools")
+        return checked_schema(tool.parameters, field="tools")
     except RequestError:
         if tool.is_strict:
             raise
         return {"type": "object"}
-    return tool.parameters
 
 
 def _schema(value: Mapping[str, Any] | str, field: str) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from raycache.api.formats.grammar import GrammarText
+from raycache.api.formats.grammar import GrammarText, literal
 from raycache.api.json_schemas import MAX_LITERAL_CHARS, checked_schema
 from raycache.api.tokenizer import Tokenizer
 from raycache.errors import RequestError
@@ -70,11 +70,6 @@ def json_rule(schema: Mapping[str, Any] | bool, *, field: str = "response_format
     cleaned = checked_schema(schema, field=field)
     options = _ONE_LINE if is_compact else _SPACED
     return "%json " + json.dumps({**cleaned, "x-guidance": options}, ensure_ascii=False)
-
-
-def literal(text: str) -> str:
-    """A text as an expression for the right side of a rule."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 class TokenizerWords:

@@ -70,18 +70,26 @@ _NO_EFFECT_BESIDE_REF = frozenset(
 _NEUTRAL: Mapping[str, object] = {"uniqueItems": False, "minContains": 0}
 
 
-def checked_schema(schema: Mapping[str, Any] | bool, *, field: str) -> dict[str, Any]:
+class CheckedSchema(dict[str, Any]):
+    """A schema that `checked_schema` has returned."""
+
+
+def checked_schema(schema: Mapping[str, Any] | bool, *, field: str) -> CheckedSchema:
     """Check a schema and leave out what has no effect: unknown formats, and keywords at their neutral value.
+
+    One that has been checked is returned as it is.
 
     Args:
         field: of the request body, for messages.
     Raises:
         RequestError: it is too large or too deep, or has a keyword that cannot be enforced; names its path.
     """
+    if isinstance(schema, CheckedSchema):
+        return schema
     if isinstance(schema, bool):
         if not schema:
             raise RequestError(f"{field}: the schema false allows nothing", field=field)
-        return {}
+        return CheckedSchema()
     if not isinstance(schema, Mapping):
         raise RequestError(f"{field}: a schema must be an object, got {type(schema).__name__}", field=field)
     try:
@@ -94,7 +102,7 @@ def checked_schema(schema: Mapping[str, Any] | bool, *, field: str) -> dict[str,
     cleaned = walk.clean(schema, "#", 0)
     walk.check_merged()
     walk.check_levels()
-    return cleaned
+    return CheckedSchema(cleaned)
 
 
 @dataclass

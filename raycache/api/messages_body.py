@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
+from raycache.api.field_names import renamed
 from raycache.api.schema import ChatBody, StrictBody, parse_body
 from raycache.errors import RequestError
 
@@ -25,6 +26,14 @@ _SAME_FIELDS = frozenset(
     {"cache_salt", "cache_priority", "cache_ttl_s", "max_tokens", "priority", "seed", "stream", "timeout_s"}
     | {"temperature", "top_p", "top_k"}
 )
+_CHAT_NAMES: Mapping[str, str] = {
+    "continue_final_message": "messages",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 
 
 class _Part(BaseModel):
@@ -107,10 +116,12 @@ class Conversation:
     Attributes:
         chat: the same as a body of /v1/chat/completions.
         ignored: types of tools and content blocks that were left out, since only their maker's servers know them.
+        names: fields of the chat -> what they are made from, where the names differ.
     """
 
     chat: ChatBody
     ignored: frozenset[str]
+    names: Mapping[str, str]
 
 
 def conversation(body: CountTokensBody, *, has_priorities: bool) -> Conversation:
@@ -144,7 +155,13 @@ def conversation(body: CountTokensBody, *, has_priorities: bool) -> Conversation
         values |= _generation(body)
         if has_priorities and not body.cache_priority and (ttl_s := max(_ttls(body), default=0.0)):
             values |= {"cache_priority": 1, "cache_ttl_s": ttl_s}
-    return Conversation(parse_body(ChatBody, values), frozenset(ignored | messages.ignored))
+    has_own_format = body.output_config and body.output_config.format
+    names = _CHAT_NAMES if has_own_format else {**_CHAT_NAMES, "response_format": "output_format"}
+    try:
+        chat = parse_body(ChatBody, values)
+    except RequestError as error:
+        raise renamed(error, names) from error
+    return Conversation(chat, frozenset(ignored | messages.ignored), names)
 
 
 def _generation(body: MessagesBody) -> dict[str, Any]:

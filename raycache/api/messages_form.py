@@ -42,18 +42,16 @@ class MessagesForm:
 
     Args:
         generation: what was asked; it has one choice.
-        page_size: tokens of a cache page.
-        has_cache: whether prompts are kept in the cache.
+        kept_page_size: tokens of a cache page; 0: prompts are not kept.
     """
 
     names_events = True
     last_event = b""
 
-    def __init__(self, generation: Generation, *, page_size: int, has_cache: bool) -> None:
+    def __init__(self, generation: Generation, *, kept_page_size: int) -> None:
         (self._choice,) = generation.choices
         self._generation = generation
-        self._page_size = page_size
-        self._has_cache = has_cache
+        self._kept_page_size = kept_page_size
         self._blocks = _Blocks()
 
     def whole(self, outputs: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
@@ -96,8 +94,7 @@ class MessagesForm:
     def _usage(self) -> dict[str, Any]:
         """Prompt tokens read from the cache, computed and kept there (whole pages), and the rest; output so far."""
         text, prompt_len = self._choice.text, len(self._choice.request.prompt)
-        kept = prompt_len // self._page_size * self._page_size if self._has_cache else 0
-        read, created = text.cached_tokens, max(0, kept - text.cached_tokens)
+        read, created = text.cached_tokens, self._choice.cache_written(self._kept_page_size)
         return {
             "input_tokens": prompt_len - read - created,
             "cache_creation_input_tokens": created,

@@ -45,6 +45,15 @@ class Choice:
     request: GenerateRequest
     text: OutputText
 
+    def cache_written(self, page_size: int) -> int:
+        """Prompt tokens that were not in the cache, and are now as they fill whole pages.
+
+        Args:
+            page_size: tokens of a page; 0: prompts are not kept.
+        """
+        whole = len(self.request.prompt) // page_size * page_size if page_size else 0
+        return max(0, whole - self.text.cached_tokens)
+
 
 @dataclass(frozen=True)
 class Generation:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
+from raycache.api.field_names import renamed
 from raycache.api.responses_items import flat_name, messages_of
 from raycache.api.schema import ChatBody, StrictBody, parse_body
 from raycache.api.tools import MAX_TOOLS
@@ -54,7 +55,13 @@ _PASSED_ON = (
     "top_p",
 )
 """Fields that mean the same in a chat; most of them are beyond the API."""
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+CHAT_NAMES: Mapping[str, str] = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+"""Fields of the chat -> what they are made from, where the names differ."""
 
 
 def _check_input(value: object) -> str | list[dict[str, Any]]:
@@ -168,23 +175,17 @@ def parse_responses(sent: Mapping[str, Any]) -> ResponsesRequest:
         "top_logprobs": body.top_logprobs,
         **{field: sent[field] for field in _PASSED_ON if field in sent},
     }
+    try:
+        parsed = parse_body(ChatBody, chat)
+    except RequestError as error:
+        raise renamed(error, CHAT_NAMES) from error
     return ResponsesRequest(
-        chat=parse_body(ChatBody, chat),
+        chat=parsed,
         echo=_echo(body, sent),
         namespaces=tools.namespaces,
         is_reasoning_sealed="reasoning.encrypted_content" in body.include,
         ignored_tools=tuple(sorted(tools.ignored)),
     )
-
-
-def renamed(error: RequestError) -> RequestError:
-    """The error of a chat, naming the field of the request that the chat's field was made from."""
-    field = error.field
-    name = "" if field is None else field.partition("[")[0]
-    if name not in _NAMES:
-        return error
-    message = error.message if name == "messages" else error.message.replace(name, _NAMES[name])
-    return type(error)(message, field=_NAMES[name])
 
 
 def _echo(body: ResponsesBody, sent: Mapping[str, Any]) -> dict[str, Any]:

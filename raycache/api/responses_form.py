@@ -174,13 +174,13 @@ class ResponsesForm:
         }
 
     def _usage(self) -> dict[str, Any]:
-        text, prompt_len = self._generation.choices[0].text, len(self._generation.choices[0].request.prompt)
-        kept = prompt_len // self._kept_page_size * self._kept_page_size if self._kept_page_size else 0
+        choice = self._generation.choices[0]
+        text, prompt_len = choice.text, len(choice.request.prompt)
         return {
             "input_tokens": prompt_len,
             "input_tokens_details": {
                 "cached_tokens": text.cached_tokens,
-                "cache_write_tokens": max(0, kept - text.cached_tokens),
+                "cache_write_tokens": choice.cache_written(self._kept_page_size),
             },
             "output_tokens": text.num_tokens,
             "output_tokens_details": {"reasoning_tokens": text.num_reasoning_tokens},

@@ -10,8 +10,8 @@ end at their first wrong item, and what can have an error per item is counted be
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -375,28 +375,45 @@ def parse_body(kind: type[Body], body: Mapping[str, Any]) -> Body:
     try:
         parsed = kind.model_validate(sent)
     except ValidationError as error:
-        raise _first_error(error, known=known) from error
+        raise _first_error(error, kind) from error
     parsed.check()
     return parsed
 
 
-def _first_error(error: ValidationError, *, known: Mapping[str, Any]) -> RequestError:
+def _first_error(error: ValidationError, kind: type[BaseModel]) -> RequestError:
     errors = error.errors(include_url=False, include_context=False)
-    mistyped = (each for each in errors if each["type"] == "extra_forbidden" and len(each["loc"]) == 1)
-    first = next((each for each in mistyped if did_you_mean(str(each["loc"][0])[:_NAME_CHARS], known)), errors[0])
+    first = next((each for each in errors if each["type"] == "extra_forbidden" and _near(each["loc"], kind)), errors[0])
     place = [part for part in first["loc"] if isinstance(part, int) or not part.startswith("function-")]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     match first["type"]:
         case "missing":
             return RequestError(f"{field} is required", field=field)
         case "extra_forbidden":
-            near = did_you_mean(str(place[-1])[:_NAME_CHARS], known) if len(place) == 1 else ""
-            return RequestError(
-                f"{field} is not supported{near or ' and would have no effect; leave it out'}", field=field
-            )
+            near = _near(first["loc"], kind) or " and would have no effect; leave it out"
+            return RequestError(f"{field} is not supported{near}", field=field)
     wanted = first["msg"].removeprefix("Input should be ").removeprefix("Input should ")
     text = wanted if wanted.startswith("must ") else f"must be {wanted}"
     return RequestError(f"{field} {text}, got {_short(first['input'])}", field=field)
+
+
+def _near(place: Sequence[int | str], kind: type[BaseModel]) -> str:
+    """Suggests the name of a field instead of the last one of a place, in the object that it is in."""
+    model: type[BaseModel] | None = kind
+    for number, part in enumerate(place):
+        if model is None:
+            break
+        fields = {field.alias or name: field for name, field in model.model_fields.items()}
+        if number == len(place) - 1:
+            return did_you_mean(str(part)[:_NAME_CHARS], fields)
+        model = _model_in(fields[part].annotation) if part in fields else None
+    return ""
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model in a type such as `Model | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)
 
 
 def _short(value: object) -> str:

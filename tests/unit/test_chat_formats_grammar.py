@@ -160,3 +160,37 @@ def test_values_without_quotes_are_held_to_their_schema() -> None:
     assert not is_allowed(**{**whole, "where": '{"y": 1}'})
     assert not is_allowed(days="2")
     assert not is_allowed(unit="C", colour="red")
+
+
+_LISTED = ["auto", "1", 1, 2.5, True, None]
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm-4.5", "deepseek-v3.2", "kimi-k3", "minimax-m2"])
+@pytest.mark.parametrize("value", ["auto", "1", 1, 2.5, True, None, "2.5", "other", 2, False])
+def test_texts_and_other_values_of_one_list_are_allowed(name: str, value: object) -> None:
+    is_string = isinstance(value, str)
+    plain = value if isinstance(value, str) else json.dumps(value)
+    kind = "null" if value is None else {str: "string", bool: "boolean"}.get(type(value), "number")
+    text = {
+        "qwen3-coder": f"<tool_call>\n<function=go>\n<parameter=a>\n{plain}\n</parameter>\n</function>\n</tool_call>",
+        "glm-4.5": f"<tool_call>go\n<arg_key>a</arg_key>\n<arg_value>{plain}</arg_value>\n</tool_call>",
+        "deepseek-v3.2": f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="go">\n<｜DSML｜parameter name="a" '
+        f'string="{"true" if is_string else "false"}">{plain}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "kimi-k3": '<|open|>tools<|sep|><|open|>call tool="go" index="1"<|sep|><|open|>argument key="a" '
+        f'type="{kind}"<|sep|>{plain}<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+        "minimax-m2": f'<minimax:tool_call>\n<invoke name="go">\n<parameter name="a">{plain}</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+    }[name]
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": _LISTED}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    tail = "<|open|>response<|sep|><|close|>response<|sep|>" if name == "kimi-k3" else ""
+    grammar = FORMATS[name].grammar({"go": schema}, words=_Words(), prompt_tail=tail, is_required=True)
+    is_listed = any(type(each) is type(value) and each == value for each in _LISTED)
+    # Without an attribute nothing tells the text 2.5 from the number.
+    is_same = name not in ("deepseek-v3.2", "kimi-k3") and value == "2.5"
+    assert allows(grammar, text) == (is_listed or is_same)

@@ -421,6 +421,15 @@ def test_paths_methods_and_bodies_get_errors_in_the_same_shape(engine: ScriptedE
                 assert message.endswith(f"; did you mean {near}?")
             answer = await client.post("/v1/chat/completions", json={"model": "tiny", "mesages": []})
             assert answer.json()["error"]["message"] == "mesages is not supported; did you mean 'messages'?"
+            for name, value, near in (
+                ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "shcema": {}}}, "schema"),
+                ("stream_options", {"include_usgae": True}, "include_usage"),
+                ("structured_outputs", {"chioce": ["a"]}, "choice"),
+            ):
+                answer = await client.post("/v1/chat/completions", json={"model": "tiny", "messages": [], name: value})
+                error = answer.json()["error"]
+                assert error["message"] == f"{error['param']} is not supported; did you mean {near!r}?"
+                assert error["param"].startswith(f"{name}.")
 
     run(scenario())
 

@@ -418,8 +418,12 @@ def test_an_answer_in_a_form_is_constrained(engine: ScriptedEngine, tokenizer: T
             await client.messages.create(**ask(output_config=wanted))
             assert "city" in engine.requests[0].sampling.grammar
             refused = {"format": {"type": "json_schema", "schema": {"not": {}}}}
-            with pytest.raises(anthropic.BadRequestError, match="not"):
+            with pytest.raises(anthropic.BadRequestError, match='"output_config.format: the schema at #'):
                 await client.messages.create(**ask(output_config=refused))
+            with pytest.raises(anthropic.BadRequestError, match='"output_format: the schema at #'):
+                await client.messages.create(**ask(extra_body={"output_format": refused["format"]}))
+            with pytest.raises(anthropic.BadRequestError, match="stop_sequences must not contain an empty string"):
+                await client.messages.create(**ask(stop_sequences=[""]))
 
     run(scenario())
 

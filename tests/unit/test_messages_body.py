@@ -212,6 +212,9 @@ def test_documents_of_text_are_text(served: Served) -> None:
     assert prompt(served, chat) == prompt(served, chat_of(messages=[{"role": "user", "content": "one\ntwo\ntwo"}]))
 
 
+_REQUIRED = {"tools": [{"name": "n", "input_schema": {}}], "tool_choice": {"type": "any"}}
+
+
 @pytest.mark.parametrize(
     ("body", "field", "words"),
     [
@@ -237,6 +240,17 @@ def test_documents_of_text_are_text(served: Served) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens", "valid integer"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema", "required"),
         ({"stop_sequences": "END"}, "stop_sequences", "a valid list"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences", "^stop_sequences must contain at most 16"),
+        (
+            {"output_format": {"type": "json_schema", "schema": {}}, **_REQUIRED},
+            "tool_choice",
+            "^output_format and a required tool",
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {}}}, **_REQUIRED},
+            "tool_choice",
+            "^output_config.format and a required tool",
+        ),
         ({"system": 5}, "system", "valid string"),
     ],
 )

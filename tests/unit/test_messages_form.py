@@ -52,8 +52,8 @@ def generation(
     return Generation("chatcmpl-abc", "tiny", (Choice(0, True, request, text),), body)
 
 
-def form(found: Generation, *, page_size: int = 16, has_cache: bool = True) -> MessagesForm:
-    return MessagesForm(found, page_size=page_size, has_cache=has_cache)
+def form(found: Generation, *, kept_page_size: int = 16) -> MessagesForm:
+    return MessagesForm(found, kept_page_size=kept_page_size)
 
 
 def streamed(found: Generation, deltas: Sequence[TextDelta]) -> list[dict[str, Any]]:
@@ -158,20 +158,20 @@ def test_arguments_that_max_tokens_has_cut_are_given_as_far_as_they_go(tokenizer
 
 
 @pytest.mark.parametrize(
-    ("prompt_len", "cached", "has_cache", "expected"),
+    ("prompt_len", "cached", "kept_page_size", "expected"),
     [
-        (100, 0, True, (4, 96, 0)),
-        (100, 96, True, (4, 0, 96)),
-        (96, 80, True, (0, 16, 80)),
-        (10, 0, True, (10, 0, 0)),
-        (100, 0, False, (100, 0, 0)),
+        (100, 0, 16, (4, 96, 0)),
+        (100, 96, 16, (4, 0, 96)),
+        (96, 80, 16, (0, 16, 80)),
+        (10, 0, 16, (10, 0, 0)),
+        (100, 0, 0, (100, 0, 0)),
     ],
 )
 def test_prompt_tokens_are_read_or_kept_or_neither(
-    tokenizer: Tokenizer, prompt_len: int, cached: int, has_cache: bool, expected: tuple[int, int, int]
+    tokenizer: Tokenizer, prompt_len: int, cached: int, kept_page_size: int, expected: tuple[int, int, int]
 ) -> None:
     found = generation(tokenizer, prompt_len=prompt_len, cached=cached)
-    usage = form(found, has_cache=has_cache).whole([[]])["usage"]
+    usage = form(found, kept_page_size=kept_page_size).whole([[]])["usage"]
     names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     assert tuple(usage[name] for name in names) == expected
     assert sum(expected) == prompt_len

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from raycache.api.responses_body import ResponsesRequest, parse_responses, renamed
+from raycache.api.field_names import renamed
+from raycache.api.responses_body import CHAT_NAMES, ResponsesRequest, parse_responses
 from raycache.api.responses_items import decode_reasoning, encode_reasoning, flat_name
-from raycache.errors import RequestError
+from raycache.errors import PromptTooLongError, RequestError
 
 _CODEX = json.loads((Path(__file__).parents[1] / "data" / "codex_request.json").read_text())
 _USER = {"role": "user", "content": "Hi"}
@@ -247,8 +248,31 @@ def test_refusals_name_the_field(fields: dict[str, Any], field: str, words: str)
     assert refused.value.field == field
 
 
-def test_errors_of_the_chat_name_the_fields_of_responses() -> None:
-    error = renamed(RequestError("response_format: the schema at # has the keyword 'not'", field="response_format"))
-    assert (error.field, error.message) == ("text.format", "text.format: the schema at # has the keyword 'not'")
-    error = renamed(RequestError("use max_tokens of at most 8", field="max_tokens"))
-    assert (error.field, error.message) == ("max_output_tokens", "use max_output_tokens of at most 8")
+@pytest.mark.parametrize(
+    ("field", "message", "expected"),
+    [
+        ("response_format", "response_format: the keyword 'not'", ("text.format", "text.format: the keyword 'not'")),
+        ("max_tokens", "use max_tokens of at most 8", ("max_output_tokens", "use max_output_tokens of at most 8")),
+        ("messages[3]", "messages[3].role is missing", ("input", "messages[3].role is missing")),
+        ("messages", "messages has 300 tokens", ("input", "input has 300 tokens")),
+        (
+            "tool_choice",
+            "response_format and a required tool exclude each other",
+            ("tool_choice", "text.format and a required tool exclude each other"),
+        ),
+        ("tools", "at #/properties/max_tokens of messages", ("tools", "at #/properties/max_tokens of messages")),
+        (None, "the body is not JSON", (None, "the body is not JSON")),
+    ],
+)
+def test_errors_of_the_chat_name_the_fields_of_responses(
+    field: str | None, message: str, expected: tuple[str | None, str]
+) -> None:
+    error = renamed(RequestError(message, field=field), CHAT_NAMES)
+    assert (error.field, error.message) == expected
+    assert str(error) == error.message
+
+
+def test_a_renamed_error_keeps_what_else_it_says() -> None:
+    error = renamed(PromptTooLongError("max_tokens=9", field="max_tokens", num_tokens=5, limit=7), CHAT_NAMES)
+    assert isinstance(error, PromptTooLongError)
+    assert (error.num_tokens, error.limit, error.message) == (5, 7, "max_output_tokens=9")

@@ -102,6 +102,8 @@ def _target(path: str, root: Mapping[str, Any]) -> object:
 
 
 def _type_name(value: object) -> str:
+    if isinstance(value, float):
+        return "number"
     return next((name for name, kinds in _TYPES.items() if type(value) in kinds), "string")
 
 
@@ -134,16 +136,22 @@ def json_value(text: str, types: frozenset[str]) -> str:
 def python_json(text: str) -> str:
     """JSON text of a value written as JSON or as a Python literal; what is neither is a string."""
     bare = text.strip()
-    try:
-        json.loads(bare, parse_constant=_refuse)
+    if is_json(bare):
         return bare
-    except (ValueError, RecursionError):
-        pass
     try:
         value = ast.literal_eval(_ESCAPE.sub(_known_escape, bare))
         return well_formed(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return quoted(bare)
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is a JSON value, without NaN and the like."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _known_escape(found: re.Match[str]) -> str:

@@ -121,8 +121,18 @@ def is_text(schema: Mapping[str, Any]) -> bool:
 
 def texts_of(schema: Mapping[str, Any]) -> list[str]:
     """The strings that a schema lists; none if it lists none."""
+    return [value for value in _values(schema) if isinstance(value, str)]
+
+
+def without_texts(schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """A schema of the values that one lists and that are no strings; None if it lists none."""
+    values = [value for value in _values(schema) if not isinstance(value, str)]
+    return {**schema, "enum": values} if values else None
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any]:
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+    return values if isinstance(values, list) else []
 
 
 def separated(parts: Sequence[tuple[str, bool]], write: GrammarText, *, separator: str) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raycache.api.formats.arguments import ArgumentsText, python_json, quoted, schema_types
+from raycache.api.formats.arguments import ArgumentsText, is_json, python_json, quoted, schema_types
 from raycache.api.formats.calls import LONGEST_HEAD, Calls, broken
 from raycache.api.formats.grammar import GrammarText, literal, many, properties, separated, texts_of
 from raycache.api.formats.unread import Marks, Reading, Unread
@@ -261,16 +260,8 @@ def _gemma_json(text: str) -> str:
     for index, piece in enumerate(pieces):
         pieces[index] = quoted(piece) if index % 2 else _BARE_NAME.sub(_named, piece)
     joined = "".join(pieces).strip()
-    try:
-        json.loads(joined, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return quoted(text.strip().replace(_QUOTE, ""))
-    return joined
+    return joined if is_json(joined) else quoted(text.strip().replace(_QUOTE, ""))
 
 
 def _named(found: re.Match[str]) -> str:
     return found["before"] + quoted(found["name"]) + found["after"]
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

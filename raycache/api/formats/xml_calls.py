@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from raycache.api.formats.arguments import ArgumentsText, escaped, json_value, schema_types, types_of
 from raycache.api.formats.calls import LONGEST_HEAD, Calls, broken
-from raycache.api.formats.grammar import GrammarText, is_text, literal, many, properties, texts_of
+from raycache.api.formats.grammar import GrammarText, is_text, literal, many, properties, texts_of, without_texts
 from raycache.api.formats.unread import Marks, Reading, Unread
 
 _TYPES = ("array", "boolean", "null", "number", "object")
@@ -110,19 +110,21 @@ class XmlCalls:
         return write.rule(" ".join(written)) if written else ""
 
     def _lark_argument(self, name: str, schema: Mapping[str, Any], write: GrammarText) -> str:
-        """One argument; without a name it has any."""
+        """An expression for one argument, of any name if that is ""."""
         before, behind, close = self.parameter
         head = f"{write.mark(before)} " + (literal(name) or '/[^<>"\n]{1,128}/')
         pad = literal(self.value_pad)
+        types, texts = schema_types(schema), texts_of(schema)
         forms = []
-        types = schema_types(schema)
         if is_text(schema):
-            listed = [write.mark(text + self.value_pad + close) for text in texts_of(schema)]
+            listed = [write.mark(text + self.value_pad + close) for text in texts]
             value = write.one_of(listed) if listed else write.until(self.value_pad + close)
             forms.append((self._attribute("string"), value))
-        if not is_text(schema) or (self.types and types != {"string"}):
-            value = f"{write.json(schema)} {write.mark(self.value_pad + close)}"
-            forms += [(attribute, value) for attribute in sorted({self._attribute(name) for name in types or _TYPES})]
+        rest = without_texts(schema) if texts else schema
+        # A text can be anything: without a list, and where no attribute tells it from other values, it is all of them.
+        if rest is not None and types != {"string"} and (texts or self.types or not is_text(schema)):
+            for attribute, one in self._typed(rest, types - {"string"} or _TYPES):
+                forms.append((attribute, f"{write.json(one)} {write.mark(self.value_pad + close)}"))
         written = []
         for attribute, value in forms:
             between = write.mark(attribute + behind)
@@ -130,6 +132,15 @@ class XmlCalls:
                 between += f" SPACE {write.mark(self.value)}"
             written.append(" ".join(filter(None, ("SPACE", head, between, pad, value))))
         return write.one_of(written)
+
+    def _typed(self, schema: Mapping[str, Any], types: Collection[str]) -> list[tuple[str, Mapping[str, Any]]]:
+        """Attributes that values under a schema may have, and the schema of those with it."""
+        by_attribute: dict[str, list[str]] = {}
+        for name in sorted(set(types) - ({"integer"} if "number" in types else set())):
+            by_attribute.setdefault(self._attribute(name), []).append(name)
+        if len(by_attribute) == 1:
+            return [(attribute, schema) for attribute in by_attribute]
+        return [(attribute, {**schema, "type": names}) for attribute, names in by_attribute.items()]
 
     def _attribute(self, type_name: str) -> str:
         """Attribute of a value of a JSON type."""
