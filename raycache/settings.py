@@ -117,6 +117,12 @@ class Settings:
     pp_layers: str = _parallel(
         "auto", "layers per pipeline stage, such as 12,12,11; auto: balanced by their cost", unit="COUNTS|auto"
     )
+    decode_split: str = _parallel(
+        "auto",
+        "split the weights of decode steps over cp, so that a rank reads only its share; auto: where that saves more "
+        "time than its sums over ranks take",
+        choices=("auto", "on", "off"),
+    )
     routing: str = _parallel(
         "prefix",
         "which replica gets a request: prefix, with the longest cached prefix unless it is busier; load, the least "

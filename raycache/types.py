@@ -337,6 +337,7 @@ class EngineInfo:
         max_queue: maximum waiting requests.
         ranks: one row per rank for status output: rank, coords, node, device, kv bytes.
         tiers: one of TIERS -> {"tokens": n, "bytes": n, "components": {name: bytes}}; storage has "name" and "bytes".
+        decode_weights: what a rank reads of its weights in a decode step: "all", "split over cp", or "all: REASON".
     """
 
     model: str
@@ -349,3 +350,4 @@ class EngineInfo:
     max_queue: int
     ranks: tuple[Mapping[str, Any], ...] = ()
     tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    decode_weights: str = "all"

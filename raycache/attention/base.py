@@ -66,7 +66,7 @@ class AttentionStep(Protocol):
             scale: of the scores, such as D ** -0.5.
             sinks: [Hq], score of an additional key per head whose value is zero; or None.
         Returns:
-            [T_local, Hq, D].
+            [T_own, H_own, D], the tokens and heads that this rank continues with (see `Exchange`).
         """
         ...
 
@@ -90,7 +90,7 @@ class AttentionStep(Protocol):
             scale: of the scores.
             selection: made by `select` in this step, or None for all earlier tokens.
         Returns:
-            [T_local, Hq, Dv].
+            [T_own, H_own, Dv], as in `attend`.
         """
         ...
 

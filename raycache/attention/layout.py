@@ -75,28 +75,28 @@ class StepLayout:
         return self.inputs.ctx.on_device(np.array(numbers, np.int64))
 
     def combine(self, cached: Part | None, causal: Part | None, sinks: Tensor | None) -> Tensor:
-        """Merge the parts of this rank's queries over cp.
+        """Merge the parts of the queries that this rank continues with, over cp.
 
         Args:
             cached: all T queries against this rank's pages; None exactly if not `has_cached`.
             causal: this rank's T_local queries against new keys; may be None if not `has_causal`.
         Returns:
-            [T_local, Hq, Dv].
+            [T_own, H_own, Dv], see `Exchange`.
         """
         parts = [] if causal is None else [(causal[0][None], causal[1][None])]
         if cached is not None:
             if self.inputs.ctx.cp.size == 1 and not parts and sinks is None:
                 return cached[0]
-            parts.append(self._give_back(cached))
+            parts.append(self._scatter(cached))
         outs, lses = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
-        return merge(outs, lses, sinks)
+        return merge(outs, lses, None if sinks is None else self.inputs.exchange.own(sinks[None])[0])
 
-    def _give_back(self, part: Part) -> Part:
-        """All queries on this rank's pages -> this rank's queries on every rank's pages, [cp, T_local, ...]."""
+    def _scatter(self, part: Part) -> Part:
+        """All queries on this rank's pages -> this rank's queries on every rank's pages, [cp, T_own, H_own, ...]."""
         out, lse = part
         if self.inputs.ctx.cp.size == 1:
             return out[None], lse[None]
-        both = self.inputs.exchange.give_back(torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1))
+        both = self.inputs.exchange.scatter(torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1))
         return both[..., :-1].to(out.dtype), both[..., -1]
 
 

@@ -23,6 +23,7 @@ from raycache.decider.drafts import Drafts, PromptLookup
 from raycache.decider.engine import Engine, Executor
 from raycache.decider.grammar import Grammars, SameThread
 from raycache.decider.scheduler import Scheduler
+from raycache.deployment.decode_split import decode_obstacle
 from raycache.deployment.deployment import Deployment
 from raycache.deployment.weights import model_identity
 from raycache.host.link import HostLink
@@ -72,6 +73,7 @@ def build_engine(
         max_queue=config.max_queue,
         ranks=tuple(ranks),
         tiers={tier: host_facts(layout, units, page_size=config.page_size) for tier, units in sizes.items()},
+        decode_weights=_decode_weights(deployment),
     )
     spaces = deployment.space_sizes(sizes["device"])
     _warn(deployment, spaces)
@@ -96,6 +98,18 @@ def build_engine(
     )
     identity = model_identity(deployment)
     return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=config.rank_timeout_s)
+
+
+def _decode_weights(deployment: Deployment) -> str:
+    """What ranks read of their weights in decode steps; logged under cp."""
+    if deployment.config.cp == 1:
+        return "all"
+    if obstacle := decode_obstacle(deployment):
+        level = logging.WARNING if deployment.config.decode_split == "on" else logging.INFO
+        _log.log(level, "decode steps: every cp rank reads all weights of its tp rank: %s", obstacle)
+        return f"all: {obstacle}"
+    _log.info("decode steps: weights are split over cp=%d", deployment.config.cp)
+    return "split over cp"
 
 
 def _grammar_tokens(deployment: Deployment) -> LLTokenizer:

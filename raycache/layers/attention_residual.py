@@ -13,12 +13,18 @@ order of the planes.
 
 from __future__ import annotations
 
+from copy import copy
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.norm import RMSNorm
 from raycache.layers.precision import precise
+
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
 
 # Shapes in this file: T packed tokens, C hidden size, P planes of the stream.
 
@@ -64,6 +70,11 @@ class AttentionResidual:
             return torch.cat((out, stream), dim=1)
         stream[:, : out.shape[1]] += out
         return stream
+
+    def over_cp(self, split: CpSplit) -> AttentionResidual:
+        own = copy(self)
+        own._mixer = self._mixer.over_cp(split)
+        return own
 
 
 class MixedNorm:

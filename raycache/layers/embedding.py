@@ -11,6 +11,7 @@ from torch import Tensor
 from raycache.layers.precision import precise
 
 if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
     from raycache.parallel.collectives import Group
 
 # Shapes in this file: T packed tokens, N tokens to sample after, C hidden size, V vocabulary, R = ceil(V / tp).
@@ -43,10 +44,12 @@ class VocabHead:
         vocab_size: V.
         group: the tp group.
         cap: soft cap of the logits, cap * tanh(x / cap), or None.
+        cp: size of the cp group, if rows are split over cp too; `group` is then all ranks of the stage.
     """
 
-    def __init__(self, weight: Tensor, vocab_size: int, group: Group, *, cap: float | None = None) -> None:
+    def __init__(self, weight: Tensor, vocab_size: int, group: Group, *, cap: float | None = None, cp: int = 1) -> None:
         self.weight = weight
+        self._cp = cp
         self._vocab_size = vocab_size
         self._group = group
         self._cap = cap
@@ -59,5 +62,12 @@ class VocabHead:
     def _gathered(self, own: Tensor) -> Tensor:
         if self._group.size == 1:
             return own
-        parts = self._group.all_gather(own)  # [tp, N, R]
-        return parts.transpose(0, 1).flatten(1)[:, : self._vocab_size]
+        parts: Tensor = self._group.all_gather(own).unflatten(0, (self._cp, -1))  # [cp, tp, N, R / cp]
+        return parts.permute(2, 1, 0, 3).flatten(1)[:, : self._vocab_size]
+
+    def over_cp(self, split: CpSplit) -> VocabHead:
+        """Each cp rank computes its run of the rows; all of them if cp does not divide them."""
+        if self.weight.shape[0] % split.cp.size:
+            return self
+        rows = self.weight[split.part(self.weight.shape[0], what="rows of the head")]
+        return VocabHead(rows, self._vocab_size, split.stage, cap=self._cap, cp=split.cp.size)

@@ -12,6 +12,8 @@ The outputs are partial sums; routed and shared experts share one all-reduce ove
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,6 +29,7 @@ from raycache.layers.precision import precise_dtype
 from raycache.layers.router import Router
 
 if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
     from raycache.parallel.collectives import Group
 
 # Shapes in this file: T packed tokens of this rank, C hidden size, E experts on this rank, k experts per token, I inner
@@ -51,12 +54,16 @@ class RoutedExperts(Protocol):
         """
         ...
 
+    def over_cp(self, split: CpSplit) -> RoutedExperts:
+        """The same with partial sums over tp x cp; raises NotSplitError."""
+        ...
+
 
 class Experts:
     """Routed experts.
 
     Args:
-        up: [E, F, C]; for gated activations, gate and up stacked, gate first.
+        up: [E, F, C]; for gated activations, gate and up stacked, gate first. Also as several tensors [E, f, C].
         down: [E, C, I].
         activation: [n, F] -> [n, I].
         up_bias: [E, F], or None.
@@ -66,7 +73,7 @@ class Experts:
 
     def __init__(
         self,
-        up: Tensor,
+        up: Tensor | Sequence[Tensor],
         down: Tensor,
         *,
         activation: Activation,
@@ -74,9 +81,9 @@ class Experts:
         up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> None:
-        assert len(held) == up.shape[0] == down.shape[0], "one row of the weights per expert"
+        self._up = (up,) if isinstance(up, Tensor) else tuple(up)
+        assert {len(part) for part in (*self._up, down)} == {len(held)}, "one row of the weights per expert"
         self.held = held
-        self._up = up
         self._down = down
         self._activation = activation
         self._up_bias = up_bias
@@ -103,7 +110,7 @@ class Experts:
 
     def _can_group(self, x: Tensor) -> bool:
         """Whether one grouped matrix product can run all experts; its rows must be multiples of 16 bytes."""
-        features = (x.shape[1], self._up.shape[1], self._down.shape[2])
+        features = (x.shape[1], *(part.shape[1] for part in self._up), self._down.shape[2])
         if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
             return False  # torch's fallback also runs experts one after another, and waits for the device
         is_fit = x.dtype == torch.bfloat16 and self.held.start == 0
@@ -121,7 +128,8 @@ class Experts:
         num_chosen = weights.shape[1]
         held = torch.arange(self.held.stop, device=x.device)
         ends = torch.searchsorted(chosen, held, right=True).to(torch.int32)
-        inner = F.grouped_mm(x[order // num_chosen], self._up.mT, offs=ends)
+        rows = x[order // num_chosen]
+        inner = _beside([F.grouped_mm(rows, part.mT, offs=ends) for part in self._up])
         if self._up_bias is not None:
             inner += self._up_bias[chosen.clamp(max=self.held.stop - 1)]
         out = F.grouped_mm(self._activation(inner), self._down.mT, offs=ends)
@@ -129,17 +137,38 @@ class Experts:
             out += self._down_bias[chosen.clamp(max=self.held.stop - 1)]
         # Rows after the last group belong to no expert here and were not written.
         out.masked_fill_((chosen >= self.held.stop)[:, None], 0)
-        rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view_as(weights)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view_as(weights)
         parts = [
             torch.einsum("tkc,tk->tc", out[some].to(weights.dtype), share)
-            for some, share in zip(rows.split(BLOCK), weights.split(BLOCK), strict=True)
+            for some, share in zip(places.split(BLOCK), weights.split(BLOCK), strict=True)
         ]
         return torch.cat(parts).to(x.dtype)
 
     def _run(self, row: int, x: Tensor) -> Tensor:
-        inner = F.linear(x, self._up[row], None if self._up_bias is None else self._up_bias[row])
+        sizes = [part.shape[1] for part in self._up]
+        biases = [None] * len(sizes) if self._up_bias is None else self._up_bias[row].split(sizes)
+        inner = _beside([F.linear(x, part[row], own) for part, own in zip(self._up, biases, strict=True)])
         bias = None if self._down_bias is None else self._down_bias[row]
         return F.linear(self._activation(inner), self._down[row], bias)
+
+    def over_cp(self, split: CpSplit) -> Experts:
+        """Each cp rank has its run of the inner features of each expert."""
+        (up,) = self._up
+        matrices = up.shape[1] // self._down.shape[2]  # gate and up, or up alone
+        parts = up.unflatten(1, (matrices, -1))
+        own = parts[:, :, split.part(parts.shape[2], what="inner features of experts")]
+        return Experts(
+            own.unbind(1),
+            split.columns(self._down),
+            activation=self._activation,
+            held=self.held,
+            up_bias=None if self._up_bias is None else split.numbers(self._up_bias, matrices=matrices),
+            down_bias=self._down_bias if split.cp.rank == 0 else None,
+        )
+
+
+def _beside(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=-1)
 
 
 class LatentExperts:
@@ -159,6 +188,10 @@ class LatentExperts:
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return F.linear(self._experts(F.linear(x, self._down), weights, ids), self._up)
+
+    def over_cp(self, split: CpSplit) -> LatentExperts:
+        """Only the experts are split: the projections are as small as one of them."""
+        return LatentExperts(self._down, self._up, self._experts.over_cp(split))
 
 
 class NormedLatentExperts:
@@ -186,6 +219,14 @@ class NormedLatentExperts:
         latent = self._group.all_reduce(self._experts(F.linear(x, self._down), weights, ids))
         return F.linear(self._norm(latent)[:, self._taken], self._up)
 
+    def over_cp(self, split: CpSplit) -> NormedLatentExperts:
+        """The experts and the up projection are split."""
+        own, part = copy(self), split.part(self._up.shape[1], what="latent features")
+        own._up, own._experts = split.columns(self._up), self._experts.over_cp(split)
+        own._taken = slice(self._taken.start + part.start, self._taken.start + part.stop)
+        own._group = split.stage
+        return own
+
 
 class SharedExpert:
     """The expert of all tokens; its output is this rank's partial sum.
@@ -207,6 +248,12 @@ class SharedExpert:
         """[T, C] -> new [T, C]."""
         out = linear(self._activation(self._up(x)), self._down)
         return out if self._gate is None else out.mul_(F.linear(x, self._gate).sigmoid())
+
+    def over_cp(self, split: CpSplit) -> SharedExpert:
+        """Each cp rank has its run of the inner features."""
+        matrices = self._up.weight.shape[0] // self._down.shape[1]  # gate and up, or up alone
+        up = self._up.own_features(split, matrices=matrices)
+        return SharedExpert(up, split.columns(self._down), activation=self._activation, gate=self._gate)
 
 
 class MixtureOfExperts:
@@ -231,3 +278,8 @@ class MixtureOfExperts:
         if self._shared is not None:
             out.add_(self._shared(x))
         return self._group.all_reduce(out)
+
+    def over_cp(self, split: CpSplit) -> MixtureOfExperts:
+        """The same with the inner features of all experts split over cp."""
+        shared = None if self._shared is None else self._shared.over_cp(split)
+        return MixtureOfExperts(self._router, self._experts.over_cp(split), split.stage, shared=shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,6 +11,9 @@ from raycache.layers.activation import Activation, silu_gated
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.weights import Columns, ShardedWeights
+
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
 
 
 class FeedForward:
@@ -27,6 +31,12 @@ class FeedForward:
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]."""
         return self._down(self._activation(self._up(x)))
+
+    def over_cp(self, split: CpSplit) -> FeedForward:
+        """The same with its inner features split over cp."""
+        matrices = self._up.weight.shape[0] // self._down.weight.shape[1]  # gate and up, or up alone
+        up = self._up.own_features(split, matrices=matrices)
+        return FeedForward(up, self._down.over_cp(split), activation=self._activation)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from raycache.layers.rope import Rotary, Rotation
 
 if TYPE_CHECKING:
     from raycache.attention.base import AttentionStep, Selection
+    from raycache.layers.cp_split import CpSplit
     from raycache.memory.device import DevicePool, DraftLayers
 
 
@@ -46,5 +47,13 @@ class ForwardPass:
         return self._rotations[key]
 
 
-Mixer = Callable[[Tensor, ForwardPass], Tensor]
-"""Attention, feed-forward block or the like, between two residual additions: [T_local, C] -> new [T_local, C]."""
+class Mixer(Protocol):
+    """Attention, feed-forward block or the like, between two residual additions."""
+
+    def __call__(self, x: Tensor, run: ForwardPass, /) -> Tensor:
+        """[T_local, C] -> new [T_local, C]."""
+        ...
+
+    def over_cp(self, split: CpSplit) -> Mixer:
+        """The same for decode steps, with its weights split over cp; raises NotSplitError."""
+        ...

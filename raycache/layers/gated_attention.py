@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass
@@ -10,6 +13,9 @@ from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import Rotary
 from raycache.layers.self_attention import AttentionConfig, HeadShape, load_output, load_qk_norm
 from raycache.layers.weights import Columns, ShardedWeights, features
+
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
 
 # Shapes in this file: T packed tokens of this rank, C hidden size, Hq query and Hkv key heads, D head size.
 
@@ -52,7 +58,14 @@ class GatedAttention:
         qk = run.rotation(self._rotary, qk.dtype)(qk, norm=self._qk_norm)
         q, k = qk.split(self._qk_kinds, dim=1)
         out = run.step.attend(run.pool.kv(self._layer), q, k, v, scale=self._head_dim**-0.5, sinks=None)
-        return self._out((out * gate.sigmoid()).flatten(1))
+        return self._out((out * run.step.exchange.own(gate).sigmoid()).flatten(1))
+
+    def over_cp(self, split: CpSplit) -> GatedAttention:
+        """The same with all heads until attention, and 1 / cp of them after it."""
+        split.part(self._qk_kinds[0], what="attention heads")
+        own = copy(self)
+        own._inputs, own._out = self._inputs.over_cp(split), self._out.over_cp(split)
+        return own
 
 
 def load_gated_attention(

@@ -10,7 +10,9 @@ Families store the projections in two layouts; a rank reads its rows in the orde
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,9 @@ from raycache.layers.precision import precise
 from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, recurrent
 from raycache.parallel.sharding import HeadCount
+
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
 
 # Shapes in this file: T_local new tokens of this rank, C hidden size, Hk key heads of Dk features and Hv value heads of
 # Dv, of this tp rank (of the whole model in DeltaNetConfig), K taps. Value head h uses key head h // (Hv / Hk).
@@ -162,6 +167,12 @@ class GatedDeltaNet:
         gates = run.step.exchange.to_heads(gates)
         out = run.step.exchange.to_tokens(self._rule(run, q, k, v, g=gates[..., :1], beta=gates[..., 1]))
         return self._out(self._norm(out, gate.unflatten(1, self._value_shape)).flatten(1))
+
+    def over_cp(self, split: CpSplit) -> GatedDeltaNet:
+        """The same with the weights of its projections split over cp, as its states are."""
+        own = copy(self)
+        own._inputs, own._out = self._inputs.over_cp(split), self._out.over_cp(split, is_input_split=False)
+        return own
 
 
 def load_delta_net(

@@ -7,8 +7,10 @@ index_n_heads * index_head_dim query features per token on each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +25,23 @@ from raycache.layers.rope import Rotary, Rotation
 from raycache.layers.weights import ShardedWeights, whole_columns
 from raycache.memory.component import CacheFormat, Component, index_keys
 
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
+
 # Shapes in this file: T packed tokens of this rank, C hidden size, Q rank of queries, Hi index heads of D features, of
 # which the first Dr are rotated.
 
-Selector = Callable[[Tensor, Tensor, ForwardPass], Selection]
-"""(input of the layer [T, C], low-rank queries [T, Q], run) -> the tokens that each new token attends to."""
+
+class Selector(Protocol):
+    """Selects the tokens that each new token attends to."""
+
+    def __call__(self, x: Tensor, source: Tensor, run: ForwardPass) -> Selection:
+        """Input of the layer [T, C], low-rank queries [T, Q]."""
+        ...
+
+    def over_cp(self, split: CpSplit) -> Selector:
+        """The same for decode steps, with its weights split over cp; raises NotSplitError."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -138,6 +152,12 @@ class Indexer:
         run.selections[self._layer] = selection
         return selection
 
+    def over_cp(self, split: CpSplit) -> Indexer:
+        """Each cp rank has all heads, whose scores are summed."""
+        own = copy(self)
+        own._query, own._key = self._query.over_cp(split), self._key.over_cp(split)
+        return own
+
     def _rotated(self, heads: Tensor, rotation: Rotation) -> Tensor:
         """[T, H, D] with the first Dr features rotated."""
         return torch.cat((rotation(heads[..., : self._rope_dim]), heads[..., self._rope_dim :]), dim=-1)
@@ -151,6 +171,9 @@ class SharedSelection:
 
     def __call__(self, x: Tensor, source: Tensor, run: ForwardPass) -> Selection:
         return run.selections[self._source]
+
+    def over_cp(self, split: CpSplit) -> SharedSelection:
+        return self
 
 
 KEY_NORM_EPS = 1e-6

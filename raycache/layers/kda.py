@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +15,13 @@ from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm
 from raycache.layers.forward_pass import ForwardPass
-from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.layers.linear import ColumnLinear, Projection, RowLinear
 from raycache.layers.precision import precise
 from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, recurrent
 
-Projection = Callable[[Tensor], Tensor]
-"""[T_local, C] -> [T_local, H D]."""
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
 
 # Shapes in this file: T_local new tokens of this rank, T of all cp ranks, C hidden size, H heads of this tp rank, D
 # features of a head, K taps.
@@ -86,8 +88,8 @@ class KimiDeltaAttention:
 
     Args:
         inputs: projection to queries, keys, values and beta before its sigmoid: 3 H D + H features.
-        decay: projection to the input of `forget`.
-        gate: projection to the output gate, which `norm` applies.
+        decay: projection to the input of `forget`, H D features.
+        gate: projection to the output gate, H D features, which `norm` applies.
         rule: convolutions and scan.
         shape: H and D.
     """
@@ -126,6 +128,13 @@ class KimiDeltaAttention:
         out = run.step.exchange.to_tokens(self._rule(run, q, k, v, g=gates[..., :-1], beta=gates[..., -1]))
         return self._out(self._norm(out, self._gate(x).unflatten(1, self._shape)).flatten(1))
 
+    def over_cp(self, split: CpSplit) -> KimiDeltaAttention:
+        """The same with the weights of its projections split over cp, as its states are."""
+        own = copy(self)
+        own._inputs, own._out = self._inputs.over_cp(split), self._out.over_cp(split, is_input_split=False)
+        own._decay, own._gate = self._decay.over_cp(split), self._gate.over_cp(split)
+        return own
+
 
 class ForgetGate:
     """Log decays in at least float32: [T, H, D] -> [T, H, D].
@@ -161,6 +170,10 @@ class LowRank:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, C] -> [T, O / tp]."""
         return self._up(F.linear(x, self._down))
+
+    def over_cp(self, split: CpSplit) -> LowRank:
+        """Each cp rank computes all of the low-rank features: they are few."""
+        return LowRank(self._down, self._up.over_cp(split))
 
 
 def load_kda(

@@ -12,7 +12,9 @@ Keys and values are computed from the cached latents during attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,6 +32,9 @@ from raycache.layers.rope import Rotary
 from raycache.layers.weights import Columns, ShardedWeights, features, whole_columns
 from raycache.memory.component import CacheFormat, Component, latent
 from raycache.parallel.sharding import HeadCount
+
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
 
 # Shapes in this file: T packed tokens of this rank, C hidden size, H heads of this tp rank, Q rank of queries, R of
 # latents, Dn and Dr sizes of a head's plain and rotary part, Dv of its values.
@@ -140,6 +145,15 @@ class LatentInputs:
     query: ColumnLinear
     gate: ColumnLinear | None
 
+    def over_cp(self, split: CpSplit) -> LatentInputs:
+        """The same with weights split over cp. Features of the gate stay split, as heads do after attention."""
+        return replace(
+            self,
+            down=self.down.over_cp(split),
+            query=self.query.over_cp(split),
+            gate=None if self.gate is None else self.gate.own_features(split),
+        )
+
 
 class LatentAttention:
     """Queries and latents, their rotary embedding, selection, attention, output projection.
@@ -199,6 +213,15 @@ class LatentAttention:
             gate = precise(self._inputs.gate(x)).sigmoid()
             out = out * gate.to(x.dtype).unflatten(1, (out.shape[1], -1))
         return self._out(out.flatten(1))
+
+    def over_cp(self, split: CpSplit) -> LatentAttention:
+        """The same with all heads until attention, and 1 / cp of them after it. Keys and values are computed from the
+        latents with all of the projection: queries of all heads meet this rank's tokens."""
+        split.part(self._head_shape[0], what="attention heads")
+        own = copy(self)
+        own._inputs, own._out = self._inputs.over_cp(split), self._out.over_cp(split)
+        own._selector = None if self._selector is None else self._selector.over_cp(split)
+        return own
 
     def _down(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, C] -> input of the query projection [T, Q or C], normalised latents [T, R], keys' rotary part [T, Dr]."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,9 @@ from raycache.layers.rope import Rotary
 from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, recurrent
 from raycache.parallel.collectives import Group
+
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
 
 # Shapes in this file: T_local new tokens of this rank, T of all cp ranks, C hidden size, H heads of this tp rank, D
 # features of a head.
@@ -111,6 +116,12 @@ class LightningAttention:
         g = self._log_decay.expand(q.shape[0], -1, -1)
         out = run.step.recurrent.scan(run.pool.state(self._layer), q, k, v, g, None)
         return self._out(self._norm(run.step.exchange.to_tokens(out).flatten(1)) * gate.sigmoid())
+
+    def over_cp(self, split: CpSplit) -> LightningAttention:
+        """The same with the weights of its projections split over cp, as its states are."""
+        own = copy(self)
+        own._inputs, own._out = self._inputs.over_cp(split), self._out.over_cp(split, is_input_split=False)
+        return own
 
 
 Heads = Callable[[Tensor, ForwardPass], Tensor]

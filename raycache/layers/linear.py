@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
     from raycache.parallel.collectives import Group
 
 # Shapes in this file: T packed tokens, I input features, O output features.
@@ -31,20 +32,45 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight.multiply(x, bias)
 
 
+class Projection(Protocol):
+    """A linear layer, and what is computed with its output features."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, I] -> new [T, O]."""
+        ...
+
+    def over_cp(self, split: CpSplit) -> Projection:
+        """The same with its weights split over cp; raises NotSplitError."""
+        ...
+
+
 class ColumnLinear:
     """Column-parallel layer: each tp rank computes its own output features, [T, I] -> [T, O / tp].
 
     Args:
         weight: [O / tp, I]; several matrices with the same input may be stacked.
         bias: [O / tp], or None.
+        gathered: group over which the output features are split once more, and then gathered; None for no split.
     """
 
-    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, *, gathered: Group | None = None) -> None:
         self.weight = weight
         self.bias = bias
+        self._gathered = gathered
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        own = linear(x, self.weight, self.bias)
+        return own if self._gathered is None else self._gathered.all_gather(own).transpose(0, 1).flatten(1)
+
+    def over_cp(self, split: CpSplit) -> ColumnLinear:
+        """Each cp rank computes its run of the output features, and gets those of the others."""
+        bias = None if self.bias is None else split.numbers(self.bias)
+        return ColumnLinear(split.rows(self.weight), bias, gathered=split.cp)
+
+    def own_features(self, split: CpSplit, *, matrices: int = 1) -> ColumnLinear:
+        """Each cp rank computes its run of the output features of each of `matrices` stacked matrices."""
+        bias = None if self.bias is None else split.numbers(self.bias, matrices=matrices)
+        return ColumnLinear(split.rows(self.weight, matrices=matrices), bias)
 
 
 class RowLinear:
@@ -54,13 +80,25 @@ class RowLinear:
         weight: [O, I / tp].
         bias: [O], or None; added once, to the sum.
         group: the tp group.
+        taken: which features of its input it takes; None for all.
     """
 
-    def __init__(self, weight: Weight, bias: Tensor | None, group: Group) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, group: Group, *, taken: slice | None = None) -> None:
         self.weight = weight
         self.bias = bias
         self._group = group
+        self._taken = taken
 
     def __call__(self, x: Tensor) -> Tensor:
-        summed = self._group.all_reduce(linear(x, self.weight))
+        own = x if self._taken is None else x[:, self._taken]
+        summed = self._group.all_reduce(linear(own, self.weight))
         return summed if self.bias is None else summed.add_(self.bias)
+
+    def over_cp(self, split: CpSplit, *, is_input_split: bool = True) -> RowLinear:
+        """Each cp rank multiplies its run of the input features, [T, I / (tp cp)] -> [T, O].
+
+        Args:
+            is_input_split: whether its input has only these; else it gets [T, I / tp].
+        """
+        taken = None if is_input_split else split.part(self.weight.shape[1], what="input features")
+        return RowLinear(split.columns(self.weight), self.bias, split.stage, taken=taken)

@@ -18,6 +18,7 @@ token here. Most models have no limits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass
-from raycache.layers.linear import RowLinear
+from raycache.layers.linear import Projection, RowLinear
 from raycache.layers.mamba2_config import Mamba2Config
 from raycache.layers.precision import precise
 from raycache.layers.scaled import ScaledProjection
@@ -34,6 +35,7 @@ from raycache.layers.weights import Columns, ShardedWeights, features
 
 if TYPE_CHECKING:
     from raycache.attention.base import AttentionStep
+    from raycache.layers.cp_split import CpSplit
     from raycache.memory.views import StateView
     from raycache.parallel.collectives import Group
 
@@ -153,7 +155,7 @@ class Mamba2:
     def __init__(
         self,
         layer: int,
-        project: Callable[[Tensor], Tensor],
+        project: Projection,
         ssm: StateSpace,
         norm: Callable[[Tensor, Tensor], Tensor],
         out: RowLinear,
@@ -182,6 +184,12 @@ class Mamba2:
         y = self._ssm(run.step, run.pool.state(self._layer), per_head[..., :-1], b, c, per_head[..., -1])
         return self._out(self._norm(run.step.exchange.to_tokens(y.to(u.dtype)).flatten(1), z))
 
+    def over_cp(self, split: CpSplit) -> Mamba2:
+        """The same with the weights of its projections split over cp, as its states are."""
+        own = copy(self)
+        own._project, own._out = self._project.over_cp(split), self._out.over_cp(split, is_input_split=False)
+        return own
+
 
 def load_mamba2(mamba: Mamba2Config, weights: ShardedWeights, *, layer: int, size: int, eps: float) -> Mamba2:
     """Read this rank's heads and groups; `size` is C.
@@ -195,7 +203,7 @@ def load_mamba2(mamba: Mamba2Config, weights: ShardedWeights, *, layer: int, siz
     of_heads, of_groups = features(heads, mamba.head_dim), features(groups, mamba.state_dim)
     taken = _packed((mamba.inner, of_heads), *_conv_runs(mamba, of_heads, of_groups), (mamba.heads, heads))
     num_rows = 2 * mamba.inner + 2 * mamba.shared + mamba.heads
-    project: Callable[[Tensor], Tensor] = weights.column(
+    project: Projection = weights.column(
         [Columns("in_proj", num_rows, run) for run in taken], inputs=size, has_bias=mamba.has_bias
     )
     if mamba.factors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from raycache.layers.norm import RMSNorm
 from raycache.layers.router import Router
 
 if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
     from raycache.parallel.collectives import Group
 
 # Shapes in this file: T packed tokens of this rank, C hidden size, E experts, k of them per token.
@@ -62,6 +64,12 @@ class MlpAndExperts:
         out += routed.after(self._group.all_reduce(chosen))
         return self._after(out).add_(hidden)
 
+    def over_cp(self, split: CpSplit) -> MlpAndExperts:
+        """The same with the inner features of both branches split over cp."""
+        own = copy(self)
+        own._mlp, own._experts, own._group = self._mlp.over_cp(split), self._experts.over_cp(split), split.stage
+        return own
+
 
 class ScaledRouter:
     """A router that normalises its input and multiplies its weights by a factor per expert.
@@ -89,3 +97,6 @@ class LayerScale:
     def __call__(self, hidden: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]."""
         return hidden * self._scale
+
+    def over_cp(self, split: CpSplit) -> LayerScale:
+        return self

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +18,9 @@ from raycache.layers.rope import Rotary
 from raycache.layers.self_attention import HeadShape, load_output, load_qk_norm
 from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, kv
+
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
 
 # Shapes in this file: T packed tokens of this rank, C hidden size.
 
@@ -82,6 +87,13 @@ class NormedAttention:
         qk = run.rotation(self._rotary, rows.dtype)(rows[:, : self._num_rotated], norm=self._qk_norm)
         q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
         return self._out(run.step.attend(run.pool.kv(self._layer), q, k, v, scale=1.0, sinks=None).flatten(1))
+
+    def over_cp(self, split: CpSplit) -> NormedAttention:
+        """The same with all heads until attention, and 1 / cp of them after it."""
+        split.part(self._num_heads, what="attention heads")
+        own = copy(self)
+        own._inputs, own._out = self._inputs.over_cp(split), self._out.over_cp(split)
+        return own
 
 
 def load_normed_attention(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raycache.layers.activation import Activation
+from raycache.layers.cp_split import CpSplit, NotSplitError
 
 if TYPE_CHECKING:
     from raycache.layers.routing_kernels import Routes
@@ -137,6 +138,10 @@ class QuantisedExperts:
         parts = self._down.multiply(self._activation(inner), routes, bias=self._down_bias, is_input=False)
         combined: Tensor = routing.combine(parts, weights)
         return combined
+
+    def over_cp(self, split: CpSplit) -> QuantisedExperts:
+        """Not supported: the kernels take whole matrices."""
+        raise NotSplitError("experts stay quantised on the device")
 
 
 @cache

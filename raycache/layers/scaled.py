@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from raycache.layers.forward_pass import ForwardPass, Mixer
+from raycache.layers.linear import Projection
+
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
 
 # Shapes in this file: T packed tokens, C hidden size, F features.
 
@@ -19,13 +23,17 @@ class ScaledProjection:
         factors: [F].
     """
 
-    def __init__(self, project: Callable[[Tensor], Tensor], factors: Tensor) -> None:
+    def __init__(self, project: Projection, factors: Tensor) -> None:
         self._project = project
         self._factors = factors
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, C] -> new [T, F]."""
         return self._project(x).mul_(self._factors)
+
+    def over_cp(self, split: CpSplit) -> ScaledProjection:
+        """Features are gathered, then scaled."""
+        return ScaledProjection(self._project.over_cp(split), self._factors)
 
 
 class Scaled:
@@ -41,6 +49,9 @@ class Scaled:
         out = self._mixer(x if self._before == 1.0 else x * self._before, run)
         return out if self._after == 1.0 else out.mul_(self._after)
 
+    def over_cp(self, split: CpSplit) -> Scaled:
+        return Scaled(self._mixer.over_cp(split), before=self._before, after=self._after)
+
 
 class ParallelMixers:
     """The sum of two mixers of the same input."""
@@ -52,3 +63,6 @@ class ParallelMixers:
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T, C] -> new [T, C]."""
         return self._first(x, run).add_(self._second(x, run))
+
+    def over_cp(self, split: CpSplit) -> ParallelMixers:
+        return ParallelMixers(self._first.over_cp(split), self._second.over_cp(split))

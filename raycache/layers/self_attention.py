@@ -6,7 +6,9 @@ Attention itself is computed by the step's backend, so models do not know where 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from raycache.checkpoint.config_file import MAX_HEAD_DIM, ConfigFile, read_rope
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import ForwardPass
-from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.layers.linear import Projection, RowLinear
 from raycache.layers.norm import HeadNorm
 from raycache.layers.precision import precise
 from raycache.layers.rope import Rotary
@@ -23,6 +25,9 @@ from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, kv
 from raycache.parallel.collectives import Group
 from raycache.parallel.sharding import HeadCount
+
+if TYPE_CHECKING:
+    from raycache.layers.cp_split import CpSplit
 
 # Shapes in this file: T packed tokens of this rank, C hidden size, Q, K and V features of this rank's query, key and
 # value heads.
@@ -189,7 +194,7 @@ class SelfAttention:
     def __init__(
         self,
         layer: int,
-        qkv: ColumnLinear | NormedProjection,
+        qkv: Projection,
         out: RowLinear,
         *,
         heads: HeadShape,
@@ -224,6 +229,13 @@ class SelfAttention:
         view = run.pool.kv(self._layer)
         return self._out(run.step.attend(view, q, k, v, scale=self._scale, sinks=self._sinks).flatten(1))
 
+    def over_cp(self, split: CpSplit) -> SelfAttention:
+        """The same with all heads until attention, and 1 / cp of them after it."""
+        split.part(self._num_heads, what="attention heads")
+        own = copy(self)
+        own._qkv, own._out = self._qkv.over_cp(split), self._out.over_cp(split)
+        return own
+
 
 class NormedProjection:
     """Projection to queries, keys and values, with queries and keys each normalised over all heads of all tp ranks.
@@ -236,7 +248,7 @@ class NormedProjection:
         group: the tp group.
     """
 
-    def __init__(self, qkv: ColumnLinear, q_weight: Tensor, k_weight: Tensor, *, eps: float, group: Group) -> None:
+    def __init__(self, qkv: Projection, q_weight: Tensor, k_weight: Tensor, *, eps: float, group: Group) -> None:
         self._qkv = qkv
         self._weights = (q_weight, k_weight)
         self._eps = eps
@@ -252,6 +264,12 @@ class NormedProjection:
         for part, factor, weight in zip(parts, factors.unbind(-1), self._weights, strict=True):
             part.copy_((precise(part) * factor[:, None]).to(part.dtype) * weight)
         return qkv
+
+    def over_cp(self, split: CpSplit) -> NormedProjection:
+        """Each cp rank has all features for the norms."""
+        own = copy(self)
+        own._qkv = self._qkv.over_cp(split)
+        return own
 
 
 def load_attention(
@@ -281,7 +299,7 @@ def load_attention(
         Columns("v_proj", num_kv_heads * dim, features(kv_heads, dim)),
     )
     columns = weights.column(parts, inputs=inputs or size, has_bias=config.has_bias)
-    qkv: ColumnLinear | NormedProjection = columns
+    qkv: Projection = columns
     if config.has_joint_qk_norm:
         norms = (
             weights.cut(f"{name}.weight", (count * dim,), axis=0, taken=features(taken, dim))

@@ -19,6 +19,7 @@ from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.tensor_files import Checkpoint, WeightSource
 from raycache.checkpoint.weights import CheckedNames, plain_dtype
 from raycache.errors import CheckpointError, ConfigError
+from raycache.layers.cp_split import CpSplit
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.weights import ShardedWeights
 from raycache.memory.component import CacheFormat, Component
@@ -48,6 +49,16 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, C] -> [N, V], at least float32, on every tp rank; last stage only."""
+        ...
+
+    def over_cp(self, split: CpSplit) -> Model:
+        """The same model for decode steps, with its weights split over cp.
+
+        It takes all tokens on every cp rank, and its logits are on every rank of the stage. Its weights are views.
+
+        Raises:
+            NotSplitError: a layer cannot be split; the message says why.
+        """
         ...
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from raycache.checkpoint.config_file import ModelConfig
+from raycache.layers.cp_split import CpSplit
 from raycache.layers.embedding import VocabEmbedding, VocabHead
 from raycache.layers.forward_pass import ForwardPass, Mixer
 from raycache.layers.norm import RMSNorm
@@ -72,6 +74,10 @@ class Residual:
             out = self._after(out)
         return (hidden, out) if self._scale == 1.0 else (hidden + out * self._scale, None)
 
+    def over_cp(self, split: CpSplit) -> Residual:
+        """The same around a mixer that is split over cp."""
+        return Residual(self._before, self._mixer.over_cp(split), after=self._after, scale=self._scale)
+
 
 @dataclass(frozen=True)
 class Scales:
@@ -127,6 +133,19 @@ class Decoder:
     def sharing(self, layers: Sequence[Sequence[Mixer]], *, embedding: VocabEmbedding, norm: Norm) -> Decoder:
         """A decoder of other layers, with this one's head and scales."""
         return Decoder(layers, embedding=embedding, norm=norm, head=self.head, scales=self._scales)
+
+    def over_cp(self, split: CpSplit) -> Decoder:
+        """The same decoder for decode steps that compute all tokens on every cp rank, with weights split over cp.
+
+        The embedding is not split: few of its rows are read.
+
+        Raises:
+            NotSplitError: a layer cannot be split.
+        """
+        own = copy(self)
+        own._parts = tuple(part.over_cp(split) for part in self._parts)
+        own.head = None if self.head is None else self.head.over_cp(split)
+        return own
 
     def embed(self, ids: Tensor) -> Tensor:
         """[T] -> [T, C]; first stage only."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.checkpoint.layer_kinds import FULL, LINEAR, LayerKinds, read_layer_kinds
 from raycache.errors import CheckpointError
+from raycache.layers.cp_split import CpSplit
 from raycache.layers.expert_config import ExpertConfig, require_experts
 from raycache.layers.expert_weights import load_softmax_moe
 from raycache.layers.feed_forward import MIXTRAL
@@ -89,6 +90,10 @@ class WeightedResidual:
         normed = self._norm(hidden)
         out = self._mixer(normed, run).mul_(self._weighting.beta)
         return out.add_(normed, alpha=self._weighting.alpha)
+
+    def over_cp(self, split: CpSplit) -> WeightedResidual:
+        """The same around a mixer that is split over cp."""
+        return WeightedResidual(self._norm, self._mixer.over_cp(split), self._weighting)
 
 
 class MiniMax:

@@ -39,7 +39,7 @@ class GroupHandle:
 
     Attributes:
         name: such as "tp.0"; unique within an epoch.
-        kind: "tp", "pp", "cp", "control" or "boards".
+        kind: "tp", "pp", "cp", "tp_cp", "control" or "boards".
         members: world ranks in group order; `DECIDER` is first in its groups.
         backend: "gloo" or "nccl".
         store_host, store_port: of the gang's TCPStore.
@@ -82,6 +82,9 @@ def group_handles(
     for axis in ("tp", "pp", "cp"):
         rows = sorted({split.axis_members(axis, rank) for rank in world})
         handles += [handle(f"{axis}.{row[0]}", axis, row, backend) for row in rows]
+    if split.tp > 1 and split.cp > 1:
+        stages = sorted({split.stage_members(rank) for rank in world})
+        handles += [handle(f"tp_cp.{row[0]}", "tp_cp", row, backend) for row in stages]
     handles += [handle(f"boards.{rank}", "boards", (DECIDER, rank), "gloo") for rank in leaders]
     return {h.name: h for h in handles}
 
@@ -236,6 +239,7 @@ class ParallelContext:
         rank: world rank.
         device: of weights, cache and activations.
         tp, pp, cp: this rank's group of each axis.
+        tp_cp: all ranks of this rank's stage, if it is split over both tp and cp.
         control: decider (index 0) and all ranks, gloo.
     """
 
@@ -245,6 +249,7 @@ class ParallelContext:
     tp: Group = field(default_factory=Group)
     pp: Group = field(default_factory=Group)
     cp: Group = field(default_factory=Group)
+    tp_cp: Group = field(default_factory=Group)
     control: Group = field(default_factory=Group)
 
     def on_device(self, numbers: NDArray[Any]) -> Tensor:
@@ -257,6 +262,13 @@ class ParallelContext:
     def coords(self) -> Coords:
         """Coordinates in the gang."""
         return self.split.coords(self.rank)
+
+    @property
+    def stage(self) -> Group:
+        """All ranks of this rank's stage, tp varying fastest."""
+        if self.tp.size == 1:
+            return self.cp
+        return self.tp if self.cp.size == 1 else self.tp_cp
 
     def layers(self, num_layers: int) -> range:
         """Layers of this rank's stage of a model with `num_layers`."""
@@ -311,5 +323,5 @@ class ParallelContext:
 
     def close(self) -> None:
         """Leave all groups, so that members waiting for this rank fail immediately instead of timing out."""
-        for group in (self.tp, self.pp, self.cp, self.control):
+        for group in (self.tp, self.pp, self.cp, self.tp_cp, self.control):
             group.close()

@@ -73,6 +73,11 @@ class Split:
         varied = range({"tp": self.tp, "pp": self.pp, "cp": self.cp}[axis])
         return tuple(self.rank(Coords(**{"pp": at.pp, "cp": at.cp, "tp": at.tp, axis: i})) for i in varied)
 
+    def stage_members(self, rank: int) -> tuple[int, ...]:
+        """World ranks of the same stage as `rank`, in order."""
+        first = rank - rank % (self.tp * self.cp)
+        return tuple(range(first, first + self.tp * self.cp))
+
     def cache_members(self, rank: int) -> tuple[int, ...]:
         """World ranks that hold parts of the same pages: all ranks of the replica."""
         return tuple(range(self.world_size)) if 0 <= rank < self.world_size else ()

@@ -11,13 +11,16 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from raycache.attention.base import AttentionBackend, NotRecordableError
+from raycache.deployment.decode_split import decode_obstacle
 from raycache.deployment.deployment import Deployment
 from raycache.deployment.memory_plan import pages_that_fit
 from raycache.deployment.memory_use import refusing_out_of_memory
 from raycache.host.service import open_arena
+from raycache.layers.cp_split import CpSplit
 from raycache.memory.component import STATE, Reuse
 from raycache.memory.device import DevicePool
 from raycache.memory.mover import LaneName, Mover
@@ -26,7 +29,7 @@ from raycache.models.drafts.base import DraftModel
 from raycache.parallel.board import Lane
 from raycache.rank.backend import choose_backend
 from raycache.rank.drafter import Drafter, DraftGraphs
-from raycache.rank.graphs import DecodeGraphs, GraphLayers, batch_sizes, whole_model
+from raycache.rank.graphs import DecodeGraphs, GraphLayers, batch_sizes, split_model, whole_model
 from raycache.rank.last_tokens import LastTokens
 from raycache.rank.loading import load_weights, read_threads
 from raycache.rank.member import Member
@@ -162,7 +165,16 @@ class LoadedRank:
             last=last,
             graphs=graphs,
             drafter=drafter,
+            decode_model=self._decode_model,
         )
+
+    @cached_property
+    def _decode_model(self) -> Model | None:
+        """The model with weights split over cp, for decode steps; None without cp, or where it cannot be split."""
+        ctx = self.member.ctx
+        if ctx.cp.size == 1 or decode_obstacle(self.deployment):
+            return None
+        return self.model.over_cp(CpSplit.of(ctx))
 
     def _new_drafter(self, pool: DevicePool, graphs: DraftGraphs | None = None) -> Drafter | None:
         if self.draft is None:
@@ -185,9 +197,10 @@ class LoadedRank:
     def _record(self, pool: DevicePool, last: LastTokens | None) -> tuple[DecodeGraphs | None, DraftGraphs | None]:
         """Record decode steps as CUDA graphs, if the model's layers support it."""
         draft_config = self.deployment.model.draft
-        layers = GraphLayers(
-            whole_model(self.model), pool, records=() if draft_config is None else draft_config.recorded
-        )
+        records = () if draft_config is None else draft_config.recorded
+        layers = GraphLayers(whole_model(self.model), pool, records=records)
+        if self._decode_model is not None:
+            layers = GraphLayers(split_model(self._decode_model, self.member.ctx.cp), pool, has_all_tokens=True)
         start_s = time.monotonic()
         sizes, draft_sizes = self._graph_sizes
         draft_graphs = None

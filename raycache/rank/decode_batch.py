@@ -5,7 +5,8 @@
 
 Padding rows read and write the pool's scratch unit. All inputs are copied to the device at once.
 
-Shapes in this file: B rows of the batch, n of the plan, L = B / cp of this rank.
+Shapes in this file: B rows of the batch, n of the plan, L that this rank computes: B / cp, or all with weights split
+over cp.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from raycache.memory.device import DevicePool
 from raycache.parallel.context import ParallelContext
-from raycache.step.exchange import Exchange
+from raycache.step.exchange import HeadExchange, TokenExchange
 from raycache.step.inputs import Pages, Places, RowInputs, StepInputs
 from raycache.step.page_tables import PageTables
 from raycache.wire.plan import StepPlan
@@ -33,15 +34,17 @@ class DecodeBatch:
     Args:
         size: B, a multiple of cp.
         pool: must have scratch units.
+        has_all_tokens: see `build_inputs`.
     Attributes:
         inputs: of the last `fill`; initially all rows are padding.
         slots: int64 [L]; slot of each of this rank's tokens, 0 for padding.
-        num_local: number of rows of the plan whose tokens this rank computes.
+        num_local: number of rows of the plan whose logits this rank needs.
     """
 
-    def __init__(self, size: int, pool: DevicePool, ctx: ParallelContext) -> None:
-        self._size, self._pool, self._ctx = size, pool, ctx
-        self._mine = np.arange(ctx.cp.rank, size, ctx.cp.size)
+    def __init__(self, size: int, pool: DevicePool, ctx: ParallelContext, *, has_all_tokens: bool = False) -> None:
+        self._size, self._pool, self._ctx, self._has_all_tokens = size, pool, ctx, has_all_tokens
+        self._emitted = np.arange(ctx.cp.rank, size, ctx.cp.size)
+        self._mine = np.arange(size) if has_all_tokens else self._emitted
         lengths = dict.fromkeys((_IDS, _POSITIONS, _SLOTS), len(self._mine))
         lengths |= dict.fromkeys((_READS, _WRITES, *pool.windows), size)
         self._host = torch.zeros(sum(lengths.values()), dtype=torch.int64, pin_memory=ctx.device.type == "cuda")
@@ -62,13 +65,14 @@ class DecodeBatch:
             tables: page tables, including the plan's new pages.
         """
         rows, columns = plan.rows, self._columns
-        self.num_local = int((self._mine < len(rows)).sum())
+        self.num_local = int((self._emitted < len(rows)).sum())
+        computed = int((self._mine < len(rows)).sum())
         starts = np.array([row.start for row in rows], np.int64)
         slots = np.array([row.slot for row in rows], np.int64)
         ids = np.frombuffer(b"".join(row.tokens for row in rows), np.int32)
         for name, values in ((_IDS, ids), (_POSITIONS, starts), (_SLOTS, slots)):
-            columns[name][: self.num_local] = values[self._mine[: self.num_local]]
-            columns[name][self.num_local :] = 0
+            columns[name][:computed] = values[self._mine[:computed]]
+            columns[name][computed:] = 0
         self._fill_states(plan)
         places = {}
         for space, window in self._pool.windows.items():
@@ -116,9 +120,9 @@ class DecodeBatch:
         size, cp, device = self._size, self._ctx.cp, self._ctx.device
         local = [np.flatnonzero(np.arange(size) % cp.size == rank) for rank in range(cp.size)]
         locals_ = [[np.zeros(int(i in mine), np.int64) for i in range(size)] for mine in local]
-        rows, place = [], 0
+        has_all, rows, place = self._has_all_tokens, [], 0
         for i in range(size):
-            is_local = i % cp.size == cp.rank
+            is_local = has_all or i % cp.size == cp.rank
             rows.append(RowInputs(0, range(i, i + 1), range(place, place + is_local), (), 0, 0))
             place += is_local
         nothing = np.zeros(0, np.int32)
@@ -129,13 +133,13 @@ class DecodeBatch:
             positions=self._tensors[_POSITIONS],
             num_tokens=size,
             rows=tuple(rows),
-            exchange=Exchange.between(locals_, np.arange(size + 1), self._ctx),
+            exchange=HeadExchange(cp) if has_all else TokenExchange.between(locals_, np.arange(size + 1), self._ctx),
             places={
                 space: Places(every, self._tensors[space], empty, self._pool.page_size, cp.rank, cp.size)
                 for space in self._pool.windows
             },
             read_states=self._tensors[_READS],
             write_states=self._tensors[_WRITES],
-            logits=torch.arange(len(self._mine), device=device),
+            logits=torch.as_tensor(self._emitted if has_all else np.arange(len(self._mine)), device=device),
             is_decode=True,
         )

@@ -21,6 +21,7 @@ from raycache.attention.base import AttentionBackend, StaticStep
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.device import DevicePool, DraftLayers
 from raycache.models.base import Model
+from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.rank.decode_batch import DecodeBatch
 from raycache.rank.last_tokens import LastTokens
@@ -45,12 +46,14 @@ class GraphLayers:
         views: cache of these layers.
         records: layers to record for a draft model (see `ForwardPass`).
         features: empty tensor [0, F] with the width and dtype of the target features that the layers take, or None.
+        has_all_tokens: whether every cp rank computes all rows, see `build_inputs`.
     """
 
     forward: Layers
     views: DevicePool | DraftLayers
     records: Sequence[int] = ()
     features: Tensor | None = None
+    has_all_tokens: bool = False
 
 
 def whole_model(model: Model) -> Layers:
@@ -59,6 +62,17 @@ def whole_model(model: Model) -> Layers:
     def forward(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
         hidden = model.forward(model.embed(ids), run)
         return model.logits(hidden), for_draft(hidden, run)
+
+    return forward
+
+
+def split_model(model: Model, cp: Group) -> Layers:
+    """Like `whole_model`, for a model with weights split over cp: rank r outputs rows r, r + cp and so on."""
+
+    def forward(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
+        hidden = model.forward(model.embed(ids), run)
+        own = slice(cp.rank, None, cp.size)
+        return model.logits(hidden)[own], for_draft(hidden, run)[own]
 
     return forward
 
@@ -191,7 +205,7 @@ class DecodeGraphs:
 
     def _record(self, size: int, memory: Any, target: DecodeGraphs | None) -> _Recorded:
         if target is None:
-            batch = DecodeBatch(size, self._pool, self.ctx)
+            batch = DecodeBatch(size, self._pool, self.ctx, has_all_tokens=self._layers.has_all_tokens)
             step = self._backend.plan_static(batch.inputs)
         else:
             batch, step = target._recorded[size].batch, target._recorded[size].step

@@ -79,6 +79,8 @@ class Rank:
     Attributes:
         ctx: coordinates and process groups.
         model: this rank's stage and shard.
+        decode_model: the same with weights split over cp, for steps whose rows have one new token each; None if such
+            steps are computed like others.
         pool: this rank's share of the pages.
         dtype: of activations.
         mover: moves pages between pool and host; None without a host tier.
@@ -97,6 +99,7 @@ class Rank:
     last: LastTokens | None = None
     graphs: DecodeGraphs | None = None
     drafter: Drafter | None = None
+    decode_model: Model | None = None
     _slots: dict[int, Slot] = field(default_factory=dict)
     _tables: dict[str, PageTables] = field(init=False)
     _unsent: Callable[[], None] = lambda: None
@@ -165,13 +168,26 @@ class Rank:
         return layers
 
     def _run_layers(self, plan: StepPlan) -> LaunchedLayers:
-        inputs = step_inputs(plan, self._tables, self.pool.windows, page_size=self.pool.page_size, ctx=self.ctx)
+        model, has_all_tokens = self.model, False
+        if self.decode_model is not None and all(row.num_tokens == 1 for row in plan.rows):
+            model, has_all_tokens = self.decode_model, True
+        inputs = step_inputs(
+            plan,
+            self._tables,
+            self.pool.windows,
+            page_size=self.pool.page_size,
+            ctx=self.ctx,
+            has_all_tokens=has_all_tokens,
+        )
         if self.last is not None:
             self.last.fill(plan, inputs)
-        hidden, run = self._run_stage(inputs)
+        hidden, run = self._run_stage(inputs, model)
         if not self.ctx.is_last_stage:
             return LaunchedLayers()
-        return LaunchedLayers(self.model.logits(hidden[inputs.logits]), for_draft(hidden, run), inputs)
+        if has_all_tokens:
+            # The head is split, too: all ranks of the stage take part in all logits.
+            return LaunchedLayers(model.logits(hidden)[inputs.logits], inputs=inputs)
+        return LaunchedLayers(model.logits(hidden[inputs.logits]), for_draft(hidden, run), inputs)
 
     def _move(self, plan: StepPlan) -> None:
         """Start the plan's page moves; a layer's view of the pool waits until its pages are loaded."""
@@ -185,12 +201,12 @@ class Rank:
         for moves in plan.loads:
             self.mover.load(moves)
 
-    def _run_stage(self, inputs: StepInputs) -> tuple[Tensor, ForwardPass]:
+    def _run_stage(self, inputs: StepInputs, model: Model) -> tuple[Tensor, ForwardPass]:
         """Hidden states after this stage's layers, and the pass with the states recorded for a draft model."""
         records = () if self.config.draft is None else self.config.draft.recorded
         run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records)
         if self.ctx.is_first_stage:
-            hidden = self.model.embed(inputs.ids)
+            hidden = model.embed(inputs.ids)
         else:
             size, first = self.config.hidden_size, self.ctx.layers(self.config.num_layers).start
             widths = [self.config.stream_width(first)] + [size] * sum(layer < first for layer in records)
@@ -198,7 +214,7 @@ class Rank:
             if len(inputs.ids):
                 self.ctx.pp.recv(together, source=self.ctx.pp.rank - 1)
             hidden, *run.recorded = (part.contiguous() for part in together.split(widths, dim=1))
-        hidden = self.model.forward(hidden, run)
+        hidden = model.forward(hidden, run)
         if not self.ctx.is_last_stage and len(inputs.ids):
             # One send may stay in flight, so that this stage starts its next step while the next stage is busy.
             self._unsent()

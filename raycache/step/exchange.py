@@ -9,12 +9,16 @@
     to_tokens    its inverse
 
 Local tokens are padded to the same length on all ranks. With cp = 1 nothing is transferred.
+
+In a decode step with weights split over cp, all tokens are local tokens of every rank. Layers between two exchanges are
+then split by heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +26,44 @@ from torch import Tensor
 
 from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
+from raycache.parallel.sharding import shared_head_range
+
+
+class Exchange(Protocol):
+    """The exchange of one step. All methods but `own` are collective over cp.
+
+    After attention, a rank continues with [T_own, H_own]: its local tokens with all heads, or all tokens with 1 / cp of
+    the heads.
+    """
+
+    def gather(self, local: Tensor) -> Tensor:
+        """[T_local, ...] of each rank -> [T, ...] on every rank."""
+        ...
+
+    def give_back(self, every: Tensor) -> Tensor:
+        """This rank's partial results for all tokens, [T, ...] -> all ranks' for its local ones, [cp, T_local, ...]."""
+        ...
+
+    def scatter(self, every: Tensor) -> Tensor:
+        """This rank's partial results [T, H, ...] -> all ranks' for its tokens and heads, [cp, T_own, H_own, ...]."""
+        ...
+
+    def own(self, local: Tensor) -> Tensor:
+        """[T_local, H, ...] -> [T_own, H_own, ...], what this rank continues with."""
+        ...
+
+    def to_heads(self, local: Tensor) -> Tensor:
+        """[T_local, H, ...] -> [T, H / cp, ...]; with fewer heads than ranks, neighbouring ranks get the same head."""
+        ...
+
+    def to_tokens(self, every: Tensor) -> Tensor:
+        """[T, H / cp, ...] -> [T_local, H, ...]; inverse of `to_heads` if heads were not repeated."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """The exchange of one step.
+class TokenExchange:
+    """The exchange of a step whose tokens are split over cp.
 
     Attributes:
         num_local: T_local, number of this rank's tokens.
@@ -44,7 +81,7 @@ class Exchange:
     @classmethod
     def between(
         cls, locals_: Sequence[Sequence[NDArray[np.int64]]], starts: NDArray[np.int64], ctx: ParallelContext
-    ) -> Exchange:
+    ) -> TokenExchange:
         """Compute the index arrays.
 
         Args:
@@ -68,19 +105,22 @@ class Exchange:
         )
 
     def gather(self, local: Tensor) -> Tensor:
-        """[T_local, ...] of each rank -> [T, ...] on every rank."""
         if self.cp.size == 1:
             return local
         return self.cp.all_gather(self._padded(local)).flatten(0, 1)[self.where]
 
     def give_back(self, every: Tensor) -> Tensor:
-        """This rank's partial results for all tokens, [T, ...] -> all ranks' for this rank's, [cp, T_local, ...]."""
         if self.cp.size == 1:
             return every[None]
         return self.cp.all_to_all(every[self.what].unflatten(0, (self.cp.size, self.padded_len)))[:, : self.num_local]
 
+    def scatter(self, every: Tensor) -> Tensor:
+        return self.give_back(every)
+
+    def own(self, local: Tensor) -> Tensor:
+        return local
+
     def to_heads(self, local: Tensor) -> Tensor:
-        """[T_local, H, ...] -> [T, H / cp, ...]; with fewer heads than ranks, neighbouring ranks get the same head."""
         size = self.cp.size
         if size == 1:
             return local
@@ -90,7 +130,6 @@ class Exchange:
         return self.cp.all_to_all(parts).flatten(0, 1)[self.where]
 
     def to_tokens(self, every: Tensor) -> Tensor:
-        """[T, H / cp, ...] -> [T_local, H, ...]; inverse of `to_heads` if heads were not repeated."""
         if self.cp.size == 1:
             return every
         parts = self.cp.all_to_all(every[self.what].unflatten(0, (self.cp.size, self.padded_len)))
@@ -100,3 +139,29 @@ class Exchange:
         padded = local.new_zeros((self.padded_len, *local.shape[1:]))
         padded[: self.num_local] = local
         return padded
+
+
+@dataclass(frozen=True, slots=True)
+class HeadExchange:
+    """The exchange of a decode step of which every rank computes all tokens; cp is more than 1."""
+
+    cp: Group
+
+    def gather(self, local: Tensor) -> Tensor:
+        return local
+
+    def give_back(self, every: Tensor) -> Tensor:
+        return self.cp.all_gather(every)
+
+    def scatter(self, every: Tensor) -> Tensor:
+        return self.cp.all_to_all(every.unflatten(1, (self.cp.size, -1)).movedim(1, 0))
+
+    def own(self, local: Tensor) -> Tensor:
+        heads = shared_head_range(local.shape[1], self.cp.rank, self.cp.size)
+        return local[:, heads.start : heads.stop]
+
+    def to_heads(self, local: Tensor) -> Tensor:
+        return self.own(local).contiguous()
+
+    def to_tokens(self, every: Tensor) -> Tensor:
+        return self.cp.all_gather(every).transpose(0, 1).flatten(1, 2)

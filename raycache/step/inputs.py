@@ -20,7 +20,7 @@ from torch import Tensor
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.owned_tokens import owned_prefix_len, owned_slots
 from raycache.step import page_tables
-from raycache.step.exchange import Exchange
+from raycache.step.exchange import Exchange, HeadExchange, TokenExchange
 from raycache.wire.plan import StepPlan, emitted, local_positions
 
 PageTables = Mapping[str, NDArray[np.int32]]
@@ -133,7 +133,7 @@ class StepInputs:
         rows: one per row of the plan.
         places: by component space.
         read_states, write_states: int64 [rows]; as in `rows`, with 0 for none.
-        logits: int64 [N]; local indices of the tokens whose logits are needed.
+        logits: int64 [N]; local indices of the tokens whose logits this rank needs.
         is_decode: whether every row has one new token.
     """
 
@@ -157,10 +157,11 @@ def step_inputs(
     *,
     page_size: int,
     ctx: ParallelContext,
+    has_all_tokens: bool = False,
 ) -> StepInputs:
     """Build one rank's inputs from a plan and the page tables of all slots; see `build_inputs`."""
     of_slots = {row.slot: {space: tables[space].of(row.slot) for space in windows} for row in plan.rows}
-    return build_inputs(plan, of_slots, page_size=page_size, windows=windows, ctx=ctx)
+    return build_inputs(plan, of_slots, page_size=page_size, windows=windows, ctx=ctx, has_all_tokens=has_all_tokens)
 
 
 def build_inputs(
@@ -170,6 +171,7 @@ def build_inputs(
     page_size: int,
     windows: Mapping[str, int],
     ctx: ParallelContext,
+    has_all_tokens: bool = False,
 ) -> StepInputs:
     """Build one rank's inputs from a plan.
 
@@ -177,37 +179,27 @@ def build_inputs(
         page_tables: by slot, including the plan's new pages.
         page_size: tokens per page.
         windows: component space -> number of tokens that a query attends to, including itself; 0 for no limit.
+        has_all_tokens: whether every cp rank computes all tokens of a plan whose rows have one each, with its share of
+            the weights. Logits are needed where they are otherwise.
     """
-    cp_rank, cp_size = ctx.cp.rank, ctx.cp.size
-    locals_ = [local_positions(plan, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
+    locals_ = [local_positions(plan, cp_rank=rank, cp_size=ctx.cp.size) for rank in range(ctx.cp.size)]
     starts = np.cumsum([0, *(row.num_tokens for row in plan.rows)])
-    rows, ids, positions, logits = [], [], [], []
-    local_start = 0
-    for i, row in enumerate(plan.rows):
-        mine = locals_[cp_rank][i]
-        ids.append(np.frombuffer(row.tokens, np.int32)[mine])
-        positions.append(row.start + mine)
-        logits.append(local_start + np.flatnonzero(np.isin(mine, emitted(row, mine))))
-        rows.append(
-            RowInputs(
-                start=row.start,
-                tokens=range(int(starts[i]), int(starts[i + 1])),
-                local=range(local_start, local_start + len(mine)),
-                runs=_runs(mine) if row.num_tokens > 1 else (),
-                read_state=row.read_state,
-                write_state=row.write_state,
-                draft_states=row.draft_states,
-            )
-        )
-        local_start += len(mine)
+    emitting = locals_[ctx.cp.rank]
+    mine = emitting
+    if has_all_tokens:
+        assert all(row.num_tokens == 1 for row in plan.rows), "only decode steps are computed whole on every cp rank"
+        mine = [np.zeros(1, np.int64) for _ in plan.rows]
+    locals_of = np.cumsum([0, *map(len, mine)]).tolist()
     tables = [page_tables[row.slot] for row in plan.rows]
     return StepInputs(
         ctx=ctx,
-        ids=_on_device(ids, ctx),
-        positions=_on_device(positions, ctx),
+        ids=_on_device(
+            [np.frombuffer(row.tokens, np.int32)[own] for row, own in zip(plan.rows, mine, strict=True)], ctx
+        ),
+        positions=_on_device([row.start + own for row, own in zip(plan.rows, mine, strict=True)], ctx),
         num_tokens=int(starts[-1]),
-        rows=tuple(rows),
-        exchange=Exchange.between(locals_, starts, ctx),
+        rows=_rows(plan, mine, starts=starts.tolist()),
+        exchange=HeadExchange(ctx.cp) if has_all_tokens else TokenExchange.between(locals_, starts, ctx),
         places={
             space: _places(
                 plan, [table[space] for table in tables], starts, page_size=page_size, window=window, ctx=ctx
@@ -216,9 +208,34 @@ def build_inputs(
         },
         read_states=_on_device([np.array([max(row.read_state, 0) for row in plan.rows])], ctx),
         write_states=_on_device([np.array([max(row.write_state, 0) for row in plan.rows])], ctx),
-        logits=_on_device(logits, ctx),
+        logits=_on_device(
+            [
+                first + np.flatnonzero(np.isin(own, emitted(row, own)))
+                for row, own, first in zip(plan.rows, emitting, locals_of, strict=False)
+            ],
+            ctx,
+        ),
         is_decode=all(row.num_tokens == 1 for row in plan.rows),
     )
+
+
+def _rows(plan: StepPlan, mine: Sequence[NDArray[np.int64]], *, starts: Sequence[int]) -> tuple[RowInputs, ...]:
+    """Rows, given the new tokens of each that this rank computes, and where they begin among all tokens."""
+    rows, local_start = [], 0
+    for row, own, start in zip(plan.rows, mine, starts, strict=False):
+        rows.append(
+            RowInputs(
+                start=row.start,
+                tokens=range(start, start + row.num_tokens),
+                local=range(local_start, local_start + len(own)),
+                runs=_runs(own) if row.num_tokens > 1 else (),
+                read_state=row.read_state,
+                write_state=row.write_state,
+                draft_states=row.draft_states,
+            )
+        )
+        local_start += len(own)
+    return tuple(rows)
 
 
 def _places(

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from raycache.attention.torch_ref import TorchBackend
 from raycache.config import Config
+from raycache.deployment.decode_split import decode_obstacle
 from raycache.deployment.deployment import Deployment
 from raycache.host.service import open_arena
+from raycache.layers.cp_split import CpSplit
 from raycache.memory.device import DevicePool
 from raycache.memory.mover import LaneName, Mover
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
@@ -279,4 +281,13 @@ def load_rank(config: Config, ctx: ParallelContext) -> Rank:
     )
     source = open_weights(model_dir, dtype=dtype, device=ctx.device)
     loaded = load_model(model, source, ctx, dtype, on_progress=lambda done, total: None)
-    return Rank(ctx=ctx, config=model, model=loaded, pool=pool, backend=TorchBackend(), dtype=dtype)
+    is_split = ctx.cp.size > 1 and not decode_obstacle(deployment)
+    return Rank(
+        ctx=ctx,
+        config=model,
+        model=loaded,
+        pool=pool,
+        backend=TorchBackend(),
+        dtype=dtype,
+        decode_model=loaded.over_cp(CpSplit.of(ctx)) if is_split else None,
+    )

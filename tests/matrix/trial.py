@@ -364,6 +364,7 @@ def load(gang: Gang, corpus: Corpus) -> Config:
         restore_interval="none",
         max_running=6,
         max_step_tokens=512,
+        decode_split="on",  # steps with a longer row are computed in the other way
     )
     config = with_stages(config, read_config(corpus.model_dir))
     gang.ask(Load(config))

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.torch_ref import TorchBackend
+from raycache.deployment.decode_split import model_obstacle
+from raycache.layers.cp_split import CpSplit
 from raycache.memory.component import FULL, CacheFormat
 from raycache.memory.device import DevicePool
 from raycache.models.base import components, load_model, read_config
@@ -26,6 +28,8 @@ from raycache.wire.plan import Admit, Row, StepPlan, emissions
 from tests.oracle.weights import open_weights
 
 PAGE_SIZE = 8
+
+_AXES = ("tp", "cp", "tp_cp")
 
 T = TypeVar("T")
 
@@ -71,16 +75,20 @@ def on_gang(split: Split, work: Callable[[ParallelContext], T]) -> list[T]:
     Returns:
         What each rank gave, by world rank.
     """
-    rows = {(axis, split.axis_members(axis, rank)) for axis in ("tp", "cp") for rank in range(split.world_size)}
+
+    def members_of(axis: str, rank: int) -> tuple[int, ...]:
+        return split.stage_members(rank) if axis == "tp_cp" else split.axis_members(axis, rank)
+
+    rows = {(axis, members_of(axis, rank)) for axis in _AXES for rank in range(split.world_size)}
     boards = {row: ([torch.empty(0)] * len(row[1]), threading.Barrier(len(row[1]))) for row in rows}
 
     def member(axis: str, rank: int) -> Group:
-        members = split.axis_members(axis, rank)
+        members = members_of(axis, rank)
         board, barrier = boards[axis, members]
         return Group() if len(members) == 1 else ThreadGroup(rank=members.index(rank), board=board, barrier=barrier)
 
     def run(rank: int) -> T:
-        groups = {axis: member(axis, rank) for axis in ("tp", "cp")}
+        groups = {axis: member(axis, rank) for axis in _AXES}
         try:
             with torch.inference_mode():
                 return work(ParallelContext(split=split, rank=rank, device=torch.device("cpu"), **groups))
@@ -105,6 +113,7 @@ def gang_logits(
     *,
     split: Split,
     dtype: torch.dtype = torch.float32,
+    splits_decode: bool = False,
 ) -> list[NDArray[np.float64]]:
     """Logits after every token of each sequence, [T, V].
 
@@ -114,6 +123,7 @@ def gang_logits(
         steps: which pieces of them are computed together; each sequence's follow one another to its end.
         split: tp and cp of the gang.
         dtype: of weights, activations and cache.
+        splits_decode: whether the weights of decode steps are split over cp.
     """
     config = read_config(model_dir)
     parts = components(config, CacheFormat(str(dtype).removeprefix("torch.")))
@@ -121,13 +131,25 @@ def gang_logits(
     first_pages = np.cumsum([0, *pages]).tolist()
     sizes = {FULL: sum(pages), **{part.space: sum(pages) for part in parts if part.window}}
     plans = _plans(sequences, steps, first_pages, spaces=list(sizes))
+    is_split = splits_decode and split.cp > 1
+    if is_split:
+        assert not model_obstacle(config, tp=split.tp, cp=split.cp), "the weights can be split"
 
     def work(ctx: ParallelContext) -> list[Tensor | None]:
         source = open_weights(model_dir, dtype=dtype, device=ctx.device)
         model = load_model(config, source, ctx, dtype, on_progress=lambda done, total: None)
         rooms = {**sizes, "state": 2 * len(sequences)}
         pool = DevicePool(parts, num_layers=config.num_layers, sizes=rooms, page_size=PAGE_SIZE, ctx=ctx)
-        rank = Rank(ctx=ctx, config=config, model=model, pool=pool, backend=TorchBackend(), dtype=dtype)
+        decode_model = model.over_cp(CpSplit.of(ctx)) if is_split else None
+        rank = Rank(
+            ctx=ctx,
+            config=config,
+            model=model,
+            pool=pool,
+            backend=TorchBackend(),
+            dtype=dtype,
+            decode_model=decode_model,
+        )
         return [rank.forward(plan) for plan in plans]
 
     found = [np.full((len(ids), config.vocab_size), np.nan) for ids in sequences]

@@ -39,6 +39,15 @@ def test_the_rows_of_an_axis_partition_the_gang_and_differ_in_that_axis_alone(sp
             assert all(split.axis_members(axis, rank) == row for rank in row)
 
 
+@given(splits)
+def test_the_ranks_of_a_stage_are_those_with_its_layers_and_tp_varies_fastest(split: Split) -> None:
+    for rank in range(split.world_size):
+        members = split.stage_members(rank)
+        assert rank in members and len(members) == split.tp * split.cp
+        assert {split.coords(member).pp for member in members} == {split.coords(rank).pp}
+        assert [split.coords(member).tp for member in members] == [*range(split.tp)] * split.cp
+
+
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_even_ranges_partition_and_differ_by_at_most_one(count: int, parts: int) -> None:
     ranges = [even_range(count, part, parts) for part in range(parts)]

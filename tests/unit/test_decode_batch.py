@@ -57,19 +57,24 @@ def plan_of(starts: list[int], seed: int) -> tuple[StepPlan, dict[str, PageTable
     batches=st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=8), min_size=1, max_size=3),
     cp=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 99),
+    has_all_tokens=st.booleans(),
 )
-def test_a_batch_says_what_the_plan_says(batches: list[list[int]], cp: int, seed: int) -> None:
+def test_a_batch_says_what_the_plan_says(batches: list[list[int]], cp: int, seed: int, has_all_tokens: bool) -> None:
+    has_all_tokens = has_all_tokens and cp > 1
     for rank in range(cp):
         pool, ctx = seat(cp, rank)
-        batch = DecodeBatch(8, pool, ctx)
+        batch = DecodeBatch(8, pool, ctx, has_all_tokens=has_all_tokens)
         places = {id(batch.inputs.ids), id(batch.inputs.positions), id(batch.inputs.places[FULL].slots)}
         for turn, starts in enumerate(batches):
             plan, tables = plan_of(starts, seed + turn)
             of_slots = {row.slot: {space: table.of(row.slot) for space, table in tables.items()} for row in plan.rows}
-            wanted = build_inputs(plan, of_slots, page_size=SIZE, windows=pool.windows, ctx=ctx)
+            wanted = build_inputs(
+                plan, of_slots, page_size=SIZE, windows=pool.windows, ctx=ctx, has_all_tokens=has_all_tokens
+            )
             batch.fill(plan, tables)
             found, count, total = batch.inputs, len(wanted.ids), len(starts)
-            assert batch.num_local == count
+            assert batch.num_local == len(wanted.logits)
+            assert torch.equal(found.logits[: batch.num_local], wanted.logits)
             assert torch.equal(found.ids[:count], wanted.ids) and torch.equal(found.positions[:count], wanted.positions)
             assert torch.equal(found.read_states[:total], wanted.read_states)
             assert torch.equal(found.write_states[:total], wanted.write_states)

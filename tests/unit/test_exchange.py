@@ -59,15 +59,22 @@ class Batch:
         tables = {slot: {FULL: table, "window": _kept(table, *rows[slot])} for slot, table in enumerate(by_row)}
         return cls(StepPlan(1, found), tables)
 
-    def inputs(self, ctx: ParallelContext) -> StepInputs:
-        return build_inputs(self.plan, self.tables, page_size=PAGE_SIZE, windows={FULL: 0, "window": WINDOW}, ctx=ctx)
+    def inputs(self, ctx: ParallelContext, *, has_all_tokens: bool = False) -> StepInputs:
+        return build_inputs(
+            self.plan,
+            self.tables,
+            page_size=PAGE_SIZE,
+            windows={FULL: 0, "window": WINDOW},
+            ctx=ctx,
+            has_all_tokens=has_all_tokens,
+        )
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.plan.rows)
 
-    def on_ranks(self, cp: int, work: Callable[[StepInputs], T]) -> list[T]:
-        return on_gang(Split(cp=cp), lambda ctx: work(self.inputs(ctx)))
+    def on_ranks(self, cp: int, work: Callable[[StepInputs], T], *, has_all_tokens: bool = False) -> list[T]:
+        return on_gang(Split(cp=cp), lambda ctx: work(self.inputs(ctx, has_all_tokens=has_all_tokens)))
 
     def numbers(self, *shape: int) -> Tensor:
         """A different number at every place of [T, *shape]."""
@@ -188,6 +195,60 @@ def test_the_exchange_works_over_gloo_in_any_dtype(dtype: torch.dtype) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
+
+
+# --- all tokens on every rank -----------------------------------------------------------------------------------------
+
+decodes = st.lists(st.tuples(st.integers(0, 40), st.just(1)), min_size=1, max_size=6)
+
+
+@given(rows=decodes, cp=st.sampled_from([2, 4]), heads_per_rank=st.integers(1, 3), shape=st.sampled_from([(), (2, 3)]))
+def test_with_all_tokens_a_rank_continues_with_its_heads(
+    rows: list[tuple[int, int]], cp: int, heads_per_rank: int, shape: tuple[int, ...]
+) -> None:
+    batch = Batch.of(rows)
+    every = batch.numbers(cp * heads_per_rank, *shape)
+    parts = [every + 1000.0 * rank for rank in range(cp)]
+
+    def check(inputs: StepInputs) -> None:
+        exchange, first = inputs.exchange, inputs.ctx.cp.rank * heads_per_rank
+        own = slice(first, first + heads_per_rank)
+        assert torch.equal(exchange.gather(every), every)
+        assert torch.equal(exchange.own(every), every[:, own])
+        assert torch.equal(exchange.to_heads(every), every[:, own])
+        assert torch.equal(exchange.to_tokens(every[:, own]), every)
+        mine = parts[inputs.ctx.cp.rank]
+        assert torch.equal(exchange.scatter(mine), torch.stack([part[:, own] for part in parts]))
+        assert torch.equal(exchange.give_back(mine), torch.stack(parts))
+
+    batch.on_ranks(cp, check, has_all_tokens=True)
+
+
+@given(rows=decodes, num_heads=st.sampled_from([1, 2]))
+def test_with_all_tokens_heads_fewer_than_ranks_are_shared_by_neighbours(
+    rows: list[tuple[int, int]], num_heads: int
+) -> None:
+    batch = Batch.of(rows)
+    every = batch.numbers(num_heads, 3)
+
+    def check(inputs: StepInputs) -> None:
+        head = shared_head_range(num_heads, inputs.ctx.cp.rank, 4).start
+        assert torch.equal(inputs.exchange.to_heads(every), every[:, head : head + 1])
+
+    batch.on_ranks(4, check, has_all_tokens=True)
+
+
+@given(rows=decodes, cp=st.sampled_from([2, 4]))
+def test_with_all_tokens_logits_and_pages_are_where_they_are_otherwise(rows: list[tuple[int, int]], cp: int) -> None:
+    batch = Batch.of(rows)
+
+    def facts(inputs: StepInputs) -> tuple[list[int], list[int], list[int]]:
+        places = inputs.places[FULL]
+        return inputs.ids[inputs.logits].tolist(), places.owned.tolist(), places.slots.tolist()
+
+    assert batch.on_ranks(cp, facts, has_all_tokens=True) == batch.on_ranks(cp, facts)
+    for ids in batch.on_ranks(cp, lambda inputs: inputs.ids.tolist(), has_all_tokens=True):
+        assert ids == list(range(1, len(rows) + 1))
 
 
 # --- a plan, for one rank ---------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ def test_handles_name_every_row_of_every_axis() -> None:
         "tp": [(0, 1), (2, 3), (4, 5), (6, 7)],
         "cp": [(0, 2), (1, 3), (4, 6), (5, 7)],
         "pp": [(0, 4), (1, 5), (2, 6), (3, 7)],
+        "tp_cp": [(0, 1, 2, 3), (4, 5, 6, 7)],
     }
     assert {handle.kind for handle in handles.values() if handle.backend == "gloo"} == {"control"}
 

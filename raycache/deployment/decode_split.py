@@ -1,0 +1,65 @@
+"""Whether the weights of decode steps are split over cp (layers/cp_split.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from raycache.checkpoint.quantisation import read_quantisation
+from raycache.deployment.deployment import Deployment
+from raycache.layers.cp_split import CpSplit, NotSplitError
+from raycache.layers.weights import ShardedWeights
+from raycache.models.base import ModelConfig, family_of
+from raycache.models.layer_sizes import AskedShapes, layer_sizes
+from raycache.parallel.collectives import Group
+from raycache.parallel.context import ParallelContext
+from raycache.parallel.sharding import Split
+
+_LEAST_BYTES = {"cpu": 16 << 20, "cuda": 300 << 20}
+"""Device type -> bytes of a layer's weights that a rank must be spared for the split to pay. Each layer costs two sums
+over ranks more: some 0.5 ms each between processes of a busy machine, in which a core reads 7 MB, and 35 us with NCCL
+between two H200, which read 150 MB in that time. See docs/adr/0019-cp-decode.md."""
+
+
+def decode_obstacle(deployment: Deployment) -> str:
+    """Why every cp rank reads all weights of its tp rank in decode steps; "" if it reads its share of them.
+
+    It depends on settings and config.json only, so that all ranks decide alike.
+    """
+    config = deployment.config
+    if config.decode_split == "off":
+        return "decode_split=off"
+    if config.has_draft_model:
+        return "the draft model takes features of a rank's own tokens"
+    quantisation = read_quantisation(Path(config.model))
+    if quantisation is not None and deployment.weights_form(quantisation).stored:
+        return "they stay quantised on the device"
+    if config.decode_split == "auto" and (spared := _spared_bytes(deployment)) < _LEAST_BYTES[deployment.device_type]:
+        least = _LEAST_BYTES[deployment.device_type]
+        return (
+            f"a rank would read {spared / 1e6:,.0f} MB per layer less, and two sums over ranks take as long as "
+            f"{least / 1e6:,.0f} MB; decode_split=on tries it"
+        )
+    return model_obstacle(deployment.model, tp=config.tp, cp=config.cp)
+
+
+def model_obstacle(model: ModelConfig, *, tp: int, cp: int) -> str:
+    """Why the weights of a model cannot be split over tp x cp, or ""."""
+    meta = torch.device("meta")
+    # Where tp does not divide a size, the first ranks have one more.
+    for rank in sorted({0, tp - 1}):
+        ctx = ParallelContext(Split(tp=tp, cp=cp), rank, meta, tp=Group(rank=rank, size=tp), cp=Group(size=cp))
+        weights = ShardedWeights(AskedShapes(), ctx, torch.float32)
+        try:
+            family_of(model).load(model, weights, on_progress=lambda done, total: None).over_cp(CpSplit.of(ctx))
+        except NotSplitError as cause:
+            return str(cause)
+    return ""
+
+
+def _spared_bytes(deployment: Deployment) -> float:
+    """Bytes of an average layer that a rank need not read for a token."""
+    config, layers = deployment.config, layer_sizes(deployment.model).read.layers
+    mean = sum(layers) / len(layers) * deployment.dtype.itemsize / config.tp
+    return mean * (1 - 1 / config.cp)

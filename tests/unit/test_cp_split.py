@@ -1,0 +1,292 @@
+"""Decode steps with weights split over cp: results, that weights are views, what is left whole and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from raycache.attention.torch_ref import TorchBackend
+from raycache.config import Config
+from raycache.deployment.decode_split import decode_obstacle, model_obstacle
+from raycache.deployment.deployment import Deployment
+from raycache.layers.cp_split import CpSplit, NotSplitError
+from raycache.layers.embedding import VocabHead
+from raycache.layers.forward_pass import ForwardPass
+from raycache.layers.linear import ColumnLinear, RowLinear
+from raycache.layers.quantised import Fp8Matrix
+from raycache.memory.component import FULL, CacheFormat
+from raycache.memory.device import DevicePool
+from raycache.models.base import components, load_model, read_config
+from raycache.parallel.collectives import Group
+from raycache.parallel.context import ParallelContext
+from raycache.parallel.sharding import Split
+from raycache.rank.decode_batch import DecodeBatch
+from raycache.rank.graphs import split_model
+from raycache.rank.rank import Rank
+from raycache.step.page_tables import PageTables
+from raycache.types import SamplingParams
+from raycache.wire.plan import Admit, Row, StepPlan
+from tests.oracle.families import make_family
+from tests.oracle.gang import Piece, gang_logits, on_gang
+from tests.oracle.golden import golden
+from tests.oracle.weights import open_weights
+
+LENGTHS = (42, 37, 30)
+IDS = [np.random.default_rng(seed).integers(3, 515, length).tolist() for seed, length in enumerate(LENGTHS)]
+STEPS: list[list[Piece]] = [
+    [(0, 0, 34), (1, 0, 30), (2, 0, 27)],
+    *([(row, first + i, first + i + 1) for row, first in enumerate((34, 30, 27))] for i in range(3)),
+    *([(row, first + i, first + i + 1) for row, first in enumerate((34, 30))] for i in range(3, 7)),  # cp divides them
+    [(0, 41, 42)],
+]
+"""Prompts, then three, two and one row of one token each."""
+
+CASES = [
+    ("llama", Split(tp=2, cp=2)),
+    ("qwen3", Split(cp=4)),
+    ("deepseek_v32", Split(tp=2, cp=2)),  # latents, an indexer, experts
+    ("gpt_oss", Split(cp=2)),  # windows, sinks, biases of experts
+    ("gemma4", Split(tp=2, cp=2)),  # a capped, tied head; experts beside an MLP
+    ("minimax_m2", Split(tp=2, cp=2)),  # norms over all heads
+    ("qwen3_next", Split(tp=2, cp=2)),  # gated delta net, gated attention, gated shared expert
+    ("nemotron_h", Split(cp=2)),  # Mamba2, an MLP without gate
+    ("falcon_h1", Split(cp=2)),  # mixers in parallel, scaled
+    ("kimi_k3", Split(tp=2, cp=2)),  # KDA, latents with a gate, latent experts, attention residuals
+    ("minimax", Split(cp=2)),  # lightning attention, weighted residuals
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("tiny")
+
+    def make(name: str) -> Path:
+        return root / name if (root / name).exists() else make_family(root / name, name)
+
+    return make
+
+
+def quiet(done: int, total: int) -> None:
+    """Nobody waits."""
+
+
+def group(rank: int, size: int) -> CpSplit:
+    return CpSplit(Group(rank=rank, size=size), Group(rank=rank, size=size))
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "split"), CASES, ids=str)
+def test_logits_equal_transformers(tiny: Callable[[str], Path], family: str, split: Split) -> None:
+    oracle = golden(tiny(family), IDS)
+    found = gang_logits(tiny(family), IDS, STEPS, split=split, splits_decode=True)
+    assert max(np.abs(a - b).max() for a, b in zip(found, oracle.logits, strict=True)) < oracle.atol
+
+
+def test_in_float64_only_rounding_is_left(tiny: Callable[[str], Path]) -> None:
+    split = Split(tp=2, cp=2)
+    wanted = gang_logits(tiny("llama"), IDS, STEPS, split=split, dtype=torch.float64)
+    found = gang_logits(tiny("llama"), IDS, STEPS, split=split, dtype=torch.float64, splits_decode=True)
+    assert 0 < max(np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)) < 1e-12
+
+
+def test_a_rank_with_the_share_of_another_is_noticed(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpSplit, "part", lambda self, size, *, what: slice(0, size // self.cp.size))
+    oracle = golden(tiny("llama"), IDS)
+    found = gang_logits(tiny("llama"), IDS, STEPS, split=Split(cp=2), splits_decode=True)
+    assert max(np.abs(a - b).max() for a, b in zip(found, oracle.logits, strict=True)) > 100 * oracle.atol
+
+
+# --- what CUDA graphs record ------------------------------------------------------------------------------------------
+
+
+def test_the_recorded_function_gives_the_logits_of_a_step(tiny: Callable[[str], Path]) -> None:
+    """Run instead of recorded, with padding rows and with other rows than at first."""
+    model_dir, num_pages = tiny("llama"), 12
+    config = read_config(model_dir)
+    parts = components(config, CacheFormat("float32"))
+    prompts = [ids[:9] for ids in IDS]
+    pages = {slot: [3 * slot, 3 * slot + 1, 3 * slot + 2] for slot in range(3)}
+    sampling = SamplingParams(temperature=0)
+    admits = [Admit(slot, {FULL: ids}, sampling, seed=0) for slot, ids in pages.items()]
+    prefill = StepPlan(1, [_row(slot, 0, ids) for slot, ids in enumerate(prompts)], admits)
+    decodes = [
+        StepPlan(2, [_row(slot, 9, IDS[slot][9:10]) for slot in (0, 1, 2)]),
+        StepPlan(3, [_row(slot, 10, IDS[slot][10:11]) for slot in (2, 0)]),
+        StepPlan(4, [_row(1, 10, IDS[1][10:11])]),
+    ]
+
+    def work(ctx: ParallelContext) -> None:
+        model = load_model(
+            config,
+            open_weights(model_dir, dtype=torch.float32, device=ctx.device),
+            ctx,
+            torch.float32,
+            on_progress=quiet,
+        )
+        pool = DevicePool(
+            parts, num_layers=config.num_layers, sizes={FULL: num_pages}, page_size=8, ctx=ctx, has_scratch=True
+        )
+        rank = Rank(ctx, config, model, pool, TorchBackend(), torch.float32)
+        rank.forward(prefill)
+        batch = DecodeBatch(4, pool, ctx, has_all_tokens=True)
+        tables = {FULL: PageTables()}
+        for slot, ids in pages.items():
+            tables[FULL].begin(slot, ids)
+        recorded = split_model(model.over_cp(CpSplit.of(ctx)), ctx.cp)
+        for plan in decodes:
+            wanted = rank.forward(plan)
+            assert wanted is not None and batch.inputs.is_decode
+            batch.fill(plan, tables)
+            assert batch.num_local == len(wanted)
+            run = ForwardPass(TorchBackend().plan(batch.inputs), pool, batch.inputs.positions)
+            logits, _ = recorded(batch.inputs.ids, None, run)
+            assert len(logits) == 4 // ctx.cp.size
+            torch.testing.assert_close(logits[: batch.num_local], wanted, rtol=0, atol=2e-5)
+
+    on_gang(Split(tp=2, cp=2), work)
+
+
+def _row(slot: int, start: int, ids: list[int]) -> Row:
+    return Row(slot, start, np.asarray(ids, np.int32).tobytes(), output_position=0)
+
+
+# --- weights are views ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "kimi_linear"])
+def test_split_weights_are_views_and_every_layer_has_some(tiny: Callable[[str], Path], family: str) -> None:
+    config = read_config(tiny(family))
+    ctx = ParallelContext(Split(cp=2), 1, torch.device("cpu"), cp=Group(rank=1, size=2))
+    source = open_weights(tiny(family), dtype=torch.float32, device=ctx.device)
+    model: Any = load_model(config, source, ctx, torch.float32, on_progress=quiet)
+    split: Any = model.over_cp(CpSplit.of(ctx))
+    known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(model)}
+    for whole, own in zip(model._parts, split._parts, strict=True):
+        held = [tensor for tensor in _tensors(own) if tensor.dim() > 1]
+        assert all(tensor.untyped_storage().data_ptr() in known for tensor in held)
+        if held:
+            assert sum(map(Tensor.numel, held)) < sum(tensor.numel() for tensor in _tensors(whole) if tensor.dim() > 1)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors but biases that are reachable from the attributes of a layer."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif type(value).__module__.startswith("raycache.") and "parallel" not in type(value).__module__:
+        yield from _tensors([item for name, item in vars(value).items() if "bias" not in name])
+
+
+@given(
+    cp=st.sampled_from([2, 3, 4]),
+    share=st.integers(1, 4),
+    inputs=st.integers(1, 5),
+    matrices=st.integers(1, 2),
+    has_bias=st.booleans(),
+)
+def test_shares_of_columns_make_the_whole(cp: int, share: int, inputs: int, matrices: int, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    size = matrices * cp * share
+    weight, x = (torch.randn(*shape, generator=generator).double() for shape in ((size, inputs), (3, inputs)))
+    layer = ColumnLinear(weight, torch.randn(size, generator=generator).double() if has_bias else None)
+    parts = [
+        layer.own_features(group(rank, cp), matrices=matrices)(x).unflatten(1, (matrices, -1)) for rank in range(cp)
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=2).flatten(1), layer(x))
+    whole = on_gang(Split(cp=cp), lambda ctx: layer.over_cp(CpSplit.of(ctx))(x))
+    assert all(torch.allclose(found, layer(x)) for found in whole)
+
+
+@given(cp=st.sampled_from([2, 3, 4]), share=st.integers(1, 4), is_input_split=st.booleans())
+def test_shares_of_rows_add_up_to_the_whole(cp: int, share: int, is_input_split: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, cp * share, generator=generator).double() for rows in (5, 3))
+    layer = RowLinear(weight, torch.randn(5, generator=generator).double(), Group())
+
+    def work(ctx: ParallelContext) -> Tensor:
+        split = CpSplit.of(ctx)
+        own = x[:, split.part(x.shape[1], what="features")] if is_input_split else x
+        return layer.over_cp(split, is_input_split=is_input_split)(own)
+
+    for found in on_gang(Split(cp=cp), work):
+        torch.testing.assert_close(found, layer(x))
+
+
+@pytest.mark.parametrize("vocab_size", [24, 22, 21])
+def test_the_head_gives_the_logits_of_the_vocabulary_in_order(vocab_size: int) -> None:
+    weight, hidden = torch.randn(24, 6), torch.randn(3, 6)
+    weight[vocab_size:] = 0
+
+    def work(ctx: ParallelContext) -> Tensor:
+        own = weight.unflatten(0, (2, 12))[ctx.tp.rank]
+        return VocabHead(own, vocab_size, ctx.tp).over_cp(CpSplit.of(ctx))(hidden)
+
+    for found in on_gang(Split(tp=2, cp=3), work):
+        torch.testing.assert_close(found, (hidden @ weight.T)[:, :vocab_size])
+
+
+def test_a_head_that_cp_does_not_divide_stays_whole() -> None:
+    head = VocabHead(torch.randn(7, 4), 7, Group())
+    assert head.over_cp(group(1, 2)) is head
+
+
+# --- what is not split ------------------------------------------------------------------------------------------------
+
+
+def test_why_a_model_is_not_split(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    config = read_config(tiny("llama"))
+    assert not model_obstacle(config, tp=2, cp=4)
+    assert model_obstacle(config, tp=1, cp=16) == "cp=16 does not divide the 8 attention heads of a rank"
+    assert model_obstacle(config, tp=8, cp=2) == "cp=2 does not divide the 1 attention heads of a rank"
+    odd = json.loads((tiny("llama") / "config.json").read_text()) | {"intermediate_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    # 50 inner features on one tp rank, 49 on the other.
+    assert model_obstacle(read_config(tmp_path), tp=2, cp=2) == "cp=2 does not divide the 49 output features of a rank"
+
+
+def test_quantised_weights_are_not_split() -> None:
+    matrix = Fp8Matrix(torch.zeros(16, 128).to(torch.float8_e4m3fn), torch.ones(1, 16), None, num_inputs=128)
+    for build in (ColumnLinear(matrix, None).over_cp, RowLinear(matrix, None, Group()).over_cp):
+        with pytest.raises(NotSplitError, match="quantised"):
+            build(group(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"decode_split": "on"}, ""),
+        ({"decode_split": "off"}, "decode_split=off"),
+        ({"decode_split": "auto"}, "a rank would read 0 MB per layer less"),
+        ({"decode_split": "on", "draft": "mtp"}, "the draft model"),
+        ({"decode_split": "on", "draft": "ngram"}, ""),
+        ({"decode_split": "on", "cp": 16, "page_size": 16}, "cp=16 does not divide the 8 attention heads"),
+    ],
+    ids=str,
+)
+def test_settings_decide(tiny: Callable[[str], Path], settings: dict[str, Any], reason: str) -> None:
+    config = Config(**{"model": str(tiny("llama")), "cp": 2, "device": "cpu", **settings})
+    found = decode_obstacle(Deployment(config, read_config(tiny("llama")), "cpu"))
+    assert found.startswith(reason) if reason else not found
+
+
+def test_large_layers_are_split_by_themselves(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    large = json.loads((tiny("llama") / "config.json").read_text()) | {"hidden_size": 1024, "intermediate_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(large))
+    config, model = Config(model=str(tmp_path), cp=2, device="cpu"), read_config(tmp_path)
+    assert not decode_obstacle(Deployment(config, model, "cpu"))  # 26 MB of 52
+    assert decode_obstacle(Deployment(config, model, "cuda")).startswith("a rank would read 26 MB per layer less")
