@@ -52,6 +52,7 @@ class ResponsesApi:
         self._bodies = bodies
         self._kept_page_size = kept_page_size
         self._told: set[str] = set()
+        self._told_of_grammars = False
 
     def routes(self) -> list[Route]:
         """Routes for the application."""
@@ -70,7 +71,10 @@ class ResponsesApi:
                 raise renamed(error, CHAT_NAMES) from error
 
     def _tell(self, asked: ResponsesRequest) -> None:
-        """Log each type of tool that is left out, once."""
+        """Log what is not done as asked, and each type of tool that is left out, once."""
+        if asked.has_grammars and not self._told_of_grammars:
+            self._told_of_grammars = True
+            _log.warning("grammars of custom tools are shown to the model and not enforced")
         for kind in asked.ignored_tools:
             if kind not in self._told and len(self._told) < _MOST_TOLD:
                 self._told.add(kind)

@@ -140,6 +140,8 @@ class ResponsesRequest:
         echo: fields of the answer that repeat the request.
         namespaces: name of a function as the model sees it -> its namespace and its name there.
         is_reasoning_sealed: reasoning items carry `encrypted_content`, for clients that send only that back.
+        customs: names, as the model sees them, of custom tools: their only argument is a text, `input`.
+        has_grammars: grammars of custom tools are shown to the model and not enforced.
         ignored_tools: types of tools that are not served.
     """
 
@@ -147,6 +149,8 @@ class ResponsesRequest:
     echo: Mapping[str, Any]
     namespaces: Mapping[str, tuple[str, str]]
     is_reasoning_sealed: bool
+    customs: frozenset[str]
+    has_grammars: bool
     ignored_tools: tuple[str, ...]
 
 
@@ -184,6 +188,8 @@ def parse_responses(sent: Mapping[str, Any]) -> ResponsesRequest:
         echo=_echo(body, sent),
         namespaces=tools.namespaces,
         is_reasoning_sealed="reasoning.encrypted_content" in body.include,
+        customs=frozenset(tools.grammars),
+        has_grammars=any(tools.grammars.values()),
         ignored_tools=tuple(sorted(tools.ignored)),
     )
 
@@ -228,6 +234,12 @@ def _items(value: object) -> Iterable[object]:
 
 
 _OF_FUNCTIONS = ("description", "parameters", "strict")
+_INPUT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True)
@@ -236,20 +248,22 @@ class _Tools:
 
     Attributes:
         namespaces, ignored: as in ResponsesRequest.
+        grammars: name of a custom tool as the model sees it -> its grammar, or "".
     """
 
     functions: list[dict[str, Any]]
     namespaces: dict[str, tuple[str, str]]
+    grammars: dict[str, str]
     ignored: set[str]
 
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]]) -> _Tools:
-        """Functions as they are, those of namespaces under one name, and no others.
+        """Functions as they are, custom tools as functions of a text, those of namespaces under one name, no others.
 
         Raises:
             RequestError: one is malformed; names it.
         """
-        found = cls([], {}, set())
+        found = cls([], {}, {}, set())
         if len(tools) > MAX_TOOLS:
             raise RequestError(f"tools must have at most {MAX_TOOLS} tools, got {len(tools)}", field="tools")
         for index, tool in enumerate(tools):
@@ -267,16 +281,39 @@ class _Tools:
     def _add(self, tool: object, namespace: str, where: str) -> None:
         match tool:
             case {"type": "function", "name": str(name), **rest} if name:
-                flat = flat_name(namespace, name)
-                function = {field: rest[field] for field in _OF_FUNCTIONS if rest.get(field) is not None}
-                self.functions.append({"type": "function", "function": {"name": flat, **function}})
-                if namespace:
-                    self.namespaces[flat] = (namespace, name)
-            case {"type": str(kind)} if kind != "function":
+                fields = {field: rest[field] for field in _OF_FUNCTIONS if rest.get(field) is not None}
+                self._add_function(namespace, name, fields)
+            case {"type": "custom", "name": str(name), **rest} if name:
+                grammar = _grammar(rest.get("format"), where)
+                told = [text for text in (rest.get("description"), grammar) if isinstance(text, str) and text]
+                flat = self._add_function(namespace, name, {"description": "\n\n".join(told), "parameters": _INPUT})
+                self.grammars[flat] = grammar
+            case {"type": str(kind)} if kind not in ("function", "custom"):
                 self.ignored.add(kind[:64])
+            case {"type": "custom"}:
+                raise RequestError(f'{where} must be of the form {{"type": "custom", "name": "..."}}', field=where)
             case _:
                 form = '{"type": "function", "name": "...", "parameters": {}}'
                 raise RequestError(f"{where} must be of the form {form}", field=where)
+
+    def _add_function(self, namespace: str, name: str, fields: dict[str, Any]) -> str:
+        flat = flat_name(namespace, name)
+        self.functions.append({"type": "function", "function": {"name": flat, **fields}})
+        if namespace:
+            self.namespaces[flat] = (namespace, name)
+        return flat
+
+
+def _grammar(wanted: object, where: str) -> str:
+    """What a custom tool's `format` says about its input, for the model; "" for nothing."""
+    match wanted:
+        case None | {"type": "text"}:
+            return ""
+        case {"type": "grammar", "syntax": "lark" | "regex" as syntax, "definition": str(definition)}:
+            kind = "Lark grammar" if syntax == "lark" else "regular expression"
+            return f"The input must match this {kind}:\n{definition}"
+    forms = '{"type": "text"} or {"type": "grammar", "syntax": "lark", "definition": "..."}'
+    raise RequestError(f"{where}.format must be of the form {forms}", field=f"{where}.format")
 
 
 def _tool_choice(wanted: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -284,10 +321,11 @@ def _tool_choice(wanted: str | dict[str, Any]) -> str | dict[str, Any]:
     if isinstance(wanted, str):
         return wanted
     match wanted:
-        case {"type": "function", "name": str()}:
+        case {"type": "function" | "custom", "name": str()}:
             return _named(wanted)
         case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
-            functions = [_named(tool) for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
+            kinds = ("function", "custom")
+            functions = [_named(tool) for tool in tools if isinstance(tool, dict) and tool.get("type") in kinds]
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
         case {"type": str(kind)}:
             raise RequestError(

@@ -1,6 +1,6 @@
 """Answers of /v1/responses, whole and as events of a stream.
 
-The output is a list of items, one after another: reasoning, message, function calls.
+The output is a list of items, one after another: reasoning, message, calls of functions and custom tools.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
+
+from pydantic_core import from_json
 
 from raycache.api.completions_form import chat_logprob
 from raycache.api.formats.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallStart, merged
@@ -100,10 +102,13 @@ class ResponsesForm:
         match part:
             case ToolCallStart(_, call_id, flat):
                 namespace, name = self._asked.namespaces.get(flat, ("", flat))
-                yield from self._begin(_Call(self._next_id("fc"), call_id, name=name, namespace=namespace))
+                is_custom = flat in self._asked.customs
+                item_id = self._next_id("ctc" if is_custom else "fc")
+                kind = _CustomCall if is_custom else _Call
+                yield from self._begin(kind(item_id, call_id, name=name, namespace=namespace))
             case ToolCallArguments(_, text):
-                assert isinstance(self._open, _Call), "arguments follow the start of their call"
-                yield from self._of_open([self._open.add(text)])
+                assert isinstance(self._open, _Call | _CustomCall), "arguments follow the start of their call"
+                yield from self._of_open(self._open.add(text))
             case Reasoning(text):
                 item = yield from self._text(is_reasoning=True)
                 yield from self._of_open([item.add(text)])
@@ -189,7 +194,10 @@ class ResponsesForm:
 
 
 def _of_text(logprobs: Sequence[dict[str, Any]], text: str) -> Sequence[dict[str, Any]]:
-    """The last tokens, from those on that have this text; before them is a mark that has not become a part."""
+    """The log-probabilities of a text's tokens: the shortest end of the list in which the text is.
+
+    What stands before may belong to a mark, which is in no part of the answer.
+    """
     wanted, found = text.encode("utf-8"), b""
     for start in reversed(range(len(logprobs))):
         found = bytes(logprobs[start]["bytes"]) + found
@@ -296,10 +304,10 @@ class _Call:
         """Nothing more."""
         return []
 
-    def add(self, text: str) -> _Event:
+    def add(self, text: str) -> list[_Event]:
         """A piece of the arguments."""
         self._arguments += text
-        return "function_call_arguments.delta", {"delta": text}
+        return [("function_call_arguments.delta", {"delta": text})]
 
     def end(self) -> list[_Event]:
         """The whole arguments."""
@@ -316,3 +324,56 @@ class _Call:
             "name": self._name,
             "arguments": "" if status == _IN_PROGRESS else self._arguments,
         }
+
+
+class _CustomCall:
+    """A call of a custom tool, whose only argument is a text.
+
+    Args:
+        namespace: of the tool, or "".
+    """
+
+    def __init__(self, item_id: str, call_id: str, *, name: str, namespace: str) -> None:
+        self.item_id = item_id
+        self._call_id = call_id
+        self._name = name
+        self._namespace = {"namespace": namespace} if namespace else {}
+        self._arguments: list[str] = []
+
+    def begin(self) -> list[_Event]:
+        """Nothing more."""
+        return []
+
+    def add(self, text: str) -> list[_Event]:
+        """Nothing yet: the text stands in JSON."""
+        self._arguments.append(text)
+        return []
+
+    def end(self) -> list[_Event]:
+        """The whole text."""
+        text = self._input()
+        return [("custom_tool_call_input.delta", {"delta": text}), ("custom_tool_call_input.done", {"input": text})]
+
+    def shown(self, status: str) -> dict[str, Any]:
+        """The item."""
+        return {
+            "type": "custom_tool_call",
+            "id": self.item_id,
+            "status": status,
+            "call_id": self._call_id,
+            **self._namespace,
+            "name": self._name,
+            "input": "" if status == _IN_PROGRESS else self._input(),
+        }
+
+    def _input(self) -> str:
+        """The text, which max_tokens may have cut. Arguments of another form are the text themselves."""
+        arguments = "".join(self._arguments)
+        try:
+            found = from_json(arguments, allow_partial="trailing-strings", allow_inf_nan=False)
+        except ValueError:
+            return arguments
+        match found:
+            case {"input": str(text)}:
+                return text
+        return arguments

@@ -227,6 +227,57 @@ def test_reasoning_and_calls_whole_and_streamed(tokenizer: Tokenizer) -> None:
     run(scenario())
 
 
+_PATCH = '*** Begin Patch\n+say "hi"\n\\ Grüße\n*** End Patch'
+_PATCHES = [
+    (json.dumps({"input": _PATCH}), _PATCH),
+    (json.dumps({"input": _PATCH}, ensure_ascii=False, indent=1), _PATCH),
+    (json.dumps({"patch": "x"}), '{"patch": "x"}'),
+    ("{}", "{}"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), _PATCHES)
+def test_calls_of_custom_tools_whole_and_streamed(tokenizer: Tokenizer, arguments: str, text: str) -> None:
+    turn = f'<tool_call>\n{{"name": "apply_patch", "arguments": {arguments}}}\n</tool_call>'
+    engine = Conversing(tokenizer, turn)
+
+    async def scenario() -> None:
+        async with official(engine, tokenizer) as client:
+            tool: Any = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
+            ask: Any = {"model": "tiny", "input": "Hi", "tools": [*_TOOLS, tool]}
+            [called] = (await client.responses.create(**ask)).output
+            assert (called.type, called.name, called.input) == ("custom_tool_call", "apply_patch", text)
+            events = await drained(await client.responses.create(**ask, stream=True))
+            assert [event.type.removeprefix("response.") for event in events] == [
+                *("created", "in_progress", "output_item.added"),
+                *("custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done"),
+                "completed",
+            ]
+            added, delta, done, item = events[2:6]
+            assert (added.item.input, delta.delta, done.input, item.item.input) == ("", text, text, text)
+            assert named(events[-1].response.output) == named([called])
+            result = {"type": "custom_tool_call_output", "call_id": called.call_id, "output": "Done."}
+            await client.responses.create(**ask | {"input": [{"role": "user", "content": "Hi"}, called, result]})
+
+    run(scenario())
+    assert json.dumps({"input": text}, ensure_ascii=False)[1:-1] in prompt(engine, tokenizer)
+
+
+@pytest.mark.parametrize("max_tokens", [60, 75])
+def test_a_cut_call_of_a_custom_tool_has_the_text_so_far(tokenizer: Tokenizer, max_tokens: int) -> None:
+    turn = f'<tool_call>\n{{"name": "apply_patch", "arguments": {json.dumps({"input": _PATCH})}}}\n</tool_call>'
+
+    async def scenario() -> None:
+        async with official(Conversing(tokenizer, turn), tokenizer) as client:
+            ask: Any = {"model": "tiny", "input": "Hi", "tools": [{"type": "custom", "name": "apply_patch"}]}
+            found = await client.responses.create(**ask, max_output_tokens=max_tokens)
+            [called] = found.output
+            assert found.status == "incomplete" and called.type == "custom_tool_call"
+            assert called.input and _PATCH.startswith(called.input) and called.input != _PATCH
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("kept", ["everything", "as Codex", "by the client's words"])
 def test_the_next_turn_continues_the_prompt(tokenizer: Tokenizer, kept: str) -> None:
     engine = Conversing(tokenizer, _TURN, "All well.")

@@ -142,10 +142,20 @@ def test_namespaces_become_parts_of_names() -> None:
         {"type": "web_search", "external_web_access": True},
     ]
     asked = parsed([_USER, call("look", 1, namespace="crm"), call("look", 2)], tools=tools)
-    assert [tool["function"]["name"] for tool in asked.chat.tools] == ["look", "mcp__files__look", "crm__look"]
+    assert [tool["function"]["name"] for tool in asked.chat.tools] == [
+        "look",
+        "mcp__files__look",
+        "crm__look",
+        "crm__x",
+    ]
     assert asked.chat.tools[0]["function"]["parameters"] == _TOOL["parameters"]
-    assert asked.namespaces == {"mcp__files__look": ("mcp__files__", "look"), "crm__look": ("crm", "look")}
-    assert asked.ignored_tools == ("custom", "web_search")
+    assert asked.namespaces == {
+        "mcp__files__look": ("mcp__files__", "look"),
+        "crm__look": ("crm", "look"),
+        "crm__x": ("crm", "x"),
+    }
+    assert asked.customs == {"crm__x"} and not asked.has_grammars
+    assert asked.ignored_tools == ("web_search",)
     assert asked.chat.messages[1]["tool_calls"] == [chat_call("crm__look", 1), chat_call("look", 2)]
     assert asked.echo["tools"] == tools
     with pytest.raises(RequestError, match="look twice"):
@@ -229,6 +239,10 @@ _PART = {"type": "input_image", "image_url": "data:image/png;base64,"}
         ({"tools": [{"type": "web_search"}] * 513}, "tools", "at most 512"),
         ({"tools": [{"name": "x"}]}, "tools[0]", "of the form"),
         ({"tools": [{"type": "namespace", "name": "x"}]}, "tools[0]", "name and tools"),
+        ({"tools": [{"type": "custom"}]}, "tools[0]", "of the form .*custom"),
+        ({"tools": [{"type": "custom", "name": "x", "format": {"type": "xml"}}]}, "tools[0].format", "of the form"),
+        ({"tools": [{"type": "custom", "name": "look"}, _TOOL]}, "tools", "different names"),
+        ({"tool_choice": {"type": "custom", "name": "x"}}, "tool_choice", "'x'"),
         ({"tools": [{"type": "namespace", "name": "x", "tools": ["y"]}]}, "tools[0].tools[0]", "of the form"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "'file_search'"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "'x'"),
@@ -276,3 +290,36 @@ def test_a_renamed_error_keeps_what_else_it_says() -> None:
     error = renamed(PromptTooLongError("max_tokens=9", field="max_tokens", num_tokens=5, limit=7), CHAT_NAMES)
     assert isinstance(error, PromptTooLongError)
     assert (error.num_tokens, error.limit, error.message) == (5, 7, "max_output_tokens=9")
+
+
+_PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
+}
+
+
+def test_a_custom_tool_is_a_function_of_a_text() -> None:
+    asked = parse_responses({"model": "tiny", "input": "Hi", "tools": [_PATCH, _TOOL]})
+    function = asked.chat.tools[0]["function"]
+    assert function["name"] == "apply_patch"
+    assert function["description"] == (
+        'Edits files.\n\nThe input must match this Lark grammar:\nstart: "*** Begin Patch"'
+    )
+    assert function["parameters"]["properties"] == {"input": {"type": "string"}}
+    assert (asked.customs, asked.has_grammars, asked.ignored_tools) == ({"apply_patch"}, True, ())
+    assert asked.echo["tools"] == [_PATCH, _TOOL]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "custom", "name": "apply_patch"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "apply_patch"}]},
+    ],
+)
+def test_a_custom_tool_can_be_required(choice: Any) -> None:
+    asked = parse_responses({"model": "tiny", "input": "Hi", "tools": [_PATCH, _TOOL], "tool_choice": choice})
+    chosen = asked.chat.choose_tools()
+    assert chosen.is_required and [tool.name for tool in chosen.tools] == ["apply_patch"]
