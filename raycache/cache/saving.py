@@ -71,6 +71,7 @@ class Cursor:
 
     Args:
         found: handle of the longest resumable prefix on the host.
+        digests: of the sequence's first pages, as many as are known already.
         is_closed: True without a host tier.
     Attributes:
         saved: handle at the end of what the host has.
@@ -79,10 +80,10 @@ class Cursor:
         is_broken: whether a save failed, which makes those after it useless.
     """
 
-    __slots__ = ("_last", "_num_open", "found", "is_broken", "is_closed", "num_planned", "saved")
+    __slots__ = ("_last", "_num_open", "digests", "found", "is_broken", "is_closed", "num_planned", "saved")
 
-    def __init__(self, found: PrefixHandle, *, is_closed: bool = False) -> None:
-        self.found = found
+    def __init__(self, found: PrefixHandle, *, digests: Sequence[bytes] = (), is_closed: bool = False) -> None:
+        self.found, self.digests = found, digests
         self.saved = found.clone()
         self.num_planned = 0
         self._last: list[bytes] | None = []

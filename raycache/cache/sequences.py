@@ -82,7 +82,15 @@ class SequenceCache:
         """Whether the device has as many pages, free or not."""
         return -(-num_tokens // self.page_size) <= self.device.pages.num_pages
 
-    def begin(self, tokens: PackedTokens, *, is_matched: bool, now: int, use: Use = PLAIN_USE) -> Holding:
+    def begin(
+        self,
+        tokens: PackedTokens,
+        *,
+        is_matched: bool,
+        now: int,
+        use: Use = PLAIN_USE,
+        digests: Sequence[bytes] = (),
+    ) -> Holding:
         """Lock the longest resumable prefix.
 
         Args:
@@ -90,10 +98,11 @@ class SequenceCache:
             is_matched: whether it may reuse cached pages.
             now: step number, the LRU clock.
             use: tenant and eviction priority.
+            digests: of its first pages, as many as are known already.
         """
         known = tokens if is_matched and self.is_kept else NOTHING
         handle = self.device.tree.match(known, now=now, root=use.root, priority=use.priority, until_s=use.until_s)
-        cursor = self.transfers.open(known, root=use.root, now=now)
+        cursor = self.transfers.open(known, root=use.root, now=now, digests=digests)
         return Holding(self.device, self.transfers, handle=handle, cursor=cursor, use=use, is_kept=self.is_kept)
 
     def known_len(self, tokens: PackedTokens, *, use: Use, now: int) -> int:

@@ -119,9 +119,14 @@ class Transfers:
         self._is_lost = False
         self._counts: Counter[str] = Counter()
 
-    def open(self, tokens: PackedTokens, *, root: bytes, now: int) -> Cursor:
-        """Lock the longest resumable prefix of a sequence on the host."""
-        return Cursor(self.host.tier.tree.match(tokens, now=now, root=root))
+    def open(self, tokens: PackedTokens, *, root: bytes, now: int, digests: Sequence[bytes] = ()) -> Cursor:
+        """Lock the longest resumable prefix of a sequence on the host.
+
+        Args:
+            tokens, root, now: as for `RadixTree.match`.
+            digests: of the sequence's first pages, as many as are known already.
+        """
+        return Cursor(self.host.tier.tree.match(tokens, now=now, root=root), digests=digests)
 
     # --- loads --------------------------------------------------------------------------------------------------------
 
@@ -225,8 +230,9 @@ class Transfers:
         if taken is None:
             self._counts["unsaved_pages"] += missing
             return False
-        before = [cursor.found.root, *cursor.last_digests(host)][-1]
-        digests = chain_digests(before, tokens, first=first, stop=stop, page_size=host.page_size)
+        digests = list(cursor.digests[first:stop])
+        before = [cursor.found.root, *cursor.last_digests(host), *digests][-1]
+        digests += chain_digests(before, tokens, first=first + len(digests), stop=stop, page_size=host.page_size)
         cursor.plan(host, digests)
         batches = [_batch(FULL, source.take(first), taken, digests)]
         host_point = None
@@ -363,7 +369,7 @@ class NoTransfers:
     def __init__(self) -> None:
         self._cursor = Cursor(RadixTree(1).match(NOTHING, now=0), is_closed=True)
 
-    def open(self, tokens: PackedTokens, *, root: bytes, now: int) -> Cursor:
+    def open(self, tokens: PackedTokens, *, root: bytes, now: int, digests: Sequence[bytes] = ()) -> Cursor:
         """Return a closed cursor."""
         return self._cursor
 

@@ -115,7 +115,8 @@ class Admission:
 
     def _lock(self, request: Request) -> Holding:
         is_matched, use = not request.is_scored, request.spec.use
-        return self.cache.begin(request.tokens, is_matched=is_matched, now=self.clock.step, use=use)
+        digests = () if request.prefetch is None else request.prefetch.digests
+        return self.cache.begin(request.tokens, is_matched=is_matched, now=self.clock.step, use=use, digests=digests)
 
     def _unlock(self, request: Request, holding: Holding) -> None:
         holding.end(request.tokens, now=self.clock.step)

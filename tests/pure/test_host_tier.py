@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from raycache.cache.catalog import Catalog
 from raycache.cache.evict import Eviction
 from raycache.cache.host_tier import HostTier, WritePolicy
+from raycache.cache.keys import tag_of
 from raycache.cache.node import RestorePoint
 from raycache.cache.saving import Cursor
 from raycache.cache.spaces import SpaceSizes
@@ -78,10 +80,11 @@ class Alone:
         self.released: list[int] = []
         self.held: list[int] = []
 
-    def open(self, text: int, num_pages: int, *, seed: bytes = SEEDS[0]) -> Sequence:
+    def open(self, text: int, num_pages: int, *, seed: bytes = SEEDS[0], digests: Several[bytes] = ()) -> Sequence:
         tokens = packed(text, num_pages)
         # A match leaves one token to compute: one more follows.
-        return Sequence(self.transfers.open(tokens + bytes(4), root=seed, now=0), tokens, seed)
+        cursor = self.transfers.open(tokens + bytes(4), root=seed, now=0, digests=digests)
+        return Sequence(cursor, tokens, seed)
 
     def save(self, sequence: Sequence, num_pages: int, *, has_point: bool = True) -> bool:
         number = len(self.held)
@@ -243,6 +246,20 @@ def test_what_a_load_reads_stays_although_its_restore_point_makes_room() -> None
     alone.tier.tier.let_go(point)
     alone.tier.check()
     assert alone.save(alone.open(2, 3), 3) and "state" in {unit.space for unit in alone.planned[-1].units}
+
+
+@pytest.mark.parametrize("num_known", range(7))
+def test_known_digests_are_taken_as_they_are_and_continued(num_known: int) -> None:
+    alone, digests = Alone(has_points=False), chain(SEEDS[0], packed(0, 6))
+    sequence = alone.open(0, 6, digests=digests[:num_known])
+    assert alone.save(sequence, 2) and alone.save(sequence, 6)
+    assert [unit.tag for moves in alone.planned for unit in moves.units] == [tag_of(digest) for digest in digests]
+    alone.end_saves(2)
+    assert alone.catalog().recover()[0].tokens == packed(0, 6)
+    # A page is not hashed again: others in their place are believed.
+    believed = Alone(has_points=False)
+    believed.save(believed.open(0, 6, digests=[bytes(32)] * num_known), 6)
+    assert [unit.tag for unit in believed.planned[0].units][:num_known] == [0] * num_known
 
 
 def test_a_lost_gang_saves_nothing_more_and_the_next_starts_to_count_anew() -> None:
