@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launch.cli.cache import add_cache_flags
+from launch.cli.cachecheck import add_cachecheck_flags
 from launch.cli.replicas import add_replicas_flags
 from launch.cli.stop import add_stop_flags
 from launch.environment import keep_ray_on_loopback
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add_stop_flags(add("stop", _stop, "stop a service running on this machine"))
     _add_key_flags(add("key", _key, "create an API key for a tenant, and its line for the --api-keys file"))
     add_config_flags(add("doctor", _doctor, "check whether launch would work, without loading weights"))
+    add_cachecheck_flags(add("cachecheck", _cachecheck, "test whether a server's answers from its cache are right"))
     demo = add("demo-model", _demo_model, "write a small real model as a Hugging Face directory")
     demo.add_argument("directory", metavar="DIR", type=Path, help="directory to write to")
     add("version", _version, "print versions")
@@ -147,6 +149,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from launch.doctor.command import run
 
     return run(values)
+
+
+def _cachecheck(options: argparse.Namespace) -> int:
+    from launch.cli.cachecheck import run
+
+    return run(options)
 
 
 def _demo_model(options: argparse.Namespace) -> int:

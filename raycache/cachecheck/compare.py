@@ -1,0 +1,96 @@
+"""How far two answers to the same question are apart.
+
+The tokens are greedy, so both answers are one text until the first place where they choose differently; behind it their
+contexts differ, and nothing more is compared.
+
+    reference    the   amber   falcon   keeps   48 ...
+    observed     the   amber   falcon   has     ...
+    compared     |-------- log-probabilities ---|  at the last one: by how much the order of "keeps" and "has" moved
+
+A tie that rounding decides is therefore a small difference: what counts is how far log-probabilities moved, not that
+the texts differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from raycache.cachecheck.answers import Answer, Token
+
+_LEAST = -7.0
+"""Less likely tokens than 1 in 1,100 are not compared: their rounding errors say little about the answer."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between two answers.
+
+    Attributes:
+        nats: largest change of a log-probability; None: the server gives none.
+        position: of that change, in output tokens from 0.
+        diverged_at: first position with another token; None: all compared tokens are the same.
+        compared: number of positions compared.
+    """
+
+    nats: float | None
+    position: int
+    diverged_at: int | None
+    compared: int
+
+
+def difference(reference: Answer, observed: Answer, *, skip: int = 0) -> Difference:
+    """Compare two answers.
+
+    Args:
+        skip: tokens at the start of the reference that are part of the observed answer's prompt.
+    """
+    ours, theirs = reference.tokens[skip:], observed.tokens
+    if not ours or not theirs:
+        return _of_texts(reference, observed, skip=skip)
+    nats, position, diverged_at, count = 0.0, 0, None, 0
+    has_numbers = False
+    for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        count = place + 1
+        has_numbers |= one.logprob is not None and other.logprob is not None
+        change = _change(one, other)
+        if change > nats:
+            nats, position = change, place
+        if one.text != other.text:
+            diverged_at = place
+            break
+    return Difference(nats if has_numbers else None, position, diverged_at, count)
+
+
+def as_json(found: Difference) -> dict[str, Any]:
+    """For the report."""
+    return {
+        "nats": found.nats,
+        "position": found.position,
+        "diverged_at": found.diverged_at,
+        "compared_tokens": found.compared,
+    }
+
+
+def _of_texts(reference: Answer, observed: Answer, *, skip: int) -> Difference:
+    """Where no tokens are shown, characters stand for them; a continued prompt cannot be compared."""
+    if skip or not (reference.text or observed.text):
+        return Difference(None, 0, None, 0)
+    pairs = zip(reference.text, observed.text, strict=False)
+    place = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+    return Difference(None, place or 0, place, min(len(reference.text), len(observed.text)))
+
+
+def _change(one: Token, other: Token) -> float:
+    shared = one.top.keys() & other.top.keys()
+    moves = [abs(one.top[name] - other.top[name]) for name in shared if max(one.top[name], other.top[name]) > _LEAST]
+    if one.text != other.text and one.logprob is not None and other.logprob is not None:
+        # Each preferred its own token; the sum of both preferences moved, at least half of it in one of the two tokens.
+        moves.append((_lead(one, other.text) + _lead(other, one.text)) / 2)
+    return max(moves, default=0.0)
+
+
+def _lead(token: Token, rival: str) -> float:
+    """By how much a token was preferred to a rival; at least, if the rival is not among those shown."""
+    assert token.logprob is not None, "only called with log-probabilities"
+    return max(0.0, token.logprob - token.top.get(rival, min(token.top.values())))

@@ -1,0 +1,107 @@
+"""Measures the noise floor: pairs of cold answers to the same question, which differ by rounding only."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+from raycache.cachecheck.answers import Answer, Question
+from raycache.cachecheck.client import CannotTestError
+from raycache.cachecheck.compare import difference
+from raycache.cachecheck.lab import Lab
+from raycache.cachecheck.noise import RESOLUTION, Noise, noise_of, noise_of_texts
+from raycache.cachecheck.pressure import AT_ONCE
+from raycache.cachecheck.target import CHAT, Cold
+
+_SHARE = 8
+"""One of so many requests of the budget is for the noise floor, times the five of each question."""
+
+_LEAST_QUESTIONS, _MOST_QUESTIONS = 6, 16
+_ALONE, _PIECES, _BATCH = "twice alone", "in other pieces", "alone and in a batch"
+
+Pair = tuple[float | None, bool]
+"""Largest change in nats, and whether the tokens differ."""
+
+
+async def measure(lab: Lab, *, budget: int) -> Noise:
+    """Ask questions cold: twice alone, twice in a batch, and with a part of the answer in the prompt.
+
+    Args:
+        budget: most requests of the run.
+    Raises:
+        CannotTestError: the answers differ so much that no fault could be seen.
+    """
+    write = lab.writer
+    count = min(_MOST_QUESTIONS, max(_LEAST_QUESTIONS, budget // _SHARE // 5))
+    lengths = [write.length() for _ in range(count - 2)] + [4 * write.num_records] * 2
+    questions = [write.question(length) for length in lengths]
+    pairs: dict[str, list[Pair]] = defaultdict(list)
+    firsts = []
+    for question in questions:
+        first = await lab.cold(question)
+        firsts.append(first)
+        pairs[_ALONE].append(_pair(first, await lab.cold(question)))
+        pairs[_PIECES] += await _in_other_pieces(lab, question, first)
+    pairs[_PIECES] = _of_one_tokenisation(pairs[_PIECES])
+    asked = list(zip(questions, firsts, strict=True))
+    for batch in (*_batches(asked), *_batches(asked[::-1])):
+        spaces = [await lab.space() for _ in batch]
+        answers = await lab.together([(question, space) for (question, _), space in zip(batch, spaces, strict=True)])
+        pairs[_BATCH] += [_pair(first, answer) for (_, first), answer in zip(batch, answers, strict=False)]
+    samples = {kind: [nats for nats, _ in found if nats is not None] for kind, found in pairs.items()}
+    noise = noise_of(samples, looks=budget)
+    if noise is None:
+        noise = noise_of_texts([differs for kind in (_ALONE, _BATCH) for _, differs in pairs[kind]], looks=budget)
+    if noise is None or not noise.is_usable:
+        raise CannotTestError(_too_noisy(noise, lab.target.cold))
+    return noise
+
+
+def _pair(first: Answer, second: Answer, *, skip: int = 0) -> Pair:
+    found = difference(first, second, skip=skip)
+    return found.nats, found.diverged_at is not None
+
+
+async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> list[Pair]:
+    """Tokens that were computed one by one, computed again as a part of the prompt."""
+    if lab.target.path == CHAT or len(first.tokens) < 3:
+        return []
+    at = lab.writer.choose(1, len(first.tokens) - 2)
+    told = "".join(token.text for token in first.tokens[:at])
+    if not first.text.startswith(told):
+        return []
+    second = await lab.cold(dataclasses.replace(question, text=question.text + told))
+    if first.prompt_tokens is None or second.prompt_tokens != first.prompt_tokens + at:
+        return []  # the text is other tokens there
+    return [_pair(first, second, skip=at)]
+
+
+def _of_one_tokenisation(pairs: list[Pair]) -> list[Pair]:
+    """Without pairs, at most a quarter, whose text became other tokens, though as many."""
+    nats = [found for found, _ in pairs if found is not None]
+    if not nats:
+        return []
+    limit = max(0.3, 50 * max(RESOLUTION, statistics.median(nats)))
+    kept: list[Pair] = [pair for pair in pairs if pair[0] is not None and pair[0] <= limit]
+    return kept if len(kept) >= 0.75 * len(pairs) else []
+
+
+def _batches(asked: Sequence[tuple[Question, Answer]]) -> list[Sequence[tuple[Question, Answer]]]:
+    """Of at most AT_ONCE, about equally long."""
+    count = -(-len(asked) // AT_ONCE)
+    size = -(-len(asked) // count)
+    return [asked[start : start + size] for start in range(0, len(asked), size)]
+
+
+def _too_noisy(noise: Noise | None, cold: Cold) -> str:
+    hint = "; try --cold flush, on a server that nobody else uses" if cold is Cold.LINE else ""
+    if noise is None:
+        return f"too few cold answers could be compared{hint}"
+    if noise.scale == 0.0:
+        return f"cold answers differ among themselves too often to see a fault{hint}"
+    return (
+        f"cold answers of this server differ among themselves by {noise.scale:.2g} nats, so that a difference below "
+        f"{noise.some:.2g} means nothing{hint}"
+    )

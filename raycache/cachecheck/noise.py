@@ -1,0 +1,177 @@
+"""The noise floor, and the two thresholds that are derived from it.
+
+A right server's answers differ by rounding: of another batch, and of a prompt that was computed in other pieces. Both
+can be measured without a cache hit, on cold prompts: asked twice alone, asked alone and in a batch, and asked again
+with the first tokens of the answer as a part of the prompt (computed in one piece instead of token by token, as a hit
+is computed in other pieces than a whole prompt). The largest change of a log-probability in each pair is a sample.
+
+Model: the logarithm of a sample is normally distributed, with a mean per kind of pair and one spread for all. Its upper
+tail is wider than that of a maximum of many rounding errors. A new sample exceeds
+
+    2 * max(largest sample, exp(mean + t(p, n - kinds + PRIOR) * spread * sqrt(1 + 1 / n_kind)))
+
+with a probability of at most p: the one-sided prediction bound of Student's t, of the noisiest kind, with a factor of 2
+for kinds of rounding that no cold pair shows. Kinds of pairs that never differ (n counts the others) say nothing about
+the spread. To the others come PRIOR degrees of freedom with a spread of PRIOR_SPREAD, which is more than that of a
+maximum of normal errors (a moderated t), so that a few samples that happen to agree do not make a narrow bound.
+
+A run looks at its comparisons at most once per request of its budget, k. Two tests, each with ALPHA / 2k per look:
+
+    gross       one comparison exceeds the bound of p = ALPHA / 2k
+    repeated    so many comparisons of a scenario exceed the bound of p = SOME, that Binomial(n, CHANCE) reaches that
+                many with a probability of at most ALPHA / 2k; CHANCE is five times SOME, because the few samples may
+                be smaller than most
+
+By the union bound, a right server is called faulty in at most ALPHA of all runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ALPHA = 0.001
+"""Share of runs in which a right server may be called faulty."""
+
+SOME = 0.01
+"""Share of a right server's comparisons that exceed the lower of the two thresholds."""
+
+CHANCE = 0.05
+"""The share that is assumed."""
+
+PRIOR, PRIOR_SPREAD = 16, 0.5
+FACTOR = 2.0
+RESOLUTION = 1e-4
+"""Nats; smaller changes are one value. Servers round the log-probabilities that they show."""
+
+MAX_FLOOR = 3.0
+"""Nats; where the lower threshold is above this, nothing can be said."""
+
+_MIN_SAMPLES = 6
+_LEAST = math.log(RESOLUTION)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise floor of a server.
+
+    Attributes:
+        samples: kind of pair -> largest changes, nats.
+        scale: typical change of the noisiest kind, nats.
+        spread: standard deviation of the logarithm of a change.
+        some: threshold that a right server's comparison exceeds with a probability of at most `chance`, nats.
+        gross: threshold that in no comparison of a run may be exceeded, nats.
+        chance: see `some`.
+        looks: number of looks that the error is divided by.
+    """
+
+    samples: Mapping[str, Sequence[float]]
+    scale: float
+    spread: float
+    some: float
+    gross: float
+    chance: float
+    looks: int
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a fault could be told from noise."""
+        return self.some <= MAX_FLOOR and self.chance <= 0.5
+
+    @property
+    def per_look(self) -> float:
+        """Probability of a false alarm, per look and test."""
+        return ALPHA / 2 / self.looks
+
+    def is_gross(self, nats: float | None) -> bool:
+        """Whether one comparison alone shows a fault."""
+        return nats is not None and nats > self.gross
+
+    def is_repeated(self, *, exceeded: int, of: int) -> bool:
+        """Whether so many comparisons of a scenario above the lower threshold show a fault."""
+        return binomial_tail(exceeded, of, self.chance) <= self.per_look
+
+
+def noise_of(samples: Mapping[str, Sequence[float]], *, looks: int) -> Noise | None:
+    """Estimate the noise floor; None: too few samples.
+
+    Args:
+        samples: kind of pair -> largest changes, nats.
+        looks: number of comparisons that a run can have.
+    """
+    kinds = {kind: _logs(values) for kind, values in samples.items() if len(values) >= 2}
+    count = sum(map(len, kinds.values()))
+    if count < _MIN_SAMPLES:
+        return None
+    largest = max(max(values) for values in samples.values() if values)
+    means = {kind: statistics.fmean(values) for kind, values in kinds.items()}
+    kinds = {kind: values for kind, values in kinds.items() if max(values) > _LEAST} or kinds
+    freedom = sum(map(len, kinds.values())) - len(kinds)
+    squares = sum((value - means[kind]) ** 2 for kind, values in kinds.items() for value in values)
+    spread = max(PRIOR_SPREAD, math.sqrt((squares + PRIOR * PRIOR_SPREAD**2) / (freedom + PRIOR)))
+    noisiest = max(kinds, key=lambda kind: means[kind])
+
+    def bound(tail: float) -> float:
+        reach = t_quantile(tail, freedom + PRIOR) * spread * math.sqrt(1 + 1 / len(kinds[noisiest]))
+        return FACTOR * max(largest, math.exp(min(means[noisiest] + reach, 700.0)))
+
+    gross = bound(ALPHA / 2 / looks)
+    return Noise(samples, math.exp(means[noisiest]), spread, bound(SOME), gross, CHANCE, looks)
+
+
+def noise_of_texts(diverged: Sequence[bool], *, looks: int) -> Noise | None:
+    """The same for a server without log-probabilities: how often two cold answers differ, None: too few.
+
+    The chance is the upper limit of Clopper and Pearson for the share of cold pairs that differ, at 1 - ALPHA / 2; the
+    other half of ALPHA is for the binomial test.
+    """
+    if len(diverged) < _MIN_SAMPLES:
+        return None
+    count, seen = len(diverged), sum(diverged)
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_likely = 1 - binomial_tail(seen + 1, count, middle) > ALPHA / 2
+        low, high = (middle, high) if is_likely else (low, middle)
+    return Noise({"texts that differ": [float(one) for one in diverged]}, 0.0, 0.0, 0.0, math.inf, high, looks)
+
+
+def _logs(values: Sequence[float]) -> list[float]:
+    """Logarithms. Values far below the largest are raised: answers without any change must not widen the upper tail."""
+    least = max(RESOLUTION, max(values) / 10)
+    return [math.log(max(value, least)) for value in values]
+
+
+def binomial_tail(least: int, of: int, chance: float) -> float:
+    """Probability of at least so many successes."""
+    return sum(math.comb(of, k) * chance**k * (1 - chance) ** (of - k) for k in range(least, of + 1))
+
+
+@functools.cache
+def t_quantile(tail: float, freedom: int) -> float:
+    """Value that Student's t exceeds with a probability of `tail`.
+
+    Args:
+        tail: above 0, at most 0.5.
+        freedom: degrees of freedom, at least 1.
+    """
+    low, high = 0.0, 1.0
+    while _t_tail(high, freedom) > tail:
+        low, high = high, high * 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_tail(middle, freedom) > tail else (low, middle)
+    return high
+
+
+def _t_tail(value: float, freedom: int) -> float:
+    """P(T > value), value >= 0: with T = sqrt(freedom) * tan(angle) the density is a power of a cosine."""
+    constant = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    start, steps = math.atan(value / math.sqrt(freedom)), 400
+    width = (math.pi / 2 - start) / steps
+    heights = [max(0.0, math.cos(start + width * step)) ** (freedom - 1) for step in range(steps + 1)]
+    simpson = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
+    return constant * simpson * width / 3

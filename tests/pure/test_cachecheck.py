@@ -1,0 +1,294 @@
+"""The statistics of `raycache cachecheck`, and how it judges servers whose noise is modelled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from raycache.cachecheck.answers import Answer, Token, read_answer
+from raycache.cachecheck.check import SCENARIOS, Options, Result, check
+from raycache.cachecheck.client import Connection
+from raycache.cachecheck.compare import difference
+from raycache.cachecheck.noise import ALPHA, Noise, binomial_tail, noise_of, noise_of_texts, t_quantile
+from raycache.cachecheck.page import as_html
+from raycache.cachecheck.pressure import Timing
+from raycache.cachecheck.report import as_json, as_text
+from raycache.cachecheck.target import Cold
+from tests.oracle.noisy_server import NOISES, NoisyServer
+
+# --- distributions
+
+
+@pytest.mark.parametrize(
+    ("tail", "freedom", "value"),
+    # Published tables; the last ones from the closed forms for 1 and 2 degrees of freedom.
+    [
+        (0.05, 10, 1.812),
+        (0.01, 5, 3.365),
+        (0.0005, 20, 3.850),
+        (0.025, 100, 1.984),
+        (1e-6, 1, 1 / math.tan(math.pi * 1e-6)),
+        (1e-6, 2, (1 - 2e-6) * math.sqrt(2 / (1 - (1 - 2e-6) ** 2))),
+    ],
+)
+def test_quantiles_of_students_t_are_those_of_tables(tail: float, freedom: int, value: float) -> None:
+    assert t_quantile(tail, freedom) == pytest.approx(value, rel=5e-4)
+
+
+def test_the_tail_of_a_binomial_distribution_is_the_sum_of_its_outcomes() -> None:
+    assert binomial_tail(2, 3, 0.5) == pytest.approx(0.5)
+    assert binomial_tail(0, 9, 0.1) == pytest.approx(1)
+    assert binomial_tail(3, 8, 0.01) == pytest.approx(5.4e-5, rel=0.05)
+
+
+# --- comparisons
+
+
+def answer(*tokens: Token, **fields: Any) -> Answer:
+    text = "".join(token.text for token in tokens)
+    return Answer(
+        **{"number": 1, "text": text, "tokens": tokens, "prompt_tokens": 50, "cached_tokens": 0}
+        | fields
+        | {"drafted_tokens": 0, "seconds": 0.0}
+    )
+
+
+def token(text: str, **top: float) -> Token:
+    return Token(text, top[text], top)
+
+
+def test_answers_are_as_far_apart_as_the_largest_change_of_a_log_probability() -> None:
+    one = answer(token("a", a=-0.5, b=-1.5), token("c", c=-0.25, d=-2.0))
+    other = answer(token("a", a=-0.5, b=-1.5), token("c", c=-0.25, d=-2.5))
+    found = difference(one, other)
+    assert (found.nats, found.position, found.diverged_at, found.compared) == (0.5, 1, None, 2)
+
+
+def test_a_tie_that_rounding_decides_is_a_small_difference() -> None:
+    one = answer(token("a", a=-1.0, b=-1.001), token("x", x=-0.1))
+    other = answer(token("b", b=-1.0, a=-1.001), token("y", y=-3.0))
+    found = difference(one, other)
+    assert found.nats == pytest.approx(0.001)
+    assert (found.diverged_at, found.compared) == (0, 1)  # nothing behind it is compared
+
+
+def test_another_token_that_was_not_close_is_a_large_difference() -> None:
+    one = answer(token("a", a=-0.01, b=-5.0))
+    assert difference(one, answer(token("b", b=-0.01, a=-5.0))).nats == pytest.approx(4.99)
+    # The rival is not shown: it is at most as likely as the last that is.
+    assert difference(one, answer(token("z", z=-0.01, y=-6.0))).nats == pytest.approx((4.99 + 5.99) / 2)
+
+
+def test_unlikely_tokens_are_not_compared() -> None:
+    one, other = (answer(token("a", a=-0.1, b=least)) for least in (-9.0, -12.0))
+    assert difference(one, other).nats == 0
+
+
+def test_without_log_probabilities_only_texts_are_compared() -> None:
+    one, other = (answer(text=text) for text in ("the falcon", "the heron"))
+    assert difference(one, other).diverged_at == 4 and difference(one, other).nats is None
+    assert difference(one, one).diverged_at is None
+
+
+def test_parts_of_characters_share_a_text_and_are_told_apart_by_their_bytes() -> None:
+    entry = {"token": "�", "logprob": -0.5, "bytes": [0xE6]}
+    tops = [entry, {"token": "�", "logprob": -1.5, "bytes": [0x9D]}]
+    value = {
+        "choices": [{"message": {"content": "x"}, "logprobs": {"content": [{**entry, "top_logprobs": tops}]}}],
+        "usage": None,
+    }
+    (found,) = read_answer(value, number=1, seconds=0).tokens
+    assert found.top == {"bytes:e6": -0.5, "bytes:9d": -1.5}
+    completion = {"tokens": ["�"], "token_logprobs": [-0.5], "top_logprobs": [{"�": -1.5, "a": -2.0}]}
+    (found,) = read_answer({"choices": [{"text": "x", "logprobs": completion}]}, number=1, seconds=0).tokens
+    assert found.top == {"�": -0.5, "a": -2.0}
+
+
+@pytest.mark.parametrize("value", [{}, {"choices": []}, {"choices": [{"message": None}]}, {"error": "x"}])
+def test_what_is_no_answer_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no answer of the OpenAI API"):
+        read_answer(value, number=1, seconds=0)
+
+
+# --- thresholds
+
+
+def false_alarms(noise: Noise, changes: list[float]) -> bool:
+    exceeded = 0
+    for count, nats in enumerate(changes, start=1):
+        exceeded += nats > noise.some
+        if noise.is_gross(nats) or noise.is_repeated(exceeded=exceeded, of=count):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("tail", ["normal", "exponential", "log-normal", "steps"])
+def test_a_right_server_is_called_faulty_in_less_than_one_of_a_thousand_runs(tail: str) -> None:
+    """4,000 runs of 100 comparisons, of which hits have 1.5 times the noise that was measured: at most one alarm, which
+    a rate of 1 in 1,000 would pass with a probability of 9 %."""
+    draw = random.Random(7)
+
+    def change(size: float) -> float:
+        match tail:
+            case "normal":
+                return size * max(abs(draw.gauss(0, 1)) for _ in range(8))
+            case "exponential":
+                return size * max(draw.expovariate(1) for _ in range(16))
+            case "steps":
+                return 0.125 * round(8 * size * max(abs(draw.gauss(0, 1)) for _ in range(8)))
+            case _:
+                return size * math.exp(draw.gauss(0, 0.5))
+
+    alarms = 0
+    for _ in range(4000):
+        samples = {"twice alone": [0.0] * 8, "alone and in a batch": [change(0.05) for _ in range(12)]}
+        noise = noise_of(samples, looks=150)
+        assert noise is not None
+        alarms += false_alarms(noise, [change(0.075) for _ in range(10)]) if noise.is_usable else 0
+    assert alarms <= 1
+
+
+def test_thresholds_follow_the_noise() -> None:
+    quiet, loud = (noise_of({"a": [size] * 10, "b": [0.0] * 10}, looks=100) for size in (0.001, 0.1))
+    assert quiet is not None and loud is not None
+    assert loud.some == pytest.approx(100 * quiet.some) and loud.gross == pytest.approx(100 * quiet.gross)
+    assert quiet.some < quiet.gross < 0.1 < loud.some
+    assert quiet.is_gross(0.2) and not loud.is_gross(0.2)
+
+
+def test_without_noise_differences_below_the_resolution_are_no_fault() -> None:
+    noise = noise_of({"a": [0.0] * 20}, looks=400)
+    assert noise is not None
+    assert not noise.is_gross(1e-4) and noise.some > 1e-4
+    assert noise.is_gross(0.01)
+
+
+def test_texts_alone_need_many_differences() -> None:
+    noise = noise_of_texts([False] * 20, looks=100)
+    assert noise is not None
+    # (1 - chance) ** 20 = ALPHA / 2, the limit of Clopper and Pearson without a success
+    assert noise.chance == pytest.approx(1 - (ALPHA / 2) ** (1 / 20), rel=1e-6)
+    assert not noise.is_repeated(exceeded=5, of=5) and noise.is_repeated(exceeded=12, of=12)
+
+
+def test_too_few_samples_are_no_noise_floor() -> None:
+    assert noise_of({"a": [0.1] * 5}, looks=100) is None
+    assert noise_of_texts([False] * 5, looks=100) is None
+
+
+# --- whole runs against modelled noise
+
+
+def run(server: NoisyServer, **options: Any) -> Result:
+    settings = {"budget": 150, "prompt_tokens": 80, "output_tokens": 8, **options}
+    connection = Connection("http://test/v1/", transport=server, clock=lambda: 0.0)
+    return asyncio.run(check(connection, Options(**settings)))
+
+
+@pytest.mark.parametrize("noise", list(NOISES))
+def test_noise_is_not_called_a_fault(noise: str) -> None:
+    for seed in range(4):
+        result = run(NoisyServer(seed, noise=noise, batched=0.04, cached=0.06), seed=seed)
+        assert result.exit_code == 0, as_text(result)
+
+
+def test_the_steps_of_bfloat16_are_not_called_a_fault() -> None:
+    for seed in range(4):
+        result = run(NoisyServer(seed, step=0.0625), seed=seed)
+        assert result.exit_code == 0, as_text(result)
+        assert any(row["texts_differ"] for row in as_json(result)["scenarios"].values())
+
+
+@pytest.mark.parametrize(("shift", "share"), [(0.8, 1.0), (5.0, 0.1)])
+def test_a_fault_above_the_noise_is_found(shift: float, share: float) -> None:
+    result = run(NoisyServer(1, shift=shift, share=share), stops=True)
+    assert result.exit_code == 1 and result.requests < 150
+    assert result.faults[0].test == ("repeated" if share == 1 else "gross")
+
+
+def test_a_server_noisier_than_any_fault_cannot_be_tested() -> None:
+    result = run(NoisyServer(1, alone=2.0, batched=2.0))
+    assert result.exit_code == 2 and "differ among themselves" in result.untested
+
+
+# --- time
+
+
+def test_claimed_hits_are_refuted_only_if_none_was_faster_and_computing_takes_long() -> None:
+    short, cold = (0.1,) * 6, (1.0, 1.1, 0.9, 1.0, 1.2, 1.0)
+    assert Timing(short, cold, (0.2,) * 6).can_tell and not Timing(short, cold, (0.2,) * 6).is_refuted
+    assert Timing(short, cold, (0.9,) * 6).is_refuted
+    assert not Timing(short, cold, (0.9,) * 5 + (0.3,)).is_refuted  # one was faster
+    assert not Timing((0.1,) * 5 + (0.6,), cold, (0.9,) * 6).can_tell  # the machine was busy
+    assert not Timing(short, cold, (0.9,) * 3).is_refuted  # too few
+
+
+# --- reports
+
+
+class Page(HTMLParser):
+    """What a page contains."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_all_reports_say_the_same() -> None:
+    result = run(NoisyServer(1, shift=3.0), stops=True, model="<b>&")
+    text, page = as_text(result), as_html(result)
+    value = json.loads(json.dumps(as_json(result), allow_nan=False))
+    fault = value["faults"][0]
+    assert (value["exit_code"], fault["scenario"]) == (1, "repeated")
+    assert f"found after {fault['requests']} requests" in text and f"found after {fault['requests']} requests" in page
+    assert "less than 1 of 1,000 runs" in text and "less than 1 of 1,000 runs" in page
+    assert set(value["scenarios"]) == set(SCENARIOS)
+    parsed = Page(page)
+    assert parsed.links == [] and not {"script", "link", "img", "b"} & set(parsed.tags)
+    dots = [one for one in value["comparisons"] if one["nats"] is not None]
+    assert parsed.tags.count("circle") == len(dots) > 0
+    assert "&lt;b&gt;&amp;" in page
+
+
+def test_a_result_without_any_answer_can_be_reported() -> None:
+    result = Result("http://x", Options(cold=Cold.LINE), untested="no answer")
+    assert "could not be tested: no answer" in as_text(result) and "no answer" in as_html(result)
+    assert as_json(result)["exit_code"] == 2
+
+
+def test_neither_torch_nor_ray_nor_anything_but_httpx_is_needed() -> None:
+    """As after `pip install --no-deps raycache` and `pip install httpx2`: all else is blocked."""
+    code = """
+        import sys
+
+        class Blocked:
+            def find_spec(self, name, path=None, target=None):
+                top = name.partition(".")[0]
+                allowed = {"raycache", "launch", "httpx2", "httpcore2", "h11", "anyio", "idna", "certifi", "sniffio",
+                           "truststore", "typing_extensions", "_distutils_hack", "sitecustomize", "usercustomize"}
+                if top not in allowed and top not in sys.stdlib_module_names:
+                    raise ModuleNotFoundError(f"blocked: {name}", name=name)
+
+        sys.meta_path.insert(0, Blocked())
+        from launch.cli.main import main
+        sys.exit(main(["cachecheck", "http://127.0.0.1:9", "--timeout-s", "5"]))
+    """
+    code = re.sub(r"^ {8}", "", code, flags=re.MULTILINE)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, ""), done.stderr
+    assert "does not respond" in done.stdout
