@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from types import TracebackType
 from typing import Any
 
@@ -191,7 +192,7 @@ class LLM:
         """Generate completions for prompts, all in one batch.
 
         Args:
-            prompts: texts or token ids.
+            prompts: texts or token ids, as lists, tuples or arrays.
             sampling: parameters for all prompts, or one per prompt; default: as
                 `generation_config` says.
         Returns:
@@ -207,7 +208,7 @@ class LLM:
         each = [sampling or self._sampling] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters", field="sampling")
-        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+        if isinstance(prompts, str) or any(isinstance(prompt, Number) for prompt in prompts):
             raise RequestError("generate takes a list of prompts; wrap a single prompt in a list", field="prompt")
         by_id: dict[str, _Run] = {}
         try:
@@ -309,6 +310,7 @@ class LLM:
         request_id = f"llm-{next(self._ids)}"
         self._engine.add(GenerateRequest(request_id, ids, sampling))
         # Only now: the engine has checked the ids.
+        ids = tuple(map(int, ids))  # those of numpy are integers of another kind
         text = OutputText(self.tokenizer, prompt=ids, sampling=sampling)
         by_id[request_id] = _Run(ids, text, [], [], [], [])
 

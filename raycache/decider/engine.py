@@ -305,6 +305,12 @@ class Engine:
 
 
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    numbers = np.asarray(ids) if len(ids) else np.zeros(1, np.int32)
-    if not (numbers.min() >= 0 and numbers.max() < vocab_size):
+    try:
+        numbers = np.frombuffer(packed(ids), np.int32)
+        is_inside = not len(numbers) or bool(numbers.min() >= 0 and numbers.max() < vocab_size)
+    except TypeError as cause:
+        raise RequestError(f"{field} must be token ids, which are integers: {cause}", field=field) from cause
+    except OverflowError:  # more than 32 bits
+        is_inside = False
+    if not is_inside:
         raise RequestError(f"{field} has a token id outside the vocabulary, [0, {vocab_size})", field=field)

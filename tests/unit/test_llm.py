@@ -289,9 +289,27 @@ def test_without_the_wish_there_are_no_logprobs(llm: LLM) -> None:
         ("", RequestError, "empty"),
         ([VOCAB], RequestError, "vocabulary"),
         ([-1], RequestError, "vocabulary"),
+        ([2**31], RequestError, "vocabulary"),
+        ([3, 2**64], RequestError, "vocabulary"),
+        ([3, 4.0], RequestError, "must be token ids, which are integers"),
+        (np.array([3.0]), RequestError, "must be token ids, which are integers"),
+        ([[3]], RequestError, "must be token ids, which are integers"),
+        ([None], RequestError, "must be token ids, which are integers"),
         ([3] * 200 * 8, PromptTooLongError, "1600 tokens.*at most 1599"),
     ],
-    ids=["no token", "no text", "token beyond the vocabulary", "negative token", "longer than the pool"],
+    ids=[
+        "no token",
+        "no text",
+        "token beyond the vocabulary",
+        "negative token",
+        "33 bits",
+        "65 bits",
+        "fraction",
+        "array of fractions",
+        "nested",
+        "none",
+        "longer than the pool",
+    ],
 )
 def test_a_wrong_prompt_is_refused_and_the_others_of_the_call_are_not_run(
     llm: LLM, prompt: Any, error: type[Exception], text: str, prompts: list[list[int]], expected: list[tuple[int, ...]]
@@ -302,12 +320,29 @@ def test_a_wrong_prompt_is_refused_and_the_others_of_the_call_are_not_run(
     assert tokens_of(llm, prompts) == expected
 
 
+def test_a_wrong_prompt_does_not_empty_the_cache(llm: LLM, prompts: list[list[int]]) -> None:
+    for _ in range(2):
+        [found] = llm.generate([prompts[-1]], GREEDY)
+        with pytest.raises(RequestError):
+            llm.generate([[1.0]], GREEDY)  # type: ignore[list-item]
+    assert found.cached_tokens == 128
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint16, tuple], ids=str)
+def test_prompts_may_be_arrays(llm: LLM, kind: Any, prompts: list[list[int]], expected: list[tuple[int, ...]]) -> None:
+    given = [tuple(prompt) if kind is tuple else np.array(prompt, kind) for prompt in prompts]
+    found = llm.generate(given, GREEDY)
+    assert [each.token_ids for each in found] == expected
+    assert [each.prompt_token_ids for each in found] == [tuple(prompt) for prompt in prompts]
+    assert {type(token) for each in found for token in each.prompt_token_ids} == {int}
+
+
 def test_as_many_samplings_as_prompts(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 prompts but 1 sampling"):
         llm.generate([[1], [2]], [GREEDY])
 
 
-@pytest.mark.parametrize("prompts", ["one text", [1, 2, 3]])
+@pytest.mark.parametrize("prompts", ["one text", [1, 2, 3], np.array([1, 2, 3])], ids=repr)
 def test_a_single_prompt_outside_a_list_is_refused(llm: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError, match="list of prompts"):
         llm.generate(prompts)
