@@ -266,6 +266,12 @@ class Settings:
         "several; *: all",
         unit="none|*|ORIGIN,...",
     )
+    prompt_history: str = _server(
+        "64MiB",
+        "memory for recent prompts, to say why a prompt was computed again (GET /cache/why); none: do not",
+        words=("none",),
+        unit="SIZE",
+    )
     drop_attribution: bool = _server(
         True,
         "leave Claude Code's line x-anthropic-billing-header out of prompts; it changes with each request, so that "

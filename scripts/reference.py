@@ -129,7 +129,8 @@ _FIELDS = {
     "prompt_cache_retention": "with `--eviction priority`: `in_memory` is `cache_priority` 1 for ten minutes, `24h` "
     "for a day; otherwise, and with any other value, without effect",
     "return_token_ids": "add the token ids of prompt and output to the response",
-    "return_cache_info": "add `raycache` to the response: cached tokens by tier, and why no more was reused",
+    "return_cache_info": "add `raycache` to the response: cached tokens by tier, why no more was reused, and "
+    "where the prompt left a known one",
 }
 _INFO = EngineInfo(
     model="MODEL",

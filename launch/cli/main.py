@@ -13,6 +13,7 @@ from launch.cli.cache import add_cache_flags
 from launch.cli.cachecheck import add_cachecheck_flags
 from launch.cli.replicas import add_replicas_flags
 from launch.cli.stop import add_stop_flags
+from launch.cli.why import add_why_flags
 from launch.environment import keep_ray_on_loopback
 from launch.flags import Parser, add_config_flags, seconds, settings
 from raycache import __version__
@@ -110,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         help="scrape /metrics of this server instead of Ray's metrics; repeatable",
     )
     add_cache_flags(add("cache", _cache, "inspect and change the cache of a running server"))
+    add_why_flags(add("why", _why, "show why a running server computed prompts again"))
     add_replicas_flags(add("replicas", _replicas, "start, drain and replace the replicas of a running server"))
     add_stop_flags(add("stop", _stop, "stop a service running on this machine"))
     _add_key_flags(add("key", _key, "create an API key for a tenant, and its line for the --api-keys file"))
@@ -198,6 +200,12 @@ def _dashboards(options: argparse.Namespace) -> int:
 
 def _cache(options: argparse.Namespace) -> int:
     from launch.cli.cache import run
+
+    return run(options)
+
+
+def _why(options: argparse.Namespace) -> int:
+    from launch.cli.why import run
 
     return run(options)
 

@@ -27,6 +27,7 @@ from launch.http.messages import MessagesApi
 from launch.http.openapi import openapi
 from launch.http.responses import ResponsesApi
 from launch.http.tokens import TokensApi
+from launch.http.why import WhyApi
 from launch.http.wire import Bodies, ProblemError, compute, json_response, problem_response
 from launch.observe.requests import Observed
 from raycache import __version__
@@ -73,7 +74,8 @@ def build_app(
     """
     observed = observed or Observed(Metrics(info.model))
     served = Served.of(config, tokenizer=tokenizer, info=info, defaults=defaults or Defaults.of(config))
-    api = _Api(engine, config=config, served=served, metrics=observed.metrics)
+    why = WhyApi(config, tokenizer=tokenizer, page_size=info.page_size)
+    api = _Api(engine, config=config, served=served, metrics=observed.metrics, why=why)
     cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
     tokens = TokensApi(served, bodies=api.bodies)
     messages = MessagesApi(served, config=config, bodies=api.bodies, prepare=api.prepare, respond=api.respond)
@@ -81,19 +83,9 @@ def build_app(
     responses = ResponsesApi(api, tokenizer=tokenizer, bodies=api.bodies, kept_page_size=kept_page_size)
     app = Starlette(
         routes=[
-            Route("/", api.welcome),
-            Route("/v1/models", api.list_models),
-            Route("/v1/models/", api.list_models),
-            Route("/v1/models/{model:path}", api.show_model),
-            Route("/v1/completions", api.completions, methods=["POST"]),
-            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-            Route("/health", api.health),
-            Route("/ping", api.health),
-            Route("/version", api.version),
-            Route("/metrics", api.metrics),
-            Route("/status", api.status),
-            Route("/openapi.json", api.openapi),
+            *api.routes(),
             *responses.routes(),
+            *why.routes(),
             *cache.routes(),
             *tokens.routes(),
             *messages.routes(),
@@ -136,14 +128,31 @@ class _Api:
         bodies: reads the bodies of requests.
     """
 
-    def __init__(self, engine: AsyncEngine, *, config: Config, served: Served, metrics: Metrics) -> None:
-        self._engine = engine
+    def __init__(self, engine: AsyncEngine, *, config: Config, served: Served, metrics: Metrics, why: WhyApi) -> None:
+        self._engine, self._why = engine, why
         self._info, self._tokenizer, self._served = served.info, served.tokenizer, served
         self._description = to_json(openapi(served.info, served.defaults))
         self._grammars = GrammarChecker(served.tokenizer, served.info)
         self._metrics = metrics
         self.bodies = Bodies(config)
         self._eviction = config.eviction
+
+    def routes(self) -> list[Route]:
+        """Routes for the application."""
+        return [
+            Route("/", self.welcome),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/", self.list_models),
+            Route("/v1/models/{model:path}", self.show_model),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/ping", self.health),
+            Route("/version", self.version),
+            Route("/metrics", self.metrics),
+            Route("/status", self.status),
+            Route("/openapi.json", self.openapi),
+        ]
 
     async def welcome(self, request: Request) -> Response:
         return PlainTextResponse(f"RayCache serves {self._info.model}; GET /openapi.json lists the paths.\n")
@@ -230,10 +239,11 @@ class _Api:
             check = self._grammars.check(generation.grammar, field=generation.constrained_by)
             await _unless_gone(request.receive, check)
         headers = {"X-Request-Id": generation.generation_id}
+        compare = self._why.compare(request)
         if not generation.body.stream:
-            whole = answer(self._engine, generation, form=form, metrics=self._metrics)
+            whole = answer(self._engine, generation, form=form, metrics=self._metrics, compare=compare)
             return Response(await _unless_gone(request.receive, whole), headers=headers, media_type="application/json")
-        events = answer_stream(self._engine, generation, form=form, metrics=self._metrics)
+        events = answer_stream(self._engine, generation, form=form, metrics=self._metrics, compare=compare)
         if ping:
             events = with_pings(events, ping)
         # Wait for the first event before sending headers, so that an early error still gets an HTTP status.

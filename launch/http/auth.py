@@ -44,7 +44,7 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _MAX_RUNNING = re.compile(r"requests=([1-9][0-9]{0,8})")
 _TENANT = "raycache.tenant"  # in the ASGI scope
 _OPEN_TO_ALL = frozenset({"/", "/health", "/openapi.json", "/ping", "/version"})
-_OPEN_TO_KEYS = frozenset({"/v1", "/tokenize", "/detokenize"})
+_OPEN_TO_KEYS = frozenset({"/v1", "/tokenize", "/detokenize", "/cache/why"})
 
 _log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=GenerationBody)

@@ -65,6 +65,7 @@ def cache_info(generation: Generation) -> dict[str, Any]:
             "cached_by_tier": {tier: choice.text.cached_by_tier.get(tier, 0) for tier in TIERS},
             "miss": choice.text.miss.value,
             "cut_by": choice.text.cut_by,
+            **({} if choice.text.finding is None else {"divergence": choice.text.finding.facts()}),
         }
         for choice in generation.choices
         if choice.is_first

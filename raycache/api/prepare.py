@@ -66,6 +66,7 @@ class Generation:
         is_score_only: max_tokens=0: the prompt's log-probabilities are wanted and no output.
         created: seconds since the epoch.
         constrained_by: field that asks for the grammar of the outputs, or "".
+        text: of a chat's prompt; "" for a completion.
     """
 
     generation_id: str
@@ -75,6 +76,7 @@ class Generation:
     is_score_only: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     constrained_by: str = ""
+    text: str = ""
 
     @property
     def grammar(self) -> str:
@@ -168,7 +170,7 @@ def prepare_chat(body: ChatBody, served: Served, *, cuts_max_tokens: bool = Fals
     split = _Split(parser=served.chat.parser(body, choice, text), shown=served.chat.shown)
     generation_id = f"chatcmpl-{uuid.uuid4().hex}"
     choices = _choices(generation_id, body, [prompt], sampling, served=served, split=split)
-    return Generation(generation_id, served.info.model, choices, body, constrained_by=constrained_by)
+    return Generation(generation_id, served.info.model, choices, body, constrained_by=constrained_by, text=text)
 
 
 def chat_prompt(body: ChatBody, served: Served) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from raycache.api.engine import AsyncEngine
 from raycache.api.output_text import TextDelta
 from raycache.api.prepare import Choice, Generation
 from raycache.api.problem import Problem, problem_of
+from raycache.divergence.history import Watch
 from raycache.errors import EngineStoppedError, RayCacheError, RequestFailedError, RequestTimeoutError
 from raycache.observe.metrics import Metrics
 from raycache.types import FinishReason, RequestOutput
@@ -56,21 +57,31 @@ class AnswerForm(Protocol):
         ...
 
 
-async def answer(engine: AsyncEngine, generation: Generation, *, form: AnswerForm, metrics: Metrics) -> bytes:
+class Compare(Protocol):
+    """Compares the prompt of a choice with those before it."""
+
+    def __call__(self, generation: Generation, choice: Choice) -> AbstractContextManager[Watch]:
+        """Follows the request while the context is open."""
+        ...
+
+
+async def answer(
+    engine: AsyncEngine, generation: Generation, *, form: AnswerForm, metrics: Metrics, compare: Compare | None = None
+) -> bytes:
     """Run to the end; returns the JSON answer. Cancelling the task cancels all its requests.
 
     Raises:
         RayCacheError: the engine refused or failed; nothing runs on.
     """
     outputs: list[list[TextDelta]] = [[] for _ in generation.choices]
-    async with aclosing(_increments(engine, generation, metrics)) as increments:
+    async with aclosing(_increments(engine, generation, metrics, compare)) as increments:
         async for choice, delta in increments:
             outputs[choice.index].append(delta)
     return to_json(form.whole(outputs))
 
 
 async def answer_stream(
-    engine: AsyncEngine, generation: Generation, *, form: AnswerForm, metrics: Metrics
+    engine: AsyncEngine, generation: Generation, *, form: AnswerForm, metrics: Metrics, compare: Compare | None = None
 ) -> AsyncGenerator[bytes, None]:
     """Run and give server-sent events. Closing the generator cancels all its requests.
 
@@ -80,7 +91,7 @@ async def answer_stream(
         RayCacheError: the engine refused or failed; nothing runs on.
     """
     seen: set[int] = set()
-    async with aclosing(_increments(engine, generation, metrics)) as increments:
+    async with aclosing(_increments(engine, generation, metrics, compare)) as increments:
         async for choice, delta in increments:
             if not seen:
                 for chunk in form.opening():
@@ -121,24 +132,28 @@ def _event(form: AnswerForm, chunk: dict[str, Any], *, name: str = "") -> bytes:
 
 
 async def _increments(
-    engine: AsyncEngine, generation: Generation, metrics: Metrics
+    engine: AsyncEngine, generation: Generation, metrics: Metrics, compare: Compare | None
 ) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
-    runs = [_run(engine, choice, metrics, is_score_only=generation.is_score_only) for choice in generation.choices]
+    runs = [_run(engine, generation, choice, metrics, compare) for choice in generation.choices]
     async with aclosing(runs[0] if len(runs) == 1 else _interleave(runs)) as merged:
         async for item in merged:
             yield item
 
 
 async def _run(
-    engine: AsyncEngine, choice: Choice, metrics: Metrics, *, is_score_only: bool
+    engine: AsyncEngine, generation: Generation, choice: Choice, metrics: Metrics, compare: Compare | None
 ) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
     """One request. Leaving it before the engine has ended the request cancels it."""
-    with metrics.watch(choice.request) as watch:
+    comparison = compare(generation, choice) if compare is not None and choice.is_first else nullcontext()
+    with metrics.watch(choice.request) as watch, comparison as seen:
         async with aclosing(engine.generate(choice.request)) as outputs:
             async for output in outputs:
                 watch.take(output)
+                if seen is not None:
+                    seen.take(output)
+                    choice.text.finding = seen.finding
                 _raise_if_failed(output, choice)
-                delta = choice.text.push(_without_tokens(output) if is_score_only else output)
+                delta = choice.text.push(_without_tokens(output) if generation.is_score_only else output)
                 yield choice, delta
                 if delta.finish_reason is not None and output.finish_reason is None:
                     return  # a stop string ended it; closing the outputs cancels the request

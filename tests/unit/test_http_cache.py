@@ -121,11 +121,14 @@ def test_cache_info_is_in_the_answer_and_in_the_last_chunk_if_asked_for(
     async def scenario() -> None:
         async with over_asgi(engine, tokenizer) as client:
             body = {**asked(path), "return_cache_info": True}
-            assert (await client.post(path, json=body)).json()["raycache"] == wanted
+            assert (await client.post(path, json=body)).json()[
+                "raycache"
+            ] == wanted  # the first one: nothing to compare
             assert "raycache" not in (await client.post(path, json=asked(path))).json()
             options = {"stream": True, "stream_options": {"include_usage": include_usage}}
             *earlier, last = chunks_of(await client.post(path, json={**body, **options}))
-            assert (last["raycache"], last["choices"], "usage" in last) == (wanted, [], include_usage)
+            assert wanted.items() <= last["raycache"].items()
+            assert (last["choices"], "usage" in last) == ([], include_usage)
             assert earlier[-1]["choices"][0]["finish_reason"] == "length"
             assert not any("raycache" in chunk for chunk in earlier)
             plain = chunks_of(await client.post(path, json={**asked(path), **options}))

@@ -1,0 +1,223 @@
+"""The prompts seen lately, as a radix tree of token ids for each cache salt, within a bound of bytes.
+
+    root - [system, question 1, answer 1]                 a prompt that continues a known one extends its leaf
+               |
+    root - [system] - [question 1, answer 1, question 2]  one that leaves it splits the edge where it does
+                    ` [question 3]
+
+The least recently used leaf goes first. Comparisons are numpy's, so a long prompt costs about as much as reading it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+
+NODE_BYTES = 2048
+"""At least what a node takes beside its tokens, with its source and note."""
+_FIRST_LOOK = 256
+"""Tokens compared before the rest of an edge: most prompts that leave it do so early, or not at all."""
+
+
+@dataclass(slots=True)
+class Source:
+    """The request that a part of the tree was last seen in.
+
+    Attributes:
+        seen_s: its arrival.
+        computed_s: when its prompt was computed; inf until then.
+        expires_s: end of its cache_ttl_s; inf without one.
+        sizes: characters of its last messages, by their index.
+    """
+
+    seen_s: float
+    computed_s: float = float("inf")
+    expires_s: float = float("inf")
+    sizes: Mapping[int, int] = field(default_factory=dict)
+
+
+class Node:
+    """An edge of the tree and what is below it; `note` is for whoever looks at prompts that part at its end."""
+
+    __slots__ = ("children", "note", "parent", "source", "tokens")
+
+    def __init__(self, tokens: Tokens, parent: Node | None, source: Source) -> None:
+        self.tokens, self.parent, self.source = tokens, parent, source
+        self.children: dict[int, Node] = {}  # by their first token, the last used one last
+        self.note: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest known prefix of a prompt.
+
+    Attributes:
+        length: its tokens.
+        source: the request that had it last; None if the length is 0.
+        rest: how that request went on, in pieces; empty if it ended there.
+        node: ends where the prompts part; None if they share nothing, or if one is the beginning of the other.
+        leaf: ends with the prompt; None if a known one goes on there.
+    """
+
+    length: int
+    source: Source | None
+    rest: tuple[Tokens, ...]
+    node: Node | None
+    leaf: Node | None
+
+
+class SeenPrompts:
+    """The tree.
+
+    Args:
+        max_bytes: of all salts together.
+    Attributes:
+        num_bytes: taken.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._roots: dict[str, Node] = {}
+        self._leaves: OrderedDict[Node, str] = OrderedDict()  # leaf -> salt, the least recently used first
+        self.num_bytes = 0
+
+    def add(self, salt: str, tokens: Sequence[int] | Tokens, source: Source) -> Match:
+        """Find the longest known prefix of a prompt, then remember the prompt.
+
+        Args:
+            tokens: at least one; of a prompt that would take more than a quarter of the bound, only its beginning.
+        """
+        prompt = np.asarray(tokens, dtype=np.int32)[: self._max_bytes // 16]
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Node(prompt[:0], None, source)
+            self.num_bytes += NODE_BYTES
+        node, within, length = self._descend(root, prompt)
+        rest = self._rest(node, within)
+        found = None if length == 0 else node.source
+        if length < len(prompt):
+            if within < len(node.tokens):
+                node = self._split(node, within, salt)
+            leaf = self._grow(node, prompt[length:], source, salt)
+        else:
+            leaf = node
+        self._touch(leaf, source)
+        self._evict()
+        parted = node if 0 < length < len(prompt) and rest else None
+        return Match(
+            length, found, rest, parted, leaf if leaf in self._leaves and not (parted is None and rest) else None
+        )
+
+    def extend(self, leaf: Node, tokens: Sequence[int], source: Source) -> None:
+        """Add what was generated behind a prompt, unless another request has had the leaf since.
+
+        Args:
+            leaf, source: of the prompt.
+        """
+        if leaf in self._leaves and leaf.source is source and tokens:
+            added = np.asarray(tokens, dtype=np.int32)
+            leaf.tokens = np.concatenate((leaf.tokens, added))
+            self.num_bytes += added.nbytes
+            self._evict()
+
+    def _descend(self, root: Node, prompt: Tokens) -> tuple[Node, int, int]:
+        """Return the deepest node reached, the tokens that agree of it, and of the whole prompt."""
+        node, length = root, 0
+        while length < len(prompt):
+            child = node.children.get(int(prompt[length]))
+            if child is None:
+                break
+            same = common(child.tokens, prompt[length:])
+            node, length = child, length + same
+            if same < len(child.tokens):
+                return node, same, length
+        return node, len(node.tokens), length
+
+    def _rest(self, node: Node, within: int) -> tuple[Tokens, ...]:
+        """What follows on the most recently used path."""
+        pieces = [node.tokens[within:]] if within < len(node.tokens) else []
+        while node.children:
+            node = next(reversed(node.children.values()))
+            pieces.append(node.tokens)
+        return tuple(pieces)
+
+    def _split(self, node: Node, within: int, salt: str) -> Node:
+        """Divide an edge; returns the upper part, which takes the place of the whole."""
+        upper = Node(node.tokens[:within].copy(), node.parent, node.source)
+        assert node.parent is not None
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.parent = node.tokens[within:].copy(), upper
+        upper.children[int(node.tokens[0])] = node
+        self.num_bytes += NODE_BYTES
+        return upper
+
+    def _grow(self, node: Node, tokens: Tokens, source: Source, salt: str) -> Node:
+        """Put tokens below a node, or at the end of a leaf; returns the leaf."""
+        self.num_bytes += tokens.nbytes
+        if node in self._leaves:
+            node.tokens = np.concatenate((node.tokens, tokens))
+            node.note = None
+            return node
+        leaf = Node(tokens.copy(), node, source)
+        node.children[int(tokens[0])] = leaf
+        self._leaves[leaf] = salt
+        self.num_bytes += NODE_BYTES
+        return leaf
+
+    def _touch(self, node: Node, source: Source) -> None:
+        """Make a node and those above it the last used ones."""
+        if node in self._leaves:
+            self._leaves.move_to_end(node)
+        while node.parent is not None:
+            node.source = source
+            siblings = node.parent.children
+            if len(siblings) > 1:
+                first = int(node.tokens[0])
+                siblings[first] = siblings.pop(first)
+            node = node.parent
+
+    def _evict(self) -> None:
+        while self.num_bytes > self._max_bytes and len(self._leaves) > 1:
+            leaf, salt = self._leaves.popitem(last=False)
+            self._remove(leaf, salt)
+
+    def _remove(self, leaf: Node, salt: str) -> None:
+        node: Node = leaf
+        while node.parent is not None and not node.children:
+            self.num_bytes -= node.tokens.nbytes + NODE_BYTES
+            del node.parent.children[int(node.tokens[0])]
+            node = node.parent
+        if node.parent is None:
+            if not node.children:
+                del self._roots[salt]
+                self.num_bytes -= NODE_BYTES
+        elif len(node.children) == 1:
+            self._merge(node)
+
+    def _merge(self, node: Node) -> None:
+        """Join a node with its only child, which keeps the tree flat."""
+        (child,) = node.children.values()
+        assert node.parent is not None
+        child.tokens = np.concatenate((node.tokens, child.tokens))
+        child.parent = node.parent
+        # In place: the order of the children is that of their last use.
+        node.parent.children[int(node.tokens[0])] = child
+        self.num_bytes -= NODE_BYTES
+
+
+def common(one: Tokens, other: Tokens) -> int:
+    """Tokens at the beginning that two sequences share."""
+    length = min(len(one), len(other))
+    for begin, end in ((0, min(length, _FIRST_LOOK)), (_FIRST_LOOK, length)):
+        if begin < end:
+            differs = one[begin:end] != other[begin:end]
+            first = int(differs.argmax())
+            if differs[first]:
+                return begin + first
+    return length
