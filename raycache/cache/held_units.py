@@ -5,8 +5,8 @@
     window    pages that the next query sees                    pages of the last window - 1 tokens before p
     state     the slot with the state after its last token      the slot with the state after p tokens
 
-Window pages and state slots are reference counted, never copied. If a restore point shares the state slot, the next
-row reads that slot and writes to a new one, in which the sequence continues.
+Window pages and state slots are reference counted, never copied. If a restore point shares the state slot, or may do so
+once the row in flight completes, the next row reads that slot and writes to a new one, in which the sequence continues.
 """
 
 from __future__ import annotations
@@ -42,6 +42,19 @@ class WindowPages:
         return self.first + len(self.ids)
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenStates:
+    """State slots that a row writes.
+
+    Attributes:
+        first_len: length of the sequence at the first one.
+        slots: after the row's last known token, and after each draft token.
+    """
+
+    first_len: int
+    slots: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Capacity:
     """Pages and slots for one row.
@@ -64,19 +77,19 @@ class HeldUnits:
     Args:
         device: the device tier.
         point: restore point to resume from; None for an empty prefix.
+        leaves_points: whether a row that ends on a page boundary may leave a restore point.
     Attributes:
         state: slot after the last computed token; -1 for none.
-        next_states: slots that the row in flight writes: after its last known token, and after each draft token.
+        in_flight: states that rows in flight write.
     """
 
-    __slots__ = ("_device", "_next_len", "next_states", "state", "windows")
+    __slots__ = ("_device", "_leaves_points", "in_flight", "state", "windows")
 
-    def __init__(self, device: Tier, point: RestorePoint | None) -> None:
-        self._device = device
-        self._next_len = 0  # length of the sequence at the first of next_states
+    def __init__(self, device: Tier, point: RestorePoint | None, *, leaves_points: bool) -> None:
+        self._device, self._leaves_points = device, leaves_points
         self.windows: dict[str, WindowPages] = {}
         self.state = -1
-        self.next_states: tuple[int, ...] = ()
+        self.in_flight: deque[WrittenStates] = deque()
         position, parts = (0, {}) if point is None else (point.position, point.parts)
         for space, ids in parts.items():
             device.units[space].share(ids)
@@ -97,14 +110,12 @@ class HeldUnits:
             first = max(held.end, device.first_page(space, next_len))
             counts[space] = max(0, -(-stop // device.page_size) - first)
         if device.state_space:
-            is_kept = self.state < 0 or device.units[device.state_space].is_shared(self.state)
-            counts[device.state_space] = num_drafts + is_kept
+            counts[device.state_space] = num_drafts + self._is_kept(self._last_state)
         return counts
 
     def take(self, counts: Mapping[str, int], capacity: Capacity, *, next_len: int, num_drafts: int) -> None:
         """Add the missing units to a row's capacity; they must be free."""
         device = self._device
-        self._next_len = next_len
         for space, held in self.windows.items():
             # Skipped pages lie before the window of all later rows, though this row still reads them.
             num_skipped = max(0, device.first_page(space, next_len) - held.end)
@@ -113,19 +124,31 @@ class HeldUnits:
             if added:
                 capacity.new_pages[space] = added
         if device.state_space:
-            capacity.read_state = self.state
+            capacity.read_state = last = self._last_state
             taken = device.units[device.state_space].allocate(counts[device.state_space])
-            self.next_states = tuple(taken if len(taken) > num_drafts else [self.state, *taken])
-            capacity.write_state, *drafts = self.next_states
+            capacity.write_state, *drafts = slots = tuple(taken if len(taken) > num_drafts else [last, *taken])
             capacity.draft_states = tuple(drafts)
+            self.in_flight.append(WrittenStates(next_len, slots))
+
+    @property
+    def _last_state(self) -> int:
+        """Slot after the last planned token."""
+        return self.in_flight[-1].slots[0] if self.in_flight else self.state
+
+    def _is_kept(self, slot: int) -> bool:
+        """Whether the next row must not write to the last slot."""
+        may_be_point = bool(self.in_flight) and self.in_flight[-1].first_len % self._device.page_size == 0
+        is_shared = slot >= 0 and self._device.units[self._device.state_space].is_shared(slot)
+        return slot < 0 or is_shared or (may_be_point and self._leaves_points)
 
     def advance(self, num_computed: int) -> None:
-        """Release what the sequence no longer needs once `num_computed` tokens are computed."""
+        """Release what the sequence no longer needs once the oldest row in flight is done; `num_computed` tokens are
+        computed then."""
         device = self._device
-        if self.next_states:
-            old, written = self.state, self.next_states
-            self.state, self.next_states = written[num_computed - self._next_len], ()
-            device.units[device.state_space].release({old, *written} - {-1, self.state})
+        if self.in_flight:
+            old, written = self.state, self.in_flight.popleft()
+            self.state = written.slots[num_computed - written.first_len]
+            device.units[device.state_space].release({old, *written.slots} - {-1, self.state})
         for space, held in self.windows.items():
             first = device.first_page(space, num_computed)
             while held.first < first and held.ids:
@@ -146,7 +169,8 @@ class HeldUnits:
         """Space -> units held."""
         found = {space: window.held for space, window in self.windows.items()}
         if self._device.state_space:
-            found[self._device.state_space] = [slot for slot in {self.state, *self.next_states} if slot >= 0]
+            written = (slot for row in self.in_flight for slot in row.slots)
+            found[self._device.state_space] = [slot for slot in {self.state, *written} if slot >= 0]
         return found
 
     def release(self) -> None:

@@ -94,7 +94,7 @@ class Holding:
         self.handle, self.cursor = handle, cursor
         self.pages = array("i", handle.pages.tobytes())
         self._duplicates: list[PageIds] = []
-        self.units = HeldUnits(device, handle.point)
+        self.units = HeldUnits(device, handle.point, leaves_points=is_kept)
         self.checkpoint: RestorePoint | None = None
         self.load: Load | None = None
         self._is_started = False
@@ -216,7 +216,7 @@ class Holding:
         self.pages.frombytes(self.handle.pages_from(len(self.pages)).tobytes())
         if self._device.has_points:
             self.units.release()
-            self.units = HeldUnits(self._device, self.load.point)
+            self.units = HeldUnits(self._device, self.load.point, leaves_points=self._is_kept)
         return self.load.position
 
     def use(self, tokens: PackedTokens, *, now: int) -> None:

@@ -13,6 +13,8 @@ Planning ahead never marks anything as known, computed or free:
    that point, never into a page of the tree, which a save or another request may read at any time.
  - A request keeps its slot, pages and locks until its last row completes, even if it has already ended
    (`RequestQueues.finish`). So no plan in flight touches free pages, which a load or another request may write.
+ - A row that ends on a page boundary may leave a restore point, so the next one writes its recurrent state elsewhere
+   (`HeldUnits`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from raycache.cache.sequences import SequenceCache
 from raycache.decider.drafts import DraftStep
 from raycache.decider.request import Run
 
@@ -28,7 +29,6 @@ from raycache.decider.request import Run
 class Blocker(Enum):
     """Why a request's row in flight must complete before its next one is planned."""
 
-    RESTORE_POINT = "it may leave a restore point, which needs its tokens to be computed"
     LOAD = "its load may fail, and it would resume from where the load began"
     PENALTIES = "the token being sampled counts in the penalties of the next"
     DRAFTS = "its next row starts after the accepted draft tokens, not yet known"
@@ -46,16 +46,13 @@ class PlanAhead:
         is_on: whether planning ahead is possible at all.
     """
 
-    def __init__(self, cache: SequenceCache, *, num_stages: int) -> None:
+    def __init__(self, *, num_stages: int) -> None:
         self.is_on = num_stages == 1
-        self._cache = cache
 
     def blocker(self, run: Run, step: DraftStep) -> Blocker | None:
         """Return what keeps a request in flight from getting another row, or None; `step` is the last one planned."""
         request = run.request
         sampling, drafts, is_fed = request.spec.sampling, request.drafts, run.is_fed
-        if self._cache.has_points:
-            return Blocker.RESTORE_POINT
         if run.holding.load is not None:
             return Blocker.LOAD
         if is_fed and sampling.has_penalties:

@@ -47,7 +47,7 @@ class RestorePointPlanner:
         """Return where the next chunk ends, at most at `reach`."""
         if not self._is_needed:
             return reach
-        start = run.num_computed
+        start = run.next_start
         index = bisect.bisect_right(run.restore_at, start)
         points = run.restore_at[index : index + 1]
         if self._interval:

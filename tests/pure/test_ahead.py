@@ -4,6 +4,7 @@ that ends in between goes to others too early."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,19 +154,27 @@ def test_a_request_that_comes_later_joins_the_plan_of_those_that_run() -> None:
     assert fed(executor)[2:6] == [[True, False], [True, True], [True, True], [True, True]]
 
 
-@pytest.mark.parametrize(
-    ("settings", "sampling"),
-    [
-        ({"window": 5}, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=6)),
-        ({"has_state": True}, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=6)),
-        ({}, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=6, presence_penalty=1.0)),
-    ],
-    ids=["window", "state", "penalty"],
-)
-def test_who_cannot_be_fed_is_waited_for_by_all_so_that_all_go_on_together(
-    settings: dict[str, object], sampling: SamplingParams
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("settings", [{"window": 5}, {"has_state": True}, {"window": 9, "has_state": True}], ids=str)
+def test_models_with_windows_and_states_are_fed_across_page_borders(
+    settings: dict[str, Any], prefix_cache: bool
 ) -> None:
-    engine, executor = ahead(**settings)
+    engine, executor = ahead(**settings, prefix_cache=prefix_cache)
+    right = {f"r{i}": add(engine, f"r{i}", prompt_of(i, 3 + i), max_tokens=14) for i in range(4)}
+    assert run(engine) == right
+    assert all(row.is_fed == (row.output_position > 0) for plan in executor.plans for row in plan.rows)
+    if not prefix_cache:
+        return
+    for i, (name, tokens) in enumerate(right.items()):  # each left a restore point at its last page boundary
+        length = 3 + i + len(tokens) - 1
+        add(engine, f"{name} again", [*prompt_of(i, 3 + i), *tokens, 5], max_tokens=1)
+        (output,) = [output for _ in range(3) for output in engine.step()]
+        assert output.cached_tokens == length // 4 * 4
+
+
+def test_who_cannot_be_fed_is_waited_for_by_all_so_that_all_go_on_together() -> None:
+    engine, executor = ahead()
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=6, presence_penalty=1.0)
     right = {"odd": add(engine, "odd", [1, 2, 3], sampling=sampling)}
     right |= {f"r{i}": add(engine, f"r{i}", prompt_of(i, 3), max_tokens=6) for i in range(3)}
     assert run(engine) == right

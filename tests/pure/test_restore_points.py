@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from raycache.cache.held_units import Capacity
 from raycache.cache.holding import Holding
 from raycache.cache.node import RestorePoint
 from raycache.cache.sequences import SequenceCache
@@ -229,14 +230,49 @@ def test_a_running_sequence_never_holds_more_than_it_is_guaranteed(page_size: in
             )
             assert holding.reserve(start, stop) is not None
             kept = {} if holding.checkpoint is None else holding.checkpoint.parts
-            assert len({*holding.units.windows["window"].held, *kept.get("window", ())}) <= 2 * window_pages(
-                window, page_size
-            )
-            assert len({holding.units.state, *holding.units.next_states, *kept.get("state", ())} - {-1}) <= 2
+            held = holding.units.all()
+            assert len({*held["window"], *kept.get("window", ())}) <= 2 * window_pages(window, page_size)
+            assert len({*held["state"], *kept.get("state", ())}) <= 2
             holding.advance(tokens, stop, is_kept=True, is_point=bool(random.random() < 0.1), now=1)
             start = stop
         holding.end()
         cache.check([])
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize(("page_size", "window"), [(1, 9), (4, 5), (16, 128)])
+def test_a_row_planned_ahead_writes_to_nothing_that_a_restore_point_holds(
+    page_size: int, window: int, is_kept: bool
+) -> None:
+    random = np.random.default_rng(page_size + window)
+    cache = SequenceCache(SpaceSizes(4096, page_size, {"window": (window, 4096)}, {"state": 4096}), is_kept=is_kept)
+    length = 8 * window + 5 * page_size
+    tokens = packed(range(length))
+    holding = cache.begin(tokens, is_matched=True, now=1)
+    in_flight: list[tuple[int, int, Capacity]] = []
+    planned = computed = num_points = 0
+    while computed < length:
+        if planned < length and len(in_flight) < 2 and random.random() < 0.7:
+            stop = min(length, planned + int(random.choice([1, 1, 1, page_size, random.integers(1, 2 * window)])))
+            capacity = holding.reserve(planned, stop)
+            assert capacity is not None
+            before = in_flight[-1][2].write_state if in_flight else holding.units.state
+            assert capacity.read_state == before, "a row continues the one before"
+            in_flight.append((planned, stop, capacity))
+            planned = stop
+        elif in_flight:
+            _, computed, _ = in_flight.pop(0)
+            holding.advance(tokens, computed, is_kept=True, is_point=bool(random.random() < 0.1), now=1)
+            for point in [] if holding.checkpoint is None else [holding.checkpoint]:
+                num_points += 1
+                for _, _, later in in_flight:
+                    assert later.write_state not in point.parts["state"]
+                    assert not {*later.new_pages.get("window", ())} & {*point.parts["window"]} - {-1}
+        cache.check([holding])
+        assert len(holding.units.all()["state"]) <= (3 if is_kept else 1)
+    holding.end()
+    cache.check([])
+    assert (num_points > 0) is is_kept
 
 
 def test_evicting_many_points_does_not_let_the_tree_grow() -> None:

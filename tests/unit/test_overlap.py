@@ -12,8 +12,10 @@ from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.llm import LLM, Completion
 from raycache.types import SamplingParams
+from tests.oracle.families import make_family
 from tests.oracle.tiny import make_tiny
 from tests.oracle.tiny_tokenizers import byte_level
+from tests.selection import mostly_long
 
 VOCAB = 403
 SAMPLINGS = {
@@ -61,6 +63,19 @@ def test_tokens_are_those_of_steps_one_by_one(model: Path, names: list[str]) -> 
     samplings = [SAMPLINGS[name] for name in names]
     off, on = (completions(model, samplings, overlap=overlap) for overlap in ("off", "on"))
     assert all(alike(one, other) for one, other in zip(off, on, strict=True))
+
+
+@pytest.mark.parametrize(
+    "family",
+    mostly_long(["gemma3", "gpt_oss", "qwen3_next", "nemotron_h", "kimi_linear"], but=["gpt_oss", "nemotron_h"]),
+)
+def test_models_with_windows_and_states_answer_as_step_by_step(tmp_path: Path, family: str) -> None:
+    model = byte_level(make_family(tmp_path / "model", family))
+    samplings = [SAMPLINGS[name] for name in ("greedy", "seeded", "stop token", "two tokens")]
+    samplings.append(SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))  # over page borders
+    off, on = (completions(model, samplings, overlap=overlap, host_memory="4MiB") for overlap in ("off", "on"))
+    assert all(alike(one, other) for one, other in zip(off, on, strict=True))
+    assert [each.cached_tokens for each in off] == [each.cached_tokens for each in on]
 
 
 def test_it_is_honoured_where_it_is_asked_for_and_off_on_the_cpu_otherwise(model: Path) -> None:
