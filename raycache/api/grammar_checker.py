@@ -1,7 +1,8 @@
 """Refuses grammars that cannot be enforced, before their requests wait in a queue.
 
 Grammars are compiled one by one in a process of its own (vocabulary/grammar_check.py), which starts at the first one.
-One that ends the process, or takes too long, is refused, and the process is started again for the next one.
+One that ends the process, or takes too long, is refused, and the process is started again for the next one. One during
+which somebody kills the process is checked once more.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _START_TIMEOUT_S = 60.0
 _WAIT_S = 120.0
 _END_S = 1.0
 _NUM_REMEMBERED = 256
+_KILLED = (signal.SIGKILL.name, signal.SIGTERM.name)
+"""Signals of others, such as the kernel when memory is short: the grammar need not be the cause."""
 
 _log = logging.getLogger(__name__)
 
@@ -100,30 +103,43 @@ class GrammarChecker:
             while True:
                 pending = await self._queue.get()
                 if pending.num_waiting:
-                    compiler = await self._check(pending, compiler)
+                    compiler = await self._checked(pending, compiler)
                 del self._pending[pending.digest]
         finally:
             if compiler is not None:
                 await compiler.end()
 
-    async def _check(self, pending: _Pending, compiler: _Compiler | None) -> _Compiler | None:
+    async def _checked(self, pending: _Pending, compiler: _Compiler | None) -> _Compiler | None:
         """Check one grammar, and return the process if it still runs."""
         if compiler is not None and compiler.has_ended:  # while it was idle
             await compiler.end()
             compiler = None
-        if compiler is None:
+        try:
             try:
-                compiler = await self._start()
-            except RequestFailedError as cause:
-                pending.error.set_exception(cause)
-                pending.error.exception()  # all that waited may have left
-                return None
+                return await self._check(pending, compiler or await self._start())
+            except _KilledError:
+                return await self._check(pending, await self._start(), is_last=True)
+        except RequestFailedError as cause:
+            pending.error.set_exception(cause)
+            pending.error.exception()  # all that waited may have left
+            return None
+
+    async def _check(self, pending: _Pending, compiler: _Compiler, *, is_last: bool = False) -> _Compiler | None:
+        """Check one grammar, and return the process if it still runs.
+
+        Args:
+            is_last: whether a grammar is refused if somebody kills the process.
+        Raises:
+            _KilledError: somebody did, and it is not the last time.
+        """
         try:
             async with asyncio.timeout(self._timeout_s):
                 error = await compiler.ask(pending.grammar)
         except (TimeoutError, EOFError, ConnectionError) as cause:
             ended_by = await compiler.end(is_soon=not isinstance(cause, TimeoutError))
             is_late = isinstance(cause, TimeoutError) or ended_by == signal.SIGALRM.name
+            if not is_late and not is_last and ended_by in _KILLED:
+                raise _KilledError from cause
             late = f"took longer than {self._timeout_s:g} s to check"
             what = late if is_late else f"crashed the compiler ({ended_by})"
             _log.warning("a grammar of %d bytes %s and was refused", len(pending.grammar), what)
@@ -137,10 +153,14 @@ class GrammarChecker:
         return compiler
 
     async def _start(self) -> _Compiler:
-        self._setup = self._setup or await asyncio.to_thread(self._pack)
-        compiler = _Compiler(
-            await asyncio.create_subprocess_exec(*self._program, stdin=PIPE, stdout=PIPE, start_new_session=True)
-        )
+        try:
+            self._setup = self._setup or await asyncio.to_thread(self._pack)
+            process = await asyncio.create_subprocess_exec(
+                *self._program, stdin=PIPE, stdout=PIPE, start_new_session=True
+            )
+        except (OSError, MemoryError) as cause:  # too little memory, or too many processes or open files
+            raise RequestFailedError(f"the process that checks grammars did not start: {cause}") from cause
+        compiler = _Compiler(process)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await compiler.ask(self._setup)
@@ -160,6 +180,10 @@ class GrammarChecker:
             eos_token_ids=info.eos_token_ids,
             timeout_s=self._timeout_s,
         ).packed()
+
+
+class _KilledError(Exception):
+    """Somebody killed the process."""
 
 
 @dataclass

@@ -81,7 +81,8 @@ class Setup:
 
 def command() -> list[str]:
     """The command that runs `main` in another process, which finds modules where this one does."""
-    name = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others, too
+    name = f"import sys; sys.path[:] = {path!r}; from {__name__} import main; main()"
     return [sys.executable, "-I", "-c", name]
 
 

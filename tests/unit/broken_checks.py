@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 from pathlib import Path
 
 from llguidance import LLTokenizer
@@ -24,6 +26,13 @@ def check(grammar: str, table: LLTokenizer) -> str:
         case "count":
             with Path(path).open("a") as file:
                 file.write(".")
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "killed-once":
+            with Path(path).open("a") as file:
+                file.write(".")
+            if Path(path).read_text() == ".":
+                os.kill(os.getpid(), signal.SIGKILL)
         case "fine":
             pass
         case _:

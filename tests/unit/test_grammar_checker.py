@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -208,6 +209,47 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(tokenizer: Tok
                 await checker.check('start: "a"', field="x")
 
     run(scenario())
+
+
+def test_a_process_that_cannot_be_made_is_no_fault_of_the_grammar(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycache.api.grammar_checker._WAIT_S", 20)
+    program = tmp_path / "program"
+
+    async def scenario() -> None:
+        checker = GrammarChecker(tokenizer, info(tokenizer), program=(str(program),))
+        for _ in range(2):
+            with pytest.raises(RequestFailedError, match="did not start: .*No such file"):
+                await checker.check('start: "a"', field="x")
+        program.write_text(f"#!/bin/sh\nexec {shlex.join(grammar_check.command())}\n")
+        program.chmod(0o700)
+        await checker.check('start: "a"', field="x")
+
+    run(scenario())
+
+
+def test_a_grammar_during_which_somebody_kills_the_process_is_checked_again(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    marker = tmp_path / "counted"
+
+    async def scenario() -> None:
+        checker = broken(tokenizer)
+        assert await refusal(checker, f"killed-once {marker}") == ""
+        assert marker.read_text() == ".."
+        message = await refusal(checker, "killed")
+        assert message == "x cannot be enforced: the grammar crashed the compiler (SIGKILL)"
+        assert await refusal(checker, "fine") == ""
+
+    run(scenario())
+
+
+def test_entries_of_the_path_that_are_no_texts_are_left_out(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path, 'it\'s "odd"\n'])
+    run(GrammarChecker(tokenizer, info(tokenizer)).check('start: "a"', field="x"))
 
 
 def test_a_model_without_an_end_token_refuses_grammars(tokenizer: Tokenizer) -> None:
