@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from launch.http.auth import Authentication, keys_of, salted
 from launch.http.cache import CacheApi
@@ -48,6 +48,7 @@ from raycache.types import EngineInfo, EngineStats
 
 _HEALTH_TIMEOUT_S = 5.0
 _CLIENT_GONE = 499  # nginx's code, for metrics and logs only
+_STOPPING = EngineStoppedError("the server stops")
 
 T = TypeVar("T")
 
@@ -107,7 +108,7 @@ def build_app(
 
 def _middleware(config: Config, observed: Observed) -> list[Middleware]:
     """Middleware, the outermost first."""
-    found = [observed.middleware]
+    found = [observed.middleware, Middleware(_Stopping)]
     if config.origins:  # before authentication: browsers ask for permission without a key
         cors: dict[str, Any] = {
             "allow_methods": ("GET", "POST"),
@@ -264,6 +265,30 @@ class _Api:
         }
 
 
+class _Stopping:
+    """Answers requests that are cancelled, as the server does when their time to end is over, with 503."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started = is_complete = False
+
+        async def note(message: Message) -> None:
+            nonlocal is_started, is_complete
+            is_started = True
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except asyncio.CancelledError:
+            if not is_started:
+                await problem_response(problem_of(_STOPPING), scope)(scope, receive, send)
+            elif not is_complete:
+                raise
+
+
 class _EventStream(Response):
     """Sends server-sent events until they end or the client disconnects."""
 
@@ -292,6 +317,10 @@ class _EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except RayCacheError as error:  # the status has already been sent
             last = failure_event(self._form, error)
+        except asyncio.CancelledError:  # the client has left, or the server stops
+            last = failure_event(self._form, _STOPPING)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+            raise
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -22,6 +22,7 @@ from raycache.config import Config
 from raycache.errors import ConfigError
 
 _BACKLOG = 2048
+_CANCELLED_S = 1.0
 _REFRESH_TICKS = 100  # of 0.1 s each
 _log = logging.getLogger(__name__)
 
@@ -127,6 +128,8 @@ async def serve(
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await running
+        if cancelled := set(server.server_state.tasks):
+            await asyncio.wait(cancelled, timeout=_CANCELLED_S)  # they still respond
     except OSError as error:
         raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; choose another --port") from error
     finally:

@@ -285,6 +285,36 @@ def test_stopping_the_server_ends_streams_within_the_grace_time(tokenizer: Token
     assert time.monotonic() - started_s < 45
 
 
+@pytest.mark.parametrize(("stream", "has_begun"), [(False, False), (True, False), (True, True)])
+def test_a_request_that_the_stopping_server_cancels_is_told(
+    tokenizer: Tokenizer, stream: bool, has_begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedEngine(tokenizer, delay_s=0.5 if has_begun else 25.0)
+
+    async def scenario() -> None:
+        begun = asyncio.Event()
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 190, "ignore_eos": True, "stream": stream}
+
+        async def ask(client: httpx.AsyncClient, url: str) -> tuple[int, str]:
+            text = ""
+            async with client.stream("POST", url, json=body) as answer:
+                async for piece in answer.aiter_text():
+                    text += piece
+                    begun.set()
+            return answer.status_code, text
+
+        async with httpx.AsyncClient() as client:
+            async with over_port(engine, tokenizer) as endpoint:
+                asking = asyncio.create_task(ask(client, f"{endpoint}/v1/completions"))
+                await until(lambda: begun.is_set() if has_begun else len(engine.running) == 1)
+            status, text = await asking
+        assert status == (200 if has_begun else 503)
+        assert (sse(text)[-1] if has_begun else json.loads(text))["error"]["code"] == "engine_stopped"
+
+    run(scenario())
+    assert not any(record.exc_info for record in caplog.records)
+
+
 def test_choices_of_several_prompts_interleave_with_the_right_indices(
     engine: ScriptedEngine, tokenizer: Tokenizer
 ) -> None:
