@@ -29,7 +29,7 @@ from raycache.models.drafts.base import DraftModel
 from raycache.parallel.board import Lane
 from raycache.rank.backend import choose_backend
 from raycache.rank.drafter import Drafter, DraftGraphs
-from raycache.rank.graphs import DecodeGraphs, GraphLayers, batch_sizes, split_model, whole_model
+from raycache.rank.graphs import DecodeGraphs, GraphLayers, batch_sizes, whole_model
 from raycache.rank.last_tokens import LastTokens
 from raycache.rank.loading import load_weights, read_threads
 from raycache.rank.member import Member
@@ -197,10 +197,12 @@ class LoadedRank:
     def _record(self, pool: DevicePool, last: LastTokens | None) -> tuple[DecodeGraphs | None, DraftGraphs | None]:
         """Record decode steps as CUDA graphs, if the model's layers support it."""
         draft_config = self.deployment.model.draft
-        records = () if draft_config is None else draft_config.recorded
-        layers = GraphLayers(whole_model(self.model), pool, records=records)
-        if self._decode_model is not None:
-            layers = GraphLayers(split_model(self._decode_model, self.member.ctx.cp), pool, has_all_tokens=True)
+        layers = GraphLayers(
+            whole_model(self._decode_model or self.model),
+            pool,
+            records=() if draft_config is None else draft_config.recorded,
+            has_all_tokens=self._decode_model is not None,
+        )
         start_s = time.monotonic()
         sizes, draft_sizes = self._graph_sizes
         draft_graphs = None
@@ -249,7 +251,8 @@ class LoadedRank:
         """Batch sizes to record: of steps, with one row per token; of draft passes, with one row per request."""
         config, cp = self.deployment.config, self.member.ctx.cp.size
         most = config.max_running
-        tokens = most * (1 + config.most_drafts) if cp == 1 else most
+        may_split_rows = cp == 1 or self._decode_model is not None
+        tokens = most * (1 + config.most_drafts) if may_split_rows else most
         return batch_sizes(tokens, cp=cp), batch_sizes(most, cp=cp) if self.draft is not None else []
 
     @property

@@ -38,13 +38,12 @@ class DecodeBatch:
     Attributes:
         inputs: of the last `fill`; initially all rows are padding.
         slots: int64 [L]; slot of each of this rank's tokens, 0 for padding.
-        num_local: number of rows of the plan whose logits this rank needs.
+        num_local: number of rows of the plan whose tokens this rank computes.
     """
 
     def __init__(self, size: int, pool: DevicePool, ctx: ParallelContext, *, has_all_tokens: bool = False) -> None:
         self._size, self._pool, self._ctx, self._has_all_tokens = size, pool, ctx, has_all_tokens
-        self._emitted = np.arange(ctx.cp.rank, size, ctx.cp.size)
-        self._mine = np.arange(size) if has_all_tokens else self._emitted
+        self._mine = np.arange(size) if has_all_tokens else np.arange(ctx.cp.rank, size, ctx.cp.size)
         lengths = dict.fromkeys((_IDS, _POSITIONS, _SLOTS), len(self._mine))
         lengths |= dict.fromkeys((_READS, _WRITES, *pool.windows), size)
         self._host = torch.zeros(sum(lengths.values()), dtype=torch.int64, pin_memory=ctx.device.type == "cuda")
@@ -65,14 +64,13 @@ class DecodeBatch:
             tables: page tables, including the plan's new pages.
         """
         rows, columns = plan.rows, self._columns
-        self.num_local = int((self._emitted < len(rows)).sum())
-        computed = int((self._mine < len(rows)).sum())
+        self.num_local = int((self._mine < len(rows)).sum())
         starts = np.array([row.start for row in rows], np.int64)
         slots = np.array([row.slot for row in rows], np.int64)
         ids = np.frombuffer(b"".join(row.tokens for row in rows), np.int32)
         for name, values in ((_IDS, ids), (_POSITIONS, starts), (_SLOTS, slots)):
-            columns[name][:computed] = values[self._mine[:computed]]
-            columns[name][computed:] = 0
+            columns[name][: self.num_local] = values[self._mine[: self.num_local]]
+            columns[name][self.num_local :] = 0
         self._fill_states(plan)
         places = {}
         for space, window in self._pool.windows.items():
@@ -140,6 +138,6 @@ class DecodeBatch:
             },
             read_states=self._tensors[_READS],
             write_states=self._tensors[_WRITES],
-            logits=torch.as_tensor(self._emitted if has_all else np.arange(len(self._mine)), device=device),
+            logits=torch.arange(len(self._mine), device=device),
             is_decode=True,
         )

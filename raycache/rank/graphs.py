@@ -11,7 +11,7 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from raycache.attention.base import AttentionBackend, StaticStep
 from raycache.layers.forward_pass import ForwardPass
 from raycache.memory.device import DevicePool, DraftLayers
 from raycache.models.base import Model
-from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.rank.decode_batch import DecodeBatch
 from raycache.rank.last_tokens import LastTokens
@@ -66,17 +65,6 @@ def whole_model(model: Model) -> Layers:
     return forward
 
 
-def split_model(model: Model, cp: Group) -> Layers:
-    """Like `whole_model`, for a model with weights split over cp: rank r outputs rows r, r + cp and so on."""
-
-    def forward(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
-        hidden = model.forward(model.embed(ids), run)
-        own = slice(cp.rank, None, cp.size)
-        return model.logits(hidden)[own], for_draft(hidden, run)[own]
-
-    return forward
-
-
 def for_draft(hidden: Tensor, run: ForwardPass) -> Tensor:
     """Features for a draft model: the recorded hidden states if there are any, else the last one."""
     return torch.cat(run.recorded, dim=-1) if run.recorded else hidden
@@ -86,18 +74,6 @@ def batch_sizes(most: int, *, cp: int) -> list[int]:
     """Batch sizes to record, in rows, up to `most` and multiples of cp; larger batches run without graphs."""
     sizes = {-(-min(size, most) // cp) * cp for size in _SIZES}
     return sorted(sizes)
-
-
-def in_single_rows(plan: StepPlan) -> StepPlan:
-    """Split rows into rows of one token; only for models without recurrent states."""
-    if all(row.num_tokens == 1 for row in plan.rows):
-        return plan
-    rows = [
-        Row(row.slot, row.start + i, row.tokens[4 * i : 4 * i + 4], output_position=row.output_position)
-        for row in plan.rows
-        for i in range(row.num_tokens)
-    ]
-    return replace(plan, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -157,6 +133,11 @@ class DecodeGraphs:
         self.num_bytes = before - after
 
     @property
+    def has_all_tokens(self) -> bool:
+        """Whether outputs are those of all tokens, on every cp rank."""
+        return self._layers.has_all_tokens
+
+    @property
     def sizes(self) -> list[int]:
         """Recorded batch sizes, in rows."""
         return list(self._recorded)
@@ -185,7 +166,7 @@ class DecodeGraphs:
             ids: int64 [rows of this cp rank]; None for the token ids of the plan.
             features: [rows of this cp rank, F], if the layers take them.
         Returns:
-            Outputs, [rows of this cp rank, ...] each, valid until the next replay.
+            Outputs, [rows of this cp rank, ...] each, valid until the next replay; of all rows with `has_all_tokens`.
         """
         assert self._next is not None, "call prepare first"
         count = self._next.batch.num_local
@@ -199,9 +180,11 @@ class DecodeGraphs:
     def _is_plain(self, row: Row) -> bool:
         if row.first_sampled or row.output_position < 0 or row.targets:
             return False
-        # Splitting a row changes which cp rank computes which token, and cannot keep a state after each token.
         is_single = row.num_tokens == 1
-        return (is_single or self.ctx.cp.size == 1) if not self._has_states else is_single and row.read_state >= 0
+        if self._has_states:  # which cannot be kept after each token of a row that is split
+            return is_single and row.read_state >= 0
+        # Splitting a row changes which cp rank computes which token, unless each computes all of them.
+        return is_single or self.ctx.cp.size == 1 or self.has_all_tokens
 
     def _record(self, size: int, memory: Any, target: DecodeGraphs | None) -> _Recorded:
         if target is None:

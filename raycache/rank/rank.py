@@ -17,18 +17,20 @@ from torch import Tensor
 
 from raycache.attention.base import AttentionBackend
 from raycache.layers.forward_pass import ForwardPass
+from raycache.memory.component import STATE
 from raycache.memory.device import DevicePool
 from raycache.memory.mover import Mover
 from raycache.memory.streams import Event, Passed, after_compute
 from raycache.models.base import Model, ModelConfig
 from raycache.parallel.context import ParallelContext
 from raycache.rank.drafter import Drafter, Followed
-from raycache.rank.graphs import DecodeGraphs, for_draft, in_single_rows
+from raycache.rank.graphs import DecodeGraphs, for_draft
 from raycache.rank.last_tokens import LastTokens
 from raycache.rank.pending_result import PendingResult
 from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, sample
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
+from raycache.step.single_rows import emitted_tokens, in_single_rows, is_decode
 from raycache.types import SamplingParams
 from raycache.wire.plan import NO_MASKS, Admit, Masks, Row, StepPlan, emissions, result_width
 
@@ -162,17 +164,19 @@ class Rank:
             self.graphs.prepare(in_single_rows(plan), self._tables)
             self._planned = after_compute(self.ctx.device)
             logits, features = self.graphs.replay()
+            if self.graphs.has_all_tokens:
+                logits = self._emitted(plan, logits)
             return LaunchedLayers(logits, features, recorded=self.graphs)
         layers = self._run_layers(plan)
         self._planned = after_compute(self.ctx.device)
         return layers
 
     def _run_layers(self, plan: StepPlan) -> LaunchedLayers:
-        model, has_all_tokens = self.model, False
-        if self.decode_model is not None and all(row.num_tokens == 1 for row in plan.rows):
-            model, has_all_tokens = self.decode_model, True
+        model, rows, has_all_tokens = self.model, plan, False
+        if self.decode_model is not None and is_decode(plan, has_states=STATE in self.pool.sizes):
+            model, rows, has_all_tokens = self.decode_model, in_single_rows(plan), True
         inputs = step_inputs(
-            plan,
+            rows,
             self._tables,
             self.pool.windows,
             page_size=self.pool.page_size,
@@ -180,14 +184,21 @@ class Rank:
             has_all_tokens=has_all_tokens,
         )
         if self.last is not None:
-            self.last.fill(plan, inputs)
+            self.last.fill(rows, inputs)
         hidden, run = self._run_stage(inputs, model)
         if not self.ctx.is_last_stage:
             return LaunchedLayers()
+        logits = model.logits(hidden[inputs.logits])
         if has_all_tokens:
-            # The head is split, too: all ranks of the stage take part in all logits.
-            return LaunchedLayers(model.logits(hidden)[inputs.logits], inputs=inputs)
-        return LaunchedLayers(model.logits(hidden[inputs.logits]), for_draft(hidden, run), inputs)
+            return LaunchedLayers(self._emitted(plan, logits))
+        return LaunchedLayers(logits, for_draft(hidden, run), inputs)
+
+    def _emitted(self, plan: StepPlan, logits: Tensor) -> Tensor:
+        """Of the logits of all tokens, those that this cp rank emits."""
+        cp = self.ctx.cp
+        if all(row.num_tokens == 1 and row.output_position >= 0 for row in plan.rows):
+            return logits[cp.rank :: cp.size]
+        return logits[self.ctx.on_device(emitted_tokens(plan, cp_rank=cp.rank, cp_size=cp.size))]
 
     def _move(self, plan: StepPlan) -> None:
         """Start the plan's page moves; a layer's view of the pool waits until its pages are loaded."""

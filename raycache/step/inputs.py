@@ -133,7 +133,7 @@ class StepInputs:
         rows: one per row of the plan.
         places: by component space.
         read_states, write_states: int64 [rows]; as in `rows`, with 0 for none.
-        logits: int64 [N]; local indices of the tokens whose logits this rank needs.
+        logits: int64 [N]; local indices of the tokens whose logits are computed.
         is_decode: whether every row has one new token.
     """
 
@@ -180,16 +180,14 @@ def build_inputs(
         page_size: tokens per page.
         windows: component space -> number of tokens that a query attends to, including itself; 0 for no limit.
         has_all_tokens: whether every cp rank computes all tokens of a plan whose rows have one each, with its share of
-            the weights. Logits are needed where they are otherwise.
+            the weights, and gets all logits.
     """
     locals_ = [local_positions(plan, cp_rank=rank, cp_size=ctx.cp.size) for rank in range(ctx.cp.size)]
     starts = np.cumsum([0, *(row.num_tokens for row in plan.rows)])
-    emitting = locals_[ctx.cp.rank]
-    mine = emitting
+    mine = locals_[ctx.cp.rank]
     if has_all_tokens:
-        assert all(row.num_tokens == 1 for row in plan.rows), "only decode steps are computed whole on every cp rank"
+        assert all(row.num_tokens == 1 for row in plan.rows), "every cp rank computes all tokens of rows of one token"
         mine = [np.zeros(1, np.int64) for _ in plan.rows]
-    locals_of = np.cumsum([0, *map(len, mine)]).tolist()
     tables = [page_tables[row.slot] for row in plan.rows]
     return StepInputs(
         ctx=ctx,
@@ -208,15 +206,18 @@ def build_inputs(
         },
         read_states=_on_device([np.array([max(row.read_state, 0) for row in plan.rows])], ctx),
         write_states=_on_device([np.array([max(row.write_state, 0) for row in plan.rows])], ctx),
-        logits=_on_device(
-            [
-                first + np.flatnonzero(np.isin(own, emitted(row, own)))
-                for row, own, first in zip(plan.rows, emitting, locals_of, strict=False)
-            ],
-            ctx,
-        ),
+        logits=_on_device([np.arange(len(mine))] if has_all_tokens else _emitted(plan, mine), ctx),
         is_decode=all(row.num_tokens == 1 for row in plan.rows),
     )
+
+
+def _emitted(plan: StepPlan, mine: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+    """Local indices of the tokens of each row whose logits are used, given those that this rank computes."""
+    firsts = np.cumsum([0, *map(len, mine)]).tolist()
+    return [
+        first + np.flatnonzero(np.isin(own, emitted(row, own)))
+        for row, own, first in zip(plan.rows, mine, firsts, strict=False)
+    ]
 
 
 def _rows(plan: StepPlan, mine: Sequence[NDArray[np.int64]], *, starts: Sequence[int]) -> tuple[RowInputs, ...]:

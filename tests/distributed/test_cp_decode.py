@@ -42,6 +42,17 @@ def test_tokens_are_those_of_one_rank(model: Path, split: dict[str, int], caplog
     assert "decode steps: weights are split over cp=2" in caplog.text
 
 
+def test_drafted_tokens_change_nothing(model: Path) -> None:
+    repeating = [[5, 6, 7, 8, 9] * 6, [11, 12, 13] * 9, list(range(20, 50))]
+    tokens, drafted = [], []
+    for settings in ({}, {"cp": 2, "decode_split": "on", "draft": "ngram"}):
+        with LLM(model, page_size=8, num_pages=64, device="cpu", rank_timeout_s=60, **settings) as llm:
+            tokens.append([list(output.token_ids) for output in llm.generate(repeating, GREEDY)])
+            drafted.append(sum(llm.stats().drafted.values()))
+            assert llm.info.decode_weights == ("split over cp" if settings else "all")
+    assert tokens[0] == tokens[1] and drafted[0] == 0 < drafted[1]
+
+
 def test_the_reason_not_to_split_is_logged_and_in_the_status(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="raycache")
     _, said = outputs(model, cp=2)

@@ -73,8 +73,8 @@ def test_a_batch_says_what_the_plan_says(batches: list[list[int]], cp: int, seed
             )
             batch.fill(plan, tables)
             found, count, total = batch.inputs, len(wanted.ids), len(starts)
-            assert batch.num_local == len(wanted.logits)
-            assert torch.equal(found.logits[: batch.num_local], wanted.logits)
+            assert batch.num_local == count
+            assert torch.equal(found.logits[:count], wanted.logits)
             assert torch.equal(found.ids[:count], wanted.ids) and torch.equal(found.positions[:count], wanted.positions)
             assert torch.equal(found.read_states[:total], wanted.read_states)
             assert torch.equal(found.write_states[:total], wanted.write_states)

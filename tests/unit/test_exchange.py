@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from raycache.parallel.collectives import Group
 from raycache.parallel.context import GroupHandle, ParallelContext, Store, build_group
 from raycache.parallel.sharding import Split, shared_head_range
 from raycache.step.inputs import StepInputs, build_inputs
+from raycache.step.single_rows import emitted_tokens, in_single_rows
 from raycache.wire.plan import Row, StepPlan
 from tests.oracle.gang import on_gang
 
@@ -239,16 +240,32 @@ def test_with_all_tokens_heads_fewer_than_ranks_are_shared_by_neighbours(
 
 
 @given(rows=decodes, cp=st.sampled_from([2, 4]))
-def test_with_all_tokens_logits_and_pages_are_where_they_are_otherwise(rows: list[tuple[int, int]], cp: int) -> None:
+def test_with_all_tokens_every_rank_has_them_and_writes_its_own(rows: list[tuple[int, int]], cp: int) -> None:
     batch = Batch.of(rows)
 
-    def facts(inputs: StepInputs) -> tuple[list[int], list[int], list[int]]:
-        places = inputs.places[FULL]
-        return inputs.ids[inputs.logits].tolist(), places.owned.tolist(), places.slots.tolist()
+    def written(inputs: StepInputs) -> tuple[list[int], list[int]]:
+        return inputs.places[FULL].owned.tolist(), inputs.places[FULL].slots.tolist()
 
-    assert batch.on_ranks(cp, facts, has_all_tokens=True) == batch.on_ranks(cp, facts)
-    for ids in batch.on_ranks(cp, lambda inputs: inputs.ids.tolist(), has_all_tokens=True):
-        assert ids == list(range(1, len(rows) + 1))
+    assert batch.on_ranks(cp, written, has_all_tokens=True) == batch.on_ranks(cp, written)
+    for inputs in batch.on_ranks(cp, lambda inputs: inputs, has_all_tokens=True):
+        assert inputs.ids[inputs.logits].tolist() == inputs.ids.tolist() == list(range(1, len(rows) + 1))
+
+
+@given(rows=rows_of_all_kinds, cp=each_cp, has_drafts=st.booleans())
+def test_single_rows_are_the_tokens_of_the_step_and_emit_what_its_rows_do(
+    rows: list[tuple[int, int]], cp: int, has_drafts: bool
+) -> None:
+    batch = Batch.of(rows)
+    drafts = [replace(row, num_drafts=row.num_tokens - 1) if has_drafts else row for row in batch.plan.rows]
+    batch = replace(batch, plan=replace(batch.plan, rows=drafts))
+    singles = in_single_rows(batch.plan).rows
+    assert [(row.slot, row.start, row.num_tokens) for row in singles] == [
+        (slot, start + i, 1) for slot, (start, count) in enumerate(rows) for i in range(count)
+    ]
+    ids = np.frombuffer(b"".join(row.tokens for row in singles), np.int32)
+    assert ids.tolist() == list(range(1, batch.num_tokens + 1))
+    for rank, found in enumerate(batch.on_ranks(cp, lambda inputs: inputs.ids[inputs.logits])):
+        assert ids[emitted_tokens(batch.plan, cp_rank=rank, cp_size=cp)].tolist() == found.tolist()
 
 
 # --- a plan, for one rank ---------------------------------------------------------------------------------------------
