@@ -17,8 +17,8 @@ from raycache.errors import ConfigError
 if TYPE_CHECKING:
     from raycache.cachecheck.check import Options, Result
 
-_MIN_BUDGET = 100
-_SCENARIOS = ("repeated", "branched", "grown", "tenants", "tools", "cut", "drafts", "load", "needle", "evicted")
+MIN_BUDGET = 100  # that of raycache.cachecheck.check, which needs httpx2
+SCENARIOS = ("repeated", "branched", "grown", "tenants", "tools", "cut", "drafts", "load", "needle", "evicted")
 _EPILOG = """\
 exit codes:
   0  answers from the cache are the answers without it
@@ -44,7 +44,7 @@ def add_cachecheck_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=400,
         metavar="N",
-        help=f"requests to send, at least {_MIN_BUDGET}; more find rarer faults (default: %(default)s)",
+        help=f"requests to send, at least {MIN_BUDGET}; more find rarer faults (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all prompts (default: %(default)s)")
     parser.add_argument(
@@ -69,7 +69,7 @@ def add_cachecheck_flags(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument(
-        "--scenario", action="append", default=[], choices=_SCENARIOS, help="run this one only; repeatable"
+        "--scenario", action="append", default=[], choices=SCENARIOS, help="run this one only; repeatable"
     )
     parser.add_argument("--stop", action="store_true", help="end at the first fault")
     parser.add_argument("--timeout-s", type=seconds, default=300.0, metavar="SECONDS", help="for one answer")
@@ -101,8 +101,8 @@ def _wanted(options: argparse.Namespace) -> Options:
     url = urlsplit(options.url)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(f"{options.url!r} is not a server; write it as http://HOST:PORT")
-    if options.budget_requests < _MIN_BUDGET:
-        raise ConfigError(f"--budget-requests {options.budget_requests} is too small; use at least {_MIN_BUDGET}")
+    if options.budget_requests < MIN_BUDGET:
+        raise ConfigError(f"--budget-requests {options.budget_requests} is too small; use at least {MIN_BUDGET}")
     if options.prompt_tokens < 1:
         raise ConfigError(f"--prompt-tokens {options.prompt_tokens} must be at least 1")
     try:

@@ -30,6 +30,8 @@ SCENARIOS: Mapping[str, Scenario] = {
 """In the order in which they are run."""
 
 MIN_BUDGET = 100
+"""Requests that probe, noise floor and one round need."""
+
 _MIN_HITS = 10
 
 
@@ -191,7 +193,7 @@ class _Run:
     def _skipped(self, target: Target) -> Mapping[str, str]:
         reasons = {
             "tenants": "" if target.cold is Cold.SALT else f"prompts are made cold by {target.cold}",
-            "tools": "" if target.has_tools else "the server takes no tools",
+            "tools": "" if target.tool_choice else "the server takes no tools",
             "drafts": "" if target.has_drafts else "usage shows no draft tokens",
         }
         only = self.result.options.only

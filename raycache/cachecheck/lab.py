@@ -41,6 +41,7 @@ class Comparison:
         observed: what is tested.
         difference: between both.
         number: last request that was sent before.
+        recalled: whether the cold and the tested answer have the fact that was asked for; None: none was.
     """
 
     scenario: str
@@ -49,6 +50,7 @@ class Comparison:
     observed: Answer
     difference: Difference
     number: int
+    recalled: tuple[bool, bool] | None = None
 
     @property
     def is_hit(self) -> bool:

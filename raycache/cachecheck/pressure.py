@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import AsyncIterator
 
-from raycache.cachecheck.lab import Finding, Lab
+from raycache.cachecheck.lab import Comparison, Finding, Lab
 from raycache.cachecheck.target import Cold
 
 AT_ONCE = 8
@@ -61,10 +61,9 @@ async def needle(lab: Lab) -> AsyncIterator[Finding]:
     space = await lab.space()
     first = await lab.ask(question, space)
     answer = await lab.ask(question, space)
-    recalled = ["recalled" if code in one.text else "not recalled" for one in (first, answer)]
-    what = f"a fact in a long prompt, {recalled[0]} cold and {recalled[1]} from the cache"
-    for one in lab.both(what, reference=first, observed=answer):
-        yield one
+    recalled = code in first.text, code in answer.text
+    for one in lab.both("a fact in a long prompt", reference=first, observed=answer):
+        yield dataclasses.replace(one, recalled=recalled) if isinstance(one, Comparison) else one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,8 @@ def as_text(result: Result) -> str:
         parts.append(
             f"{name:10} {row['comparisons']:8} {row['hits']:5} {row['texts_differ']:12} {largest:>13}{fault_note}"
         )
-    return "\n".join(parts)
+    # What a server says must not control the terminal.
+    return "\n".join("".join(char if char.isprintable() else "?" for char in part) for part in parts)
 
 
 def facts(result: Result) -> list[str]:
@@ -55,6 +56,9 @@ def facts(result: Result) -> list[str]:
         lines += _statistics(result.noise)
     if result.timing is not None:
         lines.append(f"time to the first token: {result.timing.text}")
+    if facts_asked := [one.recalled for one in result.comparisons if one.recalled]:
+        cold, cached = (sum(each) for each in zip(*facts_asked, strict=True))
+        lines.append(f"facts in long prompts: of {len(facts_asked)}, {cold} recalled cold, {cached} from the cache")
     if result.refused:
         lines.append(f"{len(result.refused)} scenarios ended early; the first: {result.refused[0]}")
     return lines
@@ -113,6 +117,7 @@ def _comparison_as_json(one: Comparison) -> dict[str, Any]:
         "requests": [one.reference.number, one.observed.number],
         "cached_tokens": one.observed.cached_tokens,
         "prompt_tokens": one.observed.prompt_tokens,
+        "recalled": one.recalled,
         **difference_as_json(one.difference),
     }
 

@@ -40,7 +40,8 @@ class Target:
         flush: path that empties the cache, if `cold` is that.
         shows_cached: whether `usage` has the number of cached tokens.
         has_salts: whether `cache_salt` is a field that this server promises to honour.
-        has_tools: whether it takes tools.
+        tool_choice: sent with tools; "auto" where that works, as with "none" some servers leave tools out of prompts.
+            Empty: it takes no tools.
         has_drafts: whether `usage` has draft tokens.
         context: longest prompt and output together, tokens; 0: not told.
         tokens_per_record: of the prompts that are sent.
@@ -54,7 +55,7 @@ class Target:
     flush: str = ""
     shows_cached: bool = False
     has_salts: bool = False
-    has_tools: bool = False
+    tool_choice: str = ""
     has_drafts: bool = False
     context: int = 0
     tokens_per_record: float = 20.0
@@ -77,7 +78,7 @@ class Target:
         else:
             body["messages"] = [{"role": "user", "content": text}]
         if question.tools:
-            body |= {"tools": list(question.tools), "tool_choice": "none"}
+            body |= {"tools": list(question.tools), "tool_choice": self.tool_choice}
         if salt:
             body["cache_salt"] = salt
         return path, body | dict((self.forms or {}).get(path, {}))
@@ -229,11 +230,16 @@ class Probe:
         if CHAT in (target.forms or {}):
             messages = ({"role": "user", "content": "Hello"},)
             question = Question(self._writer.unique(), "", messages, self._writer.tools())
-            try:
-                await self.ask(target, question)
-                target = replace(target, has_tools=True)
-            except RefusedError as refusal:
-                target = replace(target, notes=(*target.notes, f"no test of tools: {refusal}"))
+            for choice in ("auto", "none"):
+                tried = replace(target, tool_choice=choice)
+                try:
+                    await self.ask(tried, question)
+                except RefusedError as refusal:
+                    note = f"tools with tool_choice {choice!r} are refused: {refusal}"
+                    target = replace(target, notes=(*target.notes, note))
+                else:
+                    target = tried
+                    break
         drafted = await self.ask(target, self._writer.pattern())
         return replace(target, has_drafts=drafted.drafted_tokens > 0)
 

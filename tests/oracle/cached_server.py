@@ -216,6 +216,7 @@ class CachedServer:
         fault: None: it is right.
         pages: of the cache.
         has_logprobs, has_usage, has_salts, has_completions: what it offers.
+        model: its name.
         honours_salts: whether salts that it takes divide the cache.
     """
 
@@ -229,7 +230,9 @@ class CachedServer:
         has_salts: bool = True,
         has_completions: bool = True,
         honours_salts: bool = True,
+        model: str = "tiny",
     ) -> None:
+        self._name = model
         self._model, self._cache, self._fault = Model(), Cache(pages=pages, fault=fault), fault
         self._has_logprobs, self._has_usage, self._has_salts = has_logprobs, has_usage, has_salts
         self._honours_salts = honours_salts
@@ -247,7 +250,7 @@ class CachedServer:
         )
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"data": [{"id": "tiny", "max_model_len": 8192}]})
+        return JSONResponse({"data": [{"id": self._name, "max_model_len": 8192}]})
 
     async def _reset(self, request: Request) -> Response:
         self._cache.clear()

@@ -8,8 +8,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from launch.cli import cachecheck
 from launch.cli.main import main
-from raycache.cachecheck.check import SCENARIOS, Options, Result, check
+from raycache.cachecheck.check import MIN_BUDGET, SCENARIOS, Options, Result, check
 from raycache.cachecheck.client import Connection
 from raycache.cachecheck.report import as_json, as_text
 from raycache.cachecheck.target import Cold
@@ -26,16 +27,16 @@ def run(server: CachedServer, **options: Any) -> Result:
     return asyncio.run(check(connection, Options(**settings)))
 
 
-@pytest.mark.parametrize("cold", [None, Cold.FLUSH])
-@pytest.mark.parametrize("pages", [4000, SMALL])
+@pytest.mark.parametrize(("cold", "pages"), [(None, 4000), (None, SMALL), (Cold.FLUSH, 4000)])
 def test_a_right_server_is_right(cold: Cold | None, pages: int) -> None:
-    result = run(CachedServer(pages=pages), cold=cold, seed=pages, budget=250)
+    result = run(CachedServer(pages=pages), cold=cold, seed=pages, budget=160)
     assert result.exit_code == 0, as_text(result)
     rows = as_json(result)["scenarios"]
     skipped = {"drafts"} | ({"tenants"} if cold else set())
     assert {name for name in SCENARIOS if not rows[name]["comparisons"]} == skipped
     assert all(rows[name]["hits"] for name in SCENARIOS if name not in skipped | {"evicted"})
-    assert result.requests == 250
+    assert result.requests == 160
+    assert "facts in long prompts: of " in as_text(result)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_claimed_hit_that_was_computed_is_found_by_nothing_but_time() -> None:
     ],
 )
 def test_servers_that_show_less_can_be_tested(missing: str, told: str) -> None:
-    result = run(CachedServer(**{missing: False}), budget=150)
+    result = run(CachedServer(**{missing: False}), budget=120)
     assert result.exit_code == 0 and told in as_text(result), as_text(result)
     # Where only texts are compared, many must differ.
     faulty = run(CachedServer(Planted.WRONG_POSITION, **{missing: False}), budget=400, stops=True)
@@ -100,6 +101,15 @@ def test_salts_that_are_promised_and_not_honoured_are_a_fault() -> None:
     assert result.exit_code == 1 and [fault.scenario for fault in result.faults] == ["tenants"]
     # Unless the user knows that it promises nothing.
     assert run(CachedServer(honours_salts=False), cold=Cold.FLUSH, has_salts=False, budget=150).exit_code == 0
+
+
+def test_the_command_knows_the_scenarios_before_it_imports_them() -> None:
+    assert tuple(SCENARIOS) == cachecheck.SCENARIOS and cachecheck.MIN_BUDGET == MIN_BUDGET
+
+
+def test_what_a_server_says_does_not_reach_the_terminal_raw() -> None:
+    result = run(CachedServer(model="\x1b[31mred"), budget=100)
+    assert "?[31mred" in as_text(result) and "\x1b" not in as_text(result)
 
 
 def test_the_command_says_what_is_wrong_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
