@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -22,6 +22,7 @@ MAX_REQUIRED = 2_000
 MAX_VALUES = 10_000
 MAX_PATTERN_CHARS = 10_000
 MAX_MERGED_PATTERNS = 12
+MAX_COMBINED = 20_000
 MAX_LITERAL_CHARS = 10_000
 MAX_LITERAL_PARTS = 5_000
 MAX_MULTIPLES = 10_000
@@ -113,6 +114,7 @@ class _Walk:
     field: str
     num_schemas: int = 0
     num_literal_parts: int = 0
+    num_combined: int = 0
     multiples: set[int] = dataclasses.field(default_factory=set)
     merging: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # path -> schema that merges others
     merged: dict[int, tuple[frozenset[str], int]] = dataclasses.field(default_factory=dict)  # by id, see _merged
@@ -145,11 +147,12 @@ class _Walk:
         return cleaned
 
     def check_merged(self) -> None:
-        """Bound the patterns that one string may have to follow together: their automata multiply."""
-        counts: dict[int, int] = {}
+        """Bound the patterns that one string must match together: their automata multiply."""
         for path, schema in self.merging.items():
-            if (count := self._num_patterns(schema, counts)) > MAX_MERGED_PATTERNS:
-                self._refuse(path, f"merges {count} patterns by allOf or $ref; at most {MAX_MERGED_PATTERNS} fit")
+            if (count := self._num_patterns(schema, path)) > MAX_MERGED_PATTERNS:
+                self._refuse(
+                    path, f"combines {count} patterns by allOf or $ref; at most {MAX_MERGED_PATTERNS} are accepted"
+                )
 
     def check_levels(self) -> None:
         """Bound how deep references lead. All schemas from which a circle can be reached count as a level each."""
@@ -175,20 +178,37 @@ class _Walk:
         if max((levels[key] for key in done), default=0) + len(parts) - len(done) > MAX_LEVELS:
             self._refuse("#", f"is more than {MAX_LEVELS} levels deep with its references")
 
-    def _num_patterns(self, schema: Mapping[str, Any], counts: dict[int, int]) -> int:
-        """Patterns anywhere in a schema and what it refers to, at most one more than are accepted."""
-        pending = [schema]
+    def _num_patterns(self, schema: Mapping[str, Any], path: str) -> int:
+        """The most patterns that one string in a value may have to match."""
+        most, seen, pending = 0, set[frozenset[int]](), [[schema]]
         while pending:
-            each = pending[-1]
-            parts = self._subschemas(each)
-            if id(each) not in counts:
-                counts[id(each)] = 0  # of a schema in itself
-                pending += [part for part in reversed(parts) if id(part) not in counts]
-            else:
-                count = isinstance(each.get("pattern"), str) + sum(counts[id(part)] for part in parts)
-                counts[id(each)] = min(count, MAX_MERGED_PATTERNS + 1)
-                pending.pop()
-        return counts[id(schema)]
+            together = self._together(pending.pop())
+            key = frozenset(map(id, together))
+            if key in seen:
+                continue
+            seen.add(key)
+            most = max(most, sum(isinstance(each.get("pattern"), str) for each in together))
+            # What is inside of a single schema is looked at where that combines others.
+            parts = [places for places in _parts(together) if sum(map(len, places)) > 1]
+            self.num_combined += len(together) + sum(len(group) for places in parts for group in places)
+            if self.num_combined > MAX_COMBINED:
+                self._refuse(path, f"combines more than {MAX_COMBINED} subschemas by allOf or $ref")
+            pending += [[*own, *shared] for own, shared in parts]
+        return most
+
+    def _together(self, schemas: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The schemas of one value, with those that they combine. Alternatives count as if all of them held."""
+        found: dict[int, Mapping[str, Any]] = {}
+        pending: list[Any] = list(schemas)
+        while pending:
+            each = pending.pop()
+            if isinstance(each, Mapping) and id(each) not in found:
+                found[id(each)] = each
+                pending.append(self._target(each.get("$ref")))
+                for key in ("allOf", "anyOf", "oneOf"):
+                    if isinstance(members := each.get(key), list):
+                        pending += members
+        return list(found.values())
 
     def _subschemas(self, schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Schemas inside of one, and the one to which it refers."""
@@ -295,6 +315,33 @@ class _Walk:
 
     def _refuse(self, path: str, what: str) -> None:
         raise RequestError(f"{self.field}: the schema at {path[:300]} {what}", field=self.field)
+
+
+_Schemas = list[Mapping[str, Any]]
+
+
+def _parts(together: Sequence[Mapping[str, Any]]) -> list[tuple[_Schemas, _Schemas]]:
+    """For each property and item of a value, what its schemas say of it alone and of all properties or items."""
+    own: dict[tuple[str, str | int], _Schemas] = {("properties", ""): [], ("items", ""): []}
+    shared: dict[str, _Schemas] = {"properties": [], "items": []}
+    for each in together:
+        patterns, items = _members(each.get("patternProperties")), each.get("items")
+        shared["properties"] += [schema for _, schema in [*patterns, *_members([each.get("additionalProperties")])]]
+        shared["items"] += [schema for _, schema in _members([items, each.get("additionalItems")])]
+        for name, schema in _members(each.get("properties")):
+            own.setdefault(("properties", name), []).append(schema)
+        for number, schema in [
+            *_members(each.get("prefixItems")),
+            *(_members(items) if isinstance(items, list) else ()),
+        ]:
+            own.setdefault(("items", number), []).append(schema)
+    return [(schemas, shared[kind]) for (kind, _), schemas in own.items()]
+
+
+def _members(found: Any) -> list[tuple[Any, Mapping[str, Any]]]:
+    """The schemas in an object or a list, with their names or numbers."""
+    members = found.items() if isinstance(found, Mapping) else enumerate(found if isinstance(found, list) else ())
+    return [(name, schema) for name, schema in members if isinstance(schema, Mapping)]
 
 
 def _digits(number: int | float) -> int:

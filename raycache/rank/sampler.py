@@ -2,11 +2,10 @@
 
     mask -> logits + logit_bias -> penalties -> / temperature -> top_k -> top_p -> min_p -> Gumbel-max
 
-The order is that of Hugging Face transformers. A mask makes the logits of forbidden tokens -inf, which everything after
-it keeps. Gumbel-max sampling adds Gumbel noise to the logits and takes the
-argmax. The noise depends only on (seed, position, token id), and rows are independent: a request samples the same
-tokens in any batch and on any rank, and a draft model whose probabilities are close to its target's mostly samples the
-same tokens as the target.
+The order is that of Hugging Face transformers. A mask sets the logits of forbidden tokens to -inf, and no later step
+changes that. Gumbel-max sampling adds Gumbel noise to the logits and takes the argmax. The noise depends only on (seed,
+position, token id), and rows are independent: a request samples the same tokens in any batch and on any rank, and a
+draft model whose probabilities are close to its target's mostly samples the same tokens as the target.
 
 Sorting the vocabulary costs about a hundred times more than a small top-k. Filters are therefore applied to the most
 likely tokens first; a row whose result could still change is retried with more of them, and finally with all.

@@ -194,3 +194,31 @@ def test_texts_and_other_values_of_one_list_are_allowed(name: str, value: object
     # Without an attribute nothing tells the text 2.5 from the number.
     is_same = name not in ("deepseek-v3.2", "kimi-k3") and value == "2.5"
     assert allows(grammar, text) == (is_listed or is_same)
+
+
+_ANALYSIS = "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
+_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+_FINAL = "<|channel|>final<|message|>It rains."
+
+
+@pytest.mark.parametrize(
+    ("text", "when_required", "when_free"),
+    [
+        (_ANALYSIS + _CALL + '{"city": "Oslo"}', True, True),
+        (_CALL + '{"city": "Oslo", "days": 3}', True, True),
+        (
+            _ANALYSIS + "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + _CALL + '{"city": "O"}',
+            *(True, True),
+        ),
+        (_ANALYSIS + _FINAL, False, True),
+        (_FINAL, False, True),
+        ("It rains.", False, False),
+        (_CALL + '{"days": 3}', False, False),
+        (_CALL.replace("get_weather", "get_news") + '{"city": "Oslo"}', False, False),
+        (_ANALYSIS, False, False),
+    ],
+)
+def test_messages_of_harmony(text: str, when_required: bool, when_free: bool) -> None:
+    output = OUTPUTS["harmony"]
+    assert allows(grammar_of(output, is_required=True), text) is when_required
+    assert allows(grammar_of(output, is_required=False), text) is when_free

@@ -71,6 +71,22 @@ _SCHEMAS: dict[str, Any] = {
         "$ref": "#/$defs/d0",
     },
     "merged properties": {"allOf": [_object(a=pattern) for pattern in _PATTERNS]},
+    "merged additional properties": {"allOf": [{"additionalProperties": pattern} for pattern in _PATTERNS]},
+    "merged items": {"allOf": [{"type": "array", "items": pattern} for pattern in _PATTERNS]},
+    "merged first items": {"allOf": [{"prefixItems": [{}, pattern]} for pattern in _PATTERNS]},
+    "properties of many schemas": {
+        "allOf": [
+            {"properties": {f"p{i}_{j}": {} for j in range(10)}, "additionalProperties": {"type": "string"}}
+            for i in range(1_000)
+        ]
+    },
+    "properties that multiply": {
+        "$defs": {
+            f"d{i}": {"allOf": [_object(**{f"p{j}": {"$ref": f"#/$defs/d{j}"} for j in range(12)})] * 2}
+            for i in range(12)
+        },
+        "$ref": "#/$defs/d0",
+    },
     "multiples": _object(**{f"p{i}": {"type": "integer", "multipleOf": 9_973 - i} for i in range(200)}),
     "a large multiple": {"type": "integer", "multipleOf": 10_007},
     "multiples that are none": _object(a={"multipleOf": True}, b={"multipleOf": 1e999}, c={"multipleOf": "x"}),
@@ -160,6 +176,8 @@ def test_hostile_grammars_take_little_time(table: LLTokenizer, make: Callable[[]
         lambda: constraint.json_schema({"enum": [f"value {i}" for i in range(2_000)]}),
         lambda: constraint.json_schema({"allOf": [{"type": "string", "pattern": "^a"}, {"pattern": "z$"}]}),
         lambda: constraint.json_schema({"type": "number", "multipleOf": 0.01}),
+        lambda: constraint.json_schema({"allOf": [_object(**{f"p{i}": {"pattern": "^a"} for i in range(50)})]}),
+        lambda: constraint.json_schema({"allOf": [_object(**{f"p{i}": {"pattern": "^a"}}) for i in range(50)]}),
         lambda: constraint.json_schema(_object(**{f"p{i}": {"anyOf": [{"$ref": "#"}, {}]} for i in range(200)})),
     ],
 )
@@ -185,6 +203,13 @@ def test_a_grammar_that_allows_nothing_is_refused_before_it_runs(table: LLTokeni
         ({"$defs": {"a": {"$id": "http://a.b/c", "$ref": "#/$defs/d"}}}, "#/$defs/a has an '$id'"),
         ({"properties": {"a": {"$ref": "#name"}}}, "#/properties/a has a '$ref' to '#name'"),
         ({"allOf": [{"$ref": "#"}]}, "# merges others by allOf or $ref more than 60 levels deep"),
+        ({"allOf": _PATTERNS[:13]}, "# combines 13 patterns by allOf or $ref; at most 12 are accepted"),
+        ({"allOf": [_object(a=_object(b=pattern)) for pattern in _PATTERNS]}, "# combines 20 patterns"),
+        ({"allOf": [{"additionalProperties": pattern} for pattern in _PATTERNS]}, "# combines 20 patterns"),
+        ({"allOf": [{"patternProperties": {"a": pattern}} for pattern in _PATTERNS]}, "# combines 20 patterns"),
+        ({"allOf": [{"items": pattern} for pattern in _PATTERNS]}, "# combines 20 patterns"),
+        ({"allOf": [{"prefixItems": [{}, pattern]} for pattern in _PATTERNS]}, "# combines 20 patterns"),
+        ({"properties": {"x": {"allOf": [{"anyOf": [each]} for each in _PATTERNS]}}}, "#/properties/x combines 20"),
     ],
 )
 def test_keywords_of_a_wrong_type_and_endless_references_are_refused_by_name(schema: dict[str, Any], what: str) -> None:
