@@ -109,7 +109,7 @@ class Copies:
     def __init__(self, folder: Path, *, count: int, limit_s: float) -> None:
         self._limit_s = limit_s
         self._free: SimpleQueue[Path] = SimpleQueue()
-        skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", ".gpu")
+        skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__")
         for number in range(count):
             self._free.put(Path(shutil.copytree(".", folder / str(number), ignore=skipped)))
 

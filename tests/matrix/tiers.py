@@ -8,6 +8,7 @@ that can be reused; models with windows or states continue only from restore poi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -154,32 +155,32 @@ def restart(at: Setting) -> Iterator[Trial]:
         yield trial
 
 
-def mixed_tiers(at: Setting) -> Iterator[Trial]:
+def mixed_tiers(at: Setting, policy: WritePolicy) -> Iterator[Trial]:
     """Random streams of requests in little room on every tier, above a storage that fails now and then.
 
     Between two streams the device forgets; then a new decider goes on.
     """
-    for seed, policy in enumerate(WritePolicy):
-        random = np.random.default_rng(seed)
-        with (
-            TemporaryDirectory() as directory,
-            open_home(
-                at,
-                pages=40,
-                points=4,
-                storage=f"faulty+{file_url(directory)}&seed={seed}{_FAULTS}",
-                policy=policy.value,
-            ) as home,
-        ):
-            num_loaded = 0.0
+    seed = list(WritePolicy).index(policy)
+    random = np.random.default_rng(seed)
+    with (
+        TemporaryDirectory() as directory,
+        open_home(
+            at,
+            pages=40,
+            points=4,
+            storage=f"faulty+{file_url(directory)}&seed={seed}{_FAULTS}",
+            policy=policy.value,
+        ) as home,
+    ):
+        num_loaded = 0.0
+        for _ in range(2):
+            trial = home.trial(**{**draw_settings(random), "num_pages": int(random.choice((28, 34, 48)))})
             for _ in range(2):
-                trial = home.trial(**{**draw_settings(random), "num_pages": int(random.choice((28, 34, 48)))})
-                for _ in range(2):
-                    run_stream(trial, random, point_space=at.point_space)
-                    trial.forget_device()
-                num_loaded += trial.cache.tiers()["host"]["loaded_pages"]
-                yield trial
-            trial.expect(num_loaded > 0, f"nothing was loaded under {policy.value}")
+                run_stream(trial, random, point_space=at.point_space)
+                trial.forget_device()
+            num_loaded += trial.cache.tiers()["host"]["loaded_pages"]
+            yield trial
+        trial.expect(num_loaded > 0, f"nothing was loaded under {policy.value}")
 
 
 def store(at: Setting, storage: Path) -> Trial:
@@ -202,8 +203,8 @@ TIER_SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             slower_than_computing,
             write_policies,
             restart,
-            mixed_tiers,
         )
     }
+    | {f"mixed_{policy.name.lower()}": partial(mixed_tiers, policy=policy) for policy in WritePolicy}
 )
 """Columns by name. Each gives its trials once they are done."""

@@ -172,6 +172,8 @@ TWO = ["llama by nemotron_h", "eagle3 of llama"]
 
 LIKE_OTHERS = [
     "qwen3_next by gemma3",
+    "gemma3 by llama",
+    "eagle of qwen3_next",
     "mtp of deepseek_v3",
     "mtp of glm4_moe",
     "eagle of llama",
