@@ -41,10 +41,10 @@ def decode_obstacle(deployment: Deployment) -> str:
             f"a rank would read {spared / 1e6:,.0f} MB per layer less, and two sums over ranks take as long as "
             f"{least / 1e6:,.0f} MB; decode_split=on tries it"
         )
-    return model_obstacle(deployment.model, tp=config.tp, cp=config.cp)
+    return model_obstacle(deployment.model, tp=config.tp, cp=config.cp, device_type=deployment.device_type)
 
 
-def model_obstacle(model: ModelConfig, *, tp: int, cp: int) -> str:
+def model_obstacle(model: ModelConfig, *, tp: int, cp: int, device_type: str = "cpu") -> str:
     """Why the weights of a model cannot be split over tp x cp, or ""."""
     meta = torch.device("meta")
     # Where tp does not divide a size, the first ranks have one more.
@@ -52,7 +52,8 @@ def model_obstacle(model: ModelConfig, *, tp: int, cp: int) -> str:
         ctx = ParallelContext(Split(tp=tp, cp=cp), rank, meta, tp=Group(rank=rank, size=tp), cp=Group(size=cp))
         weights = ShardedWeights(AskedShapes(), ctx, torch.float32)
         try:
-            family_of(model).load(model, weights, on_progress=lambda done, total: None).over_cp(CpSplit.of(ctx))
+            made = family_of(model).load(model, weights, on_progress=lambda done, total: None)
+            made.over_cp(CpSplit.of(ctx, device_type=device_type))
         except NotSplitError as cause:
             return str(cause)
     return ""

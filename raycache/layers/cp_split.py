@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from raycache.parallel.collectives import Group
     from raycache.parallel.context import ParallelContext
 
+_ALIGNED = {"cuda": 8}
+"""Device type -> features that runs of input features are multiples of. Where rows of a view do not begin at multiples
+of 16 bytes, matrix products of experts cannot be recorded in CUDA graphs, and others are slower."""
+
 # Shapes in this file: T packed tokens, I input features, O output features.
 
 
@@ -35,15 +39,17 @@ class CpSplit:
     Attributes:
         cp: the cp group.
         stage: all ranks of the stage.
+        aligned: what runs of input features are multiples of.
     """
 
     cp: Group
     stage: Group
+    aligned: int = 1
 
     @classmethod
-    def of(cls, ctx: ParallelContext) -> CpSplit:
-        """The share of this rank."""
-        return cls(ctx.cp, ctx.stage)
+    def of(cls, ctx: ParallelContext, *, device_type: str = "") -> CpSplit:
+        """The share of this rank; `device_type` is that of its device, unless weights are only counted."""
+        return cls(ctx.cp, ctx.stage, _ALIGNED.get(device_type or ctx.device.type, 1))
 
     def part(self, size: int, *, what: str) -> slice:
         """This rank's part of `size` features or heads, `what` for the message.
@@ -76,10 +82,13 @@ class CpSplit:
         """This rank's input features, [..., O, I / cp].
 
         Raises:
-            NotSplitError: cp does not divide them, or the weight is quantised.
+            NotSplitError: cp does not divide them, their number is not aligned, or the weight is quantised.
         """
         plain = _plain(weight)
-        return plain[..., self.part(plain.shape[-1], what="input features")]
+        own = self.part(plain.shape[-1], what="input features")
+        if (size := own.stop - own.start) % self.aligned:
+            raise NotSplitError(f"{size} input features per rank are not a multiple of {self.aligned}")
+        return plain[..., own]
 
 
 class RowBlocks:

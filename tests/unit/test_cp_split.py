@@ -285,6 +285,16 @@ def test_why_a_model_is_not_split(tiny: Callable[[str], Path], tmp_path: Path) -
     assert model_obstacle(read_config(tmp_path), tp=2, cp=2) == "cp=2 does not divide the 49 output features of a rank"
 
 
+def test_views_on_gpus_begin_at_multiples_of_16_bytes(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    settings = json.loads((tiny("llama") / "config.json").read_text()) | {"intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = read_config(tmp_path)
+    assert not model_obstacle(config, tp=2, cp=2, device_type="cuda")
+    reason = "12 input features per rank are not a multiple of 8"
+    assert model_obstacle(config, tp=2, cp=4, device_type="cuda") == reason
+    assert not model_obstacle(config, tp=2, cp=4)
+
+
 def test_quantised_weights_are_not_split() -> None:
     matrix = Fp8Matrix(torch.zeros(16, 128).to(torch.float8_e4m3fn), torch.ones(1, 16), None, num_inputs=128)
     for build in (ColumnLinear(matrix, None).over_cp, RowLinear(matrix, None, Group()).over_cp):
