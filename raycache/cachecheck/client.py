@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -17,6 +18,7 @@ from raycache.errors import RayCacheError
 
 _BUSY = (429, 503)
 _RETRIES = 4
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class CannotTestError(RayCacheError):
@@ -71,6 +73,8 @@ class Client:
             timeout=connection.timeout_s,
             transport=connection.transport,
             verify=connection.trusted or True,
+            # A proxy from the environment cannot reach this machine's loopback.
+            trust_env=urlsplit(connection.url).hostname not in _LOOPBACK,
             limits=httpx2.Limits(max_connections=None),
         )
         self.budget = budget

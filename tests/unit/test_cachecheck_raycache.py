@@ -113,8 +113,13 @@ async def flush(url: str) -> bool:
     ],
 )
 def test_no_fault_is_found_in_raycache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, settings: dict[str, Any]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    settings: dict[str, Any],
 ) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # not for addresses of this machine
     model = make_family(tmp_path / "model", family, vocab_size=400)
     tiny_tokenizers.byte_level(model)
     page = tmp_path / "report.html"
