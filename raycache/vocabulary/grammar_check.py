@@ -34,8 +34,8 @@ from raycache.vocabulary.grammar_tokens import compiled, plain_table, token_piec
 
 LENGTH_BYTES = 4
 
-_COMPILER_STACK_BYTES = 4 << 20
-"""Half of what the engine's thread has that compiles the grammar later, so that what fits here fits there."""
+_COMPILER_STACK_BYTES = 6 << 20
+"""Three quarters of what the engine's thread has that compiles the grammar later: what fits here fits there."""
 _MASK_STACK_BYTES = 1 << 20
 """Half of what the compiler's own threads have, which make masks in the engine."""
 _STACK_BYTES_IF_UNLIMITED = 2 << 20  # of a thread, by the C library
@@ -95,7 +95,7 @@ def problem(grammar: str, table: LLTokenizer) -> str:
     """What is wrong with a grammar; "" for nothing. Has less of a stack than the engine."""
     usual, _ = resource.getrlimit(resource.RLIMIT_STACK)
     usual = _STACK_BYTES_IF_UNLIMITED if usual == resource.RLIM_INFINITY else usual
-    return _in_thread(partial(_problem, grammar, table), stack_bytes=min(_COMPILER_STACK_BYTES, usual // 2))
+    return _in_thread(partial(_problem, grammar, table), stack_bytes=min(_COMPILER_STACK_BYTES, usual // 4 * 3))
 
 
 def _problem(grammar: str, table: LLTokenizer) -> str:

@@ -47,6 +47,11 @@ def _chain(count: int) -> dict[str, Any]:
     return {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)} | {f"d{count}": {}}
 
 
+def _rules(count: int, opening: str, closing: str) -> str:
+    chain = "".join(f'a{i}: {opening}a{i + 1} | "x"{closing}\n' for i in range(count))
+    return f'start: a0\n{chain}a{count}: "y"'
+
+
 def _array(depth: int) -> list[Any]:
     return [_array(depth - 1)] if depth else []
 
@@ -176,6 +181,9 @@ def test_hostile_grammars_take_little_time(table: LLTokenizer, make: Callable[[]
         lambda: constraint.json_schema({"enum": [f"value {i}" for i in range(2_000)]}),
         lambda: constraint.json_schema({"allOf": [{"type": "string", "pattern": "^a"}, {"pattern": "z$"}]}),
         lambda: constraint.json_schema({"type": "number", "multipleOf": 0.01}),
+        lambda: constraint.lark(_rules(990, "(", ")")),
+        lambda: constraint.lark(_rules(990, "[", "]")),
+        lambda: constraint.lark(_rules(660, "((", "))")),
         lambda: constraint.json_schema({"allOf": [_object(**{f"p{i}": {"pattern": "^a"} for i in range(50)})]}),
         lambda: constraint.json_schema({"allOf": [_object(**{f"p{i}": {"pattern": "^a"}}) for i in range(50)]}),
         lambda: constraint.json_schema(_object(**{f"p{i}": {"anyOf": [{"$ref": "#"}, {}]} for i in range(200)})),
