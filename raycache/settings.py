@@ -215,7 +215,7 @@ class Settings:
     )
     overlap: str = _scheduling(
         "auto",
-        "plan the next step while one runs, for models without window and recurrent layers; auto: on cuda with pp=1",
+        "plan the next step while one runs; auto: on cuda with pp=1",
         choices=("auto", "on", "off"),
     )
     attention: str = _scheduling(

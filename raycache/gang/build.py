@@ -76,7 +76,7 @@ def build_engine(
         decode_weights=_decode_weights(deployment),
     )
     spaces = deployment.space_sizes(sizes["device"])
-    _warn(deployment, spaces)
+    _warn(deployment)
     scheduler = Scheduler(
         cache=_sequence_cache(deployment, spaces, host=host, layout=layout),
         max_step_tokens=deployment.max_step_tokens,
@@ -119,7 +119,7 @@ def _grammar_tokens(deployment: Deployment) -> LLTokenizer:
     return grammar_tokens(vocabulary, num_logits=model.vocab_size, eos_token_ids=model.eos_token_ids)
 
 
-def _warn(deployment: Deployment, spaces: SpaceSizes) -> None:
+def _warn(deployment: Deployment) -> None:
     """Warn of settings that have less effect than expected."""
     config, budget = deployment.config, deployment.max_step_tokens
     if budget <= config.max_running:
@@ -127,12 +127,6 @@ def _warn(deployment: Deployment, spaces: SpaceSizes) -> None:
             "max_step_tokens=%d is not above max_running=%d: a full batch of decodes leaves no token for new prompts",
             budget,
             config.max_running,
-        )
-    if config.overlap == "on" and (spaces.windows or spaces.states):
-        _log.warning(
-            "overlap=on has no effect for %s: it resumes prefixes at restore points, which only completed steps "
-            "can leave",
-            config.model_name,
         )
     if deployment.model.doubt:
         _log.warning("%s", deployment.model.doubt)

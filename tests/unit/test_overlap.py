@@ -69,13 +69,16 @@ def test_tokens_are_those_of_steps_one_by_one(model: Path, names: list[str]) -> 
     "family",
     mostly_long(["gemma3", "gpt_oss", "qwen3_next", "nemotron_h", "kimi_linear"], but=["gpt_oss", "nemotron_h"]),
 )
-def test_models_with_windows_and_states_answer_as_step_by_step(tmp_path: Path, family: str) -> None:
+def test_models_with_windows_and_states_answer_as_step_by_step(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = byte_level(make_family(tmp_path / "model", family))
     samplings = [SAMPLINGS[name] for name in ("greedy", "seeded", "stop token", "two tokens")]
     samplings.append(SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))  # over page borders
     off, on = (completions(model, samplings, overlap=overlap, host_memory="4MiB") for overlap in ("off", "on"))
     assert all(alike(one, other) for one, other in zip(off, on, strict=True))
     assert [each.cached_tokens for each in off] == [each.cached_tokens for each in on]
+    assert "overlap" not in caplog.text
 
 
 def test_it_is_honoured_where_it_is_asked_for_and_off_on_the_cpu_otherwise(model: Path) -> None:
