@@ -65,12 +65,17 @@ def cache_info(generation: Generation) -> dict[str, Any]:
             "cached_by_tier": {tier: choice.text.cached_by_tier.get(tier, 0) for tier in TIERS},
             "miss": choice.text.miss.value,
             "cut_by": choice.text.cut_by,
-            **({} if choice.text.finding is None else {"divergence": choice.text.finding.facts()}),
+            **_divergence(choice),
         }
         for choice in generation.choices
         if choice.is_first
     ]
     return infos[0] if len(infos) == 1 else {"prompts": infos}
+
+
+def _divergence(choice: Choice) -> dict[str, Any]:
+    found = choice.text.comparison and choice.text.comparison.finding
+    return {"divergence": found.facts()} if found else {}
 
 
 class CompletionsForm:

@@ -19,7 +19,7 @@ from raycache.api.detokenize import Detokenizer
 from raycache.api.formats.parts import Part, PartsParser, ToolCallStart
 from raycache.api.stops import StopMatcher
 from raycache.api.tokenizer import Tokenizer
-from raycache.divergence.finding import Finding
+from raycache.divergence.history import Watch
 from raycache.types import FinishReason, Miss, RequestOutput, SamplingParams, TokenLogprob
 
 
@@ -77,7 +77,7 @@ class OutputText:
         cached_by_tier: those tokens by the tier that they came from.
         miss: why no more of the prompt was reused.
         cut_by: the component that kept more of them from being reused, or "".
-        finding: where the prompt left a known one and why (raycache/divergence), or None.
+        comparison: of the prompt with those before it (raycache/divergence), or None.
         drafted_tokens, accepted_tokens: as in RequestOutput.
         finish_reason: None while it runs.
     """
@@ -104,7 +104,7 @@ class OutputText:
         self.cached_by_tier: Mapping[str, int] = {}
         self.miss = Miss.NONE
         self.cut_by = ""
-        self.finding: Finding | None = None
+        self.comparison: Watch | None = None
         self.drafted_tokens = self.accepted_tokens = 0
         self.finish_reason: FinishReason | None = None
 

@@ -146,12 +146,12 @@ async def _run(
     """One request. Leaving it before the engine has ended the request cancels it."""
     comparison = compare(generation, choice) if compare is not None and choice.is_first else nullcontext()
     with metrics.watch(choice.request) as watch, comparison as seen:
+        choice.text.comparison = seen
         async with aclosing(engine.generate(choice.request)) as outputs:
             async for output in outputs:
                 watch.take(output)
                 if seen is not None:
                     seen.take(output)
-                    choice.text.finding = seen.finding
                 _raise_if_failed(output, choice)
                 delta = choice.text.push(_without_tokens(output) if generation.is_score_only else output)
                 yield choice, delta

@@ -3,7 +3,7 @@
     this    [a b][X X X][c d e f g]         X replaces Y, then both go on alike:
     other   [a b][Y][c d e f g h]           Rejoin(here=3, there=1, length=5)
 
-Only places that their own content chooses are compared (one in 8, or fewer in long texts), so that a part which has
+Only places that their own content chooses are compared, one in 8 or fewer, so that a part which has
 moved is found without looking at every pair of places.
 """
 
@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raycache.divergence.seen import Tokens, common
 
 LEAST_SHARED = 32
 """Tokens that must agree: shorter agreements, such as the marks around a message, are in any two prompts."""
 _GRAM = 8
-_MOST_PLACES = 1024
+_MOST_TOKENS = 16_384
+_MOST_PLACES = 2048
 _MOST_TRIES = 32
-_FACTORS = np.array([0x9E3779B1 * (2 * index + 1) for index in range(_GRAM)], dtype=np.uint64)
+_SPREAD = np.int32(0x9E3779B1 - 2**32)
+_STEPS = np.arange(_GRAM)
+_FACTORS = np.array([(0x9E3779B97F4A7C15 * (2 * index + 1)) % 2**63 for index in range(_GRAM)], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +41,38 @@ class Rejoin:
     length: int
 
 
-def rejoin(this: Tokens, other: Tokens) -> Rejoin | None:
-    """Find the first place of `this` behind which at least LEAST_SHARED tokens stand in `other` too."""
-    if min(len(this), len(other)) < LEAST_SHARED:
+def rejoin(this: Tokens, other: Tokens, *, least: int = LEAST_SHARED) -> Rejoin | None:
+    """Find the first place of `this` behind which many tokens stand in `other` too.
+
+    Of each, the first _MOST_TOKENS tokens are looked at.
+
+    Args:
+        least: tokens that must agree; what is shorter than four times as many may be missed.
+    """
+    if min(len(this), len(other)) < least:
         return None
-    mask = _mask(max(len(this), len(other)))
-    here, grams_here = _places(this, mask)
-    there, grams_there = _places(other, mask)
-    known = dict(zip(reversed(grams_there.tolist()), reversed(there.tolist()), strict=True))
-    candidates = (
-        (begin, known[gram]) for gram, begin in zip(grams_here.tolist(), here.tolist(), strict=True) if gram in known
-    )
-    for begin, at in islice(candidates, _MOST_TRIES):
+    share = 1 << max(3, min(8, (least // 4).bit_length() - 1))
+    grams_here, here = _places(this[:_MOST_TOKENS], share)
+    grams_there, there = _places(other[:_MOST_TOKENS], share)
+    known = dict(zip(reversed(grams_there), reversed(there), strict=True))
+    candidates = ((known[gram], begin) for gram, begin in zip(grams_here, here, strict=True) if gram in known)
+    for at, begin in islice(candidates, _MOST_TRIES):
         behind = common(this[begin:], other[at:])
         before = _common_end(this[:begin], other[:at])
-        length = before + behind
-        if length >= LEAST_SHARED:
-            return Rejoin(begin - before, at - before, length)
+        if before + behind >= least:
+            return Rejoin(begin - before, at - before, before + behind)
     return None
 
 
-def _places(tokens: Tokens, mask: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Places that the content chooses, and a hash of the tokens from there."""
-    wide = tokens.astype(np.uint64)
+def _places(tokens: Tokens, share: int) -> tuple[list[int], list[int]]:
+    """Hashes of the tokens from each place that the content chooses, one of `share`, and the places."""
     size = len(tokens) - _GRAM + 1
-    grams = wide[:size] * _FACTORS[0]
-    for index in range(1, _GRAM):
-        grams = grams + wide[index : index + size] * _FACTORS[index]
-    grams ^= grams >> np.uint64(29)
-    places = np.flatnonzero((grams & np.uint64(mask)) == 0)
-    return places, grams[places]
-
-
-def _mask(size: int) -> int:
-    share = 8
-    while size > share * _MOST_PLACES:
-        share *= 2
-    return share - 1
+    # By the low bits of a product: ids of frequent tokens are neighbours, and multiples of small numbers.
+    places = np.flatnonzero((tokens[:size] * _SPREAD) & np.int32((share - 1) << 16) == 0)
+    if len(places) > _MOST_PLACES:
+        places = places[:_MOST_PLACES]
+    grams = tokens[places[:, None] + _STEPS].astype(np.int64) @ _FACTORS
+    return grams.tolist(), places.tolist()
 
 
 def _common_end(one: Tokens, other: Tokens) -> int:

@@ -19,6 +19,8 @@ _SEGMENT_TOKENS = 4096
 """Most tokens of a differing part that are read."""
 _BEFORE_CHARS, _SHOWN_CHARS = 80, 160
 _HEAD_CHARS = 400
+LEAST_SHARE = 16
+"""Unless the client asks, losses of less than this part of a prompt are not looked for."""
 _TAIL_WORD = re.compile(r'"?\w*$')
 
 
@@ -27,16 +29,17 @@ class Examined:
     """Result of a look.
 
     Attributes:
+        place: None: not looked for.
         shared: tokens behind the place that would have been reused without the cause.
         before, this, other: text before the place, and behind it on both sides.
     """
 
     verdict: Verdict
-    place: Place
+    place: Place | None
     shared: int
-    before: str
-    this: str
-    other: str
+    before: str = ""
+    this: str = ""
+    other: str = ""
 
     def without_texts(self) -> Examined:
         """The same without what prompts say."""
@@ -53,17 +56,25 @@ class Examiner:
     def __init__(self, text: TokenText) -> None:
         self._text = text
 
-    def examine(self, prompt: Tokens, match: Match, asked: Asked) -> Examined:
-        """Look at a prompt that leaves a known one."""
+    def examine(self, prompt: Tokens, match: Match, asked: Asked, *, is_wanted: bool) -> Examined:
+        """Look at a prompt that leaves a known one.
+
+        Args:
+            is_wanted: read the texts, even if both share nothing behind the place where they part.
+        """
         at, rest = match.length, match.rest
         other = rest[0] if len(rest) == 1 else np.concatenate(rest)
         this = prompt[at:]
+        if not is_wanted and rejoin(this, other, least=max(LEAST_SHARED, len(prompt) // LEAST_SHARE)) is None:
+            return Examined(Verdict(Cause.NEW), None, 0)
+        found = rejoin(this, other)
         tail, other_tail = self._text.decode(this[:_LINE_TOKENS]), self._text.decode(other[:_LINE_TOKENS])
         whole, offset = self._whole(prompt, at, asked, tail)
         # Texts that differ in tokens may go on alike for some characters.
         place = place_of(offset + _num_alike(tail, other_tail), whole, asked)
+        if lines := self._lines_before(prompt, at, asked):
+            place = replace(place, line=place.line + lines)
         head = whole[max(0, offset - _HEAD_CHARS) : offset]
-        found = rejoin(this, other)
         ordered = self._order(this, other, whole=whole, offset=offset, asked=asked, place=place)
         if ordered is not None:
             verdict, shared = ordered
@@ -81,8 +92,17 @@ class Examiner:
             offset = len(asked.text) - self._text.num_chars(prompt[at:])
             if offset >= 0 and asked.text.startswith(tail[:_BEFORE_CHARS].rstrip("\ufffd"), offset):
                 return asked.text, offset
-        head = self._text.decode(prompt[:at])
-        return head + self._text.decode(prompt[at:]), len(head)
+        begin, end = self._read(prompt, at, asked)
+        head = self._text.decode(prompt[begin:at])
+        return head + self._text.decode(prompt[at:end]), len(head)
+
+    def _read(self, prompt: Tokens, at: int, asked: Asked) -> tuple[int, int]:
+        """The tokens that are decoded: of a plain prompt, those around the place."""
+        return (0, len(prompt)) if asked.messages else (max(0, at - _HEAD_CHARS), at + _SEGMENT_TOKENS)
+
+    def _lines_before(self, prompt: Tokens, at: int, asked: Asked) -> int:
+        """Lines that end before what is decoded of a plain prompt."""
+        return 0 if asked.messages or asked.text else self._text.num_lines(prompt[: self._read(prompt, at, asked)[0]])
 
     def _sides(self, head: str, this: Tokens, other: Tokens, found: Rejoin | None, *, asked: Asked) -> Sides:
         here, there = (found.here, found.there) if found else (_LINE_TOKENS, _LINE_TOKENS)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raycache.divergence.cause import Cause
+from raycache.divergence.examine import Examined
 from raycache.divergence.place import Place
 
 
@@ -16,28 +17,30 @@ class Finding:
     Attributes:
         cause, kind: as in `Verdict`.
         token: where it left the longest known prompt, or where reuse ended although more is known.
-        place: of that token; None: not looked for.
-        before, this, other: text before it, and what follows here and in the known prompt.
-        age_s: since the known prompt arrived.
         lost_tokens: computed, and reused had the cause not been there.
-        lost_s: time that they took, by their share of the computed tokens.
+        age_s: since the known prompt arrived.
+        lost_s: time that the lost tokens took, by their share of the computed ones.
+        examined: what stands at the token, if the prompts part there.
     """
 
     cause: Cause
     kind: str
     token: int
     lost_tokens: int
-    place: Place | None = None
-    before: str = ""
-    this: str = ""
-    other: str = ""
-    age_s: float = 0.0
-    lost_s: float = 0.0
+    age_s: float
+    lost_s: float
+    examined: Examined | None = None
+
+    @property
+    def place(self) -> Place | None:
+        """Of the token, if it was looked for."""
+        return None if self.examined is None else self.examined.place
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""
         where = {} if self.place is None else {"place": {**self.place.facts(), "text": str(self.place)}}
-        sides = {"before": self.before, "this": self.this, "other": self.other}
+        found = self.examined
+        sides = {} if found is None else {"before": found.before, "this": found.this, "other": found.other}
         return {
             "cause": self.cause.value,
             "kind": self.kind,

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from raycache.divergence.cause import Cause, Verdict
-from raycache.divergence.examine import Examined, Examiner
+from raycache.divergence.cause import Cause
+from raycache.divergence.examine import LEAST_SHARE, Examined, Examiner
 from raycache.divergence.finding import Finding
 from raycache.divergence.place import Asked
 from raycache.divergence.seen import Match, SeenPrompts, Source
@@ -101,19 +100,27 @@ class PromptHistory:
             examined = self._examined(match, tokens, asked, is_wanted=is_wanted)
         return Watch(self, tokens, match=match, examined=examined, source=source, tenant=tenant)
 
-    def _examined(self, match: Match, tokens: Any, asked: Asked, *, is_wanted: bool) -> Examined:
+    def _examined(self, match: Match, tokens: Any, asked: Asked, *, is_wanted: bool) -> Examined | None:
         assert match.node is not None
         known = match.node.note
         if isinstance(known, _Known):
             known.count += 1
             if not is_wanted and known.count & (known.count - 1):
                 return known.examined
-        examined = self._examiner.examine(tokens, match, asked)
+        if not is_wanted and not self._is_much(match, len(tokens)):
+            return None
+        examined = self._examiner.examine(tokens, match, asked, is_wanted=is_wanted)
         if isinstance(known, _Known):
             known.examined = examined.without_texts()
         else:
             match.node.note = _Known(examined)
         return examined
+
+    @staticmethod
+    def _is_much(match: Match, prompt_len: int) -> bool:
+        """Whether so much could have been reused that it is worth a look."""
+        at_stake = min(prompt_len - match.length, sum(map(len, match.rest)))
+        return at_stake * LEAST_SHARE >= prompt_len
 
 
 class Watch:
@@ -136,6 +143,7 @@ class Watch:
         self._history, self._prompt, self._match, self._examined = history, prompt, match, examined
         self._source, self._tenant = source, tenant
         self._is_in_flight = match.source is not None and match.source.computed_s == float("inf")
+        self._expires_s = float("inf") if match.source is None else match.source.expires_s
         self._output: list[int] = []
         self._is_computed = False
         self.finding: Finding | None = None
@@ -151,66 +159,43 @@ class Watch:
 
     def take(self, output: RequestOutput) -> None:
         """Called with each increment."""
-        if not output.token_ids:
-            return
         self._output += output.token_ids
-        if not self._is_computed:
+        if not self._is_computed and output.token_ids:
             self._is_computed = True
             self._source.computed_s = now = self._history.clock()
             self._explain(output, prefill_s=max(0.0, now - self._source.seen_s - output.queued_s))
 
     def _explain(self, output: RequestOutput, *, prefill_s: float) -> None:
         computed = len(self._prompt) - output.cached_tokens
-        found = max(
-            filter(None, (self._shortfall(output), self._divergence(output), self._partial_page(output))),
-            key=lambda finding: finding.lost_tokens,
-            default=None,
-        )
-        if found is not None and self._match.source is not None:
-            lost_s = prefill_s * min(1.0, found.lost_tokens / max(1, computed))
-            found = replace(found, lost_s=lost_s, age_s=self._source.seen_s - self._match.source.seen_s)
-        self.finding = found
+        known, examined = self._match.source, self._examined
+        if known is not None:
+            cause, kind, lost = self._shortfall(output)
+            at_place = examined is not None and (lost <= examined.shared or not lost)
+            if examined is not None and at_place:
+                cause, kind = examined.verdict.cause, examined.verdict.kind
+                lost = min(examined.shared, len(self._prompt) - self._match.length)
+            if lost or at_place:
+                lost_s = prefill_s * min(1.0, lost / max(1, computed))
+                token = self._match.length if at_place else output.cached_tokens
+                age_s = self._source.seen_s - known.seen_s
+                self.finding = Finding(cause, kind, token, lost, age_s, lost_s, examined if at_place else None)
         self._history.sums.add(
-            self._tenant, found, prompt_tokens=len(self._prompt), computed_tokens=computed, prefill_s=prefill_s
+            self._tenant, self.finding, prompt_tokens=len(self._prompt), computed_tokens=computed, prefill_s=prefill_s
         )
 
-    def _shortfall(self, output: RequestOutput) -> Finding | None:
-        """Whole pages that are known and were not reused."""
-        size = self._history.page_size
-        reusable = min(self._match.length, len(self._prompt) - 1) // size * size
-        lost = reusable - output.cached_tokens
+    def _shortfall(self, output: RequestOutput) -> tuple[Cause, str, int]:
+        """Cause, kind and number of the known tokens that were not reused; 0 for none.
+
+        Of prompts that part, those behind the last whole page do not count.
+        """
+        size, cached = self._history.page_size, output.cached_tokens
+        reusable = min(self._match.length, len(self._prompt) - 1)
+        lost = reusable // size * size - cached
         if lost <= 0:
-            return None
+            return Cause.GRANULARITY, "page", max(0, reusable - cached) if self._match.node is None else 0
         cause = _SHORTFALLS.get(output.miss)
         if cause is None:
             cause = Cause.CONCURRENT if self._is_in_flight else Cause.GONE
-        known = self._match.source
-        if output.miss in _EVICTED and known is not None and self._source.seen_s > known.expires_s:
+        elif output.miss in _EVICTED and self._source.seen_s > self._expires_s:
             cause = Cause.EXPIRED
-        return Finding(cause, output.cut_by or output.miss.value, output.cached_tokens, lost)
-
-    def _divergence(self, output: RequestOutput) -> Finding | None:
-        """What both prompts have behind the place where they part."""
-        found = self._examined
-        if found is None:
-            return None
-        verdict: Verdict = found.verdict
-        return Finding(
-            verdict.cause,
-            verdict.kind,
-            self._match.length,
-            min(found.shared, len(self._prompt) - self._match.length),
-            found.place,
-            found.before,
-            found.this,
-            found.other,
-        )
-
-    def _partial_page(self, output: RequestOutput) -> Finding | None:
-        """Known tokens behind the last whole page, of prompts that do not part."""
-        if self._examined is not None:
-            return None
-        lost = min(self._match.length, len(self._prompt) - 1) - output.cached_tokens
-        if not 0 < lost < self._history.page_size:
-            return None
-        return Finding(Cause.GRANULARITY, "page", output.cached_tokens, lost)
+        return cause, output.cut_by or output.miss.value, lost

@@ -21,8 +21,11 @@ Tokens = NDArray[np.int32]
 
 NODE_BYTES = 2048
 """At least what a node takes beside its tokens, with its source and note."""
-_FIRST_LOOK = 256
-"""Tokens compared before the rest of an edge: most prompts that leave it do so early, or not at all."""
+_MOST_TIMES = 4
+"""A leaf that is longer than this many times what continues it is not copied, but gets a child."""
+_MOST_MERGED = 4096
+_FIRST_LOOK = 1024
+"""Tokens compared first, then eight times as many: what is compared grows with what is shared, not with the edge."""
 
 
 @dataclass(slots=True)
@@ -43,12 +46,17 @@ class Source:
 
 
 class Node:
-    """An edge of the tree and what is below it; `note` is for whoever looks at prompts that part at its end."""
+    """An edge of the tree and what is below it.
 
-    __slots__ = ("children", "note", "parent", "source", "tokens")
+    Attributes:
+        num_bytes: of the array that holds the tokens, which may be larger than they are.
+        note: for whoever looks at prompts that part at its end.
+    """
 
-    def __init__(self, tokens: Tokens, parent: Node | None, source: Source) -> None:
-        self.tokens, self.parent, self.source = tokens, parent, source
+    __slots__ = ("children", "note", "num_bytes", "parent", "source", "tokens")
+
+    def __init__(self, tokens: Tokens, num_bytes: int, parent: Node | None, source: Source) -> None:
+        self.tokens, self.num_bytes, self.parent, self.source = tokens, num_bytes, parent, source
         self.children: dict[int, Node] = {}  # by their first token, the last used one last
         self.note: object = None
 
@@ -91,20 +99,23 @@ class SeenPrompts:
         """Find the longest known prefix of a prompt, then remember the prompt.
 
         Args:
-            tokens: at least one; of a prompt that would take more than a quarter of the bound, only its beginning.
+            tokens: at least one. An array may be kept, so it must not change; of a prompt that would take more than a
+                quarter of the bound, the beginning is.
         """
-        prompt = np.asarray(tokens, dtype=np.int32)[: self._max_bytes // 16]
+        prompt = np.asarray(tokens, dtype=np.int32)
+        if 16 * len(prompt) > self._max_bytes:
+            prompt = prompt[: self._max_bytes // 16].copy()
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(prompt[:0], None, source)
+            root = self._roots[salt] = Node(prompt[:0].copy(), 0, None, source)
             self.num_bytes += NODE_BYTES
         node, within, length = self._descend(root, prompt)
         rest = self._rest(node, within)
         found = None if length == 0 else node.source
         if length < len(prompt):
             if within < len(node.tokens):
-                node = self._split(node, within, salt)
-            leaf = self._grow(node, prompt[length:], source, salt)
+                node = self._split(node, within)
+            leaf = self._grow(node, prompt[length:], prompt, source, salt)
         else:
             leaf = node
         self._touch(leaf, source)
@@ -121,9 +132,9 @@ class SeenPrompts:
             leaf, source: of the prompt.
         """
         if leaf in self._leaves and leaf.source is source and tokens:
-            added = np.asarray(tokens, dtype=np.int32)
-            leaf.tokens = np.concatenate((leaf.tokens, added))
-            self.num_bytes += added.nbytes
+            added = np.array(tokens, dtype=np.int32)
+            grown = self._grow(leaf, added, added, source, self._leaves[leaf])
+            self._leaves.move_to_end(grown)
             self._evict()
 
     def _descend(self, root: Node, prompt: Tokens) -> tuple[Node, int, int]:
@@ -147,28 +158,37 @@ class SeenPrompts:
             pieces.append(node.tokens)
         return tuple(pieces)
 
-    def _split(self, node: Node, within: int, salt: str) -> Node:
+    def _split(self, node: Node, within: int) -> Node:
         """Divide an edge; returns the upper part, which takes the place of the whole."""
-        upper = Node(node.tokens[:within].copy(), node.parent, node.source)
         assert node.parent is not None
+        whole, num_bytes = node.tokens, node.num_bytes
+        upper = Node(*_held(whole[:within], num_bytes), node.parent, node.source)
+        node.tokens, node.num_bytes = _held(whole[within:], num_bytes)
+        self.num_bytes += upper.num_bytes + node.num_bytes - num_bytes
         node.parent.children[int(upper.tokens[0])] = upper
-        node.tokens, node.parent = node.tokens[within:].copy(), upper
+        node.parent = upper
         upper.children[int(node.tokens[0])] = node
         self.num_bytes += NODE_BYTES
         return upper
 
-    def _grow(self, node: Node, tokens: Tokens, source: Source, salt: str) -> Node:
-        """Put tokens below a node, or at the end of a leaf; returns the leaf."""
-        self.num_bytes += tokens.nbytes
-        if node in self._leaves:
-            node.tokens = np.concatenate((node.tokens, tokens))
+    def _grow(self, node: Node, tokens: Tokens, whole: Tokens, source: Source, salt: str) -> Node:
+        """Put tokens, a part of `whole`, below a node or at the end of a leaf; returns the leaf."""
+        is_leaf = node in self._leaves
+        if is_leaf and len(node.tokens) <= _MOST_TIMES * len(tokens):
+            self._set(node, np.concatenate((node.tokens, tokens)))
             node.note = None
             return node
-        leaf = Node(tokens.copy(), node, source)
+        if is_leaf:
+            del self._leaves[node]
+        leaf = Node(*_held(tokens, whole.nbytes), node, source)
         node.children[int(tokens[0])] = leaf
         self._leaves[leaf] = salt
-        self.num_bytes += NODE_BYTES
+        self.num_bytes += leaf.num_bytes + NODE_BYTES
         return leaf
+
+    def _set(self, node: Node, tokens: Tokens) -> None:
+        self.num_bytes += tokens.nbytes - node.num_bytes
+        node.tokens, node.num_bytes = tokens, tokens.nbytes
 
     def _touch(self, node: Node, source: Source) -> None:
         """Make a node and those above it the last used ones."""
@@ -190,7 +210,7 @@ class SeenPrompts:
     def _remove(self, leaf: Node, salt: str) -> None:
         node: Node = leaf
         while node.parent is not None and not node.children:
-            self.num_bytes -= node.tokens.nbytes + NODE_BYTES
+            self.num_bytes -= node.num_bytes + NODE_BYTES
             del node.parent.children[int(node.tokens[0])]
             node = node.parent
         if node.parent is None:
@@ -201,23 +221,32 @@ class SeenPrompts:
             self._merge(node)
 
     def _merge(self, node: Node) -> None:
-        """Join a node with its only child, which keeps the tree flat."""
+        """Join a node with its only child, which keeps the tree flat, unless that would copy much."""
         (child,) = node.children.values()
         assert node.parent is not None
-        child.tokens = np.concatenate((node.tokens, child.tokens))
+        if len(node.tokens) + len(child.tokens) > _MOST_MERGED:
+            return
+        self.num_bytes -= node.num_bytes
+        self._set(child, np.concatenate((node.tokens, child.tokens)))
         child.parent = node.parent
         # In place: the order of the children is that of their last use.
         node.parent.children[int(node.tokens[0])] = child
         self.num_bytes -= NODE_BYTES
 
 
+def _held(tokens: Tokens, num_bytes: int) -> tuple[Tokens, int]:
+    """Tokens to keep, and the bytes that they hold: most of an array may keep it, a smaller part is copied."""
+    return (tokens, num_bytes) if 4 * tokens.nbytes >= 3 * num_bytes else (tokens.copy(), tokens.nbytes)
+
+
 def common(one: Tokens, other: Tokens) -> int:
     """Tokens at the beginning that two sequences share."""
     length = min(len(one), len(other))
-    for begin, end in ((0, min(length, _FIRST_LOOK)), (_FIRST_LOOK, length)):
-        if begin < end:
-            differs = one[begin:end] != other[begin:end]
-            first = int(differs.argmax())
-            if differs[first]:
-                return begin + first
+    begin, end = 0, _FIRST_LOOK
+    while begin < length:
+        differs = one[begin:end] != other[begin:end] if end <= length else one[begin:length] != other[begin:length]
+        first = int(differs.argmax())
+        if differs[first]:
+            return begin + first
+        begin, end = end, 8 * end
     return length

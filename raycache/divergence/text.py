@@ -25,6 +25,8 @@ class TokenText:
         self._piece, self._size = piece, size
         lengths = (len(piece(token_id).translate(None, _CONTINUATION)) for token_id in range(size))
         self._num_chars = np.fromiter(lengths, dtype=np.int32, count=size)
+        lines = (piece(token_id).count(b"\n") for token_id in range(size))
+        self._num_lines = np.fromiter(lines, dtype=np.int32, count=size)
         self._is_special = np.fromiter(map(is_special, range(size)), dtype=bool, count=size)
 
     def decode(self, tokens: Tokens) -> str:
@@ -34,6 +36,10 @@ class TokenText:
     def num_chars(self, tokens: Tokens) -> int:
         """Characters of the text, without decoding it."""
         return int(self._num_chars[self._known(tokens)].sum())
+
+    def num_lines(self, tokens: Tokens) -> int:
+        """Line ends in the text."""
+        return int(self._num_lines[self._known(tokens)].sum())
 
     def num_tokens(self, tokens: Tokens, num_chars: int) -> int:
         """Tokens at the beginning that hold `num_chars` characters."""

@@ -98,10 +98,11 @@ def check(seen: SeenPrompts) -> None:
     pending = list(seen._roots.values())
     while pending:
         node = pending.pop()
-        size += node.tokens.nbytes + NODE_BYTES
+        size += node.num_bytes + NODE_BYTES
+        held = node.tokens if node.tokens.base is None else node.tokens.base
+        assert node.parent is None or node.num_bytes >= held.nbytes
         leaves += not node.children
         assert (not node.children) == (node in seen._leaves)
-        assert node.parent is None or len(node.children) != 1
         for first, child in node.children.items():
             assert child.parent is node and int(child.tokens[0]) == first
         pending += node.children.values()

@@ -66,6 +66,7 @@ class Client:
         cached = options.pop("cached", min(known, len(tokens) - 1) // PAGE * PAGE)
         miss, cut_by = options.pop("miss", Miss.NEVER_SEEN), options.pop("cut_by", "")
         output = self.encode(answer) or [0]
+        options.setdefault("is_wanted", True)
         with self.history.begin(tokens, salt=salt, tenant=tenant, asked=asked, **options) as watch:
             self.now += 1
             for index, token in enumerate(output):

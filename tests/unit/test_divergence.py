@@ -98,7 +98,7 @@ def test_a_line_that_changes_with_each_request_is_volatile(
     assert (found.place.message, found.place.role, found.place.line, found.place.key) == (0, "system", 1, key)
     before, now = (tokens for _, tokens in client.cached)
     assert found.lost_tokens == shared(before[::-1], now[::-1]) - 1  # the output's token is no part of the prompt
-    assert found.this[0] != found.other[0]
+    assert found.examined is not None and found.examined.this[0] != found.examined.other[0]
 
 
 def test_a_volatile_line_in_the_middle_of_a_later_message_is_placed(client: Client) -> None:
