@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic_core import from_json
 
 from raycache.api import constraint
 from raycache.api.chat_model import ChatModel
@@ -144,8 +145,8 @@ def _schema(value: Mapping[str, Any] | str, field: str) -> Mapping[str, Any]:
     if not isinstance(value, str):
         return value
     try:
-        schema = json.loads(value)
-    except (ValueError, RecursionError) as error:
+        schema = from_json(value, allow_inf_nan=False)
+    except ValueError as error:
         raise RequestError(f"{field}.json is not JSON: {error}", field=field) from error
     if not isinstance(schema, dict):
         raise RequestError(f"{field}.json must be a JSON schema, an object", field=field)

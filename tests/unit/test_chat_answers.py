@@ -152,6 +152,11 @@ def test_a_template_that_does_not_show_tools_is_told(tokenizer: Tokenizer, tmp_p
             "response_format",
         ),
         ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"json": '{"type": "object"}'}}}, ""),
+        ({"extra_body": {"structured_outputs": {"json": "{type: object}"}}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"json": '{"const": "\\ud800"}'}}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"json": '{"const": NaN}'}}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"json": '{"not": ' * 999 + "{}" + "}" * 999}}}, "structured_outputs"),
     ],
 )
 def test_forms_of_answers_become_grammars_or_are_refused(
