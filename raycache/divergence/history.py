@@ -9,9 +9,9 @@ with history.begin(prompt, salt=salt, tenant="alice", asked=asked) as watch:
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from raycache.divergence.cause import Cause
 from raycache.divergence.examine import LEAST_SHARE, Examined, Examiner
 from raycache.divergence.finding import Finding
 from raycache.divergence.place import Asked
-from raycache.divergence.seen import Match, SeenPrompts, Source
+from raycache.divergence.seen import Match, SeenPrompts, Source, Tokens
 from raycache.divergence.sums import Sums
 from raycache.divergence.text import TokenText
 from raycache.types import Miss, RequestOutput
@@ -36,6 +36,7 @@ _SHORTFALLS = {
     Miss.TIMEOUT: Cause.UNAVAILABLE,
     Miss.SLOWER: Cause.UNAVAILABLE,
 }
+_MOST_SALTS, _MOST_TENANTS = 4, 256
 _EVICTED = (Miss.EVICTED_DEVICE, Miss.EVICTED_HOST, Miss.EVICTED_STORAGE)
 
 
@@ -71,6 +72,7 @@ class PromptHistory:
         self.seen = SeenPrompts(max_bytes)
         self.clock = clock
         self.sums = Sums()
+        self._salts: OrderedDict[str, list[str]] = OrderedDict()  # of the tenants seen last
 
     def begin(
         self,
@@ -98,9 +100,30 @@ class PromptHistory:
         examined = None
         if match.node is not None:
             examined = self._examined(match, tokens, asked, is_wanted=is_wanted)
-        return Watch(self, tokens, match=match, examined=examined, source=source, tenant=tenant)
+        other_salt_len = self._other_salt_len(tenant, salt, tokens, match)
+        watch = Watch(self, tokens, match=match, examined=examined, source=source, tenant=tenant)
+        watch.other_salt_len = other_salt_len
+        return watch
 
-    def _examined(self, match: Match, tokens: Any, asked: Asked, *, is_wanted: bool) -> Examined | None:
+    def _other_salt_len(self, tenant: str, salt: str, tokens: Tokens, match: Match) -> int:
+        """Tokens of an unknown prompt that are known under another of the tenant's last salts.
+
+        Only of named tenants: without an API key file, salts may divide users who must not learn of each other.
+        """
+        if not tenant:
+            return 0
+        salts = self._salts.setdefault(tenant, [])
+        self._salts.move_to_end(tenant)
+        if salt not in salts:
+            salts.insert(0, salt)
+            del salts[_MOST_SALTS:]
+            if len(self._salts) > _MOST_TENANTS:
+                self._salts.popitem(last=False)
+        if match.length >= self.page_size:
+            return 0
+        return max((self.seen.known_length(other, tokens) for other in salts if other != salt), default=0)
+
+    def _examined(self, match: Match, tokens: Tokens, asked: Asked, *, is_wanted: bool) -> Examined | None:
         assert match.node is not None
         known = match.node.note
         if isinstance(known, _Known):
@@ -128,12 +151,13 @@ class Watch:
 
     Attributes:
         finding: why no more of the prompt was reused; None: not known yet, or nothing known was missed.
+        other_salt_len: tokens known under another salt of the tenant; counts in the sums only.
     """
 
     def __init__(
         self,
         history: PromptHistory,
-        prompt: Any,
+        prompt: Tokens,
         *,
         match: Match,
         examined: Examined | None,
@@ -146,6 +170,7 @@ class Watch:
         self._expires_s = float("inf") if match.source is None else match.source.expires_s
         self._output: list[int] = []
         self._is_computed = False
+        self.other_salt_len = 0
         self.finding: Finding | None = None
 
     def __enter__(self) -> Watch:
@@ -179,8 +204,12 @@ class Watch:
                 token = self._match.length if at_place else output.cached_tokens
                 age_s = self._source.seen_s - known.seen_s
                 self.finding = Finding(cause, kind, token, lost, age_s, lost_s, examined if at_place else None)
+        counted = self.finding
+        if (lost := self.other_salt_len // self._history.page_size * self._history.page_size) > 0:
+            lost_s = prefill_s * min(1.0, lost / max(1, computed))
+            counted = Finding(Cause.SALT, "", 0, lost, age_s=0.0, lost_s=lost_s)
         self._history.sums.add(
-            self._tenant, self.finding, prompt_tokens=len(self._prompt), computed_tokens=computed, prefill_s=prefill_s
+            self._tenant, counted, prompt_tokens=len(self._prompt), computed_tokens=computed, prefill_s=prefill_s
         )
 
     def _shortfall(self, output: RequestOutput) -> tuple[Cause, str, int]:

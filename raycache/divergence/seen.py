@@ -137,6 +137,11 @@ class SeenPrompts:
             self._leaves.move_to_end(grown)
             self._evict()
 
+    def known_length(self, salt: str, tokens: Tokens) -> int:
+        """Tokens of the longest known prefix under a salt; changes nothing."""
+        root = self._roots.get(salt)
+        return 0 if root is None else self._descend(root, tokens)[2]
+
     def _descend(self, root: Node, prompt: Tokens) -> tuple[Node, int, int]:
         """Return the deepest node reached, the tokens that agree of it, and of the whole prompt."""
         node, length = root, 0

@@ -296,6 +296,27 @@ def test_salts_share_nothing(client: Client) -> None:
     assert client.send(SYSTEM, salt="two", cached=0) is None
 
 
+def test_another_salt_of_a_named_tenant_counts_in_the_sums_only(client: Client) -> None:
+    for tenant, salts in (("alice", ("one", "two")), ("", ("three", "four"))):
+        for salt in salts:
+            assert client.send(SYSTEM, salt=salt, tenant=tenant, cached=0) is None
+    client.send(SYSTEM, salt="five", tenant="bob", cached=0)  # others' salts do not count
+    sums = client.history.sums.facts()
+    (cause,) = sums["alice"]["causes"]
+    size = len(client.encode(SYSTEM)) // PAGE * PAGE
+    assert (cause["cause"], cause["lost_tokens"], cause["requests"]) == (Cause.SALT, size, 1)
+    assert sums[""]["causes"] == sums["bob"]["causes"] == []
+
+
+def test_a_prompt_that_is_still_computed_is_known_but_not_cached(client: Client) -> None:
+    tokens, asked = client.encode(SYSTEM), Asked(text=SYSTEM)
+    with client.history.begin(tokens, salt="", tenant="", asked=asked):
+        found = client.send(SYSTEM, cached=0)
+        assert found is not None and found.cause is Cause.CONCURRENT
+    found = client.send(SYSTEM, cached=0)
+    assert found is not None and found.cause is Cause.GONE
+
+
 @pytest.mark.parametrize("make", [lambda: "", lambda: "Zürich 東京 🎉 " * 9], ids=["ascii", "wide"])
 def test_the_place_is_right_behind_characters_of_several_bytes(client: Client, make: Callable[[], str]) -> None:
     client.chat([system(make() + "\nid: 12345\n" + SYSTEM)])
