@@ -82,7 +82,7 @@ class Verdict:
 _WORD = re.compile(r"[^\s\"'(){}<>,;=]+")
 _NAMES = re.compile(r"\w+")
 _REASONING = re.compile(r"<(think|thinking|\|channel\|>analysis)|\[THINK\]|</think>")
-_EMPTY_REASONING = re.compile(r"^\s*(<think>|\[THINK\])?\s*(</think>|\[/THINK\])?\s*$")
+_EMPTY_REASONING = ("<think></think>", "[THINK][/THINK]", "<think>", "</think>")
 _SUMMARY = re.compile(r"summar|compacted|condensed|continued from a previous", re.IGNORECASE)
 _SUMMARY_CHARS = 600
 _ANSWERS = ("assistant", "tool")
@@ -171,7 +171,7 @@ def _reasoning(sides: Sides) -> Verdict | None:
     changed = sides.other if sides.is_removed else sides.this if sides.is_added else ""
     if not changed or not _REASONING.search(changed):
         return None
-    if _EMPTY_REASONING.match(changed):
+    if "".join(changed.split()) in _EMPTY_REASONING:
         return Verdict(Cause.TEMPLATE, "last_turn")
     if sides.is_removed and not sides.sends_reasoning:
         return Verdict(Cause.HISTORY, "reasoning_dropped")

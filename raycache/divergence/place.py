@@ -20,6 +20,10 @@ _MOST_KEY_CHARS = 60
 _MOST_NAME_CHARS = 64
 _MOST_PATH_CHARS = 200
 _LAST_MESSAGES = 4
+_MOST_GAP = 8192
+"""Most characters that a template writes between two messages."""
+_MOST_IN_VAIN = 32 * 2**20
+"""Characters that are searched for contents that are not shown, so that no conversation takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +112,18 @@ def place_of(offset: int, text: str, asked: Asked) -> Place:
     if not asked.messages:
         return _in_text(Place(), offset, text, begin=0)
     tools = _tool_spans(text, asked.tools, until=offset)
-    position = 0
+    slack = _MOST_GAP + (tools_end(text, asked.tools) if asked.tools else 0)  # they stand before any of the messages
+    position, in_vain = 0, 0
     for index, message in enumerate(asked.messages):
         role = str(message.get("role", ""))[:_MOST_NAME_CHARS]
         for piece in _pieces(message):
-            begin = text.find(piece, position)
-            if begin < 0:
+            end = position + slack + len(piece)
+            begin = text.find(piece, position, end)
+            if begin < 0:  # not shown, or in other words
+                slack += len(piece)
+                in_vain += end - position
+                if in_vain > _MOST_IN_VAIN:
+                    return _in_text(Place(), offset, text, begin=0)
                 continue
             if offset < begin:
                 return _in_tool(offset, text, tools) or Place(index, role)
@@ -161,9 +171,11 @@ def _tool_spans(text: str, tools: Sequence[Mapping[str, Any]], *, until: int) ->
     for tool in tools:
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or (at := _name_at(text, name, position)) < 0:
+        if not isinstance(name, str):
             continue
-        begin = max(position, _opening(text, at))
+        if (at := _name_at(text, name, position)) < 0:
+            break  # the template does not show tools
+        begin = _opening(text, position, at)
         if begin > until:
             break
         position = begin + max(_json_len(text, begin), at + len(name) - begin)
@@ -181,9 +193,9 @@ def _name_at(text: str, name: str, position: int) -> int:
     return text.find(name, position) if quoted < 0 else quoted
 
 
-def _opening(text: str, at: int) -> int:
+def _opening(text: str, position: int, at: int) -> int:
     """Where the JSON object around a tool's name begins: of nested ones, the outermost on the same line."""
-    begin = text.rfind("\n", 0, at) + 1
+    begin = max(position, text.rfind("\n", position, at) + 1)
     brace = text.find("{", begin, at)
     return at if brace < 0 else brace
 

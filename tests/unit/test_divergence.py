@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raycache.divergence import place
 from raycache.divergence.cause import Cause
 from raycache.divergence.history import PromptHistory
 from raycache.divergence.place import Asked
@@ -289,6 +290,29 @@ def test_memory_stays_below_the_bound_with_all_that_is_noted(client: Client) -> 
     assert history.seen.num_bytes > max_bytes / 2, "the bound is not reached, so this shows nothing"
     tables = 12 * client.tokenizer.vocab_size + 2**14
     assert taken <= max_bytes + tables, (taken, history.seen.num_bytes)
+
+
+def test_contents_that_the_template_does_not_show_do_not_hide_the_place(tmp_path: Path) -> None:
+    shown = "{% for message in messages if message.role != 'tool' %}[{{ message.content | trim }}]{% endfor %}"
+    client = Client(tmp_path, template=shown)
+
+    def messages(line: str) -> list[dict[str, Any]]:
+        hidden = [{"role": "tool", "content": f"{number} " + "z" * 500} for number in range(50)]
+        return [user(LONG), *hidden, user(f"  Good.\nid: {line}\n{SYSTEM}  ")]
+
+    client.chat(messages("12345"))
+    found = client.chat(messages("67890"))
+    assert found is not None and found.place is not None
+    assert (found.cause, found.place.message, found.place.line, found.place.key) == (Cause.VOLATILE, 51, 2, "id")
+
+
+def test_what_takes_long_to_find_has_its_line_in_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "_MOST_IN_VAIN", 1000)
+    client = Client(tmp_path, template="{% for message in messages[1:] %}[{{ message.content }}]{% endfor %}")
+    for number in (12345, 67890):
+        found = client.chat([user("never shown"), user(f"Good.\nid: {number}\n{SYSTEM}")])
+    assert found is not None and found.place is not None
+    assert (found.cause, found.place.message, found.place.line) == (Cause.VOLATILE, None, 2)
 
 
 def test_salts_share_nothing(client: Client) -> None:
