@@ -32,6 +32,10 @@ from raycache.parallel.sharding import Coords, Split
 DECIDER = -1
 """Member id of the decider in the control group; ranks have their world rank."""
 
+_CONTROL_THREADS = 32
+"""Broadcasts that the decider may have open. One is open until the last stage takes it, after all its work before, and
+the first stages need those that follow: up to three per plan in flight, of which there is one per stage."""
+
 
 @dataclass(frozen=True)
 class GroupHandle:
@@ -158,7 +162,8 @@ def build_group(
     store = PrefixStore(f"{handle.epoch}/{handle.name}", tcp)
     try:
         if handle.backend == "gloo":
-            return TorchGroup(_gloo(store, index, size, timeout, host), rank=index, size=size)
+            num_threads = _CONTROL_THREADS if (handle.kind, member) == ("control", DECIDER) else None
+            return TorchGroup(_gloo(store, index, size, timeout, host, num_threads), rank=index, size=size)
         peers = introduce(Peer(member, host, gpu_id(device)), handle.members, store=store, group=handle.name)
         made = _nccl(store, index, size, timeout, device)
     except RuntimeError as cause:
@@ -173,11 +178,15 @@ def _check_epoch(handle: GroupHandle, *, member: int, epoch: int) -> None:
         raise RankLostError(member, handle.name, -1, cause)
 
 
-def _gloo(store: PrefixStore, index: int, size: int, timeout: timedelta, host: str) -> ProcessGroupGloo:
+def _gloo(
+    store: PrefixStore, index: int, size: int, timeout: timedelta, host: str, num_threads: int | None
+) -> ProcessGroupGloo:
     # Without a device gloo uses the address of the host name, which others may not be able to reach.
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
+    if num_threads is not None:
+        options._threads = num_threads
     return ProcessGroupGloo(store, index, size, options)
 
 

@@ -349,3 +349,22 @@ def test_nothing_is_left_in_the_default_group_of_torch() -> None:
         "context.Store('127.0.0.1'); assert not dist.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_rank_that_takes_no_plan_does_not_keep_later_ones_from_the_others(store: Store) -> None:
+    handle = GroupHandle("control", "control", (DECIDER, 0, 1), "gloo", *store.address, 1, 10)
+    has_all = threading.Event()
+
+    def work(group: Group, rank: int) -> list[int]:
+        numbers = list(range(12))
+        if rank == DECIDER:
+            for sent in [group.ibroadcast(torch.tensor([number]), root=0) for number in numbers]:
+                sent()
+            return numbers
+        if rank == 1:
+            assert has_all.wait(30)
+        found = [int(group.broadcast(torch.zeros(1, dtype=torch.int64), root=0)) for _ in numbers]
+        has_all.set()
+        return found
+
+    assert together(handle, work) == [list(range(12))] * 3
