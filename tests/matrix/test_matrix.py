@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raycache.parallel.sharding import Split
-from tests.matrix.chosen import CHOSEN, RECURRENT, check_back, check_row, rows
+from tests.matrix.chosen import CHOSEN, RECURRENT, check_back, check_row, rows, scenarios
 from tests.matrix.matrix import COLUMNS, Workbench, run_controls, run_row
 from tests.oracle.families import FAMILIES
 from tests.selection import mostly_long
@@ -22,7 +22,7 @@ def test_one_rank_reads_what_many_have_stored(bench: Workbench, family: str) -> 
 
 
 def test_every_column_is_met() -> None:
-    assert {name for names in CHOSEN.values() for name in names} == set(COLUMNS)
+    assert {name for family in FAMILIES for split in CHOSEN for name in scenarios(family, split)} == set(COLUMNS)
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def false_alarms(noise: Noise, changes: list[float]) -> bool:
 
 @pytest.mark.parametrize("tail", ["normal", "exponential", "log-normal", "steps"])
 def test_a_right_server_is_called_faulty_in_less_than_one_of_a_thousand_runs(tail: str) -> None:
-    """4,000 runs of 100 comparisons, of which hits have 1.5 times the noise that was measured: at most one alarm, which
+    """4,000 runs of 10 comparisons, of which hits have 1.5 times the noise that was measured: at most one alarm, which
     a rate of 1 in 1,000 would pass with a probability of 9 %."""
     draw = random.Random(7)
 
