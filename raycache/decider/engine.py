@@ -268,7 +268,6 @@ class Engine:
         while self.has_work and not self.has_requests and time.monotonic() < deadline:
             self.step()
         while self._in_flight:
-            self._send_masks()
             self._executor.collect(self._in_flight.popleft().plan)
         self._scheduler.close()
         self._executor.submit(self._scheduler.heartbeat(is_last=True))

@@ -184,10 +184,11 @@ class Scheduler:
         grammar fails is ignored: its request ends."""
         assert self._grammars is not None, "a plan has masks, and the engine has no grammars"
         masked = [(run.request, row) for run, row in zip(batch.runs, batch.rows, strict=True) if row.is_masked]
-        requests = [request for request, _ in masked]
-        masks = self._grammars.masks([row for _, row in masked], [request.allowed_next() for request in requests])
-        for request in requests:
-            self._fail_on_error(request, "the grammar cannot be followed any further")
+        matchers = [request.allowed_next() for request, _ in masked]
+        masks = self._grammars.masks([row for _, row in masked], matchers)
+        for (request, _), matcher in zip(masked, matchers, strict=True):
+            if matcher is not None:
+                self._fail_on_error(request, "the grammar cannot be followed any further")
         return masks
 
     def heartbeat(self, *, is_last: bool = False) -> StepPlan:

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,12 @@ def broken(tokenizer: Tokenizer, **settings: Any) -> GrammarChecker:
 
 
 def children() -> list[int]:
-    return [child.pid for child in psutil.Process().children()]
+    """Processes that check grammars. Each has a session of its own, which those of multiprocessing have not."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(ProcessLookupError):
+            found += [child.pid] if os.getsid(child.pid) == child.pid else []
+    return found
 
 
 async def refusal(checker: GrammarChecker, grammar: str) -> str:
