@@ -107,11 +107,14 @@ def playing(cues: Mapping[str, str], **settings: Any) -> Iterator[Server]:
             endpoint.set_result(found)
             await stopping.wait()
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), name="server")
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=run, name="server")
     thread.start()
     try:
         yield Server(asyncio.run_coroutine_threadsafe(asyncio.wait_for(endpoint, 30), loop).result(), engine)
     finally:
         loop.call_soon_threadsafe(stopping.set)
         thread.join()
-        loop.close()

@@ -35,8 +35,8 @@ _REFUSALS = {200, 400, 404, 413, 415, 422}
 @contextmanager
 def served(tokenizer: Tokenizer, **given_settings: Any) -> Iterator[str]:
     """A server over a scripted engine in a thread of its own; the value is its endpoint."""
-    loop, found, stop = asyncio.new_event_loop(), [], threading.Event()
-    ready = threading.Event()
+    found: list[str] = []
+    ready, stop = threading.Event(), threading.Event()
 
     async def run() -> None:
         engine = ScriptedEngine(tokenizer)
@@ -46,7 +46,7 @@ def served(tokenizer: Tokenizer, **given_settings: Any) -> Iterator[str]:
             while not stop.is_set():
                 await asyncio.sleep(0.05)
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
     assert ready.wait(30)
     try:
@@ -54,7 +54,6 @@ def served(tokenizer: Tokenizer, **given_settings: Any) -> Iterator[str]:
     finally:
         stop.set()
         thread.join(30)
-        loop.close()
 
 
 def fuzz_described(endpoint: str, *, examples: int, headers: dict[str, str] | None = None) -> Counter[tuple[str, int]]:
