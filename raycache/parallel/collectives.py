@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -84,17 +85,25 @@ class TorchGroup(Group):
 
     Args:
         backend: a ProcessGroupGloo or ProcessGroupNCCL.
+        direct_bytes: tensors of up to this size go from each member to all others at once in a sum or gather, larger
+            ones by the backend's algorithm.
     """
 
-    def __init__(self, backend: Any, *, rank: int, size: int) -> None:
+    def __init__(self, backend: Any, *, rank: int, size: int, direct_bytes: int = 0) -> None:
         super().__init__(rank=rank, size=size)
         self._backend = backend
+        self._direct_bytes = direct_bytes if size > 2 else 0  # between two, the backend's algorithm does that
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        if 0 < tensor.nbytes <= self._direct_bytes:
+            # All members add in the same order, so that their sums are equal.
+            return torch.sum(self.all_gather(tensor), dim=0, dtype=tensor.dtype, out=tensor)
         self._wait(lambda: self._backend.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
+        if 0 < tensor.nbytes <= self._direct_bytes:
+            return self.all_to_all(tensor.expand(self.size, *tensor.shape))
         out = tensor.new_empty((self.size, *tensor.shape))
         # Shapes are equal, so all members skip an empty gather.
         if tensor.numel():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import MagicMock
 
 import msgpack
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from raycache.errors import ConfigError, RankLostError
-from raycache.parallel.collectives import Group
+from raycache.parallel.collectives import Group, TorchGroup
 from raycache.parallel.context import (
     DECIDER,
     GroupHandle,
@@ -176,8 +177,9 @@ def test_collectives_of_any_dtype(store: Store, size: int, dtype: torch.dtype) -
             "empty": group.all_gather(mine[:0]),
             "broadcast": group.broadcast(make(rank), root=1),
         }
-        if dtype.is_floating_point:
-            found["all_reduce"] = group.all_reduce(make(rank))
+        summed = make(rank)
+        found["all_reduce"] = group.all_reduce(summed)
+        assert found["all_reduce"] is summed
         return found
 
     every = together(world_handle(store, range(size)), work)
@@ -186,8 +188,38 @@ def test_collectives_of_any_dtype(store: Store, size: int, dtype: torch.dtype) -
         assert torch.equal(found["all_to_all"], torch.stack([make(r)[rank] for r in range(size)]))
         assert found["empty"].shape == (size, 0, 4)
         assert torch.equal(found["broadcast"], make(1))
-        if dtype.is_floating_point:
-            assert torch.equal(found["all_reduce"], sum((make(r) for r in range(size)), torch.zeros(1, dtype=dtype)))
+        assert torch.equal(found["all_reduce"], sum((make(r) for r in range(size)), torch.zeros(1, dtype=dtype)))
+
+
+@pytest.mark.parametrize("shape", [(3, 50), (300, 300)], ids=["sent to all at once", "passed on"])
+def test_all_members_of_a_sum_or_gather_get_the_same(store: Store, shape: tuple[int, int]) -> None:
+    parts = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
+    wanted = parts.double().sum(0)
+
+    def work(group: Group, rank: int) -> tuple[Tensor, Tensor]:
+        strided = parts[rank].T.contiguous().T
+        return group.all_gather(strided), group.all_reduce(strided)
+
+    for gathered, summed in (every := together(world_handle(store, range(4)), work)):
+        assert torch.equal(gathered, parts)
+        assert torch.equal(summed, every[0][1])
+        torch.testing.assert_close(summed.double(), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes", "calls"),
+    [
+        (4, 64, ["alltoall_base", "alltoall_base"]),
+        (4, 68, ["_allgather_base", "allreduce"]),
+        (2, 64, ["_allgather_base", "allreduce"]),
+    ],
+)
+def test_small_tensors_take_one_exchange_between_many(size: int, num_bytes: int, calls: list[str]) -> None:
+    backend = MagicMock()
+    group = TorchGroup(backend, rank=0, size=size, direct_bytes=64)
+    group.all_gather(torch.zeros(num_bytes // 4))
+    group.all_reduce(torch.zeros(num_bytes // 4))
+    assert [name for name, _, _ in backend.method_calls] == calls
 
 
 def test_messages_of_a_pair_arrive_in_order(store: Store) -> None:
