@@ -13,7 +13,19 @@ from raycache.layers.rope import Rotary, Rotation
 if TYPE_CHECKING:
     from raycache.attention.base import AttentionStep, Selection
     from raycache.layers.cp_split import CpSplit
-    from raycache.memory.device import DevicePool, DraftLayers
+    from raycache.memory.views import IndexView, KVView, LatentView, StateView
+
+
+class LayerViews(Protocol):
+    """Views of the cache, by layer; see DevicePool."""
+
+    def kv(self, layer: int, /) -> KVView: ...
+
+    def latent(self, layer: int, /) -> LatentView: ...
+
+    def index(self, layer: int, /) -> IndexView: ...
+
+    def state(self, layer: int, /) -> StateView: ...
 
 
 class ForwardPass:
@@ -28,9 +40,7 @@ class ForwardPass:
         selections: layer -> tokens selected by its indexer, for later layers that share them.
     """
 
-    def __init__(
-        self, step: AttentionStep, pool: DevicePool | DraftLayers, positions: Tensor, records: Collection[int] = ()
-    ) -> None:
+    def __init__(self, step: AttentionStep, pool: LayerViews, positions: Tensor, records: Collection[int] = ()) -> None:
         self.records = records
         self.recorded: list[Tensor] = []
         self.step = step

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from raycache.attention.base import AttentionBackend, NotRecordableError
 from raycache.deployment.decode_split import decode_obstacle
 from raycache.deployment.deployment import Deployment
@@ -34,9 +37,14 @@ from raycache.rank.last_tokens import LastTokens
 from raycache.rank.loading import load_weights, read_threads
 from raycache.rank.member import Member
 from raycache.rank.peak import measure_peak
+from raycache.rank.pieces import RecordedPieces, piece_sizes
 from raycache.rank.rank import Rank
+from raycache.rank.recorder import CudaRecorder
 
 _log = logging.getLogger(__name__)
+
+LEAST_PIECE = 8
+"""Tokens of the shortest step that is recorded in pieces, where decode batches are recorded as a whole."""
 
 STAGING_BYTES = 512 << 20
 """GPU memory reserved for page moves, besides that of four units: four buffers of 32 MiB (or of a unit, if larger) and
@@ -90,7 +98,7 @@ class LoadedRank:
             num_graphs = len(sizes) + bool(draft_sizes) * len(sizes) + len(draft_sizes) if self._has_graphs else 0
             pool = self._new_pool(dict.fromkeys(deployment.pool_sizes(1), 1))
             trial = self._new_rank(pool, drafter=self._new_drafter(pool))
-            measure_peak(deployment, trial, use=use, num_graphs=num_graphs)
+            measure_peak(deployment, trial, use=use, num_graphs=num_graphs, num_pieces=self._most_pieces)
             if deployment.config.has_host_tier:
                 use.keep("staging", self._staging_bytes)
         ranks_on_node = self.member.spec.ranks_on_node
@@ -117,21 +125,25 @@ class LoadedRank:
             raise
 
     def _build_around(self, pool: DevicePool, mover: Mover | None) -> Rank:
-        member, last, graphs, draft_graphs = self.member, None, None, None
+        member, last, graphs, draft_graphs, pieces = self.member, None, None, None, None
         if self.deployment.plans_ahead:
             last = LastTokens(self.deployment.config.max_running, member.ctx)
         member.note("staging")
         if self._has_graphs:
             graphs, draft_graphs = self._record(pool, last)
+        if self._has_pieces:
+            pieces = self._record_pieces(pool, least=1 if graphs is None else LEAST_PIECE)
         if (use := member.use) is not None:
             use.note("graphs")
             for purpose in ("graphs", "staging"):
                 use.keep(purpose, 0)
             _log.info("memory use of %s: %s", member.ctx.device, use)
             use.check()
-        return self._new_rank(
+        rank = self._new_rank(
             pool, mover=mover, last=last, graphs=graphs, drafter=self._new_drafter(pool, draft_graphs)
         )
+        rank.pieces = pieces
+        return rank
 
     def _new_pool(self, sizes: dict[str, int]) -> DevicePool:
         deployment = self.deployment
@@ -141,7 +153,7 @@ class LoadedRank:
             sizes=sizes,
             page_size=deployment.config.page_size,
             ctx=self.member.ctx,
-            has_scratch=self._has_graphs,
+            has_scratch=self._has_pieces,
             num_spare_states=max(map(deployment.num_spare_states, deployment.components), default=0),
         )
 
@@ -237,14 +249,60 @@ class LoadedRank:
         )
         return graphs, draft_graphs
 
+    def _record_pieces(self, pool: DevicePool, *, least: int) -> RecordedPieces | None:
+        """Record pieces of short steps that are no decode batches, if the model's layers support it."""
+        deployment, ctx, start_s = self.deployment, self.member.ctx, time.monotonic()
+        draft = deployment.model.draft
+        recorder = CudaRecorder(pool.device)
+        try:
+            pieces = RecordedPieces(
+                self.model,
+                sizes=piece_sizes(deployment.max_step_tokens, least=least),
+                pool=pool,
+                backend=self.backend,
+                ctx=ctx,
+                hidden=None if ctx.is_first_stage else self._no_hidden,
+                records=() if draft is None else draft.recorded,
+                recorder=recorder,
+            )
+        except NotRecordableError as cause:
+            _log.warning("short steps run without CUDA graphs and are slower: %s", cause)
+            return None
+        _log.info(
+            "recorded steps of at most %d tokens as %d pieces in %.1f s, %.0f MiB",
+            max(pieces.sizes, default=0),
+            pieces.num_graphs,
+            time.monotonic() - start_s,
+            recorder.num_bytes / 2**20,
+        )
+        return pieces
+
+    @property
+    def _no_hidden(self) -> Tensor:
+        """[0, C], like what the stage before sends."""
+        model, ctx = self.deployment.model, self.member.ctx
+        width = model.stream_width(ctx.layers(model.num_layers).start)
+        return torch.empty((0, width), dtype=self.deployment.dtype, device=ctx.device)
+
+    @property
+    def _has_pieces(self) -> bool:
+        return self.deployment.config.cuda_graphs and self.backend.capabilities.can_capture
+
+    @property
+    def _most_pieces(self) -> int:
+        """Upper bound of the graphs of pieces: one per call of attention, at most four per component and layer."""
+        if not self._has_pieces:
+            return 0
+        calls = sum(4 * len(part.layers) for part in self.deployment.components)
+        return len(piece_sizes(self.deployment.max_step_tokens, least=1)) * (1 + calls)
+
     @property
     def _has_draft_states(self) -> bool:
         return any(part.is_draft and part.reuse is Reuse.STATE_HERE for part in self.deployment.components)
 
     @property
     def _has_graphs(self) -> bool:
-        config = self.deployment.config
-        return config.cuda_graphs and self.backend.capabilities.can_capture and config.pp == 1
+        return self._has_pieces and self.deployment.config.pp == 1
 
     @property
     def _graph_sizes(self) -> tuple[list[int], list[int]]:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from raycache.attention.base import AttentionBackend, StaticStep
-from raycache.layers.forward_pass import ForwardPass
-from raycache.memory.device import DevicePool, DraftLayers
+from raycache.layers.forward_pass import ForwardPass, LayerViews
+from raycache.memory.device import DevicePool
 from raycache.models.base import Model
 from raycache.parallel.context import ParallelContext
 from raycache.rank.decode_batch import DecodeBatch
@@ -49,7 +49,7 @@ class GraphLayers:
     """
 
     forward: Layers
-    views: DevicePool | DraftLayers
+    views: LayerViews
     records: Sequence[int] = ()
     features: Tensor | None = None
     has_all_tokens: bool = False
@@ -60,14 +60,14 @@ def whole_model(model: Model) -> Layers:
 
     def forward(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, Tensor]:
         hidden = model.forward(model.embed(ids), run)
-        return model.logits(hidden), for_draft(hidden, run)
+        return model.logits(hidden), for_draft(hidden, run.recorded)
 
     return forward
 
 
-def for_draft(hidden: Tensor, run: ForwardPass) -> Tensor:
+def for_draft(hidden: Tensor, recorded: Sequence[Tensor]) -> Tensor:
     """Features for a draft model: the recorded hidden states if there are any, else the last one."""
-    return torch.cat(run.recorded, dim=-1) if run.recorded else hidden
+    return torch.cat(tuple(recorded), dim=-1) if recorded else hidden
 
 
 def batch_sizes(most: int, *, cp: int) -> list[int]:

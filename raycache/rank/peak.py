@@ -22,6 +22,9 @@ from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
 
 _GRAPH_BYTES = 32 << 20
 """Bytes per CUDA graph besides the memory that graphs share: driver structures and the attention plan (measured)."""
+_PIECE_BYTES = 256 << 10
+"""Bytes per piece of a step that is recorded, besides the memory that pieces share."""
+_SHORT = 1536
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
 
 
@@ -82,6 +85,11 @@ class Largest:
         last, most = np.zeros(1, np.int32).tobytes(), self.rows * (1 + self.drafts)
         return self._plan([self._row(slot, self.longest - 1, last) for slot in range(min(most, self.tokens))])
 
+    def short(self) -> StepPlan:
+        """As many new tokens as are recorded in pieces."""
+        count = min(self.tokens, self.longest, _SHORT)
+        return self._plan([self._row(0, self.longest - count, bytes(4 * count))])
+
     def _row(self, slot: int, start: int, tokens: bytes, *, targets: bytes = b"") -> Row:
         read = 0 if start else -1
         return Row(
@@ -95,7 +103,7 @@ class Largest:
         return StepPlan(1, rows=rows, admits=admits, num_top=MAX_TOP_LOGPROBS, mask_len=mask_len)
 
 
-def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_graphs: int) -> None:
+def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_graphs: int, num_pieces: int) -> None:
     """Run the largest steps and reserve the memory that they need. Collective over all ranks of a gang.
 
     Also triggers compilation and allocation at first use, which is accounted as "kernels".
@@ -105,6 +113,7 @@ def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_grap
         use: memory use of the GPU; gets reservations for "activations" and "graphs".
         num_graphs: CUDA graphs to be recorded. Those of the model share the memory of one decode step, those of the
             draft model that of another.
+        num_pieces: graphs of pieces to be recorded, which share the memory of one step.
     Raises:
         ConfigError: the largest step does not fit beside the weights.
     """
@@ -122,7 +131,10 @@ def measure_peak(deployment: Deployment, rank: Rank, *, use: MemoryUse, num_grap
     peaks = {kind: _peak(rank, plan) for kind, plan in plans.items()}
     use.keep("activations", max(peaks.values()))
     shared = peaks["decode"] * (1 if rank.drafter is None else 2)
-    use.keep("graphs", shared + num_graphs * _GRAPH_BYTES if num_graphs else 0)
+    graph_bytes = shared + num_graphs * _GRAPH_BYTES if num_graphs else 0
+    if num_pieces:
+        graph_bytes += _peak(rank, largest.short()) + num_pieces * _PIECE_BYTES
+    use.keep("graphs", graph_bytes)
 
 
 def _peak(rank: Rank, plan: StepPlan) -> int:

@@ -6,7 +6,7 @@ process of its own, or in the caller's process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +27,7 @@ from raycache.rank.drafter import Drafter, Followed
 from raycache.rank.graphs import DecodeGraphs, for_draft
 from raycache.rank.last_tokens import LastTokens
 from raycache.rank.pending_result import PendingResult
+from raycache.rank.pieces import RecordedPieces
 from raycache.rank.sampler import SampleRow, TokenCounts, logprobs, sample
 from raycache.step.inputs import StepInputs, step_inputs
 from raycache.step.page_tables import PageTables
@@ -88,6 +89,7 @@ class Rank:
         mover: moves pages between pool and host; None without a host tier.
         last: last sampled tokens; None unless the decider plans a step before it has the tokens of the last one.
         graphs: decode steps as CUDA graphs, or None.
+        pieces: layers of other short steps as CUDA graphs, or None.
         drafter: only on the last stage, or None.
     """
 
@@ -102,6 +104,7 @@ class Rank:
     graphs: DecodeGraphs | None = None
     drafter: Drafter | None = None
     decode_model: Model | None = None
+    pieces: RecordedPieces | None = None
     _slots: dict[int, Slot] = field(default_factory=dict)
     _tables: dict[str, PageTables] = field(init=False)
     _unsent: Callable[[], None] = lambda: None
@@ -185,13 +188,13 @@ class Rank:
         )
         if self.last is not None:
             self.last.fill(rows, inputs)
-        hidden, run = self._run_stage(inputs, model)
+        hidden, recorded = self._run_stage(inputs, model)
         if not self.ctx.is_last_stage:
             return LaunchedLayers()
         logits = model.logits(hidden[inputs.logits])
         if has_all_tokens:
             return LaunchedLayers(self._emitted(plan, logits))
-        return LaunchedLayers(logits, for_draft(hidden, run), inputs)
+        return LaunchedLayers(logits, for_draft(hidden, recorded), inputs)
 
     def _emitted(self, plan: StepPlan, logits: Tensor) -> Tensor:
         """Of the logits of all tokens, those that this cp rank emits."""
@@ -212,26 +215,30 @@ class Rank:
         for moves in plan.loads:
             self.mover.load(moves)
 
-    def _run_stage(self, inputs: StepInputs, model: Model) -> tuple[Tensor, ForwardPass]:
-        """Hidden states after this stage's layers, and the pass with the states recorded for a draft model."""
+    def _run_stage(self, inputs: StepInputs, model: Model) -> tuple[Tensor, Sequence[Tensor]]:
+        """Hidden states after this stage's layers, and those recorded for a draft model."""
         records = () if self.config.draft is None else self.config.draft.recorded
-        run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records)
-        if self.ctx.is_first_stage:
-            hidden = model.embed(inputs.ids)
-        else:
+        hidden, received = None, list[Tensor]()
+        if not self.ctx.is_first_stage:
             size, first = self.config.hidden_size, self.ctx.layers(self.config.num_layers).start
             widths = [self.config.stream_width(first)] + [size] * sum(layer < first for layer in records)
             together = torch.empty((len(inputs.ids), sum(widths)), dtype=self.dtype, device=self.ctx.device)
             if len(inputs.ids):
                 self.ctx.pp.recv(together, source=self.ctx.pp.rank - 1)
-            hidden, *run.recorded = (part.contiguous() for part in together.split(widths, dim=1))
-        hidden = model.forward(hidden, run)
+            hidden, *received = (part.contiguous() for part in together.split(widths, dim=1))
+        if self.pieces is not None and model is self.model and self.pieces.can_run(inputs):
+            hidden, recorded = self.pieces.forward(inputs, hidden)
+        else:
+            run = ForwardPass(self.backend.plan(inputs), self.pool, inputs.positions, records)
+            hidden, recorded = model.forward(model.embed(inputs.ids) if hidden is None else hidden, run), run.recorded
+        recorded = [*received, *recorded]
         if not self.ctx.is_last_stage and len(inputs.ids):
-            # One send may stay in flight, so that this stage starts its next step while the next stage is busy.
+            # One send may stay in flight, so that this stage starts its next step while the next stage is busy. It has
+            # a copy: the next step overwrites the hidden states of a graph.
             self._unsent()
-            together = torch.cat([hidden, *run.recorded], dim=1) if run.recorded else hidden
+            together = torch.cat([hidden, *recorded], dim=1)
             self._unsent = self.ctx.pp.isend(together, to=self.ctx.pp.rank + 1)
-        return hidden, run
+        return hidden, recorded
 
     def _results(self, plan: StepPlan, layers: LaunchedLayers, masks: Masks) -> Tensor:
         """Sampled, scored and drafted tokens: int64 [result_len, result_width]."""

@@ -190,7 +190,8 @@ def test_logits_and_cache_are_right_with_recorded_steps_and_without(case: Case) 
     fill(rank)
     recorded = follow(rank, case.plans)
     assert recorded.num_replayed == num_decodes
-    rank.graphs = None
+    assert rank.pieces is not None
+    rank.graphs = rank.pieces = None
     fill(rank)
     launched = follow(rank, case.plans)
     assert is_right(recorded, case.right) & is_right(launched, case.right)

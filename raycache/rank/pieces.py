@@ -1,0 +1,264 @@
+"""Layers of short steps as pieces of CUDA graphs, with attention launched between them.
+
+    ids -> [ embed, norm, qkv ] -> attention -> [ out, feed-forward, norm, qkv ] -> attention -> ... -> hidden states
+              first piece           launched                second piece            launched
+
+A step of few tokens takes longer to launch than to run. A graph of the whole step (graphs.py) fixes its rows, so it
+serves decode batches only. Between two calls of attention, layers depend on nothing but the number of tokens: these
+pieces are recorded for some numbers, and a step is padded to the next of them. What attention does is launched as in
+any step, so rows may be of any kind, and their pages may still be on the way to the device.
+
+Padding tokens have the token id 0, and attention gives zeros for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raycache.attention.base import AttentionBackend, AttentionStep, Selection
+from raycache.layers.forward_pass import ForwardPass
+from raycache.memory.component import STATE
+from raycache.memory.device import DevicePool
+from raycache.models.base import Model
+from raycache.parallel.context import ParallelContext
+from raycache.rank.calls import CallingStep, Calls, Launch, LayerPool
+from raycache.rank.recorder import Recorder, Replay
+from raycache.step.inputs import StepInputs, build_inputs
+from raycache.wire.plan import Row, StepPlan
+
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, *range(256, 512, 64), *range(512, 1024, 128), 1024, 1280, 1536)
+
+# Shapes in this file: S recorded tokens, T of a step, C hidden size, W all inputs of a stage after the first.
+
+
+def piece_sizes(most: int, *, least: int) -> list[int]:
+    """Numbers of tokens to record.
+
+    Args:
+        most: tokens of a step.
+        least: fewer are run in another way.
+    """
+    return [size for size in _SIZES if least <= size <= most]
+
+
+def trial_step(num_tokens: int, pool: DevicePool, ctx: ParallelContext) -> StepInputs:
+    """A step of one row of so many tokens per cp rank, whose pages and states are scratch units."""
+    num_tokens *= ctx.cp.size
+    pages = {space: np.full(-(-num_tokens // pool.page_size), pool.sizes[space], np.int32) for space in pool.windows}
+    row = Row(0, 0, bytes(4 * num_tokens), output_position=0, write_state=pool.sizes.get(STATE, -1))
+    return build_inputs(StepPlan(0, [row]), {0: pages}, page_size=pool.page_size, windows=pool.windows, ctx=ctx)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Attention between two pieces.
+
+    Attributes:
+        layer: whose cache it reads.
+        rows: its arguments, [S, ...] each.
+        out: where its result goes, [S, ...]; None for a selection.
+    """
+
+    layer: int
+    launch: Launch
+    rows: Sequence[Tensor | None]
+    out: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A graph, and the call after it; None after the last one."""
+
+    replay: Replay
+    call: _Call | None
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What the first piece reads.
+
+    Attributes:
+        ids, positions: int64 [S].
+        hidden: [S, C], from the stage before; None on the first.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    hidden: Tensor | None
+
+    def fill(self, inputs: StepInputs, hidden: Tensor | None) -> None:
+        count = len(inputs.ids)
+        for mine, given in ((self.ids, inputs.ids), (self.positions, inputs.positions), (self.hidden, hidden)):
+            if mine is not None and given is not None:
+                mine[:count].copy_(given)
+                mine[count:].zero_()
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """All pieces of one number of tokens.
+
+    Attributes:
+        hidden: [S, C], the output.
+        features: recorded for a draft model, [S, C] each.
+    """
+
+    inputs: _Inputs
+    pieces: Sequence[_Piece]
+    hidden: Tensor
+    features: Sequence[Tensor]
+
+
+class RecordedPieces:
+    """The pieces of one stage on one rank. Recording is collective over tp.
+
+    Args:
+        sizes: numbers of tokens to record.
+        pool: must have scratch units.
+        hidden: empty tensor [0, C] like the input of a stage after the first; None on the first.
+        records: layers to record for a draft model (see `ForwardPass`).
+    Attributes:
+        num_graphs: recorded ones.
+    Raises:
+        NotRecordableError: the layers cannot be recorded.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Model,
+        *,
+        sizes: Sequence[int],
+        pool: DevicePool,
+        backend: AttentionBackend,
+        ctx: ParallelContext,
+        recorder: Recorder,
+        hidden: Tensor | None = None,
+        records: Sequence[int] = (),
+    ) -> None:
+        self._model, self._pool, self._backend = model, pool, backend
+        self._hidden, self._records = hidden, records
+        self._recorder, self._tp = recorder, ctx.tp
+        self._zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        # Largest first, so that the others fit into its memory.
+        trials = [trial_step(size, pool, ctx) for size in sorted(sizes, reverse=True)]
+        recorded = {len(trial.ids): self._record(trial) for trial in trials}
+        self._recorded = {size: pieces for size, pieces in recorded.items() if pieces is not None}
+        self.num_graphs = sum(len(recorded.pieces) for recorded in self._recorded.values())
+
+    @property
+    def sizes(self) -> list[int]:
+        """Recorded numbers of tokens."""
+        return list(self._recorded)
+
+    def can_run(self, inputs: StepInputs) -> bool:
+        """Whether a step's tokens on this rank fit."""
+        return 0 < len(inputs.ids) <= max(self._recorded, default=0)
+
+    def forward(self, inputs: StepInputs, hidden: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Run a step.
+
+        Args:
+            hidden: [T, C], from the stage before; None on the first.
+        Returns:
+            Hidden states [T, C], and what was recorded for a draft model, [T, C] each; valid until the next step.
+        """
+        count = len(inputs.ids)
+        recorded = self._recorded[min(size for size in self._recorded if size >= count)]
+        recorded.inputs.fill(inputs, hidden)
+        step, selections = self._backend.plan(inputs), list[Selection]()
+        for piece in recorded.pieces:
+            piece.replay()
+            if (call := piece.call) is not None:
+                self._pool.gate(call.layer)
+                found = call.launch(step, selections, *(None if row is None else row[:count] for row in call.rows))
+                if call.out is not None and found is not None:
+                    self._put(found, call.out)
+        return recorded.hidden[:count], [part[:count] for part in recorded.features]
+
+    def _put(self, found: Tensor, out: Tensor) -> None:
+        """Copy a result [T, ...] into [S, ...], with zeros behind it."""
+        if len(found) == len(out):
+            out.copy_(found)
+            return
+        key = out.shape[1:], out.dtype
+        if key not in self._zeros:
+            self._zeros[key] = out.new_zeros((max(self._recorded), *out.shape[1:]))
+        torch.cat([found, self._zeros[key][: len(out) - len(found)]], out=out)
+
+    def _record(self, trial: StepInputs) -> _Recorded | None:
+        """None if it would not help."""
+        hidden = None if self._hidden is None else self._hidden.new_zeros(len(trial.ids), self._hidden.shape[1])
+        inputs = _Inputs(torch.zeros_like(trial.ids), torch.zeros_like(trial.positions), hidden)
+        seen = _Seen(self._backend.plan(trial))
+        with self._recorder.trying():
+            self._run(inputs, seen, trial)
+        is_bound = self._recorder.is_bound_by_launches(
+            lambda: self._run(inputs, _Seen(self._backend.plan(trial)), trial)
+        )
+        if not self._agreed(is_bound):
+            return None
+        cuts = _Cuts(seen.results, self._recorder)
+        with self._recorder.recording():
+            found, features = self._run(inputs, cuts, trial)
+        borrow = self._recorder.borrow
+        pieces = (*cuts.pieces, _Piece(self._recorder.last(), None))
+        return _Recorded(inputs, pieces, borrow(found), [borrow(part) for part in features])
+
+    def _agreed(self, is_bound: bool) -> bool:
+        """Whether all tp ranks, which pad alike, found the same."""
+        found = self._tp.all_reduce(torch.tensor([float(is_bound)], device=self._pool.device))
+        return bool(found.item() == self._tp.size)
+
+    def _run(self, inputs: _Inputs, calls: Calls, trial: StepInputs) -> tuple[Tensor, list[Tensor]]:
+        pool = LayerPool(self._pool)
+        step = CallingStep(calls, pool, trial)
+        run = ForwardPass(step, pool, inputs.positions, self._records)
+        hidden = self._model.embed(inputs.ids) if inputs.hidden is None else inputs.hidden
+        return self._model.forward(hidden, run), run.recorded
+
+
+@dataclass
+class _Seen:
+    """Makes the calls.
+
+    Attributes:
+        results: shape and dtype of each, None for selections.
+    """
+
+    step: AttentionStep
+    results: list[tuple[torch.Size, torch.dtype] | None] = field(default_factory=list)
+    _selections: list[Selection] = field(default_factory=list)
+
+    def call(self, layer: int, launch: Launch, rows: Sequence[Tensor | None]) -> Tensor | None:
+        found = launch(self.step, self._selections, *rows)
+        self.results.append(None if found is None else (found.shape, found.dtype))
+        return found
+
+
+class _Cuts:
+    """Ends a graph at each call, and begins the next.
+
+    Tensors of a graph may share memory with those that are used after them, so calls keep only addresses.
+
+    Args:
+        results: shape and dtype of the result of each call; None for selections.
+    """
+
+    def __init__(self, results: Sequence[tuple[torch.Size, torch.dtype] | None], recorder: Recorder) -> None:
+        self.pieces: list[_Piece] = []
+        self._results, self._recorder = iter(results), recorder
+
+    def call(self, layer: int, launch: Launch, rows: Sequence[Tensor | None]) -> Tensor | None:
+        result, borrow = next(self._results), self._recorder.borrow
+        replay = self._recorder.cut()
+        device = next(row.device for row in rows if row is not None)
+        out = None if result is None else torch.empty(result[0], dtype=result[1], device=device)
+        kept = [None if row is None else borrow(row) for row in rows]
+        self.pieces.append(_Piece(replay, _Call(layer, launch, kept, None if out is None else borrow(out))))
+        return out

@@ -1,0 +1,128 @@
+"""Records parts of a step as CUDA graphs, one after the other.
+
+The graphs are replayed in the order in which they were recorded, and share memory: what a tensor needed is used again
+as soon as nothing refers to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_MOST_BUSY = 1.25
+"""Steps that take longer than this multiple of the time to launch them are not recorded: padding would cost more."""
+
+Replay = Callable[[], None]
+"""Launches the kernels of a graph again."""
+
+
+class Recorder(Protocol):
+    """Records graphs, one after the other, that are replayed in the same order and share memory."""
+
+    def trying(self) -> AbstractContextManager[None]:
+        """Layers run within it as they will be recorded, so that they compile and allocate before."""
+        ...
+
+    def is_bound_by_launches(self, run: Callable[[], object]) -> bool:
+        """Whether what was tried takes hardly longer than to launch it."""
+        ...
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Begin a graph; its end is that of the last one."""
+        ...
+
+    def cut(self) -> Replay:
+        """End a graph and begin the next one."""
+        ...
+
+    def last(self) -> Replay:
+        """The last graph, after its end."""
+        ...
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """The same memory, without keeping it from being used by later graphs."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs.
+
+    Attributes:
+        num_bytes: device memory that they use.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        gc.collect()  # what holds device memory must not be collected while something is recorded
+        self._device, self._memory = device, torch.cuda.graph_pool_handle()
+        # One stream for all of them: each has a workspace of its own for matrix products.
+        self._stream = torch.cuda.Stream(device)
+        self._graph = torch.cuda.CUDAGraph()
+        self._free, _ = torch.cuda.mem_get_info(device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._free - torch.cuda.mem_get_info(self._device)[0]
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.synchronize(self._device)
+
+    def is_bound_by_launches(self, run: Callable[[], object]) -> bool:
+        with torch.cuda.stream(self._stream):
+            begin_s = time.perf_counter()
+            run()
+            launched_s = time.perf_counter()
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - begin_s < _MOST_BUSY * (launched_s - begin_s)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            self._begin()
+            try:
+                yield
+            finally:
+                self._graph.capture_end()  # after an error, too: the stream would go on capturing
+
+    def cut(self) -> Replay:
+        self._graph.capture_end()
+        replay = self._graph.replay
+        self._begin()
+        return replay
+
+    def last(self) -> Replay:
+        return self._graph.replay
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        same: Tensor = torch.as_tensor(_Address(tensor), device=tensor.device)
+        return same.view(tensor.dtype)
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._memory)
+
+
+_INTEGERS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}
+
+
+class _Address:
+    """Device memory as an array of integers, in the CUDA array interface (version 3)."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * stride for stride in tensor.stride()),
+            "typestr": _INTEGERS[size],
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
