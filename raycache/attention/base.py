@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from raycache.attention.delta_rule import DeltaRule
+from raycache.attention.state_space import StateSpace
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
 from raycache.step.exchange import Exchange
 from raycache.step.inputs import StepInputs
@@ -119,7 +121,7 @@ class AttentionStep(Protocol):
 
 
 class RecurrentStep(Protocol):
-    """Convolutions and scans of recurrent layers in one step."""
+    """Recurrent layers in one step: convolutions and scans alone, or all that a layer does between its projections."""
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Short causal convolution of each channel; its last inputs are read from and written to the layer's states.
@@ -150,6 +152,35 @@ class RecurrentStep(Protocol):
             beta: [T, Hv] for the delta rule, or None.
         Returns:
             [T, Hv, Dv].
+        """
+        ...
+
+    def state_space(
+        self, view: StateView, weights: StateSpace, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor
+    ) -> Tensor:
+        """A Mamba2 layer between its projection and its norm, see state_space.py.
+
+        Args:
+            x: [T, H, P].
+            b, c: [T, G, N].
+            dt: [T, H], before its bias.
+        Returns:
+            [T, H, P] in x's dtype.
+        """
+        ...
+
+    def delta_rule(
+        self, view: StateView, weights: DeltaRule, *, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        """A gated delta net or KDA layer between its projections and its norm, see delta_rule.py.
+
+        Args:
+            q, k: [T, Hk, Dk].
+            v: [T, Hv, Dv].
+            decay: [T, Hv, 1] or [T, Hv, Dk], before the gate.
+            beta: [T, Hv], before the sigmoid.
+        Returns:
+            [T, Hv, Dv] in v's dtype.
         """
         ...
 

@@ -1,5 +1,6 @@
 """Recurrent layers of one step on CUDA: the same as attention/states.py, in few launches.
 
+    decode step                 all that a layer does between its projections in one launch, in float32
     convolution                 all rows in one launch, in float32
     scan of short rows          all in one launch, token by token, in float32; includes rows with drafts
     scan of longer rows         all in one call of chunk-parallel kernels, in half precision with float32 sums
@@ -17,10 +18,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from raycache.attention import recurrent_decode
+from raycache.attention.delta_rule import DeltaRule
 from raycache.attention.layout import StepLayout
 from raycache.attention.recurrent_chunks import DeltaRows, has_library
 from raycache.attention.recurrent_plain import MAX_KEY_DIM, scan_plain
 from raycache.attention.recurrent_triton import BLOCK_TOKENS, Slots, convolve, step
+from raycache.attention.state_space import StateSpace
 from raycache.attention.states import Recurrence
 from raycache.memory.views import StateView
 from raycache.step.inputs import RowInputs
@@ -52,6 +56,7 @@ class KernelRecurrence:
         if short and self._long_rows:
             self._short, self._long = _slots(short, layout), _slots(self._long_rows, layout)
         self._has_short = bool(short)
+        self._arrived: dict[int, Tensor] = {}
         self._delta: DeltaRows | None = None
         self._readable: Recurrence | None = None
 
@@ -74,6 +79,32 @@ class KernelRecurrence:
         if half is not None and self._long_rows:
             scan_plain(view.state, self._long, q, k, v, g, half=half, out=out)
         return out
+
+    def state_space(
+        self, view: StateView, weights: StateSpace, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor
+    ) -> Tensor:
+        if not self._is_fused(view):
+            return weights.run(self, view, x=x, b=b, c=c, dt=dt)
+        return recurrent_decode.state_space(view, self._tokens(b.shape[1]), weights, x=x, b=b, c=c, dt=dt)
+
+    def delta_rule(
+        self, view: StateView, weights: DeltaRule, *, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        if not self._is_fused(view):
+            return weights.run(self, view, q=q, k=k, v=v, decay=decay, beta=beta)
+        rows = self._tokens(q.shape[1])
+        return recurrent_decode.delta_rule(view, rows, weights, q=q, k=k, v=v, decay=decay, beta=beta)
+
+    def _is_fused(self, view: StateView) -> bool:
+        """Whether there is one launch for what a layer does."""
+        return self._layout.inputs.is_decode and view.state.dtype == torch.float32
+
+    def _tokens(self, num_groups: int) -> recurrent_decode.Tokens:
+        """Rows of a decode step for layers whose queries and keys have `num_groups` heads."""
+        if num_groups not in self._arrived:
+            count = len(self._rows.reads) * num_groups
+            self._arrived[num_groups] = torch.zeros(count, dtype=torch.int32, device=self._rows.reads.device)
+        return recurrent_decode.Tokens(self._rows.reads, self._rows.writes, self._arrived[num_groups])
 
     def _scan_delta(
         self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, half: torch.dtype

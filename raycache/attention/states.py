@@ -20,8 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from raycache.attention.delta_rule import DeltaRule
 from raycache.attention.layout import StepLayout
 from raycache.attention.recurrence import causal_conv, causal_conv_step, scan, step
+from raycache.attention.state_space import StateSpace
 from raycache.memory.views import StateView
 from raycache.step.inputs import RowInputs
 
@@ -67,6 +69,16 @@ class Recurrence:
                 q[tokens], k[tokens], v[tokens], g[tokens], chunk_beta, _state(view.state, read)
             )
         return out
+
+    def state_space(
+        self, view: StateView, weights: StateSpace, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor
+    ) -> Tensor:
+        return weights.run(self, view, x=x, b=b, c=c, dt=dt)
+
+    def delta_rule(
+        self, view: StateView, weights: DeltaRule, *, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        return weights.run(self, view, q=q, k=k, v=v, decay=decay, beta=beta)
 
 
 class _Step(NamedTuple):

@@ -9,6 +9,7 @@ graphs once the kernels have been compiled.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from functools import cache
 from subprocess import SubprocessError
 from typing import Any
@@ -110,6 +111,32 @@ def situ(gate_up: Tensor, *, beta: float, linear_beta: float) -> Tensor:
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of each head: [T, H, D] -> new [T, H, D]; computed in the dtype of `weight`, [H, D]."""
     return F.rms_norm(x.to(weight.dtype), weight.shape[1:], None, eps).mul_(weight).to(x.dtype)
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str, is_gated_first: bool = False
+) -> Tensor:
+    """RMSNorm of each group of features and a gate, in at least float32: norm(x) * weight * act(gate).
+
+    Args:
+        x, gate: [T, G, N], G groups of N features.
+        weight: [N], or [G N].
+        activation: "silu" or "sigmoid".
+        is_gated_first: norm(x * act(gate)) * weight instead.
+    Returns:
+        New [T, G, N] in gate's dtype.
+    """
+    if (kernels := _kernels_for(x)) and gate.stride(-1) == 1:
+        product: Tensor = kernels.gated_norm(x, gate, weight, eps, activation=activation, is_gated_first=is_gated_first)
+        return product
+    number, factor = precise(x), _GATES[activation](precise(gate))
+    if is_gated_first:
+        number = factor * number
+    normed = F.rms_norm(number, number.shape[2:], None, eps) * weight.view(-1, number.shape[2])
+    return (normed if is_gated_first else normed.mul_(factor)).to(gate.dtype)
+
+
+_GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 def angles(positions: Tensor, inverse: Tensor, *, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

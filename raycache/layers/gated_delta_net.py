@@ -14,16 +14,14 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from raycache.attention.delta_rule import DeltaRule
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
-from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
-from raycache.layers.precision import precise
+from raycache.layers.norm import GatedHeadNorm
 from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, recurrent
 from raycache.parallel.sharding import HeadCount
@@ -120,52 +118,47 @@ def read_delta_net(file: ConfigFile) -> DeltaNetConfig:
 
 
 class GatedDeltaNet:
-    """Projections and gates on this rank's tokens; convolutions and the scan on its share of the heads.
-
-    log decay = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b), one of each per token and value head.
+    """Projections and norm on this rank's tokens; convolutions, gates and the scan on its share of the heads.
 
     Args:
-        inputs: projection to queries, keys, values, output gate, b and a: 2 Hk Dk + 2 Hv Dv + 2 Hv features.
-        rule: convolutions and scan.
+        layer: index in the whole model.
+        inputs: projection to queries, keys, values, output gate, beta and decay: 2 Hk Dk + 2 Hv Dv + 2 Hv features.
         norm: applies the output gate.
-        rate: [Hv], exp(A_log), at least float32.
-        dt_bias: [Hv], at least float32.
         key_shape, value_shape: (Hk, Dk) and (Hv, Dv).
     """
 
     def __init__(
         self,
+        layer: int,
         inputs: ColumnLinear,
         out: RowLinear,
         *,
-        rule: DeltaRule,
+        weights: DeltaRule,
         norm: GatedHeadNorm,
-        rate: Tensor,
-        dt_bias: Tensor,
         key_shape: tuple[int, int],
         value_shape: tuple[int, int],
     ) -> None:
+        self._layer = layer
         self._inputs = inputs
         self._out = out
-        self._rule = rule
+        self._weights = weights
         self._norm = norm
-        self._rate = rate
-        self._dt_bias = dt_bias
         self._key_shape, self._value_shape = key_shape, value_shape
         keys, values = key_shape[0] * key_shape[1], value_shape[0] * value_shape[1]
-        self._sizes = (2 * keys, values, values, value_shape[0], value_shape[0])
+        self._sizes = (keys, keys, values, values, value_shape[0], value_shape[0])
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T_local, C] -> new [T_local, C]."""
-        qk, v, gate, b, a = self._inputs(x).split(self._sizes, dim=-1)
-        # By head, since cp ranks exchange heads: [T_local, Hk, 2, Dk].
-        qk = qk.unflatten(1, (2, *self._key_shape)).transpose(1, 2)
-        decay = F.softplus(precise(a) + self._dt_bias).mul_(-self._rate)
-        gates = torch.stack((decay, precise(b).sigmoid()), dim=-1)  # [T_local, Hv, 2]
-        q, k = run.step.exchange.to_heads(qk).unbind(2)
-        v = run.step.exchange.to_heads(v.unflatten(1, self._value_shape))
-        gates = run.step.exchange.to_heads(gates)
-        out = run.step.exchange.to_tokens(self._rule(run, q, k, v, g=gates[..., :1], beta=gates[..., 1]))
+        q, k, v, gate, beta, decay = self._inputs(x).split(self._sizes, dim=-1)
+        # Two exchanges: one per key head and one per value head, since ranks may share key heads.
+        q, k = run.step.exchange.to_heads(q.unflatten(1, self._key_shape), k.unflatten(1, self._key_shape))
+        v, decay, beta = run.step.exchange.to_heads(
+            v.unflatten(1, self._value_shape), decay[..., None], beta[..., None]
+        )
+        out = run.step.recurrent.delta_rule(
+            run.pool.state(self._layer), self._weights, q=q, k=k, v=v, decay=decay, beta=beta[..., 0]
+        )
+        out = run.step.exchange.to_tokens(out)
         return self._out(self._norm(out, gate.unflatten(1, self._value_shape)).flatten(1))
 
     def over_cp(self, split: CpSplit) -> GatedDeltaNet:
@@ -180,18 +173,13 @@ def load_delta_net(
 ) -> GatedDeltaNet:
     """Read this rank's heads; `size` is C."""
     keys, values = weights.heads(net.key_heads, is_shared=True), weights.heads(net.value_heads)
-
-    def per_head(name: str) -> Tensor:
-        return weights.cut(name, (net.value_heads,), axis=0, taken=values, dtype=weights.precise)
-
     norm = weights.whole("norm.weight", net.value_dim, dtype=weights.precise)
     return GatedDeltaNet(
+        layer,
         weights.column(packing(net, keys, values), inputs=size, has_bias=False),
         weights.row("out_proj", outputs=size, inputs=net.values, taken=features(values, net.value_dim), has_bias=False),
-        rule=DeltaRule(layer, _load_taps(net, weights)),
-        norm=GatedHeadNorm(norm, eps, activation=F.silu),
-        rate=per_head("A_log").exp(),
-        dt_bias=per_head("dt_bias"),
+        weights=_load_rule(net, weights),
+        norm=GatedHeadNorm(norm, eps, activation="silu"),
         key_shape=(len(keys), net.key_dim),
         value_shape=(len(values), net.value_dim),
     )
@@ -241,15 +229,25 @@ def _conv_runs(net: DeltaNetConfig, keys: range, values: range) -> Mapping[str, 
     }
 
 
-def _load_taps(net: DeltaNetConfig, weights: ShardedWeights) -> dict[str, Tensor]:
-    """Convolution weights of q, k and v, [H, D, K], for this rank's recurrent heads."""
+def _load_rule(net: DeltaNetConfig, weights: ShardedWeights) -> DeltaRule:
+    """Read the weights of this rank's recurrent heads."""
     keys = weights.heads(net.key_heads, is_shared=True, over_cp=True)
     values = weights.heads(net.value_heads, over_cp=True)
     shape = (2 * net.keys + net.values, 1, net.kernel)
-    dims = {"q": net.key_dim, "k": net.key_dim, "v": net.value_dim}
-    return {
-        kind: weights.cut("conv1d.weight", shape, axis=0, taken=run, dtype=weights.precise).view(
-            -1, dims[kind], net.kernel
-        )
-        for kind, run in _conv_runs(net, keys, values).items()
-    }
+    runs = _conv_runs(net, keys, values)
+
+    def taps(kind: str, dim: int) -> Tensor:
+        rows = weights.cut("conv1d.weight", shape, axis=0, taken=runs[kind], dtype=weights.precise)
+        return rows.view(-1, dim, net.kernel)
+
+    a_log, dt_bias = (
+        weights.cut(name, (net.value_heads,), axis=0, taken=values, dtype=weights.precise)[:, None]
+        for name in ("A_log", "dt_bias")
+    )
+    return DeltaRule(
+        taps("q", net.key_dim),
+        taps("k", net.key_dim),
+        taps("v", net.value_dim),
+        rate=a_log.exp(),
+        dt_bias=dt_bias,
+    )

@@ -7,16 +7,15 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raycache.attention.delta_rule import DeltaRule
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
-from raycache.layers.delta_rule import DeltaRule, GatedHeadNorm
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, Projection, RowLinear
-from raycache.layers.precision import precise
+from raycache.layers.norm import GatedHeadNorm
 from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, recurrent
 
@@ -84,48 +83,49 @@ def require_kda(file: ConfigFile, kda: KdaConfig) -> KdaConfig:
 
 
 class KimiDeltaAttention:
-    """Projections and gates on this rank's tokens; convolutions and the scan on its share of the heads.
+    """Projections and norm on this rank's tokens; convolutions, gates and the scan on its share of the heads.
 
     Args:
+        layer: index in the whole model.
         inputs: projection to queries, keys, values and beta before its sigmoid: 3 H D + H features.
-        decay: projection to the input of `forget`, H D features.
+        decay: projection to the decay before its gate, H D features.
         gate: projection to the output gate, H D features, which `norm` applies.
-        rule: convolutions and scan.
         shape: H and D.
     """
 
     def __init__(
         self,
+        layer: int,
         inputs: ColumnLinear,
         out: RowLinear,
         *,
         decay: Projection,
-        forget: ForgetGate,
         gate: Projection,
-        rule: DeltaRule,
+        weights: DeltaRule,
         norm: GatedHeadNorm,
         shape: tuple[int, int],
     ) -> None:
+        self._layer = layer
         self._inputs = inputs
         self._out = out
         self._decay = decay
-        self._forget = forget
         self._gate = gate
-        self._rule = rule
+        self._weights = weights
         self._norm = norm
         self._shape = shape
-        self._sizes = (3 * shape[0] * shape[1], shape[0])
+        inner = shape[0] * shape[1]
+        self._sizes = (inner, inner, inner, shape[0])
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T_local, C] -> new [T_local, C]."""
-        qkv, b = self._inputs(x).split(self._sizes, dim=-1)
-        # By head, since cp ranks exchange heads: [T_local, H, 3, D] and [T_local, H, D + 1].
-        qkv = qkv.unflatten(1, (3, *self._shape)).transpose(1, 2)
-        log_decay = self._forget(self._decay(x).unflatten(1, self._shape))
-        gates = torch.cat((log_decay, precise(b).sigmoid()[..., None]), dim=-1)
-        q, k, v = run.step.exchange.to_heads(qkv).unbind(2)
-        gates = run.step.exchange.to_heads(gates)
-        out = run.step.exchange.to_tokens(self._rule(run, q, k, v, g=gates[..., :-1], beta=gates[..., -1]))
+        *qkv, beta = self._inputs(x).split(self._sizes, dim=-1)
+        q, k, v, decay, beta = run.step.exchange.to_heads(
+            *(part.unflatten(1, self._shape) for part in (*qkv, self._decay(x))), beta[..., None]
+        )
+        out = run.step.recurrent.delta_rule(
+            run.pool.state(self._layer), self._weights, q=q, k=k, v=v, decay=decay, beta=beta[..., 0]
+        )
+        out = run.step.exchange.to_tokens(out)
         return self._out(self._norm(out, self._gate(x).unflatten(1, self._shape)).flatten(1))
 
     def over_cp(self, split: CpSplit) -> KimiDeltaAttention:
@@ -134,30 +134,6 @@ class KimiDeltaAttention:
         own._inputs, own._out = self._inputs.over_cp(split), self._out.over_cp(split, is_input_split=False)
         own._decay, own._gate = self._decay.over_cp(split), self._gate.over_cp(split)
         return own
-
-
-class ForgetGate:
-    """Log decays in at least float32: [T, H, D] -> [T, H, D].
-
-        -exp(A_log) * softplus(x + dt_bias)               without a bound
-        bound * sigmoid(exp(A_log) * (x + dt_bias))       with one
-
-    Args:
-        rate: [H, 1], exp(A_log), at least float32.
-        dt_bias: [H, D], at least float32.
-        bound: smallest log decay, negative, or None.
-    """
-
-    def __init__(self, rate: Tensor, dt_bias: Tensor, *, bound: float | None) -> None:
-        self._rate = rate
-        self._dt_bias = dt_bias
-        self._bound = bound
-
-    def __call__(self, x: Tensor) -> Tensor:
-        shifted = precise(x) + self._dt_bias
-        if self._bound is None:
-            return F.softplus(shifted).mul_(-self._rate)
-        return shifted.mul_(self._rate).sigmoid_().mul_(self._bound)
 
 
 class LowRank:
@@ -181,20 +157,18 @@ def load_kda(
 ) -> KimiDeltaAttention:
     """Read this rank's heads; `size` is C, `out` the name of the output projection."""
     heads = weights.heads(kda.num_heads)
-    taken, rate_shape = features(heads, kda.head_dim), kda.rate_shape or (kda.num_heads,)
+    taken = features(heads, kda.head_dim)
     inputs = [*(Columns(name, kda.inner, taken) for name in ("q_proj", "k_proj", "v_proj"))]
     inputs.append(Columns("b_proj", kda.num_heads, heads))
-    rate = weights.cut("A_log", rate_shape, axis=kda.rate_axis, taken=heads, dtype=weights.precise).exp()
-    dt_bias = weights.cut("dt_bias", (kda.inner,), axis=0, taken=taken, dtype=weights.precise)
     norm = weights.whole("o_norm.weight", kda.head_dim, dtype=weights.precise)
     return KimiDeltaAttention(
+        layer,
         weights.column(inputs, inputs=size, has_bias=False),
         weights.row(out, outputs=size, inputs=kda.inner, taken=taken, has_bias=False),
         decay=_load_projection("f", kda, weights, taken, size=size),
-        forget=ForgetGate(rate.view(-1, 1), dt_bias.view(-1, kda.head_dim), bound=kda.bound),
         gate=_load_projection("g", kda, weights, taken, size=size),
-        rule=DeltaRule(layer, _load_taps(kda, weights)),
-        norm=GatedHeadNorm(norm, eps, activation=torch.sigmoid),
+        weights=_load_rule(kda, weights),
+        norm=GatedHeadNorm(norm, eps, activation="sigmoid"),
         shape=(len(heads), kda.head_dim),
     )
 
@@ -209,8 +183,8 @@ def _load_projection(kind: str, kda: KdaConfig, weights: ShardedWeights, taken: 
     )
 
 
-def _load_taps(kda: KdaConfig, weights: ShardedWeights) -> dict[str, Tensor]:
-    """Convolution weights of q, k and v, [H, D, K], for this rank's recurrent heads."""
+def _load_rule(kda: KdaConfig, weights: ShardedWeights) -> DeltaRule:
+    """Read the weights of this rank's recurrent heads."""
     heads = weights.heads(kda.num_heads, over_cp=True)
     shape, taken = (kda.inner, 1, kda.kernel), features(heads, kda.head_dim)
 
@@ -218,4 +192,14 @@ def _load_taps(kda: KdaConfig, weights: ShardedWeights) -> dict[str, Tensor]:
         rows = weights.cut(f"{kind}_conv1d.weight", shape, axis=0, taken=taken, dtype=weights.precise)
         return rows.view(-1, kda.head_dim, kda.kernel)
 
-    return {kind: taps(kind) for kind in ("q", "k", "v")}
+    rate_shape = kda.rate_shape or (kda.num_heads,)
+    a_log = weights.cut("A_log", rate_shape, axis=kda.rate_axis, taken=heads, dtype=weights.precise)
+    dt_bias = weights.cut("dt_bias", (kda.inner,), axis=0, taken=taken, dtype=weights.precise)
+    return DeltaRule(
+        taps("q"),
+        taps("k"),
+        taps("v"),
+        rate=a_log.exp().view(-1, 1),
+        dt_bias=dt_bias.view(-1, kda.head_dim),
+        bound=kda.bound,
+    )

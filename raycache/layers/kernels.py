@@ -66,6 +66,33 @@ def gated(gate_up: Tensor, kind: str, *, alpha: float = 0.0, limit: float = 0.0)
     return out
 
 
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str, is_gated_first: bool) -> Tensor:
+    """Kernel of `fused.gated_norm`: [T, G, N] -> new [T, G, N]; weight is contiguous."""
+    num_tokens, num_groups, size = x.shape
+    out = gate.new_empty(x.shape)
+    block = triton.next_power_of_2(size)
+    groups = triton.next_power_of_2(min(num_groups, max(1, _FEATURES_PER_PROGRAM // block)))
+    _gated_norm[(num_tokens, triton.cdiv(num_groups, groups))](
+        x,
+        gate,
+        weight,
+        out,
+        eps,
+        num_groups,
+        size if weight.numel() > size else 0,
+        *x.stride()[:2],
+        *gate.stride()[:2],
+        SIZE=size,
+        BLOCK=block,
+        GROUPS=groups,
+        IS_SILU=activation == "silu",
+        IS_GATED_FIRST=is_gated_first,
+        num_warps=min(max(groups * block // 512, 1), 16),
+        **_early(x.device),
+    )
+    return out
+
+
 def angles(positions: Tensor, inverse: Tensor, cos: Tensor, sin: Tensor, *, scale: float) -> None:
     """Kernel of `fused.angles`; writes to cos and sin. All tensors are contiguous."""
     num_pairs = len(inverse)
@@ -204,6 +231,50 @@ def _gated(
     if KIND == "silu_clamped":
         active = tl.where(active > limit, limit, active)
     tl.store(out + token * SIZE + feature, active * up, mask=is_in)
+    if IS_EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gated_norm(
+    x: tl.tensor,
+    gate: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    num_groups: tl.tensor,
+    weight_group: tl.tensor,
+    x_token: tl.tensor,
+    x_group: tl.tensor,
+    gate_token: tl.tensor,
+    gate_group: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    IS_SILU: tl.constexpr,
+    IS_GATED_FIRST: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:
+    """One program per token and GROUPS groups."""
+    token = tl.program_id(0).to(tl.int64)
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None]
+    feature = tl.arange(0, BLOCK)[None, :]
+    is_in = (group < num_groups) & (feature < SIZE)
+    factor = tl.load(weight + group * weight_group + feature, mask=is_in, other=0.0).to(tl.float32)
+    if IS_EARLY:
+        gdc_wait()
+    value = tl.load(x + token * x_token + group * x_group + feature, mask=is_in, other=0.0).to(tl.float32)
+    number = tl.load(gate + token * gate_token + group * gate_group + feature, mask=is_in, other=0.0).to(tl.float32)
+    active = tl.sigmoid(number)
+    if IS_SILU:
+        active *= number
+    if IS_GATED_FIRST:
+        value *= active
+    value *= tl.rsqrt(tl.sum(value * value, axis=1) / SIZE + eps)[:, None] * factor
+    if not IS_GATED_FIRST:
+        value *= active
+    to = out + (token * num_groups + group) * SIZE + feature
+    tl.store(to, value.to(out.dtype.element_ty), mask=is_in)
     if IS_EARLY:
         gdc_launch_dependents()
 

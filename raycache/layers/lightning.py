@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raycache.layers import fused
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.norm import HeadNorm
@@ -86,7 +87,7 @@ class LightningAttention:
         layer: index in the whole model.
         inputs: projection to queries, keys and values, in the order that `heads` expects, then the output gate: 4 H D
             features.
-        norm: of the scan's output.
+        norm: (scan's output, output gate) -> gated and normalised.
         slopes: [H / cp], decay rates of this rank's recurrent heads, at least float32.
     """
 
@@ -97,7 +98,7 @@ class LightningAttention:
         out: RowLinear,
         *,
         heads: Heads,
-        norm: Callable[[Tensor], Tensor],
+        norm: Callable[[Tensor, Tensor], Tensor],
         slopes: Tensor,
     ) -> None:
         self._layer = layer
@@ -112,10 +113,10 @@ class LightningAttention:
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T_local, C] -> new [T_local, C]."""
         qkv, gate = self._inputs(x).split(self._sizes, dim=-1)
-        q, k, v = run.step.exchange.to_heads(self._heads(qkv, run)).unbind(2)
+        q, k, v = run.step.exchange.to_heads(*self._heads(qkv, run).unbind(2))
         g = self._log_decay.expand(q.shape[0], -1, -1)
         out = run.step.recurrent.scan(run.pool.state(self._layer), q, k, v, g, None)
-        return self._out(self._norm(run.step.exchange.to_tokens(out).flatten(1)) * gate.sigmoid())
+        return self._out(self._norm(run.step.exchange.to_tokens(out).flatten(1), gate))
 
     def over_cp(self, split: CpSplit) -> LightningAttention:
         """The same with the weights of its projections split over cp, as its states are."""
@@ -163,7 +164,7 @@ class RotatedHeads:
 
 
 class GroupNorm:
-    """RMSNorm of each group of features: [T, N] -> new [T, N]. Groups are not split over ranks.
+    """RMSNorm of each group of features, times sigmoid(gate): [T, N] -> new [T, N]. Groups are not split over ranks.
 
     Args:
         weight: [N].
@@ -175,14 +176,14 @@ class GroupNorm:
         self._shape = (num_groups, len(weight) // num_groups)
         self._eps = eps
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute the mean in at least float32."""
-        normed = F.rms_norm(precise(x).unflatten(1, self._shape), self._shape[1:], None, self._eps)
-        return normed.flatten(1).to(x.dtype) * self._weight
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Compute in at least float32."""
+        x, gate = x.unflatten(1, self._shape), gate.unflatten(1, self._shape)
+        return fused.gated_norm(x, gate, self._weight, self._eps, activation="sigmoid").flatten(1)
 
 
 class SplitNorm:
-    """RMSNorm over features that are split over tp: [T, N / tp] -> new [T, N / tp].
+    """RMSNorm over features that are split over tp, times sigmoid(gate): [T, N / tp] -> new [T, N / tp].
 
     Args:
         weight: [N / tp].
@@ -195,12 +196,16 @@ class SplitNorm:
         self._size = size
         self._eps = eps
         self._group = group
+        self._whole = GroupNorm(weight, 1, eps)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute the mean in at least float32."""
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Compute in at least float32."""
+        if self._group.size == 1:
+            return self._whole(x, gate)
         numbers = precise(x)
         squares = self._group.all_reduce(numbers.square().sum(-1, keepdim=True))
-        return (numbers * torch.rsqrt(squares / self._size + self._eps)).to(x.dtype) * self._weight
+        normed = numbers * torch.rsqrt(squares / self._size + self._eps) * self._weight
+        return normed.mul_(precise(gate).sigmoid()).to(x.dtype)
 
 
 def load_activated_lightning(

@@ -1,31 +1,25 @@
 """Mamba2: a state per head with an input-dependent decay ("Transformers are SSMs", arXiv 2405.21060).
 
     z, x, B, C, dt = in_proj(u)
-    x, B, C        = silu(conv(x)), silu(conv(B)), silu(conv(C))
-    dt             = clamp(softplus(dt + dt_bias))
-    S             <- exp(-exp(A_log) dt) S + B (dt x)^T          one S [N, P] per head
-    y              = S^T C + D x
+    y              = attention/state_space.py(x, B, C, dt)
     out            = out_proj(group_norm(y * silu(z)) * weight)
 
 Projections, z and the norm cover the tokens of this cp rank and the heads of this tp rank. The convolutions and the
 recurrence, between two exchanges over cp, cover all tokens and this rank's share of the heads over tp x cp.
-
-**One clamp for all tokens.** transformers and the kernels of mamba-ssm clamp dt in prefill but not in decode, so that a
-state depends on how its tokens were computed. A cached prefix must equal a recomputed one, so dt is clamped for every
-token here. Most models have no limits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raycache.attention.state_space import StateSpace, Taps
+from raycache.layers import fused
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import Projection, RowLinear
 from raycache.layers.mamba2_config import Mamba2Config
@@ -34,66 +28,11 @@ from raycache.layers.scaled import ScaledProjection
 from raycache.layers.weights import Columns, ShardedWeights, features
 
 if TYPE_CHECKING:
-    from raycache.attention.base import AttentionStep
     from raycache.layers.cp_split import CpSplit
-    from raycache.memory.views import StateView
     from raycache.parallel.collectives import Group
 
-# Shapes in this file: T tokens (of this cp rank; all of them between the exchanges), C hidden size, H heads of P
-# features, G groups of N state features (the heads of a group share B and C), K taps of the convolution.
-
-
-@dataclass(frozen=True)
-class Taps:
-    """Weights of a short convolution.
-
-    Attributes:
-        weight: [heads, features, K], the tap of the newest input last.
-        bias: [heads, features], or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class StateSpace:
-    """Convolutions and recurrence of all tokens, for this rank's share of the heads over tp x cp.
-
-    Args:
-        x, b, c: convolutions of H, G and G heads.
-        dt_bias, decay, skip: [H], at least float32; decay is -exp(A_log), skip is D.
-        dt_limit: smallest and largest time step.
-    """
-
-    def __init__(
-        self,
-        x: Taps,
-        b: Taps,
-        c: Taps,
-        *,
-        dt_bias: Tensor,
-        decay: Tensor,
-        skip: Tensor,
-        dt_limit: tuple[float, float],
-    ) -> None:
-        self._taps = {"x": x, "b": b, "c": c}
-        self._dt_bias = dt_bias
-        self._decay = decay
-        self._skip = skip
-        self._dt_limit = dt_limit
-
-    def __call__(self, step: AttentionStep, view: StateView, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> Tensor:
-        """x [T, H, P], b and c [T, G, N], dt [T, H] before its bias -> [T, H, P] in the dtype of the decay."""
-        x, b, c = (self._convolve(step, view, name, part) for name, part in (("x", x), ("b", b), ("c", c)))
-        x = x.to(self._decay.dtype)
-        low, high = self._dt_limit
-        dt = F.softplus(dt.to(self._decay.dtype) + self._dt_bias).clamp(low, high)[..., None]
-        y = step.recurrent.scan(view, c, b, dt * x, dt * self._decay[:, None], None)
-        return y.addcmul_(x, self._skip[:, None])
-
-    def _convolve(self, step: AttentionStep, view: StateView, name: str, x: Tensor) -> Tensor:
-        taps = self._taps[name]
-        return F.silu(step.recurrent.convolve(view, name, x, taps.weight, taps.bias), inplace=True)
+# Shapes in this file: T tokens of this cp rank, C hidden size, F = H P features of H heads, G groups of N state
+# features (the heads of a group share B and C).
 
 
 class GatedGroupNorm:
@@ -120,12 +59,12 @@ class GatedGroupNorm:
 
     def __call__(self, y: Tensor, z: Tensor) -> Tensor:
         """[T, F], [T, F] -> new [T, F] in the dtype of z."""
+        if not self._is_split:
+            parts, gate = (part.unflatten(1, (len(self._groups), self._size)) for part in (y, z))
+            normed = fused.gated_norm(parts, gate, self._weight, self._eps, activation="silu", is_gated_first=True)
+            return normed.flatten(1)
         gated = F.silu(precise(z)) * y
-        if self._is_split:
-            normed = gated * torch.rsqrt(self._sum_of_squares(gated) / self._size + self._eps)
-        else:
-            parts = gated.unflatten(1, (len(self._groups), self._size))
-            normed = F.rms_norm(parts, (self._size,), None, self._eps).flatten(1)
+        normed = gated * torch.rsqrt(self._sum_of_squares(gated) / self._size + self._eps)
         return (normed * self._weight).to(z.dtype)
 
     def _sum_of_squares(self, gated: Tensor) -> Tensor:
@@ -156,7 +95,7 @@ class Mamba2:
         self,
         layer: int,
         project: Projection,
-        ssm: StateSpace,
+        weights: StateSpace,
         norm: Callable[[Tensor, Tensor], Tensor],
         out: RowLinear,
         *,
@@ -165,7 +104,7 @@ class Mamba2:
     ) -> None:
         self._layer = layer
         self._project = project
-        self._ssm = ssm
+        self._weights = weights
         self._norm = norm
         self._out = out
         self._heads = heads
@@ -177,12 +116,11 @@ class Mamba2:
         """[T, C] -> new [T, C]."""
         z, x, b, c, dt = self._project(u).split(self._sizes, dim=1)
         # Two exchanges: one per head and one per group, since ranks may share groups.
-        per_head = torch.cat([x.unflatten(1, self._heads), dt[..., None]], dim=-1)
-        per_group = torch.cat([b.unflatten(1, self._groups), c.unflatten(1, self._groups)], dim=-1)
-        per_head, per_group = run.step.exchange.to_heads(per_head), run.step.exchange.to_heads(per_group)
-        b, c = per_group.chunk(2, dim=-1)
-        y = self._ssm(run.step, run.pool.state(self._layer), per_head[..., :-1], b, c, per_head[..., -1])
-        return self._out(self._norm(run.step.exchange.to_tokens(y.to(u.dtype)).flatten(1), z))
+        x, dt = run.step.exchange.to_heads(x.unflatten(1, self._heads), dt[..., None])
+        b, c = run.step.exchange.to_heads(b.unflatten(1, self._groups), c.unflatten(1, self._groups))
+        view = run.pool.state(self._layer)
+        y = run.step.recurrent.state_space(view, self._weights, x=x, b=b, c=c, dt=dt[..., 0])
+        return self._out(self._norm(run.step.exchange.to_tokens(y).flatten(1), z))
 
     def over_cp(self, split: CpSplit) -> Mamba2:
         """The same with the weights of its projections split over cp, as its states are."""

@@ -53,3 +53,20 @@ class HeadNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return fused.head_norm(x, self.weight, self.eps)
+
+
+class GatedHeadNorm:
+    """RMSNorm of each head, times the activated gate: [T, H, D] and [T, H, D] -> new [T, H, D].
+
+    Args:
+        weight: [D], shared by all heads, at least float32.
+        activation: of the gate, "silu" or "sigmoid".
+    """
+
+    def __init__(self, weight: Tensor, eps: float, *, activation: str) -> None:
+        self._weight = weight
+        self._eps = eps
+        self._activation = activation
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        return fused.gated_norm(x, gate, self._weight, self._eps, activation=self._activation)

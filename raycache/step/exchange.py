@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -52,8 +53,11 @@ class Exchange(Protocol):
         """[T_local, H, ...] -> [T_own, H_own, ...], what this rank continues with."""
         ...
 
-    def to_heads(self, local: Tensor) -> Tensor:
-        """[T_local, H, ...] -> [T, H / cp, ...]; with fewer heads than ranks, neighbouring ranks get the same head."""
+    def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Exchange tensors [T_local, H, D] of the same heads at once -> [T, H / cp, D] each.
+
+        With fewer heads than ranks, neighbouring ranks get the same head. Without cp the tensors are returned.
+        """
         ...
 
     def to_tokens(self, every: Tensor) -> Tensor:
@@ -120,14 +124,16 @@ class TokenExchange:
     def own(self, local: Tensor) -> Tensor:
         return local
 
-    def to_heads(self, local: Tensor) -> Tensor:
+    def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         size = self.cp.size
         if size == 1:
-            return local
+            return parts
+        local = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
         if local.shape[1] < size:
             local = local.repeat_interleave(size // local.shape[1], dim=1)
-        parts = self._padded(local).unflatten(1, (size, -1)).transpose(0, 1)
-        return self.cp.all_to_all(parts).flatten(0, 1)[self.where]
+        sent = self._padded(local).unflatten(1, (size, -1)).transpose(0, 1)
+        every = self.cp.all_to_all(sent).flatten(0, 1)[self.where]
+        return every.split([part.shape[2] for part in parts], dim=2) if len(parts) > 1 else (every,)
 
     def to_tokens(self, every: Tensor) -> Tensor:
         if self.cp.size == 1:
@@ -160,8 +166,8 @@ class HeadExchange:
         heads = shared_head_range(local.shape[1], self.cp.rank, self.cp.size)
         return local[:, heads.start : heads.stop]
 
-    def to_heads(self, local: Tensor) -> Tensor:
-        return self.own(local).contiguous()
+    def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.own(part) for part in parts)
 
     def to_tokens(self, every: Tensor) -> Tensor:
         return self.cp.all_gather(every).transpose(0, 1).flatten(1, 2)

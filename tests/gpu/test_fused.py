@@ -155,6 +155,31 @@ def test_heads_are_normalised_and_turned_and_rounded_once(model: str, tokens: in
         assert torch.equal(copy, packed)  # nothing beside it was written
 
 
+GATED_NORMS: dict[str, dict[str, Any]] = {
+    "nemotron-3-nano": {"groups": 8, "size": 512, "activation": "silu", "is_gated_first": True},
+    "qwen3-next": {"groups": 32, "size": 128, "activation": "silu", "has_shared_weight": True},
+    "kimi-linear": {"groups": 32, "size": 128, "activation": "sigmoid", "has_shared_weight": True},
+    "minimax": {"groups": 1, "size": 8192, "activation": "sigmoid"},
+    "odd": {"groups": 5, "size": 24, "activation": "silu", "is_gated_first": True},
+    "one": {"groups": 3, "size": 1, "activation": "sigmoid"},
+}
+
+
+@each_dtype
+@each_count
+@pytest.mark.parametrize("model", GATED_NORMS)
+def test_gated_norms_round_once(model: str, tokens: int, dtype: torch.dtype) -> None:
+    about = dict(GATED_NORMS[model])
+    groups, size, has_shared_weight = about.pop("groups"), about.pop("size"), about.pop("has_shared_weight", False)
+    x = 3 * draw(tokens, groups, size, dtype=dtype)
+    packed = draw(tokens, groups * size + 40, dtype=dtype, seed=1)
+    gate = packed[:, 8 : 8 + groups * size].unflatten(1, (groups, size))
+    for to in (dtype, torch.float32):
+        weight = 1 + 0.1 * draw(size if has_shared_weight else groups * size, dtype=to, seed=2)
+        exact = fused.gated_norm(x.float(), gate.float(), weight.float(), 1e-6, **about)
+        assert_rounded_once(fused.gated_norm(x, gate, weight, 1e-6, **about), exact)
+
+
 @each_dtype
 @pytest.mark.parametrize("scale", [1.0, 1.3])
 def test_angles_equal_those_of_torch(scale: float, dtype: torch.dtype) -> None:
@@ -180,11 +205,12 @@ def cases(dtype: torch.dtype, *, tokens: int = 3) -> dict[str, Callable[[], Any]
         **{name: partial(activation, gate_up) for name, activation in ACTIVATIONS.items()},
         "angles": lambda: fused.angles(positions, rotary._inverse, scale=1.0, dtype=dtype),
         "heads": lambda: turn(heads[:, :40], norm=norm),
+        "gated norm": lambda: fused.gated_norm(heads, heads, weight[:128], 1e-6, activation="silu"),
     }
 
 
 @each_dtype
-@pytest.mark.parametrize("name", ["norm", "add", *ACTIVATIONS, "angles", "heads"])
+@pytest.mark.parametrize("name", ["norm", "add", *ACTIVATIONS, "angles", "heads", "gated norm"])
 def test_each_is_one_launch(name: str, dtype: torch.dtype) -> None:
     launched = kernels(cases(dtype)[name])
     assert len(launched) == 1, launched
@@ -196,6 +222,8 @@ def test_no_tokens_launch_nothing() -> None:
     assert fused.rms_norm(empty, weight, 1e-6).shape == (0, 128)
     assert [part.shape for part in fused.add_rms_norm(empty, empty.clone(), weight, 1e-6)] == [(0, 128)] * 2
     assert fused.silu_gated(empty).shape == (0, 64)
+    heads = empty.view(0, 2, 64)
+    assert fused.gated_norm(heads, heads, weight[:64], 1e-6, activation="silu").shape == (0, 2, 64)
     turn = Rotary(RopeConfig(), 64, empty.device)(torch.empty(0, device="cuda", dtype=torch.int64), torch.bfloat16)
     assert turn(empty.view(0, 2, 64)).shape == (0, 2, 64)
 

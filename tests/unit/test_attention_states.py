@@ -105,7 +105,7 @@ def check(backend: AttentionBackend, sequences: Sequences) -> None:
                 view.conv["v"][read] = sequences.convolution_state(i, start)[heads]
         before = view.state.clone(), view.conv["v"].clone()
 
-        fields = {name: step.exchange.to_heads(seat.local(case.new(getattr(sequences, name)))) for name in names}
+        fields = {name: step.exchange.to_heads(seat.local(case.new(getattr(sequences, name))))[0] for name in names}
         weight = sequences.weight[heads].to(case.device)
         bias = None if sequences.bias is None else sequences.bias[heads].to(case.device)
         y = step.recurrent.convolve(view, "v", fields["v"], weight, bias)

@@ -124,7 +124,7 @@ def test_to_heads_gives_all_tokens_of_own_heads_and_to_tokens_brings_them_back(
 
     def there_and_back(inputs: StepInputs) -> None:
         local = mine(inputs, every)
-        found = inputs.exchange.to_heads(local)
+        (found,) = inputs.exchange.to_heads(local)
         heads = inputs.ctx.cp.rank * heads_per_rank
         assert torch.equal(found, every[:, heads : heads + heads_per_rank])
         assert torch.equal(inputs.exchange.to_tokens(found), local)
@@ -142,7 +142,7 @@ def test_heads_fewer_than_ranks_are_shared_by_neighbours(
 
     def there(inputs: StepInputs) -> None:
         head = shared_head_range(num_heads, inputs.ctx.cp.rank, cp).start
-        assert torch.equal(inputs.exchange.to_heads(mine(inputs, every)), every[:, head : head + 1])
+        assert torch.equal(inputs.exchange.to_heads(mine(inputs, every))[0], every[:, head : head + 1])
 
     batch.on_ranks(cp, there)
 
@@ -169,7 +169,7 @@ def test_ranks_without_tokens_take_part(rows: list[tuple[int, int]]) -> None:
     assert 0 in counts and sum(counts) == batch.num_tokens
 
     def there_and_back(inputs: StepInputs) -> None:
-        found = inputs.exchange.to_heads(mine(inputs, every))
+        (found,) = inputs.exchange.to_heads(mine(inputs, every))
         assert torch.equal(found, every[:, inputs.ctx.cp.rank : inputs.ctx.cp.rank + 1])
         assert torch.equal(inputs.exchange.to_tokens(found), mine(inputs, every))
 
@@ -187,7 +187,7 @@ def test_the_exchange_works_over_gloo_in_any_dtype(dtype: torch.dtype) -> None:
         group = build_group(handle, member=rank, epoch=1, host="127.0.0.1", device=CPU)
         inputs = batch.inputs(ParallelContext(split=Split(cp=2), rank=rank, device=CPU, cp=group))
         local = mine(inputs, every)
-        found = inputs.exchange.to_heads(local)
+        (found,) = inputs.exchange.to_heads(local)
         assert torch.equal(found, every[:, 2 * rank : 2 * rank + 2])
         assert torch.equal(inputs.exchange.to_tokens(found), local)
         assert torch.equal(inputs.exchange.gather(local), every)
@@ -216,7 +216,7 @@ def test_with_all_tokens_a_rank_continues_with_its_heads(
         own = slice(first, first + heads_per_rank)
         assert torch.equal(exchange.gather(every), every)
         assert torch.equal(exchange.own(every), every[:, own])
-        assert torch.equal(exchange.to_heads(every), every[:, own])
+        assert torch.equal(exchange.to_heads(every)[0], every[:, own])
         assert torch.equal(exchange.to_tokens(every[:, own]), every)
         mine = parts[inputs.ctx.cp.rank]
         assert torch.equal(exchange.scatter(mine), torch.stack([part[:, own] for part in parts]))
@@ -234,7 +234,7 @@ def test_with_all_tokens_heads_fewer_than_ranks_are_shared_by_neighbours(
 
     def check(inputs: StepInputs) -> None:
         head = shared_head_range(num_heads, inputs.ctx.cp.rank, 4).start
-        assert torch.equal(inputs.exchange.to_heads(every), every[:, head : head + 1])
+        assert torch.equal(inputs.exchange.to_heads(every)[0], every[:, head : head + 1])
 
     batch.on_ranks(4, check, has_all_tokens=True)
 
@@ -362,6 +362,6 @@ def test_a_group_of_one_moves_nothing() -> None:
     inputs = Batch.of([(0, 3), (4, 1)]).inputs(ParallelContext(split=Split(), rank=0, device=CPU, cp=Group()))
     local = torch.randn(4, 2, 3)
     assert inputs.exchange.gather(local) is local
-    assert inputs.exchange.to_heads(local) is local
+    assert inputs.exchange.to_heads(local)[0] is local
     assert inputs.exchange.to_tokens(local) is local
     assert torch.equal(inputs.exchange.give_back(local), local[None])

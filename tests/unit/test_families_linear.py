@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch import Tensor
 from transformers import MiniMaxConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
+from raycache.attention.delta_rule import DeltaRule, unit_length
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError, ConfigError
-from raycache.layers.delta_rule import GatedHeadNorm, unit_length
 from raycache.layers.gated_delta_net import DeltaNetConfig, packed_by_kind, packed_per_key_head
-from raycache.layers.kda import ForgetGate
 from raycache.layers.lightning import SplitNorm, slope_rates
+from raycache.layers.norm import GatedHeadNorm
 from raycache.layers.weights import Columns
 from raycache.memory.component import CacheFormat
 from raycache.models.base import check_split, check_weights, components, read_config
@@ -316,12 +317,14 @@ def test_slope_rates_are_those_of_transformers_to_the_last_bit(num_layers: int, 
 def test_a_norm_over_all_heads_is_the_same_however_tp_splits_them(tp: int) -> None:
     generator = torch.Generator().manual_seed(tp)
     x, weight = torch.randn(5, 32, generator=generator), torch.randn(32, generator=generator)
+    gate = torch.randn(5, 32, generator=generator)
 
     def part(ctx: ParallelContext) -> Tensor:
         norm = SplitNorm(weight.chunk(tp)[ctx.tp.rank], 32, 1e-3, ctx.tp)
-        return norm(x.chunk(tp, dim=1)[ctx.tp.rank])
+        return norm(x.chunk(tp, dim=1)[ctx.tp.rank], gate.chunk(tp, dim=1)[ctx.tp.rank])
 
-    torch.testing.assert_close(torch.cat(on_gang(Split(tp=tp), part), dim=1), F.rms_norm(x, (32,), weight, 1e-3))
+    wanted = F.rms_norm(x, (32,), weight, 1e-3) * gate.sigmoid()
+    torch.testing.assert_close(torch.cat(on_gang(Split(tp=tp), part), dim=1), wanted)
 
 
 def test_unit_length_survives_zeros_and_keeps_float64() -> None:
@@ -333,14 +336,15 @@ def test_unit_length_survives_zeros_and_keeps_float64() -> None:
 def test_a_bounded_forget_gate_stays_above_its_bound_and_a_free_one_below_zero() -> None:
     x, dt_bias = torch.linspace(-100, 100, 32).view(4, 1, 8), torch.full((1, 8), 0.5)
     rate = torch.full((1, 1), 2.0)
-    bounded = ForgetGate(rate, dt_bias, bound=-5.0)(x)
+    free = DeltaRule(*[torch.empty(0)] * 3, rate=rate, dt_bias=dt_bias)
+    bounded = replace(free, bound=-5.0).log_decay(x)
     torch.testing.assert_close(bounded, -5 / (1 + torch.exp(-2 * (x + 0.5))))
     assert bounded.min() >= -5 and bounded.max() <= 0
-    torch.testing.assert_close(ForgetGate(rate, dt_bias, bound=None)(x), -2 * torch.logaddexp(x + 0.5, torch.zeros(1)))
+    torch.testing.assert_close(free.log_decay(x), -2 * torch.logaddexp(x + 0.5, torch.zeros(1)))
 
 
 def test_a_gated_norm_of_no_tokens_is_no_tokens() -> None:
-    norm = GatedHeadNorm(torch.ones(8), 1e-6, activation=torch.sigmoid)
+    norm = GatedHeadNorm(torch.ones(8), 1e-6, activation="sigmoid")
     assert norm(torch.empty(0, 2, 8), torch.empty(0, 2, 8)).shape == (0, 2, 8)
 
 

@@ -171,10 +171,12 @@ def test_slopes_stay_float32_where_weights_are_bfloat16(tmp_path: Path) -> None:
 
 def test_groups_of_a_norm_are_counted() -> None:
     x, weight = torch.randn(3, 12, dtype=torch.float64), torch.randn(12, dtype=torch.float64)
-    found = GroupNorm(weight, 3, 1e-3)(x)
+    gate = torch.randn(3, 12, dtype=torch.float64)
+    found = GroupNorm(weight, 3, 1e-3)(x, gate)
     for group in range(3):
         part = x[:, 4 * group : 4 * group + 4]
         wanted = part / (part.square().mean(1, keepdim=True) + 1e-3).sqrt() * weight[4 * group : 4 * group + 4]
+        wanted = wanted * gate[:, 4 * group : 4 * group + 4].sigmoid()
         torch.testing.assert_close(found[:, 4 * group : 4 * group + 4], wanted)
 
 
