@@ -28,7 +28,6 @@ from benchmarks.ceilings import Ceilings
 from benchmarks.figures import write_json
 from raycache.attention.delta_rule import DeltaRule
 from raycache.attention.layout import StepLayout
-from raycache.attention.recurrent_kernels import KernelRecurrence
 from raycache.attention.state_space import StateSpace, Taps
 from raycache.layers import fused
 from raycache.memory.component import CacheFormat, recurrent
@@ -97,6 +96,9 @@ class Bench:
             field.normal_()
         decode = DecodeBatch(batch, self._pool, ctx)
         decode.fill(StepPlan(1, [Row(i, 9, bytes(4), read_state=i, write_state=i) for i in range(batch)]), {})
+        # It needs Triton, which is there on GPU machines only.
+        from raycache.attention.recurrent_kernels import KernelRecurrence
+
         self._step = KernelRecurrence(StepLayout(decode.inputs))
         q, k, v = (prod(size) for size in self._sizes())
         projected = drawn(batch, q + k + v + v + heads + heads * max(kind.decays, 1))

@@ -18,8 +18,7 @@ Imports Triton: only what runs on CUDA may import this module.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,7 +27,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.attention.delta_rule import L2_EPS, DeltaRule
-from raycache.attention.recurrent_triton import side_by_side
+from raycache.attention.recurrent_triton import early, side_by_side
 from raycache.attention.state_space import StateSpace
 from raycache.memory.views import StateView
 
@@ -127,7 +126,7 @@ def state_space(
         HAS_BIAS=weights.x.bias is not None,
         **_sizes(key_dim, value_dim, weights.x.weight.shape[2]),
         num_warps=WARPS,
-        **_early(x.device),
+        **early(x.device),
     )
     return out
 
@@ -176,7 +175,7 @@ def delta_rule(
         IS_BOUNDED=weights.bound is not None,
         **_sizes(key_dim, value_dim, weights.v.shape[2]),
         num_warps=WARPS,
-        **_early(v.device),
+        **early(v.device),
     )
     return out
 
@@ -194,13 +193,6 @@ def _sizes(key_dim: int, value_dim: int, taps: int) -> dict[str, int]:
 def _columns(value_dim: int) -> int:
     columns: int = min(COLUMNS, triton.next_power_of_2(value_dim))
     return columns
-
-
-@cache
-def _early(device: torch.device) -> dict[str, Any]:
-    """Programmatic dependent launch, see layers/kernels.py."""
-    is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"IS_EARLY": True, "launch_pdl": True} if is_early else {"IS_EARLY": False}
 
 
 # In a static step, tables are parts of larger tensors, aligned or not; alignment must not cause recompilation.

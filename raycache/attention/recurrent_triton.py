@@ -19,11 +19,14 @@ Imports Triton: only what runs on CUDA may import this module.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK_TOKENS = 32
 """Tokens per program of the convolution; at least K - 1."""
@@ -85,6 +88,7 @@ def step(
         BV=columns,
         IS_PER_CHANNEL=g.shape[-1] > 1,
         HAS_BETA=beta is not None,
+        **early(v.device),
     )
 
 
@@ -138,6 +142,13 @@ def side_by_side(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+@cache
+def early(device: torch.device) -> dict[str, Any]:
+    """Arguments for programmatic dependent launch, see layers/kernels.py."""
+    is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"IS_EARLY": True, "launch_pdl": True} if is_early else {"IS_EARLY": False}
+
+
 # In a static step, tables are parts of larger tensors, aligned or not; alignment must not cause recompilation.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize_on_alignment=["spans", "reads", "writes", "kept"]
@@ -173,6 +184,7 @@ def _step(
     BV: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_BETA: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ) -> None:
     """Names with an underscore are strides. `group` value heads share a key head."""
     head, row = tl.program_id(1), tl.program_id(2)
@@ -180,6 +192,8 @@ def _step(
     column = tl.program_id(0) * BV + tl.arange(0, BV)
     is_feature, is_column = feature < DK, column < DV
     is_state = is_feature[:, None] & is_column[None, :]
+    if IS_EARLY:
+        gdc_wait()
     start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
     read, first_kept = tl.load(reads + row), start + count - tl.load(kept + row)
 
@@ -203,6 +217,8 @@ def _step(
         tl.store(out + (token * num_heads + head) * DV + column, result.to(out.dtype.element_ty), mask=is_column)
         if token >= first_kept:
             tl.store(states + tl.load(writes + token) * slot + place, state, mask=is_state)
+    if IS_EARLY:
+        gdc_launch_dependents()
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
