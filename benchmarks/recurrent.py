@@ -34,7 +34,7 @@ from raycache.memory.component import CacheFormat, recurrent
 from raycache.memory.device import DevicePool
 from raycache.memory.views import StateView
 from raycache.parallel.context import ParallelContext
-from raycache.rank.decode_batch import DecodeBatch
+from raycache.step.inputs import build_inputs
 from raycache.wire.plan import Row, StepPlan
 
 DEVICE = torch.device("cuda")
@@ -90,16 +90,15 @@ class Bench:
             sizes={component.space: batch},
             page_size=64,
             ctx=ctx,
-            has_scratch=True,
         )
         for field in self._pool.rows(component.name).values():
             field.normal_()
-        decode = DecodeBatch(batch, self._pool, ctx)
-        decode.fill(StepPlan(1, [Row(i, 9, bytes(4), read_state=i, write_state=i) for i in range(batch)]), {})
+        plan = StepPlan(1, [Row(i, 9, bytes(4), read_state=i, write_state=i) for i in range(batch)])
+        inputs = build_inputs(plan, {i: {} for i in range(batch)}, page_size=64, windows={}, ctx=ctx)
         # It needs Triton, which is there on GPU machines only.
         from raycache.attention.recurrent_kernels import KernelRecurrence
 
-        self._step = KernelRecurrence(StepLayout(decode.inputs))
+        self._step = KernelRecurrence(StepLayout(inputs))
         q, k, v = (prod(size) for size in self._sizes())
         projected = drawn(batch, q + k + v + v + heads + heads * max(kind.decays, 1))
         parts = projected.split([q, k, v, v, heads, heads * max(kind.decays, 1)], dim=1)
