@@ -9,6 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from raycache.attention.base import AttentionStep, LatentProjection, NotRecordableError, RecurrentStep, Selection
+from raycache.attention.delta_rule import DeltaRule
+from raycache.attention.state_space import StateSpace
 from raycache.memory.device import DevicePool
 from raycache.memory.views import IndexView, KVView, LatentView, StateView
 from raycache.step.exchange import Exchange
@@ -115,7 +117,7 @@ class CallingStep:
 
 
 class CallingRecurrence:
-    """Passes all calls of recurrent layers on; see RecurrentStep."""
+    """Passes convolutions and scans of recurrent layers on; see RecurrentStep."""
 
     def __init__(self, calls: Calls, pool: LayerPool) -> None:
         self._calls, self._pool = calls, pool
@@ -137,6 +139,16 @@ class CallingRecurrence:
                 (q, k, v, g, beta),
             )
         )
+
+    def state_space(
+        self, view: StateView, weights: StateSpace, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor
+    ) -> Tensor:
+        return weights.run(self, view, x=x, b=b, c=c, dt=dt)
+
+    def delta_rule(
+        self, view: StateView, weights: DeltaRule, *, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        return weights.run(self, view, q=q, k=k, v=v, decay=decay, beta=beta)
 
 
 def _tensor(found: Tensor | None) -> Tensor:
