@@ -19,6 +19,7 @@ from actors.cluster import Cluster
 from raycache.errors import ConfigError, EngineStoppedError
 from raycache.types import CacheAction, CacheCommand
 from tests.actors.serving import Service, serving
+from tests.selection import mostly_long
 
 _PAGE = 16
 
@@ -199,33 +200,45 @@ async def flush(service: Service) -> None:
     assert flushed["is_in_time"] and flushed["missing_pages"] == 0, flushed
 
 
+@pytest.mark.parametrize("reader", mostly_long(["the same service", "the next one"], but=["the same service"]))
 def test_another_owner_of_the_arena_goes_on_with_arena_and_storage(
-    cluster: Cluster, model: Path, tmp_path: Path
+    cluster: Cluster, model: Path, tmp_path: Path, reader: str
 ) -> None:
     storage = f"file://{tmp_path}/store?size=64MiB"
 
     async def run() -> None:
         settings = {"page_size": _PAGE, "num_pages": 64, "host_memory": "32MiB", "storage": storage}
-        settings["prefetch_timeout_s"] = 100.0  # also of a find, which is a miss when it comes late
+        settings |= {"prefetch": "wait_complete", "prefetch_timeout_s": 100.0}  # a find that comes late is a miss
         cases = prompts(4, seed=6, shared=0, length=70)
+        wanted: list[Heard] = []
+
+        async def check_storage(service: Service) -> None:
+            before = (await service.engine.stats()).cached_by_tier.get("storage", 0)
+            for prompt, expected in zip([cases[0], *cases[2:]], wanted, strict=True):
+                after = await listen(service, prompt, 40, Heard(), temperature=0)
+                assert after.tokens == expected.tokens and after.cached == 4 * _PAGE
+            assert (await service.engine.stats()).cached_by_tier["storage"] - before == 3 * 4 * _PAGE
+
         async with serving(model, tp=2, **settings) as service:
-            calm = await listen(service, cases[0], 40, Heard(), temperature=0)
+            wanted.append(await listen(service, cases[0], 40, Heard(), temperature=0))
             await flush(service)  # what is not stored is lost with the owner
             heard = Heard()
             running = asyncio.create_task(listen(service, cases[1], 200, heard, temperature=0))
             await spoken([heard], at_least=10)
             kill("ArenaActor")
             await running
-            # What the new one stores is there for the next service.
-            before = [await listen(service, prompt, 40, Heard(), temperature=0) for prompt in cases[2:]]
+            # What the new one stores is found there.
+            wanted += [await listen(service, prompt, 40, Heard(), temperature=0) for prompt in cases[2:]]
             await flush(service)
-            assert (await listen(service, cases[0], 40, Heard(), temperature=0)).tokens == calm.tokens
+            if reader == "the same service":
+                await service.engine.admin(CacheCommand(CacheAction.CLEAR, tiers=("device", "host")))
+                await check_storage(service)
+            else:
+                assert (await listen(service, cases[0], 40, Heard(), temperature=0)).tokens == wanted[0].tokens
             await service.engine.check()
-        async with serving(model, cp=2, prefetch="wait_complete", **settings) as service:
-            for prompt, expected in zip([cases[0], *cases[2:]], [calm, *before], strict=True):
-                after = await listen(service, prompt, 40, Heard(), temperature=0)
-                assert after.tokens == expected.tokens and after.cached == 4 * _PAGE
-            assert (await service.engine.stats()).cached_by_tier["storage"] == 3 * 4 * _PAGE
+        if reader == "the next one":
+            async with serving(model, cp=2, **settings) as service:
+                await check_storage(service)
 
     asyncio.run(asyncio.wait_for(run(), 500))
 

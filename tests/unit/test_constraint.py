@@ -370,6 +370,8 @@ def test_members_of_one_of_must_exclude_each_other(plain_table: LLTokenizer) -> 
     assert "use anyOf" in problem(constraint.json_schema({"oneOf": [{"type": "number"}, {"minimum": 3}]}), plain_table)
 
 
+_CPU_S = 10.0  # each takes at most 0.2 s; a busy machine doubles CPU time, too
+
 HOSTILE = [
     constraint.regex("((a{1,1000}){1,1000}){1,1000}b"),
     constraint.regex("(.*a){50}"),
@@ -387,4 +389,4 @@ HOSTILE = [
 def test_hostile_grammars_take_little_time(plain_table: LLTokenizer, grammar: str) -> None:
     begin = time.process_time()
     problem(grammar, plain_table)
-    assert time.process_time() - begin < 2.0
+    assert time.process_time() - begin < _CPU_S
