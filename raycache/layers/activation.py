@@ -7,6 +7,7 @@ Gated ones take gate and up stacked along the last dimension, gate first: [T, 2 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch.nn.functional as F
@@ -15,6 +16,37 @@ from torch import Tensor
 from raycache.layers import fused
 
 Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a kernel computes in place of an activation, see `kernels.active`.
+
+    Attributes:
+        kind: name of the formula.
+        alpha, limit: its numbers; of "situ" the bounds of gate and up.
+    """
+
+    kind: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether it takes gate and up."""
+        return self.kind != "relu2"
+
+
+def recipe(activation: Activation) -> Recipe | None:
+    """The recipe of an activation of this module; None if kernels have none."""
+    function: Callable[..., Tensor] = activation
+    numbers: dict[str, float] = {}
+    if isinstance(activation, partial):
+        function, numbers = activation.func, activation.keywords
+    if function not in _KINDS:
+        return None
+    kind, *names = _KINDS[function]
+    return Recipe(kind, *(numbers[name] if name else 0.0 for name in names))
 
 
 def silu_gated(gate_up: Tensor) -> Tensor:
@@ -55,3 +87,14 @@ def clamped_swiglu(*, alpha: float, limit: float) -> Activation:
 def _silu_scaled(gate_up: Tensor, *, factor: float) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate * factor, inplace=True).mul_(up)
+
+
+_KINDS: dict[Callable[..., Tensor], tuple[str, ...]] = {
+    silu_gated: ("silu",),
+    gelu_tanh_gated: ("gelu_tanh",),
+    relu2: ("relu2",),
+    fused.silu_clamped: ("silu_clamped", "", "limit"),
+    fused.clamped_swiglu: ("clamped_swiglu", "alpha", "limit"),
+    fused.situ: ("situ", "beta", "linear_beta"),
+}
+"""Formula of `Recipe` and the arguments that are its numbers."""

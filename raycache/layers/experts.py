@@ -23,6 +23,7 @@ from torch import Tensor
 from raycache.attention.base import NotRecordableError
 from raycache.layers.activation import Activation
 from raycache.layers.forward_pass import ForwardPass
+from raycache.layers.fused_experts import FusedExperts
 from raycache.layers.linear import ColumnLinear, Weight, linear
 from raycache.layers.norm import RMSNorm
 from raycache.layers.precision import precise_dtype
@@ -88,10 +89,16 @@ class Experts:
         self._activation = activation
         self._up_bias = up_bias
         self._down_bias = down_bias
+        self._fused = None
+        if held.start == 0:
+            biases = {"up_bias": up_bias, "down_bias": down_bias}
+            self._fused = FusedExperts.of(self._up, down, activation=activation, **biases)
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if not len(x):
             return torch.zeros_like(x)
+        if self._fused is not None and self._fused.takes(x):
+            return self._fused(x, weights, ids)
         order = ids.flatten().argsort(stable=True)  # (token, choice) pairs, by expert
         if self._can_group(x):
             return self._grouped(x, weights, ids.flatten()[order], order)

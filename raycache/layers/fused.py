@@ -199,6 +199,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Te
     return torch.cat((high, low), dim=-1).mul_(sin).addcmul_(x, cos)
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether operations on x are kernels, so that Triton works."""
+    return _kernels_for(x) is not None
+
+
 def _kernels_for(x: Tensor, dtype: torch.dtype | None = None) -> Any:
     """The kernels if they support x and results of `dtype` (by default that of x), else None."""
     has_kernels = x.is_cuda and (dtype or x.dtype) in _HALVES and x.numel() > 0 and x.stride(-1) == 1

@@ -46,7 +46,7 @@ def add_norm(
         HAS_DELTA=delta is not None,
         IS_CENTERED=is_centered,
         num_warps=min(max(block // 1024, 4), 32),
-        **_early(x.device),
+        **early(x.device),
     )
     return normed, total
 
@@ -62,7 +62,7 @@ def gated(gate_up: Tensor, kind: str, *, alpha: float = 0.0, limit: float = 0.0)
     out = gate_up.new_empty((num_tokens, size))
     grid = (num_tokens, triton.cdiv(size, _FEATURES_PER_PROGRAM))
     sizes = {"SIZE": size, "BLOCK": _FEATURES_PER_PROGRAM}
-    _gated[grid](gate_up, out, alpha, limit, gate_up.stride(0), **sizes, KIND=kind, **_early(gate_up.device))
+    _gated[grid](gate_up, out, alpha, limit, gate_up.stride(0), **sizes, KIND=kind, **early(gate_up.device))
     return out
 
 
@@ -139,12 +139,13 @@ def rotate(
         HEADS=heads,
         HAS_NORM=weight is not None,
         IS_INTERLEAVED=is_interleaved,
-        **_early(x.device),
+        **early(x.device),
     )
 
 
 @cache
-def _early(device: torch.device) -> dict[str, Any]:
+def early(device: torch.device) -> dict[str, Any]:
+    """Arguments of a kernel with IS_EARLY."""
     is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"IS_EARLY": True, "launch_pdl": True} if is_early else {"IS_EARLY": False}
 
@@ -191,6 +192,34 @@ def _add_norm(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def active(gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Activation of float32 values, see activation.py; those without a gate take `gate` alone."""
+    # Clamped with `where`, since minimum and maximum lose NaNs.
+    if KIND == "relu2":
+        value = tl.where(gate < 0.0, 0.0, gate)
+        return value * value
+    if KIND == "silu_clamped" or KIND == "clamped_swiglu":
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    if KIND == "gelu_tanh":
+        # (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    elif KIND == "clamped_swiglu":
+        gate = tl.where(gate > limit, limit, gate)
+        up += 1.0
+        slope = alpha * gate
+    else:
+        slope = gate
+    if KIND == "situ":
+        # tanh(z) = 2 sigmoid(2 z) - 1
+        gate = alpha * (2.0 * tl.sigmoid(2.0 * gate / alpha) - 1.0)
+        up = limit * (2.0 * tl.sigmoid(2.0 * up / limit) - 1.0)
+    value = gate * tl.sigmoid(slope)
+    if KIND == "silu_clamped":
+        value = tl.where(value > limit, limit, value)
+    return value * up
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _gated(
     gate_up: tl.tensor,
     out: tl.tensor,
@@ -211,26 +240,7 @@ def _gated(
     row = gate_up + token * gate_up_token + feature
     gate = tl.load(row, mask=is_in, other=0.0).to(tl.float32)
     up = tl.load(row + SIZE, mask=is_in, other=0.0).to(tl.float32)
-    # Clamped with `where`, since minimum and maximum lose NaNs.
-    if KIND == "silu_clamped" or KIND == "clamped_swiglu":
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    if KIND == "gelu_tanh":
-        # (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3)
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    elif KIND == "clamped_swiglu":
-        gate = tl.where(gate > limit, limit, gate)
-        up += 1.0
-        slope = alpha * gate
-    else:
-        slope = gate
-    if KIND == "situ":
-        # tanh(z) = 2 sigmoid(2 z) - 1
-        gate = alpha * (2.0 * tl.sigmoid(2.0 * gate / alpha) - 1.0)
-        up = limit * (2.0 * tl.sigmoid(2.0 * up / limit) - 1.0)
-    active = gate * tl.sigmoid(slope)
-    if KIND == "silu_clamped":
-        active = tl.where(active > limit, limit, active)
-    tl.store(out + token * SIZE + feature, active * up, mask=is_in)
+    tl.store(out + token * SIZE + feature, active(gate, up, alpha, limit, KIND), mask=is_in)
     if IS_EARLY:
         gdc_launch_dependents()
 

@@ -136,7 +136,7 @@ class QuantisedExperts:
         routes = routing.Routes.of(ids, self._count)
         inner = self._up.multiply(x, routes, bias=self._up_bias, is_input=True)
         parts = self._down.multiply(self._activation(inner), routes, bias=self._down_bias, is_input=False)
-        combined: Tensor = routing.combine(parts, weights)
+        combined: Tensor = routing.combine(parts, weights, ids, self._count)
         return combined
 
     def over_cp(self, split: CpSplit) -> QuantisedExperts:

@@ -13,9 +13,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from raycache.layers.kernels import early
 
 _COUNTED = 4096
-"""Up to this many rows, positions are counted in one launch that compares all pairs; sorting takes several launches."""
+"""Up to this many rows, positions are counted in one launch that compares all pairs; for more in three launches."""
+_CHUNK = 256
+"""Rows whose experts one program counts."""
 
 
 @dataclass(frozen=True)
@@ -24,22 +29,25 @@ class Routes:
 
     Attributes:
         order: [P] int64, indices of (token, choice) pairs, sorted by expert.
-        ends: [E] int32, end of each expert's rows.
+        ends: [E] int32, end of each expert's rows. Rows of experts from E on, if any, come last.
+        experts: [P] int32, expert of each row.
         num_chosen: k.
     """
 
     order: Tensor
     ends: Tensor
+    experts: Tensor
     num_chosen: int
 
     @classmethod
     def of(cls, ids: Tensor, num_experts: int) -> Routes:
         """Sort by expert, given the chosen experts [T, k]."""
-        if ids.numel() <= _COUNTED:
-            return cls(*_counted_routes(ids, num_experts), ids.shape[1])
-        chosen, order = ids.flatten().sort(stable=True)
-        held = torch.arange(num_experts, device=ids.device)
-        return cls(order, torch.searchsorted(chosen, held, right=True).to(torch.int32), ids.shape[1])
+        order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
+        experts = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+        ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+        sort = _sort if ids.numel() > _COUNTED else _sort_few
+        sort(ids.contiguous(), order, ends, experts)
+        return cls(order, ends, experts, ids.shape[1])
 
 
 def num_blocks(routes: Routes, num_at_once: int) -> int:
@@ -48,22 +56,45 @@ def num_blocks(routes: Routes, num_at_once: int) -> int:
     return min(len(routes.ends), num_rows) + num_rows // num_at_once
 
 
-def combine(parts: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums of the experts' outputs, accumulated in float32: [T * k, C] and [T, k] -> [T, C]."""
+def combine(parts: Tensor, weights: Tensor, ids: Tensor, num_experts: int) -> Tensor:
+    """Weighted sums of the experts' outputs, accumulated in float32.
+
+    Args:
+        parts: [T * k, C]; those of experts from `num_experts` on are not read.
+        weights, ids: [T, k].
+    Returns:
+        [T, C].
+    """
     num_tokens, num_chosen = weights.shape
     out = parts.new_empty(num_tokens, parts.shape[1])
     grid = (num_tokens, triton.cdiv(parts.shape[1], 1024))
-    _combine[grid](parts, weights.contiguous(), out, SIZE=parts.shape[1], CHOSEN=num_chosen, BLOCK=1024)
+    sizes = {"SIZE": parts.shape[1], "CHOSEN": num_chosen, "BLOCK": 1024}
+    _combine[grid](parts, weights.contiguous(), ids.contiguous(), out, num_experts, **sizes, **early(parts.device))
     return out
 
 
-def _counted_routes(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Compute `order` and `ends` of routes by counting."""
-    order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
-    ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    rows, experts = triton.cdiv(ids.numel(), 64), triton.cdiv(num_experts, 64)
-    _route[(rows + experts,)](ids.contiguous(), order, ends, ids.numel(), num_experts, rows, BLOCK=64)
-    return order, ends
+def _sort_few(ids: Tensor, order: Tensor, ends: Tensor, experts: Tensor) -> None:
+    """Write what `Routes` has."""
+    num_rows, num_experts = len(order), len(ends)
+    rows = triton.cdiv(num_rows, 64)
+    _route[(rows + triton.cdiv(num_experts, 64),)](
+        ids, order, ends, experts, num_rows, num_experts, rows, BLOCK=64, WIDE=256, num_warps=8, **early(ids.device)
+    )
+
+
+def _sort(ids: Tensor, order: Tensor, ends: Tensor, experts: Tensor) -> None:
+    """Like `_sort_few`, with work in proportion to the rows."""
+    num_rows, num_experts = len(order), len(ends)
+    bins = triton.next_power_of_2(max(num_experts + 1, 16))
+    chunks = triton.cdiv(num_rows, _CHUNK)
+    counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
+    totals = torch.empty(bins, dtype=torch.int32, device=ids.device)
+    _count[(chunks,)](ids, counts, num_rows, num_experts, BINS=bins, CHUNK=_CHUNK)
+    _accumulate[(bins // 16,)](counts, totals, chunks, BINS=bins, WIDE=16, BLOCK=64)
+    _place[(chunks + triton.cdiv(num_experts, _CHUNK),)](
+        ids, counts, totals, order, ends, experts, num_rows, num_experts, chunks,
+        BINS=bins, CHUNK=_CHUNK, WIDE=min(64, bins), num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -85,29 +116,113 @@ def find(
     return expert, first, tl.sum(tl.where(e == expert, stop, 0), 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])  # type: ignore[untyped-decorator]
 def _route(
     ids: tl.tensor,
     order: tl.tensor,
     ends: tl.tensor,
+    experts: tl.tensor,
     num_rows: tl.tensor,
     num_experts: tl.tensor,
     num_blocks: tl.tensor,
     BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ) -> None:
     """The first num_blocks programs count the rows before each of theirs, the others the rows up to each expert."""
+    if IS_EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     is_rows = tl.program_id(0) < num_blocks
     mine = (tl.program_id(0) - tl.where(is_rows, 0, num_blocks)) * BLOCK + tl.arange(0, BLOCK)
-    own = tl.load(ids + mine, mask=is_rows & (mine < num_rows), other=0)
+    own = tl.load(ids + mine, mask=is_rows & (mine < num_rows), other=0).to(tl.int32)
     own = tl.where(is_rows, own, mine)
     count = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, num_rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        other = tl.load(ids + row, mask=row < num_rows, other=num_experts)[None, :]
+    for start in range(0, num_rows, WIDE):
+        row = start + tl.arange(0, WIDE)
+        other = tl.load(ids + row, mask=row < num_rows, other=num_experts).to(tl.int32)[None, :]
         is_same = (other == own[:, None]) & ((row[None, :] < mine[:, None]) | ~is_rows)
         is_before = (other < own[:, None]) | is_same
         count += tl.sum((is_before & (row < num_rows)[None, :]).to(tl.int32), 1)
     tl.store(order + count, mine.to(tl.int64), mask=is_rows & (mine < num_rows))
+    tl.store(experts + count, own, mask=is_rows & (mine < num_rows))
+    tl.store(ends + mine, count, mask=(~is_rows) & (mine < num_experts))
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _count(
+    ids: tl.tensor,
+    counts: tl.tensor,
+    num_rows: tl.tensor,
+    num_experts: tl.tensor,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Rows of each expert in each chunk; other experts count as expert num_experts, like rows that do not exist."""
+    row = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(ids + row, mask=row < num_rows, other=num_experts).to(tl.int32)
+    counted = tl.histogram(tl.minimum(expert, num_experts), BINS)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), counted)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])  # type: ignore[untyped-decorator]
+def _accumulate(
+    counts: tl.tensor,
+    totals: tl.tensor,
+    num_chunks: tl.tensor,
+    BINS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Replace counts by the rows of the same expert in all chunks before; one program per WIDE experts."""
+    expert = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    before = tl.zeros((WIDE,), tl.int32)
+    for start in range(0, num_chunks, BLOCK):
+        chunk = start + tl.arange(0, BLOCK)
+        at = counts + chunk[:, None] * BINS + expert[None, :]
+        is_in = (chunk < num_chunks)[:, None]
+        count = tl.load(at, mask=is_in, other=0)
+        tl.store(at, tl.cumsum(count, 0) - count + before[None, :], mask=is_in)
+        before += tl.sum(count, 0)
+    tl.store(totals + expert, before)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_chunks"])  # type: ignore[untyped-decorator]
+def _place(
+    ids: tl.tensor,
+    counts: tl.tensor,
+    totals: tl.tensor,
+    order: tl.tensor,
+    ends: tl.tensor,
+    experts: tl.tensor,
+    num_rows: tl.tensor,
+    num_experts: tl.tensor,
+    num_chunks: tl.tensor,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """The first num_chunks programs place the rows of a chunk, the others count the rows up to each expert."""
+    is_rows = tl.program_id(0) < num_chunks
+    base = (tl.program_id(0) - tl.where(is_rows, 0, num_chunks)) * CHUNK
+    mine = base + tl.arange(0, CHUNK)
+    is_mine = is_rows & (mine < num_rows)
+    own = tl.minimum(tl.load(ids + mine, mask=is_mine, other=num_experts).to(tl.int32), num_experts)
+    own = tl.where(is_rows, own, mine)
+    count = tl.zeros((CHUNK,), tl.int32)
+    for start in range(0, BINS, WIDE):
+        expert = start + tl.arange(0, WIDE)
+        is_before = (expert[None, :] < own[:, None]) | ((expert[None, :] == own[:, None]) & ~is_rows)
+        count += tl.sum(tl.where(is_before, tl.load(totals + expert)[None, :], 0), 1)
+    if is_rows:
+        for start in range(0, CHUNK, WIDE):
+            row = base + start + tl.arange(0, WIDE)
+            other = tl.load(ids + row, mask=row < num_rows, other=num_experts).to(tl.int32)
+            is_same = tl.minimum(other, num_experts)[None, :] == own[:, None]
+            count += tl.sum((is_same & (row[None, :] < mine[:, None])).to(tl.int32), 1)
+        count += tl.load(counts + tl.program_id(0) * BINS + own, mask=is_mine, other=0)
+    tl.store(order + count, mine.to(tl.int64), mask=is_mine)
+    tl.store(experts + count, own, mask=is_mine)
     tl.store(ends + mine, count, mask=(~is_rows) & (mine < num_experts))
 
 
@@ -115,14 +230,22 @@ def _route(
 def _combine(
     parts: tl.tensor,
     weights: tl.tensor,
+    ids: tl.tensor,
     out: tl.tensor,
+    num_experts: tl.tensor,
     SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ) -> None:
+    if IS_EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     token, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in range(CHOSEN):
-        part = tl.load(parts + (token * CHOSEN + choice) * SIZE + c, mask=c < SIZE, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + token * CHOSEN + choice).to(tl.float32)
+        pair = token * CHOSEN + choice
+        is_here = (c < SIZE) & (tl.load(ids + pair) < num_experts)
+        part = tl.load(parts + pair * SIZE + c, mask=is_here, other=0.0).to(tl.float32)
+        total += part * tl.load(weights + pair).to(tl.float32)
     tl.store(out + token * SIZE + c, total.to(out.dtype.element_ty), mask=c < SIZE)
