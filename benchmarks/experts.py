@@ -1,4 +1,4 @@
-"""A layer's experts with bfloat16 weights on one GPU: fused kernels, and torch's grouped products.
+"""A layer's router and experts with bfloat16 weights on one GPU: fused kernels, and torch's operations.
 
     python -m benchmarks.experts --shapes nemotron-3-nano --tokens 1,64,8192
 
@@ -13,14 +13,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.figures import write_json
+from raycache.layers import router as module
 from raycache.layers.activation import Activation, clamped_swiglu, relu2, silu_gated
 from raycache.layers.experts import Experts
+from raycache.layers.router import Router, SigmoidRouter, SoftmaxRouter
 
 RECORDED = 512
 """Up to this many tokens, calls are recorded in a graph."""
@@ -42,6 +45,7 @@ class Shape:
     activation: Activation
     is_gated: bool = True
     has_bias: bool = False
+    is_sigmoid: bool = False
 
     @property
     def numbers(self) -> int:
@@ -50,9 +54,9 @@ class Shape:
 
 
 SHAPES = {
-    "nemotron-3-nano": Shape(128, 6, 2688, 1856, relu2, is_gated=False),
+    "nemotron-3-nano": Shape(128, 6, 2688, 1856, relu2, is_gated=False, is_sigmoid=True),
     "qwen3-next": Shape(512, 10, 2048, 512, silu_gated),
-    "kimi-linear": Shape(256, 8, 2304, 1024, silu_gated),
+    "kimi-linear": Shape(256, 8, 2304, 1024, silu_gated, is_sigmoid=True),
     "gpt-oss-20b": Shape(32, 4, 2880, 2880, clamped_swiglu(alpha=1.702, limit=7.0), has_bias=True),
 }
 
@@ -121,6 +125,16 @@ def draw_experts(shape: Shape) -> tuple[Tensor, Tensor, Experts, Experts]:
     return up, down, fast, slow
 
 
+def draw_router(shape: Shape) -> Router:
+    """Draw a router."""
+    weight = torch.randn(shape.count, shape.size, device="cuda") * shape.size**-0.5
+    if not shape.is_sigmoid:
+        return SoftmaxRouter(weight.to(torch.bfloat16), top_k=shape.chosen, renormalise=True)
+    correction = torch.zeros(shape.count, device="cuda")
+    one = {"num_groups": 1, "top_groups": 1}
+    return SigmoidRouter(weight, correction, top_k=shape.chosen, **one, renormalise=True, scale=2.5)
+
+
 def bare_us(shape: Shape, up: Tensor, down: Tensor, calls: Calls) -> float:
     """Time of the two grouped products of torch alone."""
 
@@ -137,28 +151,47 @@ def bare_us(shape: Shape, up: Tensor, down: Tensor, calls: Calls) -> float:
     return calls.time_us(run)
 
 
+def routers_us(router: Router, calls: Calls) -> tuple[float, float]:
+    """Time of the router by its kernel, and by torch."""
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return router(x)[0]
+
+    with mock.patch.object(module, "_kernels_for", lambda *args: None):
+        by_torch = calls.time_us(run)
+    return calls.time_us(run), by_torch
+
+
 @torch.inference_mode()
 def main() -> int:
     options = _options()
     figures = []
-    print(f"{'shape':16} {'tokens':>6} {'floor us':>9} {'kernels':>9} {'x':>6} {'grouped':>9} {'x':>6} {'bare':>9}")
+    print(
+        "us of one layer: experts by kernels and by grouped products, with their ratio to the floor; of these the two"
+    )
+    print("products alone; the router by its kernel and by torch")
+    print(
+        f"{'shape':16} {'tokens':>6} {'floor':>8} {'kernels':>15} {'grouped':>15} {'bare':>8} {'router':>7} {'torch':>8}"
+    )
     for name in options.shapes.split(","):
         shape = SHAPES[name]
         up, down, fast, slow = draw_experts(shape)
+        router = draw_router(shape)
         for num_tokens in map(int, options.tokens.split(",")):
             torch.manual_seed(num_tokens)
             calls = Calls.draw(shape, num_tokens)
             floor = calls.floor_us(shape, gbytes_per_s=options.gbytes_per_s, tflops=options.tflops)
             found, before = calls.time_us(fast), calls.time_us(slow)
             bare = bare_us(shape, up, down, calls)
+            choosing, by_torch = routers_us(router, calls)
             print(
-                f"{name:16} {num_tokens:6} {floor:9.1f} {found:9.1f} {found / floor:6.2f} "
-                f"{before:9.1f} {before / floor:6.2f} {bare:9.1f}",
+                f"{name:16} {num_tokens:6} {floor:8.1f} {found:8.1f} {found / floor:6.2f} "
+                f"{before:8.1f} {before / floor:6.2f} {bare:8.1f} {choosing:7.1f} {by_torch:8.1f}",
                 flush=True,
             )
-            figures.append(
-                {"shape": name, "tokens": num_tokens, "floor_us": floor, "kernels_us": found, "grouped_us": before}
-            )
+            times = {"floor_us": floor, "kernels_us": found, "grouped_us": before, "bare_us": bare}
+            routing = {"router_us": choosing, "router_torch_us": by_torch}
+            figures.append({"shape": name, "tokens": num_tokens, **times, **routing})
     if options.json:
         write_json(options.json, {"device": torch.cuda.get_device_name(), "calls": figures})
     return 0

@@ -66,7 +66,7 @@ def gelu_tanh_gated(gate_up: Tensor) -> Tensor:
 
 def relu2(up: Tensor) -> Tensor:
     """relu(up)^2 ("Primer", arXiv 2109.08668, section 3.1)."""
-    return F.relu(up, inplace=True).square_()
+    return fused.relu2(up)
 
 
 def silu_clamped(*, limit: float) -> Activation:

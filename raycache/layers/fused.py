@@ -108,6 +108,14 @@ def situ(gate_up: Tensor, *, beta: float, linear_beta: float) -> Tensor:
     return active.mul_(torch.tanh(up / linear_beta).mul_(linear_beta)).to(gate_up.dtype)
 
 
+def relu2(up: Tensor) -> Tensor:
+    """relu(up)^2: [T, N] -> [T, N]; may overwrite its argument."""
+    if kernels := _kernels_for(up):
+        square: Tensor = kernels.gated(up, "relu2")
+        return square
+    return F.relu(up, inplace=True).square_()
+
+
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of each head: [T, H, D] -> new [T, H, D]; computed in the dtype of `weight`, [H, D]."""
     return F.rms_norm(x.to(weight.dtype), weight.shape[1:], None, eps).mul_(weight).to(x.dtype)

@@ -52,13 +52,13 @@ def add_norm(
 
 
 def gated(gate_up: Tensor, kind: str, *, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    """Kernel of gated activations: [T, 2 N], gate first -> new [T, N].
+    """Kernel of activations: [T, 2 N], gate first, or of "relu2" [T, N] -> new [T, N].
 
     Args:
-        kind: "silu", "silu_clamped", "gelu_tanh", "clamped_swiglu" or "situ", see fused.py.
+        kind: "silu", "silu_clamped", "gelu_tanh", "clamped_swiglu", "situ" or "relu2", see fused.py.
         alpha, limit: of the clamped kinds; of "situ" the bounds of gate and up.
     """
-    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // (1 if kind == "relu2" else 2)
     out = gate_up.new_empty((num_tokens, size))
     grid = (num_tokens, triton.cdiv(size, _FEATURES_PER_PROGRAM))
     sizes = {"SIZE": size, "BLOCK": _FEATURES_PER_PROGRAM}
@@ -239,7 +239,9 @@ def _gated(
         gdc_wait()
     row = gate_up + token * gate_up_token + feature
     gate = tl.load(row, mask=is_in, other=0.0).to(tl.float32)
-    up = tl.load(row + SIZE, mask=is_in, other=0.0).to(tl.float32)
+    up = gate
+    if KIND != "relu2":
+        up = tl.load(row + SIZE, mask=is_in, other=0.0).to(tl.float32)
     tl.store(out + token * SIZE + feature, active(gate, up, alpha, limit, KIND), mask=is_in)
     if IS_EARLY:
         gdc_launch_dependents()

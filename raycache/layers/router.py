@@ -11,14 +11,20 @@ the full softmax cancels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raycache.layers import fused
 from raycache.layers.precision import precise
 
 # Shapes in this file: T tokens, C hidden size, E experts, k of them per token, G groups of E / G consecutive experts.
+
+MOST = 1024
+"""Most experts that the kernel chooses from."""
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
 """[T, C] -> (weights [T, k] in at least float32, expert ids [T, k] int64), identical on all tp ranks."""
@@ -40,7 +46,13 @@ class SoftmaxRouter:
         self._renormalise = renormalise
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = precise(F.linear(x.to(self._weight.dtype), self._weight, self._bias))
+        logits = F.linear(x.to(self._weight.dtype), self._weight, self._bias)
+        if kernels := _kernels_for(x, logits):
+            chosen: tuple[Tensor, Tensor] = kernels.choose(
+                logits, None, top_k=self._top_k, renormalise=self._renormalise
+            )
+            return chosen
+        logits = precise(logits)
         weights, ids = logits.softmax(dim=-1).topk(self._top_k, dim=-1)
         return (weights / weights.sum(dim=-1, keepdim=True) if self._renormalise else weights), ids
 
@@ -79,7 +91,19 @@ class SigmoidRouter:
         self._scale = scale
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = F.linear(x.to(self._weight.dtype), self._weight).sigmoid()
+        logits = F.linear(x.to(self._weight.dtype), self._weight)
+        if kernels := _kernels_for(x, logits, self._num_groups):
+            chosen: tuple[Tensor, Tensor] = kernels.choose(
+                logits,
+                self._correction,
+                top_k=self._top_k,
+                num_groups=self._num_groups,
+                top_groups=self._top_groups,
+                renormalise=self._renormalise,
+                scale=self._scale,
+            )
+            return chosen
+        scores = logits.sigmoid()
         ids = self._limit(scores + self._correction).topk(self._top_k, dim=-1).indices
         weights = scores.gather(1, ids)
         if self._renormalise:
@@ -95,3 +119,18 @@ class SigmoidRouter:
         best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(self._top_groups, dim=-1).indices
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(is_out[..., None], float("-inf")).flatten(1)
+
+
+def _kernels_for(x: Tensor, logits: Tensor, num_groups: int = 1) -> Any:
+    """The kernel of routers if it supports logits [T, E] of x, else None."""
+    count = logits.shape[1]
+    is_even = num_groups == 1 or all(size & (size - 1) == 0 for size in (num_groups, count // num_groups))
+    is_fit = logits.dtype in (torch.bfloat16, torch.float32) and count <= MOST and is_even
+    return _kernels() if is_fit and fused.has_kernels(x) else None
+
+
+@cache
+def _kernels() -> Any:
+    from raycache.layers import router_kernels
+
+    return router_kernels

@@ -22,7 +22,15 @@ from raycache.attention.base import LatentProjection
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.layers import fused
-from raycache.layers.activation import Activation, clamped_swiglu, gelu_tanh_gated, silu_clamped, silu_gated, situ
+from raycache.layers.activation import (
+    Activation,
+    clamped_swiglu,
+    gelu_tanh_gated,
+    relu2,
+    silu_clamped,
+    silu_gated,
+    situ,
+)
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.norm import HeadNorm
 from raycache.layers.rope import Rotary
@@ -43,6 +51,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_tanh": gelu_tanh_gated,
     "clamped_swiglu": clamped_swiglu(alpha=1.702, limit=7.0),
     "situ": situ(beta=4.0, linear_beta=25.0),
+    "relu2": relu2,
 }
 HIDDEN = {"qwen3-8b": 4096, "gpt-oss": 2880, "deepseek-v3": 7168, "tiny": 64}
 HEADS: dict[str, dict[str, Any]] = {
@@ -106,7 +115,7 @@ def test_a_norm_of_a_part_of_the_features(tokens: int, dtype: torch.dtype) -> No
 @each_count
 @pytest.mark.parametrize("inner", [12288, 2880, 2048, 100, 27])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_gated_activations_round_once(name: str, inner: int, tokens: int, dtype: torch.dtype) -> None:
+def test_activations_round_once(name: str, inner: int, tokens: int, dtype: torch.dtype) -> None:
     gate_up = 4 * draw(tokens, 2 * inner, dtype=dtype)
     before = gate_up.clone()
     # The kernel of situ makes tanh from a sigmoid: float32's rounding of 1, times both bounds (4 and 25).

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from raycache.layers.activation import (
     Activation,
@@ -147,6 +149,20 @@ def test_matrices_in_two_tensors_that_are_not_contiguous() -> None:
     for num_tokens in (1, 9, 400):
         x, (weights, ids) = draw(num_tokens, 192, seed=5) * 14, choose(num_tokens, 16, 4)
         assert error(fast(x, weights, ids), slow(x.float(), weights, ids)) < BOUND
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(1, 3), (64, 4), (3000, 6)])
+@torch.inference_mode()
+def test_launches(num_tokens: int, most: int) -> None:
+    fast, _ = make(silu_gated, 16, 128, 96)
+    x, (weights, ids) = draw(num_tokens, 128, seed=5), choose(num_tokens, 16, 4)
+    fast(x, weights, ids)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        fast(x, weights, ids)
+        torch.cuda.synchronize()
+    launched = [event.name for event in trace.events() if event.device_type == DeviceType.CUDA]
+    assert len(launched) == most, launched
 
 
 @torch.inference_mode()
