@@ -171,7 +171,8 @@ def main() -> int:
     )
     print("products alone; the router by its kernel and by torch")
     print(
-        f"{'shape':16} {'tokens':>6} {'floor':>8} {'kernels':>15} {'grouped':>15} {'bare':>8} {'router':>7} {'torch':>8}"
+        f"{'shape':16} {'tokens':>6} {'floor':>8} {'kernels':>15} {'grouped':>15} {'bare':>8} "
+        f"{'router':>7} {'torch':>8}"
     )
     for name in options.shapes.split(","):
         shape = SHAPES[name]
