@@ -1,4 +1,4 @@
-"""All experts in one grouped product against one expert after another."""
+"""All experts in kernels, and in grouped products of torch, against one expert after another."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 64, 300])
 @pytest.mark.parametrize("kind", ["gated", "plain", "biased"])
+@pytest.mark.parametrize("has_kernels", [True, False], ids=["kernels", "grouped"])
 @torch.inference_mode()
-def test_grouped_experts_are_as_one_after_another(kind: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_together_are_as_one_after_another(
+    has_kernels: bool, kind: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "BLOCK", 100)
     count, size, inner, chosen = 16, 128, 96, 4
     activation = {"gated": silu_gated, "plain": relu2, "biased": clamped_swiglu(alpha=1.7, limit=7.0)}[kind]
@@ -36,6 +39,8 @@ def test_grouped_experts_are_as_one_after_another(kind: str, num_tokens: int, mo
     scores[:, 3] = -1  # nobody's choice
     weights, ids = scores.topk(chosen)
     fast = Experts(up, down, activation=activation, held=range(count), **bias)
+    if not has_kernels:
+        fast._fused = None
     exact = {name: tensor.float() for name, tensor in bias.items()}
     slow = Experts(up.float(), down.float(), activation=activation, held=range(count), **exact)
     found, right = fast(x, weights, ids), slow(x.float(), weights, ids)
