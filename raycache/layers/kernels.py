@@ -88,7 +88,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activatio
         IS_SILU=activation == "silu",
         IS_GATED_FIRST=is_gated_first,
         num_warps=min(max(groups * block // 512, 1), 16),
-        **_early(x.device),
+        **early(x.device),
     )
     return out
 
