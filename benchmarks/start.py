@@ -121,7 +121,7 @@ def measure(model: Path, *, flags: list[str], timeout_s: float) -> tuple[list[Ma
         if not endpoint:
             raise SystemExit("no endpoint was printed:\n" + "".join(said))
         mark("first answer")
-        body = {"model": model.name, "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+        body = {"model": model.name, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
         answer = httpx.post(f"{endpoint}/completions", json=body, timeout=120)
         answer.raise_for_status()
         assert answer.json()["usage"]["completion_tokens"] == 4

@@ -72,3 +72,13 @@ def state_dirs() -> list[Path]:
     if runtime.is_absolute() and runtime.is_dir() and os.access(runtime, os.W_OK):
         return [runtime / "raycache", home]
     return [home]
+
+
+def kernel_caches() -> dict[str, Path]:
+    """Library -> folder in which it keeps the kernels that it compiles."""
+    home = Path.home()
+    triton = Path(os.environ.get("TRITON_HOME") or home) / ".triton" / "cache"
+    return {
+        "flashinfer": Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or home) / ".cache" / "flashinfer",
+        "triton": Path(os.environ.get("TRITON_CACHE_DIR") or triton),
+    }

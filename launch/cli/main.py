@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add_stop_flags(add("stop", _stop, "stop a service running on this machine"))
     _add_key_flags(add("key", _key, "create an API key for a tenant, and its line for the --api-keys file"))
     add_config_flags(add("doctor", _doctor, "check whether launch would work, without loading weights"))
+    add_config_flags(add("prepare", _prepare, "compile the kernels of a deployment ahead of its start"))
     add_cachecheck_flags(add("cachecheck", _cachecheck, "test whether a server's answers from its cache are right"))
     demo = add("demo-model", _demo_model, "write a small real model as a Hugging Face directory")
     demo.add_argument("directory", metavar="DIR", type=Path, help="directory to write to")
@@ -151,6 +152,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from launch.doctor.command import run
 
     return run(values)
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from launch.cli.prepare import run
+
+    return run(settings(options))
 
 
 def _cachecheck(options: argparse.Namespace) -> int:

@@ -72,7 +72,7 @@ def choose_keys(
         tl.store(sortables + start + rest, _LOWEST, mask=rest < count)
 
 
-@triton.jit(do_not_specialize=["top_k"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rank_stride", "top_k"])  # type: ignore[untyped-decorator]
 def find_last_chosen(
     candidates: tl.tensor,
     last: tl.tensor,

@@ -168,7 +168,7 @@ def _tile(tiles: Sequence[tuple[float, _Tile]], routes: Routes) -> _Tile:
     return next(tile for most, tile in tiles if average <= most)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_x"])  # type: ignore[untyped-decorator]
 def _fp8_product(
     x: tl.tensor,
     x_scales: tl.tensor,
@@ -308,7 +308,8 @@ def _mx_product(
     tl.store(out + target[:, None] * N + n[None, :], tl.trans(total).to(tl.bfloat16), mask=kept)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Not specialised for the number of tokens, which differs from step to step.
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])  # type: ignore[untyped-decorator]
 def _quantise(
     x: tl.tensor,
     codes: tl.tensor,

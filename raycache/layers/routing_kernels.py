@@ -116,6 +116,7 @@ def find(
     return expert, first, tl.sum(tl.where(e == expert, stop, 0), 0)
 
 
+# Not specialised for the number of rows, which differs from step to step.
 @triton.jit(do_not_specialize=["num_rows", "num_blocks"])  # type: ignore[untyped-decorator]
 def _route(
     ids: tl.tensor,

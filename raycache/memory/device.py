@@ -96,6 +96,11 @@ class DevicePool:
                 assert (kind, layer) not in self._views, f"layer {layer} has two components of one kind"
                 self._views[kind, layer] = kind(component, {name: of_layers[i] for name, of_layers in rows.items()})
 
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the components."""
+        return tuple(self._rows)
+
     def rows(self, component: str) -> Mapping[str, Tensor]:
         """A component's rows [L, units, ...] by field, in the order of its layers; empty where L is 0.
 

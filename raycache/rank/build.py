@@ -2,7 +2,7 @@
 
 load      read this rank's share of the weights
 measure   compute how many pages fit beside them
-build     allocate the pool, with the number of pages that all ranks agreed on, and record CUDA graphs
+build     allocate the pool, with the number of pages that all ranks agreed on, record CUDA graphs, and warm up
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from raycache.models.base import Model
 from raycache.models.drafts.base import DraftModel
 from raycache.parallel.board import Lane
 from raycache.rank.backend import choose_backend
+from raycache.rank.compilations import warn_of_compilers
 from raycache.rank.drafter import Drafter, DraftGraphs
 from raycache.rank.graphs import DecodeGraphs, GraphLayers, batch_sizes, whole_model
 from raycache.rank.last_tokens import LastTokens
@@ -40,6 +41,7 @@ from raycache.rank.peak import measure_peak
 from raycache.rank.pieces import RecordedPieces, piece_sizes
 from raycache.rank.rank import Rank
 from raycache.rank.recorder import CudaRecorder
+from raycache.rank.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -143,6 +145,9 @@ class LoadedRank:
             pool, mover=mover, last=last, graphs=graphs, drafter=self._new_drafter(pool, draft_graphs)
         )
         rank.pieces = pieces
+        warm_up(rank, self.deployment)
+        if member.ctx.device.type == "cuda":
+            rank.at_close = warn_of_compilers()
         return rank
 
     def _new_pool(self, sizes: dict[str, int]) -> DevicePool:

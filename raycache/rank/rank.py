@@ -91,6 +91,7 @@ class Rank:
         graphs: decode steps as CUDA graphs, or None.
         pieces: layers of other short steps as CUDA graphs, or None.
         drafter: only on the last stage, or None.
+        at_close: called when the rank is closed.
     """
 
     ctx: ParallelContext
@@ -105,6 +106,7 @@ class Rank:
     drafter: Drafter | None = None
     decode_model: Model | None = None
     pieces: RecordedPieces | None = None
+    at_close: Callable[[], None] = lambda: None
     _slots: dict[int, Slot] = field(default_factory=dict)
     _tables: dict[str, PageTables] = field(init=False)
     _unsent: Callable[[], None] = lambda: None
@@ -119,6 +121,7 @@ class Rank:
 
     def close(self) -> None:
         """Detach from the host tier."""
+        self.at_close()
         if self.mover is not None:
             self.mover.close()
 
