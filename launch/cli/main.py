@@ -75,16 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     add_config_flags(add("launch", _launch, "serve a model until Ctrl-C"))
-    status = add("status", _status, "show the services running on this machine")
-    status.add_argument("--endpoint", metavar="URL", help="server on another machine, such as http://HOST:8000")
-    status.add_argument("--json", action="store_true", help="print all statistics as JSON")
-    status.add_argument(
-        "--timeout-s",
-        type=seconds,
-        metavar="SECONDS",
-        default=5.0,
-        help="time limit for a response (default: %(default)g s)",
-    )
+    _add_status_flags(add("status", _status, "show the services running on this machine"))
     top = add("top", _top, "watch a running service in the terminal")
     top.add_argument("--endpoint", metavar="URL", help="server on another machine, such as http://HOST:8000")
     for flag, default, text in (
@@ -122,6 +113,18 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("directory", metavar="DIR", type=Path, help="directory to write to")
     add("version", _version, "print versions")
     return parser
+
+
+def _add_status_flags(status: argparse.ArgumentParser) -> None:
+    status.add_argument("--endpoint", metavar="URL", help="server on another machine, such as http://HOST:8000")
+    status.add_argument("--json", action="store_true", help="print all statistics as JSON")
+    status.add_argument(
+        "--timeout-s",
+        type=seconds,
+        metavar="SECONDS",
+        default=5.0,
+        help="time limit for a response (default: %(default)g s)",
+    )
 
 
 def _add_key_flags(key: argparse.ArgumentParser) -> None:

@@ -132,7 +132,9 @@ def _kernels(missing: Sequence[str], folder: Path) -> CheckResult:
     if not missing:
         return CheckResult("kernels", Outcome.OK, "compiled for this model")
     tools = [tool for tool in ("nvcc", "ninja") if not _has_tool(tool)]
-    text = f"{', '.join(missing)} will be compiled into {folder} at the first start, about a minute each"
+    text = (
+        f"{', '.join(missing)} will be compiled into {folder} by the first start, or `raycache prepare`, a minute each"
+    )
     if tools:
         text += f"; {' and '.join(tools)} not found: install the CUDA toolkit and ninja, or use attention=torch"
     return CheckResult("kernels", Outcome.WARNING, text)

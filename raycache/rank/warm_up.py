@@ -106,7 +106,7 @@ def eager_steps(deployment: Deployment) -> Iterator[WarmUpStep]:
         ("drafts", make.drafts()),
         ("samplers", make.samplers()),
     ):
-        yield from (WarmUpStep(kind, plan) for plan in plans)
+        yield from (WarmUpStep(kind, plan) for plan in plans if plan.rows)
 
 
 def recorded_steps(deployment: Deployment, *, sizes: Sequence[int]) -> Iterator[WarmUpStep]:
@@ -125,11 +125,11 @@ class _Maker:
     def prompts(self) -> Iterator[StepPlan]:
         """One new prompt of each length; then the same behind a cached page; then some whose end is not reached."""
         most = min(self.largest.tokens, self.largest.longest)
-        lengths = sorted({n for i in range(most.bit_length()) for n in (2**i, 2**i + 1) if n <= most} | {most})
-        for start in (0, self.largest.page_size):
-            for length in lengths:
-                if start + length <= self.largest.longest:
-                    yield self._plan([self._row(0, start, length)])
+        powers = [2**i for i in range(most.bit_length())]
+        for length in (*powers, *(power + 1 for power in powers[1:]), most):
+            yield self._plan([self._row(0, 0, length)])
+        for length in powers:
+            yield self._plan([self._row(0, self.largest.page_size, length)])
         for length in (_FEW, _MANY):
             yield self._plan([self._row(0, 0, length, output_position=-1)])
 
@@ -148,9 +148,8 @@ class _Maker:
         for count in sorted({n for i in range(most.bit_length()) for n in (2**i, 2**i + 1) if n <= most} | {most}):
             yield self._plan([self._row(slot, start, 1) for slot in range(count)])
         kinds = [(start, 1), (start, _FEW), (start, _SOME), (start, _MANY), (0, 1), (0, _FEW), (0, _SOME), (0, _MANY)]
-        for size in (2, len(kinds)):
-            for chosen in itertools.combinations(kinds, size):
-                yield self._plan([self._row(slot, *kind) for slot, kind in enumerate(chosen)])
+        for some in (kinds[:2], kinds[:4:3], kinds[1:4:2], kinds[4:], kinds):
+            yield self._plan([self._row(slot, *kind) for slot, kind in enumerate(some)])
 
     def drafts(self) -> Iterator[StepPlan]:
         """Rows that check draft tokens."""
