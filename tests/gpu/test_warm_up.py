@@ -55,7 +55,7 @@ def cold() -> None:
     """Let this process forget the kernels that Triton has loaded for other tests."""
     gc.collect()
     for one in gc.get_objects():
-        if isinstance(one, JITFunction):
+        if type(one) is JITFunction:  # isinstance would wake lazy modules
             one.device_caches.clear()
 
 
@@ -165,14 +165,14 @@ def test_on_two_gpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             ask_in_many_ways(llm)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "nemotron_h"])
 def test_without_warming_up_kernels_are_compiled_and_named(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the tests above watch does happen."""
+    """What the tests above watch does happen: an indexer chooses from short contexts with other kernels than from the
+    longest, which is tried when memory is measured."""
     caplog.set_level(logging.INFO, "raycache.rank")
     monkeypatch.setattr("raycache.rank.build.warm_up", lambda rank, deployment: None)
-    with serve(model_of(tmp_path, family)) as llm, forbidden(monkeypatch) as compiled:
+    with serve(model_of(tmp_path, "deepseek_v32")) as llm, forbidden(monkeypatch) as compiled:
         ask_in_many_ways(llm)
     assert compiled
     said = [record for record in caplog.records if "while requests waited" in record.getMessage()]
