@@ -73,7 +73,11 @@ def warm_up(rank: Rank, deployment: Deployment) -> None:
     start_s = time.monotonic()
     # A rank of its own, whose page tables do not stay as wide as the longest sequence.
     eager = replace(
-        rank, graphs=None, drafter=None if rank.drafter is None else replace(rank.drafter, graphs=None), _slots={}
+        rank,
+        graphs=None,
+        pieces=None,
+        drafter=None if rank.drafter is None else replace(rank.drafter, graphs=None),
+        _slots={},
     )
     steps = [(eager, step) for step in eager_steps(deployment)]
     if rank.graphs is not None:
