@@ -7,14 +7,14 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from raycache.attention.delta_rule import DeltaRule
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.errors import CheckpointError
 from raycache.layers.forward_pass import ForwardPass
-from raycache.layers.linear import ColumnLinear, Projection, RowLinear
+from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.norm import GatedHeadNorm
 from raycache.layers.weights import Columns, ShardedWeights, features
 from raycache.memory.component import CacheFormat, Component, recurrent
@@ -87,69 +87,90 @@ class KimiDeltaAttention:
 
     Args:
         layer: index in the whole model.
-        inputs: projection to queries, keys, values and beta before its sigmoid: 3 H D + H features.
-        decay: projection to the decay before its gate, H D features.
-        gate: projection to the output gate, H D features, which `norm` applies.
+        norm: applies the output gate.
         shape: H and D.
     """
 
     def __init__(
         self,
         layer: int,
-        inputs: ColumnLinear,
+        project: KdaProjection,
         out: RowLinear,
         *,
-        decay: Projection,
-        gate: Projection,
         weights: DeltaRule,
         norm: GatedHeadNorm,
         shape: tuple[int, int],
     ) -> None:
         self._layer = layer
-        self._inputs = inputs
+        self._project = project
         self._out = out
-        self._decay = decay
-        self._gate = gate
         self._weights = weights
         self._norm = norm
         self._shape = shape
-        inner = shape[0] * shape[1]
-        self._sizes = (inner, inner, inner, shape[0])
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         """[T_local, C] -> new [T_local, C]."""
-        *qkv, beta = self._inputs(x).split(self._sizes, dim=-1)
+        *parts, beta, gate = self._project(x)
         q, k, v, decay, beta = run.step.exchange.to_heads(
-            *(part.unflatten(1, self._shape) for part in (*qkv, self._decay(x))), beta[..., None]
+            *(part.unflatten(1, self._shape) for part in parts), beta[..., None]
         )
         out = run.step.recurrent.delta_rule(
             run.pool.state(self._layer), self._weights, q=q, k=k, v=v, decay=decay, beta=beta[..., 0]
         )
         out = run.step.exchange.to_tokens(out)
-        return self._out(self._norm(out, self._gate(x).unflatten(1, self._shape)).flatten(1))
+        return self._out(self._norm(out, gate.unflatten(1, self._shape)).flatten(1))
 
     def over_cp(self, split: CpSplit) -> KimiDeltaAttention:
         """The same with the weights of its projections split over cp, as its states are."""
         own = copy(self)
-        own._inputs, own._out = self._inputs.over_cp(split), self._out.over_cp(split, is_input_split=False)
-        own._decay, own._gate = self._decay.over_cp(split), self._gate.over_cp(split)
+        own._project, own._out = self._project.over_cp(split), self._out.over_cp(split, is_input_split=False)
         return own
 
 
-class LowRank:
-    """Low-rank projection up(down x); `down` is [R, C], whole on every rank."""
+class KdaProjection:
+    """Projection to queries, keys, values, decay before its gate, beta before its sigmoid, and output gate.
 
-    def __init__(self, down: Tensor, up: ColumnLinear) -> None:
-        self._down = down
-        self._up = up
+    Low-rank projections are products of two matrices. Matrices that take the input are one product where possible.
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, C] -> [T, O / tp]."""
-        return self._up(F.linear(x, self._down))
+    Args:
+        inputs: projections of the input, each with the numbers of features that it is split into: together q, k, v,
+            beta, and those of the decay and the gate, or the low-rank ones that `decay` and `gate` take.
+        decay, gate: second matrices [H D, R], or None.
+    """
 
-    def over_cp(self, split: CpSplit) -> LowRank:
-        """Each cp rank computes all of the low-rank features: they are few."""
-        return LowRank(self._down, self._up.over_cp(split))
+    def __init__(
+        self,
+        inputs: Sequence[tuple[ColumnLinear, Sequence[int]]],
+        *,
+        decay: ColumnLinear | None,
+        gate: ColumnLinear | None,
+    ) -> None:
+        self._inputs = _stacked(inputs)
+        self._decay = decay
+        self._gate = gate
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[T, C] -> q, k, v and decay [T, H D], beta [T, H], gate [T, H D]."""
+        parts = (part for linear, sizes in self._inputs for part in linear(x).split(list(sizes), dim=1))
+        q, k, v, beta, decay, gate = parts
+        decay = decay if self._decay is None else self._decay(decay)
+        return q, k, v, decay, beta, gate if self._gate is None else self._gate(gate)
+
+    def over_cp(self, split: CpSplit) -> KdaProjection:
+        """Each cp rank computes its run of the features of each product."""
+        inputs = [(linear.over_cp(split), sizes) for linear, sizes in self._inputs]
+        own = copy(self)
+        own._inputs = inputs
+        own._decay, own._gate = (None if up is None else up.over_cp(split) for up in (self._decay, self._gate))
+        return own
+
+
+def _stacked(inputs: Sequence[tuple[ColumnLinear, Sequence[int]]]) -> Sequence[tuple[ColumnLinear, Sequence[int]]]:
+    """The same with all weights in one tensor, unless one of them is quantised."""
+    weights = [linear.weight for linear, _ in inputs if isinstance(linear.weight, Tensor)]
+    if len(weights) < len(inputs):
+        return inputs
+    return [(ColumnLinear(torch.cat(weights), None), [size for _, sizes in inputs for size in sizes])]
 
 
 def load_kda(
@@ -158,29 +179,33 @@ def load_kda(
     """Read this rank's heads; `size` is C, `out` the name of the output projection."""
     heads = weights.heads(kda.num_heads)
     taken = features(heads, kda.head_dim)
-    inputs = [*(Columns(name, kda.inner, taken) for name in ("q_proj", "k_proj", "v_proj"))]
-    inputs.append(Columns("b_proj", kda.num_heads, heads))
     norm = weights.whole("o_norm.weight", kda.head_dim, dtype=weights.precise)
     return KimiDeltaAttention(
         layer,
-        weights.column(inputs, inputs=size, has_bias=False),
+        _load_projection(kda, weights, heads, taken, size=size),
         weights.row(out, outputs=size, inputs=kda.inner, taken=taken, has_bias=False),
-        decay=_load_projection("f", kda, weights, taken, size=size),
-        gate=_load_projection("g", kda, weights, taken, size=size),
         weights=_load_rule(kda, weights),
         norm=GatedHeadNorm(norm, eps, activation="sigmoid"),
         shape=(len(heads), kda.head_dim),
     )
 
 
-def _load_projection(kind: str, kda: KdaConfig, weights: ShardedWeights, taken: range, *, size: int) -> Projection:
-    if kind not in kda.low_rank:
-        return weights.column([Columns(f"{kind}_proj", kda.inner, taken)], inputs=size, has_bias=False)
-    up = [Columns(f"{kind}_b_proj", kda.inner, taken)]
-    return LowRank(
-        weights.whole(f"{kind}_a_proj.weight", kda.head_dim, size),
-        weights.column(up, inputs=kda.head_dim, has_bias=False),
-    )
+def _load_projection(
+    kda: KdaConfig, weights: ShardedWeights, heads: range, taken: range, *, size: int
+) -> KdaProjection:
+    parts = [*(Columns(name, kda.inner, taken) for name in ("q_proj", "k_proj", "v_proj"))]
+    parts.append(Columns("b_proj", kda.num_heads, heads))
+    linear = weights.column(parts, inputs=size, has_bias=False)
+    inputs, ups = [(linear, [len(part.taken) for part in parts])], {}
+    for kind in "fg":
+        if kind in kda.low_rank:
+            linear = ColumnLinear(weights.whole(f"{kind}_a_proj.weight", kda.head_dim, size), None)
+            up = [Columns(f"{kind}_b_proj", kda.inner, taken)]
+            ups[kind] = weights.column(up, inputs=kda.head_dim, has_bias=False)
+        else:
+            linear = weights.column([Columns(f"{kind}_proj", kda.inner, taken)], inputs=size, has_bias=False)
+        inputs.append((linear, [linear.weight.shape[0]]))
+    return KdaProjection(inputs, decay=ups.get("f"), gate=ups.get("g"))
 
 
 def _load_rule(kda: KdaConfig, weights: ShardedWeights) -> DeltaRule:
