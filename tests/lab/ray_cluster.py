@@ -28,6 +28,7 @@ ENVIRONMENT = {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     "PYTHONPATH": sysconfig.get_path("purelib"),
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # `ray down` ends the head alone; workers end so long after it
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",  # it starts workers in one round, and marks them as joined in a later one
     "RAY_UP_enable_autoscaler_v2": "1",  # as it is by default, without the note
 }
 """Of a lab on which `ray up` is to work."""
@@ -58,9 +59,13 @@ class RayCluster:
         """Wait until all hosts have joined."""
         wanted = f"{len(self._lab.hosts)} local.cluster.node"
         deadline = time.monotonic() + _JOIN_S
+        for number in range(len(self._lab.hosts)):  # asking Ray starts two programs that take seconds
+            while "raylet" not in self._lab.on(number, "ps -eo comm"):
+                assert time.monotonic() < deadline, f"Ray did not start on host {number} within {_JOIN_S:.0f} s"
+                time.sleep(0.5)
         while wanted not in (said := self.execute("ray status")):
             assert time.monotonic() < deadline, f"not all hosts joined within {_JOIN_S:.0f} s:\n{said}"
-            time.sleep(4.0)  # asking starts two programs
+            time.sleep(1.0)
 
     def execute(self, command: str, *, timeout_s: float = 120.0) -> str:
         """`ray exec` of a shell command on the head."""
