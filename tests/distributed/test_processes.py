@@ -262,11 +262,12 @@ def test_a_killed_script_leaves_no_rank_behind(model: Path) -> None:
     script = f"""
         import multiprocessing, os, signal
         from raycache.llm import LLM
+        from raycache.types import SamplingParams
 
         if __name__ == "__main__":
             llm = LLM({str(model)!r}, device="cpu", tp=2, page_size=8, num_pages=50)
             print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-            llm.generate([[5]])
+            llm.generate([[5]], SamplingParams(max_tokens=4))
             os.kill(os.getpid(), signal.SIGKILL)
     """
     path = model / "script.py"
