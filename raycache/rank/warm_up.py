@@ -8,7 +8,7 @@ a step needs follows from its rows, so the steps below have all kinds of rows th
     batches     of single tokens, up to the largest batch; of prompts; of both
     drafts      rows with every number of draft tokens, and draft tokens for the next row
     samplers    every filter and penalty, masks, log-probabilities, scored prompts
-    graphs      every recorded batch size
+    graphs      every recorded batch size; and of all these the short ones again, in recorded pieces
 
 All rows use the first page and the first state, which are cleared before each step: results are meaningless but finite.
 Page moves warm up by themselves (memory/cuda_carrier.py).
@@ -80,6 +80,9 @@ def warm_up(rank: Rank, deployment: Deployment) -> None:
         _slots={},
     )
     steps = [(eager, step) for step in eager_steps(deployment)]
+    if rank.pieces is not None:
+        short, most = replace(eager, pieces=rank.pieces, _slots={}), max(rank.pieces.sizes, default=0)
+        steps += [(short, step) for _, step in steps if sum(row.num_tokens for row in step.plan.rows) <= most]
     if rank.graphs is not None:
         steps += [(rank, step) for step in recorded_steps(deployment, sizes=rank.graphs.sizes)]
     with Compilations() as found:

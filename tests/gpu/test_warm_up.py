@@ -127,6 +127,15 @@ def test_no_kernel_is_compiled_after_ready(
     assert not [record for record in caplog.records if "while requests waited" in record.getMessage()]
 
 
+@pytest.mark.parametrize("family", ["nemotron_h", "gpt_oss"])
+def test_no_kernel_is_compiled_after_ready_without_graphs(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(model_of(tmp_path, family), cuda_graphs=False) as llm, forbidden(monkeypatch) as compiled:
+        ask_in_many_ways(llm)
+    assert not compiled, "\n".join(compiled)
+
+
 @pytest.mark.parametrize(("family", "draft"), [("qwen3", "qwen3"), ("nemotron_h", "qwen3"), ("qwen3", "ngram")])
 def test_no_kernel_is_compiled_for_drafts(
     family: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,11 +177,11 @@ def test_on_two_gpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_without_warming_up_kernels_are_compiled_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the tests above watch does happen: an indexer chooses from short contexts with other kernels than from the
-    longest, which is tried when memory is measured."""
+    """What the tests above watch does happen: experts have other kernels for steps between the smallest and the
+    largest, and without graphs only the two steps that measure memory run at the start."""
     caplog.set_level(logging.INFO, "raycache.rank")
     monkeypatch.setattr("raycache.rank.build.warm_up", lambda rank, deployment: None)
-    with serve(model_of(tmp_path, "deepseek_v32")) as llm, forbidden(monkeypatch) as compiled:
+    with serve(model_of(tmp_path, "nemotron_h"), cuda_graphs=False) as llm, forbidden(monkeypatch) as compiled:
         ask_in_many_ways(llm)
     assert compiled
     said = [record for record in caplog.records if "while requests waited" in record.getMessage()]
