@@ -61,12 +61,12 @@ def warn_of_compilers() -> Callable[[], None]:
 def _warn(name: str, *, is_compiled: bool) -> None:
     if is_compiled:
         _log.warning(
-            "kernel %s was compiled while requests waited; `raycache prepare` compiles those of a deployment ahead. If "
-            "this comes after it too, please report it with the settings",
+            "kernel %s was compiled after the start, so requests waited for it; the steps that warm up should have "
+            "used it: please report it with the settings",
             name,
         )
     else:
-        _log.info("kernel %s was read from the disk while requests waited", name)
+        _log.info("kernel %s was read from the disk after the start", name)
 
 
 def listen(report: Report) -> Callable[[], None]:
