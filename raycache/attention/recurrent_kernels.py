@@ -5,6 +5,8 @@
     scan of short rows          all in one launch, token by token, in float32; includes rows with drafts
     scan of longer rows         all in one call of chunk-parallel kernels, in half precision with float32 sums
 
+Each of these once per turn, see attention/states.py; nearly all steps have one turn.
+
 Where there is no kernel, attention/states.py is used, which is logged once. A decode batch whose rows all have a state
 has only short rows and reads its slots from the tensors of the step's inputs, so it can be captured in a CUDA graph.
 """
@@ -25,7 +27,7 @@ from raycache.attention.recurrent_chunks import DeltaRows, has_library
 from raycache.attention.recurrent_plain import MAX_KEY_DIM, scan_plain
 from raycache.attention.recurrent_triton import BLOCK_TOKENS, Slots, convolve, step
 from raycache.attention.state_space import StateSpace
-from raycache.attention.states import Recurrence
+from raycache.attention.states import Recurrence, turns
 from raycache.memory.views import StateView
 from raycache.step.inputs import RowInputs
 
@@ -45,39 +47,29 @@ class KernelRecurrence:
 
     def __init__(self, layout: StepLayout) -> None:
         rows = layout.inputs.rows
-        short = [row for row in rows if _is_short(row)]
-        self._long_rows = [row for row in rows if not _is_short(row)]
         self._layout = layout
-        self._rows = _slots(rows, layout)
-        self._block_tokens = 1 if layout.inputs.is_decode else BLOCK_TOKENS
-        firsts = [(i, first) for i, row in enumerate(rows) for first in range(0, len(row.tokens), self._block_tokens)]
-        self._blocks = _pairs(firsts, layout)
-        self._short, self._long = self._rows, self._rows
-        if short and self._long_rows:
-            self._short, self._long = _slots(short, layout), _slots(self._long_rows, layout)
-        self._has_short = bool(short)
+        self._turns = [_Turn([rows[i] for i in indices], layout) for indices in turns(layout.inputs)]
+        self._has_long = any(turn.long_rows for turn in self._turns)
         self._arrived: dict[int, Tensor] = {}
-        self._delta: DeltaRows | None = None
         self._readable: Recurrence | None = None
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float64:
             return self._read("float64").convolve(view, name, x, weight, bias)
-        return convolve(view.conv[name], self._rows, self._blocks, x, weight, bias, block_tokens=self._block_tokens)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for turn in self._turns:
+            turn.convolve(view.conv[name], x, weight, bias, out=out)
+        return out
 
     def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
         if view.state.dtype == torch.float64:
             return self._read("float64").scan(view, q, k, v, g, beta)
         half = _half(q, k, v)
-        if self._long_rows and (reason := _refusal(half, q, g, beta)):
+        if self._has_long and (reason := _refusal(half, q, g, beta)):
             return self._read(reason).scan(view, q, k, v, g, beta)
-        if half is not None and self._long_rows and beta is not None:
-            return self._scan_delta(view.state, q, k, v, g, beta, half=half)
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        if self._has_short:
-            step(view.state, self._short, q, k, v, g, beta, out=out)
-        if half is not None and self._long_rows:
-            scan_plain(view.state, self._long, q, k, v, g, half=half, out=out)
+        for turn in self._turns:
+            turn.scan(view.state, q, k, v, g, beta, half=half, out=out)
         return out
 
     def state_space(
@@ -101,23 +93,11 @@ class KernelRecurrence:
 
     def _tokens(self, num_groups: int) -> recurrent_decode.Tokens:
         """Rows of a decode step for layers whose queries and keys have `num_groups` heads."""
+        (turn,) = self._turns
         if num_groups not in self._arrived:
-            count = len(self._rows.reads) * num_groups
-            self._arrived[num_groups] = torch.zeros(count, dtype=torch.int32, device=self._rows.reads.device)
-        return recurrent_decode.Tokens(self._rows.reads, self._rows.writes, self._arrived[num_groups])
-
-    def _scan_delta(
-        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, half: torch.dtype
-    ) -> Tensor:
-        """`scan` with long rows and a delta rule."""
-        if self._delta is None:
-            self._delta = DeltaRows(self._long_rows, self._layout)
-        found = self._delta.scan(states, q, k, v, g, beta, half=half)
-        if self._delta.tokens is None:
-            return found
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        step(states, self._short, q, k, v, g, beta, out=out)
-        return out.index_copy_(0, self._delta.tokens, found)
+            count = len(turn.rows.reads) * num_groups
+            self._arrived[num_groups] = torch.zeros(count, dtype=torch.int32, device=turn.rows.reads.device)
+        return recurrent_decode.Tokens(turn.rows.reads, turn.rows.writes, self._arrived[num_groups])
 
     def _read(self, reason: str) -> Recurrence:
         """The plan in plain torch."""
@@ -125,6 +105,59 @@ class KernelRecurrence:
         if self._readable is None:
             self._readable = Recurrence(self._layout)
         return self._readable
+
+
+class _Turn:
+    """Rows that do not depend on each other.
+
+    Attributes:
+        rows: all of them.
+        long_rows: those that are not processed token by token.
+    """
+
+    def __init__(self, rows: Sequence[RowInputs], layout: StepLayout) -> None:
+        short = [row for row in rows if _is_short(row)]
+        self.long_rows = [row for row in rows if not _is_short(row)]
+        self._layout = layout
+        self.rows = _slots(rows, layout)
+        self._block_tokens = 1 if layout.inputs.is_decode else BLOCK_TOKENS
+        firsts = [(i, first) for i, row in enumerate(rows) for first in range(0, len(row.tokens), self._block_tokens)]
+        self._blocks = _pairs(firsts, layout)
+        self._short, self._long = self.rows, self.rows
+        if short and self.long_rows:
+            self._short, self._long = _slots(short, layout), _slots(self.long_rows, layout)
+        self._has_short = bool(short)
+        self._delta: DeltaRows | None = None
+
+    def convolve(self, states: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
+        convolve(states, self.rows, self._blocks, x, weight, bias, block_tokens=self._block_tokens, out=out)
+
+    def scan(
+        self,
+        states: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor | None,
+        *,
+        half: torch.dtype | None,
+        out: Tensor,
+    ) -> None:
+        if self._has_short:
+            step(states, self._short, q, k, v, g, beta, out=out)
+        if half is None or not self.long_rows:
+            return
+        if beta is None:
+            scan_plain(states, self._long, q, k, v, g, half=half, out=out)
+            return
+        if self._delta is None:
+            self._delta = DeltaRows(self.long_rows, self._layout)
+        found = self._delta.scan(states, q, k, v, g, beta, half=half)
+        if self._delta.tokens is None:
+            out.copy_(found)
+        else:
+            out.index_copy_(0, self._delta.tokens, found)
 
 
 def _is_short(row: RowInputs) -> bool:

@@ -93,26 +93,32 @@ def step(
 
 
 def convolve(
-    states: Tensor, rows: Slots, blocks: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, block_tokens: int
-) -> Tensor:
-    """Convolve each channel of all rows, in float32.
+    states: Tensor,
+    rows: Slots,
+    blocks: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    block_tokens: int,
+    out: Tensor,
+) -> None:
+    """Convolve each channel of rows, in float32.
 
     Args:
         states: [slots, H, D, K - 1], oldest input first, read and written.
-        blocks: int64 [M, 2], row and first token in the row of each block; all rows in blocks of `block_tokens`.
+        blocks: int64 [M, 2], row and first token in the row of each block of `block_tokens`.
         x: [T, H, D].
         weight: [H, D, K], the tap of the newest input last.
         bias: [H, D] or None.
         block_tokens: a power of two.
-    Returns:
-        [T, H, D] in x's dtype.
+        out: [T, H, D] in x's dtype, contiguous; the rows' tokens are written.
     """
     x, weight = side_by_side(x), weight.contiguous()
     heads, dim, taps = weight.shape
     channels = min(256, triton.next_power_of_2(heads * dim))
     if block_tokens > 1:
         channels = min(128, channels)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _convolve[len(blocks), triton.cdiv(heads * dim, channels)](
         states,
         rows.spans,
@@ -134,7 +140,6 @@ def convolve(
         BF=channels,
         HAS_BIAS=bias is not None,
     )
-    return out
 
 
 def side_by_side(x: Tensor) -> Tensor:

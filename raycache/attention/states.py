@@ -8,6 +8,9 @@
 States are read from the row's read slot and written to its write slot, so that restore points stay unchanged. At the
 beginning of a sequence the state is zero, whatever the slot holds.
 
+A row may read what another row of the step writes: a prompt that leaves restore points has a row up to each of them.
+Such rows are processed in turn.
+
 Shapes in this file: T new tokens of all cp ranks, N rows of one token, H heads, D features of a head, K taps.
 """
 
@@ -25,49 +28,41 @@ from raycache.attention.layout import StepLayout
 from raycache.attention.recurrence import causal_conv, causal_conv_step, scan, step
 from raycache.attention.state_space import StateSpace
 from raycache.memory.views import StateView
-from raycache.step.inputs import RowInputs
+from raycache.step.inputs import RowInputs, StepInputs
 
 
 class Recurrence:
     """Plan of all recurrent layers of a step."""
 
     def __init__(self, layout: StepLayout) -> None:
-        rows = layout.inputs.rows
-        self._chunks = [
-            (chunk.tokens, rows[chunk.row].read_state, rows[chunk.row].write_state)
-            for chunk in layout.chunks
-            if not rows[chunk.row].draft_states
-        ]
-        steps = [step for i in layout.singles for step in _steps(rows[i])]
-        steps += [step for row in rows if row.draft_states for step in _steps(row)]
-        self._waves = [
-            _Wave.of([s for s in steps if s.number == number], layout) for number in sorted({s.number for s in steps})
-        ]
+        self._turns = [_Turn(layout, rows) for rows in turns(layout.inputs)]
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         states = view.conv[name].flatten(1, 2)
         taps, offset = weight.flatten(0, 1), None if bias is None else bias.flatten()
         inputs = x.flatten(1)
         out = torch.empty_like(inputs)
-        for wave in self._waves:
-            out[wave.tokens], new = causal_conv_step(inputs[wave.tokens], wave.read(states), taps, offset)
-            states.index_copy_(0, wave.writes, new)
-        for tokens, read, write in self._chunks:
-            out[tokens], states[write] = causal_conv(inputs[tokens], _state(states, read), taps, offset)
+        for turn in self._turns:
+            for wave in turn.waves:
+                out[wave.tokens], new = causal_conv_step(inputs[wave.tokens], wave.read(states), taps, offset)
+                states.index_copy_(0, wave.writes, new)
+            for tokens, read, write in turn.chunks:
+                out[tokens], states[write] = causal_conv(inputs[tokens], _state(states, read), taps, offset)
         return out.view(x.shape)
 
     def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
         out = torch.empty_like(v)
-        for wave in self._waves:
-            new_q, new_k, new_v, new_g = (x[wave.tokens] for x in (q, k, v, g))
-            new_beta = None if beta is None else beta[wave.tokens]
-            out[wave.tokens], new = step(new_q, new_k, new_v, new_g, new_beta, wave.read(view.state))
-            view.state.index_copy_(0, wave.writes, new)
-        for tokens, read, write in self._chunks:
-            chunk_beta = None if beta is None else beta[tokens]
-            out[tokens], view.state[write] = scan(
-                q[tokens], k[tokens], v[tokens], g[tokens], chunk_beta, _state(view.state, read)
-            )
+        for turn in self._turns:
+            for wave in turn.waves:
+                new_q, new_k, new_v, new_g = (x[wave.tokens] for x in (q, k, v, g))
+                new_beta = None if beta is None else beta[wave.tokens]
+                out[wave.tokens], new = step(new_q, new_k, new_v, new_g, new_beta, wave.read(view.state))
+                view.state.index_copy_(0, wave.writes, new)
+            for tokens, read, write in turn.chunks:
+                chunk_beta = None if beta is None else beta[tokens]
+                out[tokens], view.state[write] = scan(
+                    q[tokens], k[tokens], v[tokens], g[tokens], chunk_beta, _state(view.state, read)
+                )
         return out
 
     def state_space(
@@ -79,6 +74,43 @@ class Recurrence:
         self, view: StateView, weights: DeltaRule, *, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
     ) -> Tensor:
         return weights.run(self, view, q=q, k=k, v=v, decay=decay, beta=beta)
+
+
+def turns(inputs: StepInputs) -> list[list[int]]:
+    """Indices of the rows of a step, by turn: a row comes after the one whose state it reads. Decode steps have one."""
+    if inputs.is_decode:
+        return [list(range(len(inputs.rows)))]
+    found: list[list[int]] = []
+    turn_of: dict[int, int] = {}
+    for i, row in enumerate(inputs.rows):
+        turn = turn_of.get(row.read_state, -1) + 1 if row.read_state >= 0 else 0
+        if turn == len(found):
+            found.append([])
+        found[turn].append(i)
+        turn_of.update(dict.fromkeys((row.write_state, *row.draft_states), turn))
+    return found
+
+
+class _Turn:
+    """Rows that do not depend on each other.
+
+    Attributes:
+        waves: tokens that are processed alone.
+        chunks: tokens of each other row, and the slots that it reads and writes.
+    """
+
+    def __init__(self, layout: StepLayout, indices: Sequence[int]) -> None:
+        rows, mine = layout.inputs.rows, set(indices)
+        self.chunks = [
+            (chunk.tokens, rows[chunk.row].read_state, rows[chunk.row].write_state)
+            for chunk in layout.chunks
+            if chunk.row in mine and not rows[chunk.row].draft_states
+        ]
+        steps = [step for i in layout.singles if i in mine for step in _steps(rows[i])]
+        steps += [step for i in indices if rows[i].draft_states for step in _steps(rows[i])]
+        self.waves = [
+            _Wave.of([s for s in steps if s.number == number], layout) for number in sorted({s.number for s in steps})
+        ]
 
 
 class _Step(NamedTuple):

@@ -17,7 +17,7 @@ class Batch:
         budget: tokens that may still be added.
         scored_budget: scored tokens that may still be added, draft tokens included: each needs logits.
         draft_budget, next_draft_budget: draft tokens that this step may still verify, and still request for the next.
-        runs: one per row, in the same order.
+        runs: one per row, in the same order; rows of the same run follow each other in its sequence.
         loads: sequence numbers of the host-to-device moves that its rows wait for.
         num_loaded: tokens loaded by those moves.
         is_catching_up: whether the draft model prefills tokens it has missed; such a step is not timed.
@@ -55,6 +55,7 @@ class Batch:
         """Append a row."""
         self.rows.append(row)
         self.runs.append(run)
+        run.num_in_flight += 1
         self.budget -= row.num_tokens
         self.scored_budget -= row.num_targets + row.num_drafts
         self.draft_budget -= row.num_drafts

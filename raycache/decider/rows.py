@@ -41,6 +41,20 @@ class RowPlanner:
             if run.request.run is run and not (is_short and run.num_in_flight):
                 is_short |= not self._continue(run, batch)
 
+    def follow_up(self, batch: Batch) -> None:
+        """Add the rows behind those that end at a restore point, as far as tokens, pages and states are left.
+
+        They preempt nobody, and wait for the next step where something is missing.
+        """
+        if not self.cache.has_points:
+            return
+        for run, row in list(zip(batch.runs, batch.rows, strict=True)):
+            last: Row | None = row
+            while last is not None and self._may_follow(run, last, batch):
+                last = self._spare_row(run, batch)
+                if last is not None:
+                    batch.add(run, last)
+
     def next_row(self, run: Run, batch: Batch) -> Row | None:
         """Plan a run's next tokens and drafts. None if there are no pages; the run itself may have been preempted."""
         count = self._chunk_len(run, batch)
@@ -48,6 +62,23 @@ class RowPlanner:
         if drafted is not None:
             return run.next_row(count, drafted.capacity, drafted.drafts, num_next_drafts=drafted.num_next_drafts)
         capacity = self._reserve(run, count, batch)
+        return None if capacity is None else run.next_row(count, capacity)
+
+    def _may_follow(self, run: Run, row: Row, batch: Batch) -> bool:
+        """Whether a step may have another row behind this one, which then reads the states that this one writes."""
+        is_cut = row.output_position < 0 and row.num_tokens > 1  # steps of single tokens are decode steps
+        if not is_cut or run.holding.load is not None or run.request.is_scored or not run.wants_row:
+            return False
+        has_states = run.next_start % self.cache.page_size == 0  # of its own: the row behind writes others
+        return has_states and batch.budget >= min(run.num_next, self.cache.page_size)
+
+    def _spare_row(self, run: Run, batch: Batch) -> Row | None:
+        """Like `next_row`, without preempting."""
+        count, start = self._chunk_len(run, batch), run.next_start
+        drafted = self.drafted.draft(run, count, batch)
+        if drafted is not None:
+            return run.next_row(count, drafted.capacity, drafted.drafts, num_next_drafts=drafted.num_next_drafts)
+        capacity = run.holding.reserve(start, start + count)
         return None if capacity is None else run.next_row(count, capacity)
 
     def plan_load(self, run: Run, batch: Batch) -> None:

@@ -6,7 +6,8 @@ cached ones are evicted, then the running request that is last in order releases
 computed stays in the tree, so it resumes from there unless that is evicted too.
 
 Models with windows or recurrent states can resume only from restore points. Chunks end where one is worth keeping
-(restore_points.py): at the last page boundary of a prompt, where prompts branch, and at intervals.
+(restore_points.py): at the last page boundary of a prompt, where prompts branch, and at intervals. A step may have
+several chunks of a prompt, as rows that follow each other.
 
 With one pipeline stage a step can be planned while the previous one runs (ahead.py). cache/sequences.py decides where
 sequences live. Reads no clock: callers pass `now_s`.
@@ -153,6 +154,7 @@ class Scheduler:
             return None
         self._rows.continue_running(batch)
         self._admission.admit(batch)
+        self._rows.follow_up(batch)
         saves, loads, is_saved_first = self.cache.transfers.take_moves()
         if not batch.rows and not saves:
             return None
@@ -169,8 +171,6 @@ class Scheduler:
             mask_len=self._mask_len(batch),
         )
         batch.needs_masks = batch.plan.mask_len > 0
-        for run in batch.runs:
-            run.num_in_flight += 1
         self._num_decodes += batch.is_decode
         return batch
 

@@ -121,7 +121,7 @@ class ForcedExecutor:
         assert self.scheduler is not None, "made with the engine"
         owners = {run.slot: run for run in self.scheduler.queues.running}
         flight = Flight([owners[row.slot].request.spec.request_id for row in plan.rows])
-        rows = {row.slot: row for row in plan.rows}
+        rows = {row.slot: row for row in reversed(plan.rows)}  # the first of each
         for admit in plan.admits:
             run, row = owners[admit.slot], rows[admit.slot]
             request_id = run.request.spec.request_id

@@ -14,6 +14,7 @@ Plans are executed in order, some when they are sent and some only when their an
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -148,7 +149,7 @@ class TwinExecutor:
 
     def _execute(self, plan: StepPlan) -> list[RowResult]:
         assert not self.plans or plan.step == self.plans[-1].step + 1, "a step was left out"
-        assert len({row.slot for row in plan.rows}) == len(plan.rows), "two rows of one slot in a plan"
+        assert all(_may_follow(before, row) for before, row in _followed(plan.rows)), "rows of a slot do not follow"
         plan = replace(plan, rows=[self._fed(row) for row in plan.rows])
         self.plans.append(plan)
         for admit in plan.admits:
@@ -163,10 +164,11 @@ class TwinExecutor:
         for row in plan.rows:
             for space in self._windows:
                 self._write(row, space)
+        self._check_tables(plan)
         self._carry_states(plan, bad_slots)
-        samplings = {admit.slot: admit for admit in plan.admits}
+        admits = {admit.slot: admit for admit in plan.admits}  # of the first row of a slot
         results = [
-            _nonsense(row, plan) if row.slot in bad_slots else self._read(row, plan, samplings.get(row.slot), mine)
+            _nonsense(row, plan) if row.slot in bad_slots else self._read(row, plan, admits.pop(row.slot, None), mine)
             for row, mine in zip(plan.rows, self._masks_of(plan), strict=True)
         ]
         sampled = zip(plan.rows, results, strict=True)
@@ -237,9 +239,13 @@ class TwinExecutor:
             if position > row.start + row.first_sampled:
                 self._drafts.add(place)
         self._reach[row.slot] = max(self._reach[row.slot], row.start + row.num_tokens)
-        assert len(table) == -(-self._reach[row.slot] // self._page_size), "pages are handed out when needed"
-        if not self._windows[space]:
-            assert len(set(table)) == len(table), "a page is twice in a table"
+
+    def _check_tables(self, plan: StepPlan) -> None:
+        for slot in {row.slot for row in plan.rows}:
+            for space, table in self._tables[slot].items():
+                assert len(table) == -(-self._reach[slot] // self._page_size), "pages are handed out when needed"
+                if not self._windows[space]:
+                    assert len(set(table)) == len(table), "a page is twice in a table"
 
     def _carry_states(self, plan: StepPlan, bad_slots: set[int]) -> None:
         if not self._num_states:
@@ -250,7 +256,8 @@ class TwinExecutor:
         for i, row in enumerate(plan.rows):
             assert len(written[i]) == 1 + row.num_drafts, "a state is kept after each draft"
             assert all(0 <= slot < self._num_states for slot in written[i]), "every row leaves its state somewhere"
-            others = {slot for slots in written[:i] + written[i + 1 :] for slot in slots} | {*row.draft_states}
+            earlier = [states for other, states in zip(plan.rows[:i], written, strict=False) if other.slot != row.slot]
+            others = {slot for slots in earlier + written[i + 1 :] for slot in slots} | {*row.draft_states}
             assert row.read_state not in others, "a row reads a state that another one writes"
         for row in plan.rows:
             before = self._states[row.read_state] if row.read_state >= 0 else []
@@ -315,3 +322,17 @@ def _nonsense(row: Row, plan: StepPlan) -> RowResult:
 
 def _number(tokens: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(list(tokens)).encode(), digest_size=8).digest(), "little")
+
+
+def _followed(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Rows of a plan that have the same slot, each with the next one."""
+    by_slot: dict[int, list[Row]] = {}
+    for row in rows:
+        by_slot.setdefault(row.slot, []).append(row)
+    return [pair for mine in by_slot.values() for pair in itertools.pairwise(mine)]
+
+
+def _may_follow(before: Row, row: Row) -> bool:
+    """Whether a row goes on where another one ended, which sampled nothing."""
+    is_cut = before.output_position < 0 and before.num_tokens > 1
+    return is_cut and row.start == before.start + before.num_tokens and row.read_state == before.write_state
