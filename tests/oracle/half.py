@@ -119,23 +119,26 @@ def draw_sequences(vocab_size: int, *, seed: int = 1) -> list[list[int]]:
     return found
 
 
-def _decodes(*slots: int, count: int) -> list[dict[int, int]]:
-    return [dict.fromkeys(slots, 1)] * count
+Step = Sequence[tuple[int, int]]
+"""Rows: sequence, and how many new tokens."""
 
 
-STEPS: Sequence[Mapping[int, int]] = (
-    {0: SHARED, 1: 1, 2: 70},  # ends at the restore point
-    {0: 260, 1: 39, 2: 1},
-    {1: 140, 3: 70, 4: 10, 0: 1, 2: 1},
+def _decodes(*slots: int, count: int) -> list[Step]:
+    return [[(slot, 1) for slot in slots]] * count
+
+
+STEPS: Sequence[Step] = (
+    [(0, SHARED), (1, 1), (2, 70)],  # ends at the restore point
+    [(0, 112), (1, 39), (2, 1), (0, 148)],  # a row goes on where another one ends
+    [(1, 140), (3, 70), (4, 10), (0, 1), (2, 1)],
     *_decodes(2, 0, 4, 1, 3, count=3),
     *_decodes(0, 1, 2, 3, 4, 5, count=2),  # 5 begins with a single token
-    {5: 33, 0: 1, 3: 1},
+    [(5, 32), (0, 1), (5, 1), (3, 1)],
     *_decodes(5, 0, 3, count=6),
     *_decodes(5, count=9),
-    {1: 20, 4: 1},
+    [(1, 20), (4, 1)],
     *_decodes(4, 1, count=3),
 )
-"""Per step: sequence -> how many new tokens."""
 
 
 class Script:
@@ -163,13 +166,14 @@ class Script:
 
     def plans(self) -> list[StepPlan]:
         """All of them; every position is asked for."""
-        return [self._plan(number, counts) for number, counts in enumerate(STEPS, start=1)]
+        return [self._plan(number, step) for number, step in enumerate(STEPS, start=1)]
 
-    def _plan(self, number: int, counts: Mapping[int, int]) -> StepPlan:
-        fresh = [i for i in counts if i not in self._known]
+    def _plan(self, number: int, step: Step) -> StepPlan:
+        sequences = dict.fromkeys(i for i, _ in step)
+        fresh = [i for i in sequences if i not in self._known]
         admits = [Admit(i, self._begin(i), SamplingParams(temperature=0), seed=0) for i in fresh]
-        rows = [self._row(i, count) for i, count in counts.items()]
-        for i in counts:
+        rows = [self._row(i, count) for i, count in step]
+        for i in sequences:
             self._leave_windows(i)
         return StepPlan(number, rows, admits, num_top=0)
 

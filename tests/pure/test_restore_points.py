@@ -18,8 +18,8 @@ from raycache.decider.engine import Engine
 from raycache.memory.component import window_pages
 from raycache.memory.pages import SharedAllocator
 from raycache.types import GenerateRequest, RequestOutput
-from tests.oracle.twin import continuation
-from tests.pure.test_scheduler import greedy, make_engine, prompt_of, prompt_scores
+from tests.oracle.twin import TwinExecutor, continuation
+from tests.pure.test_scheduler import greedy, make_engine, prompt_of, prompt_scores, run
 
 KINDS = {"state": {"has_state": True}, "window": {"window": 9}, "both": {"has_state": True, "window": 9}}
 
@@ -383,3 +383,56 @@ def test_shared_ids_are_free_when_the_last_holder_lets_go() -> None:
     allocator.check([])
     with pytest.raises(AssertionError, match="more often than held"):
         allocator.release([slot])
+
+
+# --- rows that follow each other --------------------------------------------------------------------------------------
+
+
+def rows_of(executor: TwinExecutor) -> list[list[tuple[int, int]]]:
+    """Start and length of the rows of each plan."""
+    return [[(row.start, row.num_tokens) for row in plan.rows] for plan in executor.plans]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_is_computed_in_one_step_with_its_restore_points(kind: str) -> None:
+    engine, executor = make_engine(**KINDS[kind], interval=16, max_step_tokens=64)
+    ask(engine, prompt_of(0, 50), max_tokens=1)
+    assert rows_of(executor) == [[(0, 16), (16, 16), (32, 16), (48, 2)]]
+    assert ask(engine, prompt_of(0, 50)[:37] + [1] * 9).cached_tokens == 32
+
+
+def test_rows_of_a_prompt_follow_each_other_as_far_as_the_budget_goes() -> None:
+    engine, executor = make_engine(has_state=True, interval=16, max_step_tokens=38)
+    ask(engine, prompt_of(0, 50), max_tokens=1)
+    assert rows_of(executor) == [[(0, 16), (16, 16), (32, 4)], [(36, 12), (48, 2)]]
+
+
+def test_every_prompt_gets_its_first_row_before_one_gets_its_second() -> None:
+    engine, executor = make_engine(has_state=True, interval=16, max_step_tokens=44)
+    for name in ("a", "b"):
+        engine.add(GenerateRequest(name, prompt_of(ord(name), 50), greedy(1)))
+    run(engine)
+    assert [(row.slot, row.start) for row in executor.plans[0].rows] == [(0, 0), (1, 0), (0, 16)]
+
+
+def test_a_row_without_a_free_state_behind_it_waits_for_the_next_step() -> None:
+    engine, executor = make_engine(has_state=True, interval=16, max_step_tokens=64, max_running=1, points=0)
+    ask(engine, prompt_of(0, 50), max_tokens=1)
+    assert rows_of(executor) == [[(0, 16), (16, 16)], [(32, 16)], [(48, 2)]]
+
+
+def test_no_row_follows_one_of_a_single_token() -> None:
+    """A step whose rows all have one token is a decode step."""
+    engine, executor = make_engine(has_state=True, page_size=1, max_step_tokens=64)
+    ask(engine, prompt_of(0, 5), max_tokens=1)
+    assert rows_of(executor) == [[(0, 4), (4, 1)]]
+    ask(engine, [*prompt_of(0, 2), 9, 9, 9], max_tokens=1)  # leaves a point where it branches
+    before = len(executor.plans)
+    ask(engine, [*prompt_of(0, 2), 9, 8, 8], max_tokens=1)
+    assert rows_of(executor)[before:] == [[(2, 1)], [(3, 1)], [(4, 1)]]
+
+
+def test_scored_prompts_take_a_step_per_row() -> None:
+    engine, executor = make_engine(has_state=True, interval=16, max_step_tokens=64)
+    score(engine, prompt_of(0, 50))
+    assert rows_of(executor) == [[(0, 16)], [(16, 16)], [(32, 16)], [(48, 2)]]

@@ -32,13 +32,15 @@ from tests.oracle.weights import open_weights
 SIZES = [1, 8, 24, 96, 512]
 DENSE = {"first_k_dense_replace": 9}  # experts on a CPU run one after another, as many as tokens chose
 
-CASES: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3": {},  # windows
     "deepseek_v32": DENSE,  # latents, an indexer
     "qwen3_5": {},  # gated delta net
     "falcon_h1": {},  # Mamba2 beside attention
+    "kimi_linear": DENSE,  # KDA
 }
+CASES = ("llama", "gemma3", "deepseek_v32", "qwen3_5", "falcon_h1")
 
 
 class Operations(TorchDispatchMode):
@@ -107,7 +109,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("tiny")
 
     def make(name: str) -> Path:
-        return root / name if (root / name).exists() else make_family(root / name, name, **CASES[name])
+        return root / name if (root / name).exists() else make_family(root / name, name, **SETTINGS[name])
 
     return make
 
