@@ -7,6 +7,8 @@ One program per row, value head and BV columns of its state. Each convolves what
 columns of its values, and all of the queries and keys of its group of heads, which takes as long as reading them back.
 The last program of a group that has read their windows writes the new ones, since windows may be updated in place.
 
+The kernel behind may start as soon as all programs run, and waits for their results itself.
+
 Results are rounded where the separate operations round: after a convolution, after its silu, and at the end.
 
 Imports Triton: only what runs on CUDA may import this module.
@@ -228,6 +230,7 @@ def _state_space(
     is_state = (feature < DK)[:, None] & (column < DV)[None, :]
     if IS_EARLY:
         gdc_wait()
+        gdc_launch_dependents()
     read, write = tl.load(reads + row), tl.load(writes + row)
     state = tl.load(states + read * slot + place, mask=is_state & (read >= 0), other=0.0)
     values = _window(x, row, read, head, column, DV, TAPS, BT)
@@ -251,8 +254,6 @@ def _state_space(
     if is_last:
         _keep(b, keys, write, group, feature, DK, TAPS, BT)
         _keep(c, queries, write, group, feature, DK, TAPS, BT)
-    if IS_EARLY:
-        gdc_launch_dependents()
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -290,6 +291,7 @@ def _delta_rule(
     is_state = (feature < DK)[:, None] & (column < DV)[None, :]
     if IS_EARLY:
         gdc_wait()
+        gdc_launch_dependents()
     read, write = tl.load(reads + row), tl.load(writes + row)
     state = tl.load(states + read * slot + place, mask=is_state & (read >= 0), other=0.0)
     keys = _window(k, row, read, group, feature, DK, TAPS, BT)
@@ -313,8 +315,6 @@ def _delta_rule(
     if is_last:
         _keep(q, queries, write, group, feature, DK, TAPS, BT)
         _keep(k, keys, write, group, feature, DK, TAPS, BT)
-    if IS_EARLY:
-        gdc_launch_dependents()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
