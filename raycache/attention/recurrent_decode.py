@@ -33,9 +33,9 @@ from raycache.attention.recurrent_triton import early, side_by_side
 from raycache.attention.state_space import StateSpace
 from raycache.memory.views import StateView
 
-COLUMNS = 32
-"""Columns of a state per program."""
-WARPS = 4
+STATE_SPACE_TILE, DELTA_RULE_TILE = (32, 4), (8, 1)
+"""Columns of a state and warps per program, chosen by measurement. A delta rule reduces its tile four times in a row:
+within a warp this needs no barriers, which is 15 % faster for 64 rows and 20 % for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def state_space(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     low, high = weights.dt_limit
     steps = _TimeSteps(dt, dt.stride(0), dt.stride(1), weights.dt_bias, weights.decay, weights.skip, low, high)
-    _state_space[_grid(view, rows)](
+    _state_space[_grid(view, rows, STATE_SPACE_TILE)](
         view.state,
         view.state.stride(0),
         rows.reads,
@@ -126,8 +126,7 @@ def state_space(
         out,
         heads // b.shape[1],
         HAS_BIAS=weights.x.bias is not None,
-        **_sizes(key_dim, value_dim, weights.x.weight.shape[2]),
-        num_warps=WARPS,
+        **_sizes(key_dim, value_dim, weights.x.weight.shape[2], STATE_SPACE_TILE),
         **early(x.device),
     )
     return out
@@ -159,7 +158,7 @@ def delta_rule(
         weights.dt_bias.contiguous(),
         0.0 if weights.bound is None else weights.bound,
     )
-    _delta_rule[_grid(view, rows)](
+    _delta_rule[_grid(view, rows, DELTA_RULE_TILE)](
         view.state,
         view.state.stride(0),
         rows.reads,
@@ -175,25 +174,31 @@ def delta_rule(
         heads // q.shape[1],
         IS_PER_CHANNEL=decay.shape[2] > 1,
         IS_BOUNDED=weights.bound is not None,
-        **_sizes(key_dim, value_dim, weights.v.shape[2]),
-        num_warps=WARPS,
+        **_sizes(key_dim, value_dim, weights.v.shape[2], DELTA_RULE_TILE),
         **early(v.device),
     )
     return out
 
 
-def _grid(view: StateView, rows: Tokens) -> tuple[int, int, int]:
+def _grid(view: StateView, rows: Tokens, tile: tuple[int, int]) -> tuple[int, int, int]:
     _, heads, _, value_dim = view.state.shape
-    return triton.cdiv(value_dim, _columns(value_dim)), heads, len(rows.reads)
+    return triton.cdiv(value_dim, _columns(value_dim, tile)), heads, len(rows.reads)
 
 
-def _sizes(key_dim: int, value_dim: int, taps: int) -> dict[str, int]:
-    powers = {"BK": triton.next_power_of_2(key_dim), "BV": _columns(value_dim), "BT": triton.next_power_of_2(taps)}
-    return {"DK": key_dim, "DV": value_dim, "TAPS": taps, **powers}
+def _sizes(key_dim: int, value_dim: int, taps: int, tile: tuple[int, int]) -> dict[str, int]:
+    return {
+        "DK": key_dim,
+        "DV": value_dim,
+        "TAPS": taps,
+        "BK": triton.next_power_of_2(key_dim),
+        "BV": _columns(value_dim, tile),
+        "BT": triton.next_power_of_2(taps),
+        "num_warps": tile[1],
+    }
 
 
-def _columns(value_dim: int) -> int:
-    columns: int = min(COLUMNS, triton.next_power_of_2(value_dim))
+def _columns(value_dim: int, tile: tuple[int, int]) -> int:
+    columns: int = min(tile[0], triton.next_power_of_2(value_dim))
     return columns
 
 
