@@ -48,6 +48,9 @@ _log = logging.getLogger(__name__)
 LEAST_PIECE = 8
 """Tokens of the shortest step that is recorded in pieces, where decode batches are recorded as a whole."""
 
+_STATE_CALLS = 4
+"""Most calls of a recurrent layer: a convolution of queries, keys and values each, and a scan."""
+
 STAGING_BYTES = 512 << 20
 """GPU memory reserved for page moves, besides that of four units: four buffers of 32 MiB (or of a unit, if larger) and
 up to 320 MiB of checksums."""
@@ -295,11 +298,12 @@ class LoadedRank:
 
     @property
     def _most_pieces(self) -> int:
-        """Upper bound of the graphs of pieces: one per call of attention, at most four per component and layer."""
+        """Upper bound of the graphs of pieces: one per call of attention, and one behind the last."""
         if not self._has_pieces:
             return 0
-        calls = sum(4 * len(part.layers) for part in self.deployment.components)
-        return len(piece_sizes(self.deployment.max_step_tokens, least=1)) * (1 + calls)
+        parts = self.deployment.components
+        calls = sum(len(part.layers) * (_STATE_CALLS if part.reuse is Reuse.STATE_HERE else 1) for part in parts)
+        return len(piece_sizes(self.deployment.max_step_tokens, least=1)) * (calls + 1)
 
     @property
     def _has_draft_states(self) -> bool:
