@@ -15,12 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Self
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from raycache.layers.activation import Recipe
 from raycache.layers.fused_experts import FusedExperts
@@ -30,18 +33,26 @@ from raycache.layers.routing_kernels import Routes, combine, find, num_blocks
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of a program: `rows` of one expert by `size` output features, `depth` input features at a time."""
+    """Tile of a program: `rows` of one expert by `size` output features, `depth` input features at a time.
+
+    Attributes:
+        is_copied: whether the tensor memory accelerator copies the matrices, if it can.
+    """
 
     rows: int
     size: int
     depth: int
     num_warps: int
     num_stages: int
+    is_copied: bool = False
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of gated and plain products for up to `most` rows per expert on average."""
+    """Tiles of gated and plain products for up to `most` rows per expert on average.
+
+    With the first ones each row has a block of its own, and there is one expert per row at least.
+    """
 
     most: float
     gated: Tile
@@ -52,36 +63,121 @@ TILES: Sequence[Tiles] = (
     Tiles(1, Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
     Tiles(16, Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
     Tiles(64, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
-    Tiles(math.inf, Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4)),
+    Tiles(math.inf, Tile(128, 128, 64, 8, 4, is_copied=True), Tile(128, 256, 64, 8, 4, is_copied=True)),
 )
 """Fastest on an H200 (docs/adr/0020)."""
+
+
+@dataclass(frozen=True)
+class _ProductKind:
+    """What does not change between calls of a product.
+
+    Attributes:
+        num_experts, size, depth: E, N, K.
+        of_expert, of_feature: strides of the matrices.
+        x_stride: of rows of the input.
+        num_chosen: k.
+        recipe: of the activation that follows; None for none.
+        has_bias: whether a bias is added.
+        is_aligned: whether the tensor memory accelerator can copy the matrices.
+        device: that has the matrices.
+    """
+
+    num_experts: int
+    size: int
+    depth: int
+    of_expert: int
+    of_feature: int
+    x_stride: int
+    num_chosen: int
+    recipe: Recipe | None
+    has_bias: bool
+    is_aligned: bool
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor, matrices: Sequence[Tensor], ids: Tensor, *, recipe: Recipe | None, has_bias: bool) -> Self:
+        """The product of x [P or T, K] with matrices [E, N, K] that have the same strides."""
+        num_experts, size, depth = matrices[0].shape
+        return cls(
+            num_experts,
+            size,
+            depth,
+            of_expert=matrices[0].stride(0),
+            of_feature=matrices[0].stride(1),
+            x_stride=x.stride(0),
+            num_chosen=ids.shape[1],
+            recipe=recipe,
+            has_bias=has_bias,
+            is_aligned=all(each.data_ptr() % 16 == 0 and each.stride(1) % 8 == 0 for each in matrices),
+            device=x.device,
+        )
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether there are two matrices per expert."""
+        return self.recipe is not None and self.recipe.is_gated
+
+    def numbers(self) -> Sequence[float]:
+        """Arguments after the tensors."""
+        recipe = self.recipe or Recipe("none")
+        return self.num_experts, recipe.alpha, recipe.limit, self.x_stride, self.of_expert, self.of_feature
+
+    def sizes(self, tiles: Tiles, mode: str) -> dict[str, Any]:
+        """Arguments that are compiled into the kernel."""
+        tile = self.tile(tiles)
+        return {
+            "IS_COPIED": self.is_copied(tiles),
+            "N": self.size,
+            "K": self.depth,
+            "BM": tile.rows,
+            "BN": tile.size,
+            "BK": tile.depth,
+            "MODE": mode,
+            "EXPERTS": triton.next_power_of_2(self.num_experts),
+            "CHOSEN": self.num_chosen,
+            "KIND": "none" if self.recipe is None else self.recipe.kind,
+            "IS_GATED": self.is_gated,
+            "HAS_BIAS": self.has_bias,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            **early(self.device),
+        }
+
+    def tile(self, tiles: Tiles) -> Tile:
+        """The tile of this kind of product."""
+        return tiles.gated if self.is_gated else tiles.plain
+
+    def is_copied(self, tiles: Tiles) -> bool:
+        """Whether the tensor memory accelerator copies the matrices."""
+        return self.tile(tiles).is_copied and self.is_aligned
+
+    def of_kernel(self, matrix: Any, tiles: Tiles) -> Any:
+        """A matrix as the kernel takes it."""
+        tile = self.tile(tiles)
+        shape, strides = [self.num_experts, self.size, self.depth], [self.of_expert, self.of_feature, 1]
+        copied = [1, tile.size, tile.depth]
+        return TensorDescriptor(matrix, shape, strides, copied) if self.is_copied(tiles) else matrix
 
 
 def run_experts(x: Tensor, weights: Tensor, ids: Tensor, matrices: FusedExperts) -> Tensor:
     """Weighted sums of the experts' outputs; see `RoutedExperts`. Choices from E on contribute nothing."""
     num_experts = len(matrices.down)
     routes = Routes.of(ids, num_experts) if len(x) > 1 else None
-    average = ids.numel() / num_experts
-    tiles = next(tiles for tiles in TILES if average <= tiles.most)
-    recipe = matrices.recipe
-    inner = _multiply(
-        x,
-        (matrices.gate, matrices.up, matrices.up_bias),
-        ids,
-        routes,
-        tiles.gated if recipe.is_gated else tiles.plain,
-        recipe=recipe,
-    )
-    parts = _multiply(inner, (matrices.down, matrices.down, matrices.down_bias), ids, routes, tiles.plain, recipe=None)
+    tiles = next(tiles for tiles in TILES if ids.numel() <= tiles.most * num_experts)
+    pair = matrices.gate, matrices.up
+    inner = _multiply(x, pair, matrices.up_bias, ids, routes, tiles, recipe=matrices.recipe)
+    parts = _multiply(inner, (matrices.down, matrices.down), matrices.down_bias, ids, routes, tiles, recipe=None)
     return combine(parts, weights, ids, num_experts)
 
 
 def _multiply(
     x: Tensor,
-    matrices: tuple[Tensor, Tensor, Tensor | None],
+    matrices: tuple[Tensor, Tensor],
+    bias: Tensor | None,
     ids: Tensor,
     routes: Routes | None,
-    tile: Tile,
+    tiles: Tiles,
     *,
     recipe: Recipe | None,
 ) -> Tensor:
@@ -89,50 +185,40 @@ def _multiply(
 
     Args:
         x: tokens [T, K] with a recipe, else sorted rows [P, K].
-        matrices: of the gate, without a gate, and bias.
+        matrices: gate and up [E, N, K]; without a gate the same one twice.
         ids: [T, k].
         routes: None for one token, whose rows are not sorted.
         recipe: of the activation that follows; None for none.
     Returns:
         [P, N], sorted rows with a recipe, else in the order of pairs.
     """
-    gate, up, bias = matrices
-    num_experts, size, depth = gate.shape
-    out = x.new_empty(ids.numel(), size)
+    kind = _ProductKind.of(x, matrices, ids, recipe=recipe, has_bias=bias is not None)
+    _compile(kind)
+    out = x.new_empty(ids.numel(), kind.size)
     if routes is None:
         mode, blocks, order, ends, experts = "pairs", len(out), ids, ids, ids
     else:
         order, ends, experts = routes.order, routes.ends, routes.experts
-        is_sparse = len(out) <= num_experts
-        mode, blocks = ("rows", len(out)) if is_sparse else ("blocks", num_blocks(routes, tile.rows))
-    numbers = Recipe("none") if recipe is None else recipe
-    sizes: dict[str, Any] = {"N": size, "K": depth, "BM": tile.rows, "BN": tile.size, "BK": tile.depth}
-    _product[(triton.cdiv(size, tile.size), blocks)](
-        x,
-        gate,
-        up,
-        gate if bias is None else bias,
-        order,
-        ends,
-        experts,
-        out,
-        num_experts,
-        numbers.alpha,
-        numbers.limit,
-        x.stride(0),
-        *gate.stride()[:2],
-        **sizes,
-        MODE=mode,
-        EXPERTS=triton.next_power_of_2(num_experts),
-        CHOSEN=ids.shape[1],
-        KIND=numbers.kind,
-        IS_GATED=recipe is not None and recipe.is_gated,
-        HAS_BIAS=bias is not None,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **early(x.device),
-    )
+        mode, blocks = "rows", len(out)
+        if tiles is not TILES[0]:
+            mode, blocks = "blocks", num_blocks(routes, kind.tile(tiles).rows)
+    gate, up = (kind.of_kernel(matrix, tiles) for matrix in matrices)
+    tensors = x, gate, up, matrices[0] if bias is None else bias, order, ends, experts, out
+    grid = triton.cdiv(kind.size, kind.tile(tiles).size), blocks
+    _product[grid](*tensors, *kind.numbers(), **kind.sizes(tiles, mode))
     return out
+
+
+@cache
+def _compile(kind: _ProductKind) -> None:
+    """Compile all kernels of a product, so that none is compiled behind a request."""
+    order, routes, x = (triton.MockTensor(dtype) for dtype in (torch.int64, torch.int32, torch.bfloat16))
+    modes = [("pairs", TILES[0]), ("rows", TILES[0]), *(("blocks", tiles) for tiles in TILES[1:])]
+    for mode, tiles in modes:
+        index = order if mode == "pairs" else routes
+        matrix = kind.of_kernel(x, tiles)
+        tensors = x, matrix, matrix, x, order, index, index, x
+        _product.warmup(*tensors, *kind.numbers(), grid=(1,), **kind.sizes(tiles, mode))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -197,6 +283,35 @@ def _accumulate(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _accumulate_copied(
+    x_at: tl.tensor,
+    gate: tl.tensor_descriptor,
+    up: tl.tensor_descriptor,
+    is_row: tl.tensor,
+    expert: tl.tensor,
+    n: tl.tensor,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Like `_accumulate`; n is the first output feature. What is beyond the end of a matrix is copied as zeros."""
+    k = tl.arange(0, BK)
+    total, other = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        if K % BK == 0:
+            left = tl.load(x_at, mask=is_row[:, None], other=0.0)
+        else:
+            left = tl.load(x_at, mask=is_row[:, None] & (k < K - start)[None, :], other=0.0)
+        total = tl.dot(left, gate.load([expert, n, start]).reshape(BN, BK).T, total)
+        if IS_GATED:
+            other = tl.dot(left, up.load([expert, n, start]).reshape(BN, BK).T, other)
+        x_at += BK
+    return total, other
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _product(
     x: tl.tensor,
     gate: tl.tensor,
@@ -222,6 +337,7 @@ def _product(
     CHOSEN: tl.constexpr,
     KIND: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_COPIED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
@@ -235,9 +351,13 @@ def _product(
     is_row, inside, k = row < last, n % N, tl.arange(0, BK)
     pair = row if MODE == "pairs" else tl.load(order + row, mask=is_row, other=0)
     source = (row if KIND == "none" else pair // CHOSEN).to(tl.int64)
-    at = expert.to(tl.int64) * of_expert + inside[None, :].to(tl.int64) * of_feature + k[:, None]
     x_at = x + source[:, None] * x_stride + k[None, :]
-    total, other = _accumulate(x_at, gate + at, up + at, is_row, K, BM, BN, BK, IS_GATED)
+    if IS_COPIED:
+        n0 = tl.program_id(0) * BN
+        total, other = _accumulate_copied(x_at, gate, up, is_row, expert, n0, K, BM, BN, BK, IS_GATED)
+    else:
+        at = expert.to(tl.int64) * of_expert + inside[None, :].to(tl.int64) * of_feature + k[:, None]
+        total, other = _accumulate(x_at, gate + at, up + at, is_row, K, BM, BN, BK, IS_GATED)
     if HAS_BIAS:
         bias_at = bias + expert.to(tl.int64) * (2 * N if IS_GATED else N) + inside
         total += tl.load(bias_at)[None, :].to(tl.float32)
