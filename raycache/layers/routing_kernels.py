@@ -60,7 +60,7 @@ def combine(parts: Tensor, weights: Tensor, ids: Tensor, num_experts: int) -> Te
     """Weighted sums of the experts' outputs, accumulated in float32.
 
     Args:
-        parts: [T * k, C]; those of experts from `num_experts` on are not read.
+        parts: [T * k, C]; those of experts from `num_experts` on do not count, whatever they are.
         weights, ids: [T, k].
     Returns:
         [T, C].
@@ -244,9 +244,10 @@ def _combine(
         gdc_launch_dependents()
     token, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for choice in range(CHOSEN):
+    for choice in tl.static_range(CHOSEN):
         pair = token * CHOSEN + choice
-        is_here = (c < SIZE) & (tl.load(ids + pair) < num_experts)
-        part = tl.load(parts + pair * SIZE + c, mask=is_here, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + pair).to(tl.float32)
+        # Outputs that nobody wrote are read as well, so that no load waits for another.
+        part = tl.load(parts + pair * SIZE + c, mask=c < SIZE, other=0.0).to(tl.float32)
+        weighted = part * tl.load(weights + pair).to(tl.float32)
+        total += tl.where(tl.load(ids + pair) < num_experts, weighted, 0.0)
     tl.store(out + token * SIZE + c, total.to(out.dtype.element_ty), mask=c < SIZE)
