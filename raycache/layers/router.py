@@ -47,7 +47,7 @@ class SoftmaxRouter:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(x.to(self._weight.dtype), self._weight, self._bias)
-        if kernels := _kernels_for(x, logits):
+        if kernels := _kernels_for(x, logits.shape[1]):
             chosen: tuple[Tensor, Tensor] = kernels.choose(
                 logits, None, top_k=self._top_k, renormalise=self._renormalise
             )
@@ -91,25 +91,31 @@ class SigmoidRouter:
         self._scale = scale
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x.to(self._weight.dtype), self._weight)
-        if kernels := _kernels_for(x, logits, self._num_groups):
-            chosen: tuple[Tensor, Tensor] = kernels.choose(
-                logits,
-                self._correction,
-                top_k=self._top_k,
-                num_groups=self._num_groups,
-                top_groups=self._top_groups,
-                renormalise=self._renormalise,
-                scale=self._scale,
-            )
-            return chosen
-        scores = logits.sigmoid()
+        if kernels := _kernels_for(x, len(self._weight), self._num_groups):
+            return self._by(kernels, x)
+        scores = F.linear(x.to(self._weight.dtype), self._weight).sigmoid()
         ids = self._limit(scores + self._correction).topk(self._top_k, dim=-1).indices
         weights = scores.gather(1, ids)
         if self._renormalise:
             # All scores of a token can be zero; checkpoints were trained with this epsilon.
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * self._scale, ids
+
+    def _by(self, kernels: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        how = {
+            "top_k": self._top_k,
+            "num_groups": self._num_groups,
+            "top_groups": self._top_groups,
+            "renormalise": self._renormalise,
+            "scale": self._scale,
+        }
+        chosen: tuple[Tensor, Tensor]
+        if x.dtype == torch.bfloat16 and self._weight.dtype == torch.float32 and self._weight.is_contiguous():
+            chosen = kernels.choose_by_scores(x, self._weight, self._correction, **how)
+        else:
+            logits = F.linear(x.to(self._weight.dtype), self._weight)
+            chosen = kernels.choose(logits, self._correction, **how)
+        return chosen
 
     def _limit(self, choice: Tensor) -> Tensor:
         """Set scores [T, E] outside of each token's best groups to -inf."""
@@ -121,12 +127,10 @@ class SigmoidRouter:
         return groups.masked_fill(is_out[..., None], float("-inf")).flatten(1)
 
 
-def _kernels_for(x: Tensor, logits: Tensor, num_groups: int = 1) -> Any:
-    """The kernel of routers if it supports logits [T, E] of x, else None."""
-    count = logits.shape[1]
+def _kernels_for(x: Tensor, count: int, num_groups: int = 1) -> Any:
+    """The kernels of routers if they support x and `count` experts, else None."""
     is_even = num_groups == 1 or all(size & (size - 1) == 0 for size in (num_groups, count // num_groups))
-    is_fit = logits.dtype in (torch.bfloat16, torch.float32) and count <= MOST and is_even
-    return _kernels() if is_fit and fused.has_kernels(x) else None
+    return _kernels() if count <= MOST and is_even and fused.has_kernels(x) else None
 
 
 @cache

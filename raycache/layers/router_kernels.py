@@ -1,9 +1,14 @@
-"""Triton kernel that chooses experts from a router's logits. Imported only where it runs.
+"""Triton kernels that make a router's logits and choose experts. Imported only where they run.
 
-Shapes in this file: T tokens, E experts in G groups, k of them per token.
+Shapes in this file: T tokens, C hidden size, E experts in G groups, k of them per token.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +17,66 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.layers.kernels import early
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Tile of a program: `experts` by `tokens`, `depth` input features at a time, of one of `parts` of all features.
+
+    Attributes:
+        most: tokens.
+    """
+
+    most: float
+    experts: int
+    tokens: int
+    depth: int
+    parts: int
+
+
+_TILES = (_Tile(64, 16, 16, 128, 8), _Tile(1024, 64, 64, 64, 8), _Tile(math.inf, 64, 64, 64, 1))
+
+
+def choose_by_scores(x: Tensor, weight: Tensor, correction: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    """Choose as `SigmoidRouter` does.
+
+    Args:
+        x: [T, C] in bfloat16, contiguous in the last dimension.
+        weight: [E, C] in float32, contiguous.
+        correction, how: see `choose`.
+    """
+    _compile(tuple(weight.shape), weight.device, tuple(how.items()))
+    return choose(logits(x, weight), correction, **how)
+
+
+@cache
+def _compile(shape: tuple[int, ...], device: torch.device, how: tuple[tuple[str, Any], ...]) -> None:
+    """Compile all kernels, so that none is compiled behind a request."""
+    weight = torch.zeros(shape, device=device)
+    for num_tokens in (1, 65, 1025):  # one for each tile
+        x = torch.zeros(num_tokens, shape[1], dtype=torch.bfloat16, device=device)
+        choose(logits(x, weight), weight[:, 0].contiguous(), **dict(how))
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Products of bfloat16 tokens with a float32 weight, exact but for the sum in float32.
+
+    A float32 number is the sum of three in bfloat16, whose products are exact in float32.
+
+    Args:
+        x: [T, C], contiguous in the last dimension.
+        weight: [E, C], contiguous.
+    Returns:
+        [parts, T, E] float32; their sum over parts are the logits.
+    """
+    (num_tokens, size), count = x.shape, len(weight)
+    tile = next(tile for tile in _TILES if num_tokens <= tile.most)
+    parts, grid = tile.parts, (triton.cdiv(count, tile.experts), triton.cdiv(num_tokens, tile.tokens))
+    out = torch.empty(parts, num_tokens, count, dtype=torch.float32, device=x.device)
+    sizes = {"NUM_EXPERTS": count, "NUM_FEATURES": size, "CHUNK": triton.cdiv(size, parts * tile.depth) * tile.depth}
+    tiles = {"BE": tile.experts, "BT": tile.tokens, "BK": tile.depth}
+    _logits[(*grid, parts)](x, weight, out, num_tokens, x.stride(0), **sizes, **tiles, num_stages=4, **early(x.device))
+    return out
 
 
 def choose(
@@ -27,13 +92,13 @@ def choose(
     """Choose as `SigmoidRouter` does, or as `SoftmaxRouter` without a correction; the first of equal ones wins.
 
     Args:
-        logits: [T, E] in any dtype, contiguous.
+        logits: [T, E] in any dtype, or [parts, T, E] to be summed; contiguous.
         correction: [E] float32, or None for probabilities instead of independent scores.
         num_groups: G; if there are several, G and E / G are powers of two.
     Returns:
         Weights [T, k] float32 and expert ids [T, k] int64.
     """
-    num_tokens, count = logits.shape
+    num_tokens, count = logits.shape[-2:]
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     _choose[(num_tokens,)](
@@ -42,6 +107,8 @@ def choose(
         weights,
         ids,
         scale,
+        num_tokens,
+        NUM_PARTS=logits.numel() // (num_tokens * count),
         NUM_EXPERTS=count,
         NUM_CHOSEN=top_k,
         CHOSEN=triton.next_power_of_2(top_k),
@@ -77,13 +144,53 @@ def _limit(
     return is_left & (tl.sum(is_better.to(tl.int32), 1) < NUM_TOP)[:, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
+def _logits(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    x_stride: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_FEATURES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BE: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:
+    """One program per BE experts, BT tokens and CHUNK features."""
+    if IS_EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = (tl.program_id(0) * BE + tl.arange(0, BE))[:, None]
+    token = (tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT))[None, :]
+    part = tl.program_id(2)
+    total = tl.zeros((BE, BT), tl.float32)
+    for start in range(0, CHUNK, BK):
+        k = part * CHUNK + start + tl.arange(0, BK)
+        is_left = (expert < NUM_EXPERTS) & (k < NUM_FEATURES)[None, :]
+        left = tl.load(weight + expert * NUM_FEATURES + k[None, :], mask=is_left, other=0.0)
+        is_right = (token < num_tokens) & (k < NUM_FEATURES)[:, None]
+        right = tl.load(x + token * x_stride + k[:, None], mask=is_right, other=0.0)
+        high = left.to(tl.bfloat16)
+        left -= high.to(tl.float32)
+        middle = left.to(tl.bfloat16)
+        low = (left - middle.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(high, right, tl.dot(middle, right, tl.dot(low, right, total)))
+    at = (part * num_tokens + token) * NUM_EXPERTS + expert
+    tl.store(out + at, total, mask=(expert < NUM_EXPERTS) & (token < num_tokens))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
 def _choose(
     logits: tl.tensor,
     correction: tl.tensor,
     weights: tl.tensor,
     ids: tl.tensor,
     scale: tl.tensor,
+    num_tokens: tl.tensor,
+    NUM_PARTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -101,7 +208,10 @@ def _choose(
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     is_left = expert < NUM_EXPERTS
-    logit = tl.load(logits + token * NUM_EXPERTS + expert, mask=is_left, other=float("-inf")).to(tl.float32)
+    at = logits + token * NUM_EXPERTS + expert
+    logit = tl.load(at, mask=is_left, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        logit += tl.load(at + part * num_tokens * NUM_EXPERTS, mask=is_left, other=0.0).to(tl.float32)
     if IS_SOFTMAX:
         exponential = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
         score = exponential / tl.sum(tl.sum(exponential, 1), 0)

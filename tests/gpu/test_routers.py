@@ -1,4 +1,7 @@
-"""The kernel that chooses experts against torch's operations on the same logits."""
+"""Kernels of routers against torch's operations on the same logits.
+
+Tokens and weights are whole numbers times a power of two, so that logits are exact whatever the order of their sum.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,25 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
 
+def draw_weight(count: int) -> Tensor:
+    """Weights of twelve bits, more than bfloat16 has."""
+    random = torch.Generator("cuda").manual_seed(1)
+    return torch.randint(-2048, 2049, (count, 256), generator=random, device="cuda") / 2.0**17
+
+
+def draw_tokens(num_tokens: int) -> Tensor:
+    random = torch.Generator("cuda").manual_seed(num_tokens)
+    return torch.randint(-8, 9, (num_tokens, 256), generator=random, device="cuda").bfloat16()
+
+
 def softmax(count: int, top_k: int, *, renormalise: bool) -> SoftmaxRouter:
-    return SoftmaxRouter(
-        draw(count, 256, seed=1) / 10, top_k=top_k, renormalise=renormalise, bias=draw(count, seed=2) / 10
-    )
+    return SoftmaxRouter(draw_weight(count), top_k=top_k, renormalise=renormalise, bias=draw(count, seed=2) / 10)
 
 
 def sigmoid(count: int, top_k: int, *, groups: tuple[int, int] = (1, 1), renormalise: bool = True) -> SigmoidRouter:
     correction, (num_groups, top_groups) = draw(count, seed=2) / 10, groups
     return SigmoidRouter(
-        draw(count, 256, seed=1) / 10,
+        draw_weight(count),
         correction,
         top_k=top_k,
         num_groups=num_groups,
@@ -50,11 +62,11 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 }
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 700])
+@pytest.mark.parametrize("num_tokens", [1, 5, 700, 1500])
 @pytest.mark.parametrize("name", ROUTERS)
 @torch.inference_mode()
 def test_choices_and_weights_are_those_of_torch(name: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    router, x = ROUTERS[name](), draw(num_tokens, 256, seed=num_tokens).bfloat16()
+    router, x = ROUTERS[name](), draw_tokens(num_tokens)
     weights, ids = router(x)
     with monkeypatch.context() as without:
         without.setattr(module, "_kernels_for", lambda *args: None)
@@ -81,3 +93,29 @@ def test_without_numbers_the_choice_is_of_experts_that_exist(name: str) -> None:
     weights, ids = ROUTERS[name]()(x)
     assert all(len(set(row)) == len(row) and min(row) >= 0 and max(row) < 512 for row in ids.tolist())
     assert bool(weights[0].isnan().all())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 1100])
+@pytest.mark.parametrize(("count", "size"), [(128, 2688), (60, 200), (256, 100)])
+@torch.inference_mode()
+def test_logits_are_those_of_float32(count: int, size: int, num_tokens: int) -> None:
+    from raycache.layers.router_kernels import logits
+
+    x, weight = draw(num_tokens, size, seed=3).bfloat16(), draw(count, size, seed=4) / size**0.5
+    parts = logits(x, weight)
+    torch.testing.assert_close(parts.double().sum(0), x.double() @ weight.double().T, rtol=0, atol=1e-5)
+    wide = torch.cat((x, x), dim=1)[:, :size]  # rows apart
+    assert torch.equal(logits(wide, weight), parts)
+
+
+@torch.inference_mode()
+def test_recorded_routers_follow_other_tokens() -> None:
+    router, x = ROUTERS["nemotron-3-nano"](), draw_tokens(40)
+    router(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        weights, ids = router(x)
+    x.copy_(draw_tokens(41)[1:])
+    graph.replay()
+    found = weights.clone(), ids.clone()
+    assert all(torch.equal(one, other) for one, other in zip(found, router(x), strict=True))
