@@ -110,7 +110,8 @@ class SigmoidRouter:
             "scale": self._scale,
         }
         chosen: tuple[Tensor, Tensor]
-        if x.dtype == torch.bfloat16 and self._weight.dtype == torch.float32 and self._weight.is_contiguous():
+        is_fit = x.dtype == torch.bfloat16 and self._weight.dtype == torch.float32 and self._weight.is_contiguous()
+        if is_fit and len(x) <= kernels.MOST_TOKENS:
             chosen = kernels.choose_by_scores(x, self._weight, self._correction, **how)
         else:
             logits = F.linear(x.to(self._weight.dtype), self._weight)
