@@ -4,7 +4,7 @@
     delta_rule    gated delta net, KDA
 
 One program per row, value head and BV columns of its state. Each convolves what it needs of the new token itself: the
-columns of its values, and all of the queries and keys of its group of heads, which takes as long as reading them back.
+columns of its values, and all of the queries and keys of its group of heads, again and again where rows are many.
 The last program of a group that has read their windows writes the new ones, since windows may be updated in place.
 
 The kernel behind may start as soon as all programs run, and waits for their results itself.
