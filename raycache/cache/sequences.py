@@ -172,6 +172,14 @@ class SequenceCache:
         found = {"host": self.transfers.counts() | self.costs.figures() | unsaved}
         return found | ({"storage": self.storage.counts()} if self.storage.is_present else {})
 
+    def num_units(self) -> dict[str, int]:
+        """Units of each window and state space that no move between tiers holds."""
+        found = {space: units.num_ids for space, units in self.device.units.items()}
+        for point in self.transfers.held_points:
+            for space, ids in point.parts.items():
+                found[space] -= len(ids)
+        return found
+
     def shared_counts(self) -> dict[str, tuple[int, int]]:
         """(total, free) of each window and state space."""
         return {space: counts for space, counts in self.device.components().items() if space != FULL}

@@ -56,7 +56,7 @@ class Admission:
             return True
         priority = request.spec.order[0]
         while any(run.request.spec.order[0] > priority and run.wants_row for run in queues.running):
-            victim = queues.victim(batch, behind=request)
+            victim = queues.victim(behind=request)
             can_preempt = victim is not None and victim.request.spec.order[0] > priority
             if not (can_preempt or self.ahead.is_on):
                 return True

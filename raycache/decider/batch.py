@@ -52,7 +52,7 @@ class Batch:
         return all(row.first_sampled == 0 for row in self.rows)
 
     def add(self, run: Run, row: Row) -> None:
-        """Append a row."""
+        """Append a row, which is in flight from now on."""
         self.rows.append(row)
         self.runs.append(run)
         run.num_in_flight += 1

@@ -41,6 +41,11 @@ class DraftedRows:
         self._drafts, self._cache = drafts, cache
         self._eos = frozenset(eos_token_ids)
 
+    @property
+    def most(self) -> int:
+        """Draft tokens of a row."""
+        return self._drafts.most
+
     def draft(self, run: Run, count: int, batch: Batch) -> Drafted | None:
         """Draft for a next row of `count` known tokens; None if nothing is drafted.
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from raycache.cache.holding import Holding
 from raycache.cache.sequences import SequenceCache
-from raycache.decider.batch import Batch
 from raycache.decider.request import Phase, Request, Run
 from raycache.decider.waiting import WaitingQueue
 from raycache.types import FinishReason, RequestOutput
@@ -139,14 +138,10 @@ class RequestQueues:
         self.num_preemptions += 1
         self.requeue(run)
 
-    def victim(self, batch: Batch, *, behind: Request) -> Run | None:
-        """Return the last run in order that has no row in this plan or in flight."""
+    def victim(self, *, behind: Request) -> Run | None:
+        """Return the last run in order that has no row in flight or in the plan that is being made."""
         order = behind.spec.order
-        free = [
-            run
-            for run in self.running
-            if not run.num_in_flight and run not in batch.runs and run.request.spec.order > order
-        ]
+        free = [run for run in self.running if not run.num_in_flight and run.request.spec.order > order]
         return max(free, key=lambda run: run.request.spec.order, default=None)
 
     def finish(self, request: Request, reason: FinishReason) -> RequestOutput:

@@ -218,7 +218,7 @@ class Run:
         num_planned: value of num_computed once the rows in flight are done.
         restore_at: ascending token positions at which a chunk must end and leave a restore point.
         is_kept: whether its pages enter the cache while its prompt is computed; False: after that.
-        num_in_flight: rows of it in plans in flight.
+        num_in_flight: rows of it in plans in flight, and in the plan that is being made.
     """
 
     request: Request

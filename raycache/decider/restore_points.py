@@ -21,7 +21,7 @@ class RestorePointPlanner:
     """Chooses restore points.
 
     Args:
-        interval: tokens between restore points inside a prompt, rounded up to whole pages; also the longest chunk.
+        interval: tokens between restore points inside a prompt, rounded up to whole pages; also the longest row.
             0: only at branches and at the end.
     """
 

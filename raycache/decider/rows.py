@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raycache.cache.held_units import Capacity
+from raycache.cache.holding import Holding
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.ahead import PlanAhead
 from raycache.decider.batch import Batch
@@ -12,6 +13,7 @@ from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.queues import Clock, RequestQueues
 from raycache.decider.request import Run
 from raycache.decider.restore_points import RestorePointPlanner
+from raycache.memory.component import window_pages
 from raycache.wire.plan import Row
 
 
@@ -44,42 +46,73 @@ class RowPlanner:
     def follow_up(self, batch: Batch) -> None:
         """Add the rows behind those that end at a restore point, as far as tokens, pages and states are left.
 
-        They preempt nobody, and wait for the next step where something is missing.
+        They take nothing that other running requests may still need, preempt nobody, and wait for the next step where
+        something is missing.
         """
-        if not self.cache.has_points:
+        cut = [(run, row) for run, row in zip(batch.runs, batch.rows, strict=True) if self._may_follow(run, row, batch)]
+        if not cut:
             return
-        for run, row in list(zip(batch.runs, batch.rows, strict=True)):
-            last: Row | None = row
-            while last is not None and self._may_follow(run, last, batch):
-                last = self._spare_row(run, batch)
-                if last is not None:
-                    batch.add(run, last)
+        spare = self._spare_units()
+        for run, row in cut:
+            behind: Row | None = row
+            while behind is not None and self._may_follow(run, behind, batch) and self._fits(run, batch, spare):
+                behind = self.next_row(run, batch, may_preempt=False)
+                if behind is not None:
+                    batch.add(run, behind)
 
-    def next_row(self, run: Run, batch: Batch) -> Row | None:
+    def next_row(self, run: Run, batch: Batch, *, may_preempt: bool = True) -> Row | None:
         """Plan a run's next tokens and drafts. None if there are no pages; the run itself may have been preempted."""
-        count = self._chunk_len(run, batch)
+        count, start = self._chunk_len(run, batch), run.next_start
         drafted = self.drafted.draft(run, count, batch)
         if drafted is not None:
             return run.next_row(count, drafted.capacity, drafted.drafts, num_next_drafts=drafted.num_next_drafts)
-        capacity = self._reserve(run, count, batch)
+        capacity = self._reserve(run, count, batch) if may_preempt else run.holding.reserve(start, start + count)
         return None if capacity is None else run.next_row(count, capacity)
 
     def _may_follow(self, run: Run, row: Row, batch: Batch) -> bool:
         """Whether a step may have another row behind this one, which then reads the states that this one writes."""
         is_cut = row.output_position < 0 and row.num_tokens > 1  # steps of single tokens are decode steps
-        if not is_cut or run.holding.load is not None or run.request.is_scored or not run.wants_row:
+        if not (self.cache.has_points and is_cut and run.wants_row):
             return False
-        has_states = run.next_start % self.cache.page_size == 0  # of its own: the row behind writes others
-        return has_states and batch.budget >= min(run.num_next, self.cache.page_size)
+        if run.holding.load is not None or run.request.is_scored:
+            return False
+        # Behind a page boundary a row writes another state than it reads, so the one before it keeps its own.
+        is_whole = run.next_start % self.cache.page_size == 0
+        return is_whole and batch.budget >= min(run.num_next, self.cache.page_size)
 
-    def _spare_row(self, run: Run, batch: Batch) -> Row | None:
-        """Like `next_row`, without preempting."""
-        count, start = self._chunk_len(run, batch), run.next_start
-        drafted = self.drafted.draft(run, count, batch)
-        if drafted is not None:
-            return run.next_row(count, drafted.capacity, drafted.drafts, num_next_drafts=drafted.num_next_drafts)
-        capacity = run.holding.reserve(start, start + count)
-        return None if capacity is None else run.next_row(count, capacity)
+    def _spare_units(self) -> dict[str, int]:
+        """Units of each space beyond those that running requests hold or may claim."""
+        guaranteed = self._guaranteed
+        spare = self.cache.num_units()
+        for run in self.queues.running:
+            for space, count in _num_units(run.holding).items():
+                spare[space] -= max(count, guaranteed[space])
+        return spare
+
+    def _fits(self, run: Run, batch: Batch, spare: dict[str, int]) -> bool:
+        """Whether a run's next row needs no more than is spare, which is lowered by that."""
+        stop = run.next_start + self._chunk_len(run, batch)
+        held, needed = _num_units(run.holding), run.holding.units.missing(stop, stop, num_drafts=0)
+        claims = {
+            space: max(held[space] + count, self._guaranteed[space]) - max(held[space], self._guaranteed[space])
+            for space, count in needed.items()
+        }
+        if any(count > spare[space] for space, count in claims.items()):
+            return False
+        for space, count in claims.items():
+            spare[space] -= count
+        return True
+
+    @property
+    def _guaranteed(self) -> dict[str, int]:
+        """Units of each space that every running request may have, see `Deployment.pool_sizes`."""
+        device, page_size = self.cache.device, self.cache.page_size
+        return {
+            space: 2 * window_pages(device.windows[space], page_size)
+            if space in device.windows
+            else 2 + self.drafted.most
+            for space in device.units
+        }
 
     def plan_load(self, run: Run, batch: Batch) -> None:
         """Plan the host-to-device moves that a row needs, if any."""
@@ -136,10 +169,19 @@ class RowPlanner:
         """Reserve pages for `count` more tokens; None if the request has to wait."""
         start, queues = run.next_start, self.queues
         while (capacity := run.holding.reserve(start, start + count)) is None:
-            victim = queues.victim(batch, behind=run.request)
+            victim = queues.victim(behind=run.request)
             if victim is None:
                 if not batch.rows and not any(other.num_in_flight for other in queues.running):
                     queues.preempt(run)
                 return None
             queues.preempt(victim)
         return capacity
+
+
+def _num_units(holding: Holding) -> dict[str, int]:
+    """Space -> units that a sequence holds, those of its restore points included."""
+    found = {space: len(ids) for space, ids in holding.units.all().items()}
+    for point in holding.points:
+        for space, ids in point.parts.items():
+            found[space] += len(ids)
+    return found

@@ -85,14 +85,14 @@ class TorchGroup(Group):
 
     Args:
         backend: a ProcessGroupGloo or ProcessGroupNCCL.
-        direct_bytes: tensors of up to this size go from each member to all others at once in a sum or gather, larger
-            ones by the backend's algorithm.
+        direct_bytes: tensors of which all members together have so many bytes go from each member to all others at once
+            in a sum or gather, larger ones by the backend's algorithm.
     """
 
     def __init__(self, backend: Any, *, rank: int, size: int, direct_bytes: int = 0) -> None:
         super().__init__(rank=rank, size=size)
         self._backend = backend
-        self._direct_bytes = direct_bytes if size > 2 else 0  # between two, the backend's algorithm does that
+        self._direct_bytes = direct_bytes // size if size > 2 else 0  # between two, the backend's algorithm does that
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if 0 < tensor.nbytes <= self._direct_bytes:

@@ -36,9 +36,10 @@ _CONTROL_THREADS = 32
 """Broadcasts that the decider may have open. One is open until the last stage takes it, after all its work before, and
 the first stages need those that follow: up to three per plan in flight, of which there is one per stage."""
 
-_DIRECT_BYTES = 256 << 10
-"""Largest tensors that go to all members at once. gloo's rings have 2 (n - 1) rounds for a sum and n - 1 for a gather,
-each of which waits until the next process gets a core. On two cores that have more to do, ring and direct, in ms:
+_DIRECT_BYTES = 1 << 20
+"""Bytes of all members' tensors together, up to which each goes to all members at once. gloo's rings have 2 (n - 1)
+rounds for a sum and n - 1 for a gather, each of which waits until the next process gets a core. On two cores that have
+more to do, for tensors of one member, ring and direct, in ms:
 
     256 bytes    4 ranks: sum 6.2 and 1.3, gather 3.1 and 1.5    8 ranks: sum 21 and 5,  gather 15 and 5
     256 KiB               sum 7.0 and 2.9, gather 5.1 and 2.7             sum 23 and 10, gather 16 and 10

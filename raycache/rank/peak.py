@@ -16,6 +16,7 @@ import torch
 from raycache.deployment.deployment import Deployment
 from raycache.deployment.memory_use import MemoryUse, free_bytes, refusing_out_of_memory
 from raycache.memory.component import FULL, Reuse
+from raycache.rank.pieces import LONGEST
 from raycache.rank.rank import Rank
 from raycache.types import MAX_TOP_LOGPROBS, SamplingParams
 from raycache.wire.plan import MAX_SCORED_TOKENS, Admit, Row, StepPlan
@@ -24,7 +25,6 @@ _GRAPH_BYTES = 32 << 20
 """Bytes per CUDA graph besides the memory that graphs share: driver structures and the attention plan (measured)."""
 _PIECE_BYTES = 1 << 20
 """Bytes per piece of a step that is recorded, besides the memory that pieces share (0.9 MiB on an H200)."""
-_SHORT = 1536
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
 
 
@@ -87,7 +87,7 @@ class Largest:
 
     def short(self) -> StepPlan:
         """As many new tokens as are recorded in pieces."""
-        count = min(self.tokens, self.longest, _SHORT)
+        count = min(self.tokens, self.longest, LONGEST)
         return self._plan([self._row(0, self.longest - count, bytes(4 * count))])
 
     def _row(self, slot: int, start: int, tokens: bytes, *, targets: bytes = b"") -> Row:

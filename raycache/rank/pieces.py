@@ -13,8 +13,9 @@ Padding tokens have the token id 0, and attention gives zeros for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,6 +35,10 @@ from raycache.wire.plan import Row, StepPlan
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, *range(256, 512, 64), *range(512, 1024, 128), 1024, 1280, 1536)
 
 # Shapes in this file: S recorded tokens, T of a step, C hidden size, W all inputs of a stage after the first.
+
+
+LONGEST = _SIZES[-1]
+"""Most tokens of a step that is recorded."""
 
 
 def piece_sizes(most: int, *, least: int) -> list[int]:
@@ -99,6 +104,19 @@ class _Inputs:
                 mine[count:].zero_()
 
 
+_Result = tuple[torch.Size, torch.dtype] | None
+"""Shape and dtype of the result of a call; None for a selection."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A step that ran once, with the result of each of its calls."""
+
+    trial: StepInputs
+    inputs: _Inputs
+    results: Sequence[_Result]
+
+
 @dataclass(frozen=True)
 class _Recorded:
     """All pieces of one number of tokens.
@@ -115,7 +133,7 @@ class _Recorded:
 
 
 class RecordedPieces:
-    """The pieces of one stage on one rank. Recording is collective over tp.
+    """The pieces of one stage on one rank. Recording is collective over tp and cp.
 
     Args:
         sizes: numbers of tokens to record.
@@ -143,12 +161,11 @@ class RecordedPieces:
     ) -> None:
         self._model, self._pool, self._backend = model, pool, backend
         self._hidden, self._records = hidden, records
-        self._recorder, self._tp = recorder, ctx.tp
+        self._recorder, self._stage = recorder, ctx.stage
         self._zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        tried = list(self._tried([trial_step(size, pool, ctx) for size in sorted(sizes)]))
         # Largest first, so that the others fit into its memory.
-        trials = [trial_step(size, pool, ctx) for size in sorted(sizes, reverse=True)]
-        recorded = {len(trial.ids): self._record(trial) for trial in trials}
-        self._recorded = {size: pieces for size, pieces in recorded.items() if pieces is not None}
+        self._recorded = {len(one.trial.ids): self._record(one) for one in reversed(tried)}
         self.num_graphs = sum(len(recorded.pieces) for recorded in self._recorded.values())
 
     @property
@@ -191,29 +208,34 @@ class RecordedPieces:
             self._zeros[key] = out.new_zeros((max(self._recorded), *out.shape[1:]))
         torch.cat([found, self._zeros[key][: len(out) - len(found)]], out=out)
 
-    def _record(self, trial: StepInputs) -> _Recorded | None:
-        """None if it would not help."""
-        hidden = None if self._hidden is None else self._hidden.new_zeros(len(trial.ids), self._hidden.shape[1])
-        inputs = _Inputs(torch.zeros_like(trial.ids), torch.zeros_like(trial.positions), hidden)
-        seen = _Seen(self._backend.plan(trial))
-        with self._recorder.trying():
-            self._run(inputs, seen, trial)
-        is_bound = self._recorder.is_bound_by_launches(
-            lambda: self._run(inputs, _Seen(self._backend.plan(trial)), trial)
-        )
-        if not self._agreed(is_bound):
-            return None
-        cuts = _Cuts(seen.results, self._recorder)
-        with self._recorder.recording():
-            found, features = self._run(inputs, cuts, trial)
-        borrow = self._recorder.borrow
-        pieces = (*cuts.pieces, _Piece(self._recorder.last(), None))
-        return _Recorded(inputs, pieces, borrow(found), [borrow(part) for part in features])
+    def _tried(self, trials: Sequence[StepInputs]) -> Iterator[_Tried]:
+        """Run steps, up to the first that computing takes longer than launching."""
+        for trial in trials:
+            hidden = None if self._hidden is None else self._hidden.new_zeros(len(trial.ids), self._hidden.shape[1])
+            inputs = _Inputs(torch.zeros_like(trial.ids), torch.zeros_like(trial.positions), hidden)
+            seen = _Seen(self._backend.plan(trial))
+            with self._recorder.trying():
+                self._run(inputs, seen, trial)
+            is_bound = self._recorder.is_bound_by_launches(partial(self._launch, inputs, trial))
+            if not self._agreed(is_bound):
+                return
+            yield _Tried(trial, inputs, seen.results)
+
+    def _launch(self, inputs: _Inputs, trial: StepInputs) -> None:
+        self._run(inputs, _Seen(self._backend.plan(trial)), trial)
 
     def _agreed(self, is_bound: bool) -> bool:
-        """Whether all tp ranks, which pad alike, found the same."""
-        found = self._tp.all_reduce(torch.tensor([float(is_bound)], device=self._pool.device))
-        return bool(found.item() == self._tp.size)
+        """Whether all ranks of the stage, which exchange tensors in trials, found the same."""
+        found = self._stage.all_reduce(torch.tensor([float(is_bound)], device=self._pool.device))
+        return bool(found.item() == self._stage.size)
+
+    def _record(self, tried: _Tried) -> _Recorded:
+        cuts = _Cuts(tried.results, self._recorder)
+        with self._recorder.recording():
+            found, features = self._run(tried.inputs, cuts, tried.trial)
+        borrow = self._recorder.borrow
+        pieces = (*cuts.pieces, _Piece(self._recorder.last(), None))
+        return _Recorded(tried.inputs, pieces, borrow(found), [borrow(part) for part in features])
 
     def _run(self, inputs: _Inputs, calls: Calls, trial: StepInputs) -> tuple[Tensor, list[Tensor]]:
         pool = LayerPool(self._pool)
@@ -232,7 +254,7 @@ class _Seen:
     """
 
     step: AttentionStep
-    results: list[tuple[torch.Size, torch.dtype] | None] = field(default_factory=list)
+    results: list[_Result] = field(default_factory=list)
     _selections: list[Selection] = field(default_factory=list)
 
     def call(self, layer: int, launch: Launch, rows: Sequence[Tensor | None]) -> Tensor | None:
@@ -250,7 +272,7 @@ class _Cuts:
         results: shape and dtype of the result of each call; None for selections.
     """
 
-    def __init__(self, results: Sequence[tuple[torch.Size, torch.dtype] | None], recorder: Recorder) -> None:
+    def __init__(self, results: Sequence[_Result], recorder: Recorder) -> None:
         self.pieces: list[_Piece] = []
         self._results, self._recorder = iter(results), recorder
 

@@ -125,6 +125,11 @@ class Rank:
         if self.mover is not None:
             self.mover.close()
 
+    def settle(self) -> None:
+        """Wait until the next stage has what was sent to it."""
+        self._unsent()
+        self._unsent = lambda: None
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor | None:
         """Run the model.

@@ -31,6 +31,7 @@ from raycache.memory.component import STATE
 from raycache.memory.device import DevicePool
 from raycache.rank.compilations import Compilations
 from raycache.rank.peak import Largest
+from raycache.rank.pieces import LONGEST
 from raycache.rank.rank import Rank
 from raycache.types import MAX_TOP_LOGPROBS, PackedTokens, SamplingParams
 from raycache.wire.plan import UNKNOWN, Admit, Row, StepPlan
@@ -80,14 +81,18 @@ def warm_up(rank: Rank, deployment: Deployment) -> None:
         _slots={},
     )
     steps = [(eager, step) for step in eager_steps(deployment)]
-    if rank.pieces is not None:
-        short, most = replace(eager, pieces=rank.pieces, _slots={}), max(rank.pieces.sizes, default=0)
+    if deployment.config.cuda_graphs and rank.backend.capabilities.can_capture:
+        # Other stages may have recorded other sizes; all run the same steps.
+        short, most = replace(eager, pieces=rank.pieces, _slots={}), min(deployment.max_step_tokens, LONGEST)
         steps += [(short, step) for _, step in steps if sum(row.num_tokens for row in step.plan.rows) <= most]
     if rank.graphs is not None:
-        steps += [(rank, step) for step in recorded_steps(deployment, sizes=rank.graphs.sizes)]
+        whole = replace(rank, _slots={})
+        steps += [(whole, step) for step in recorded_steps(deployment, sizes=rank.graphs.sizes)]
     with Compilations() as found:
         for one, step in steps:
             _run(one, step)
+            one.settle()
+    _clear(rank.pool)
     _log.info("warmed up with %d steps in %.1f s: %s", len(steps), time.monotonic() - start_s, found)
 
 

@@ -160,7 +160,7 @@ class TwinExecutor:
             for space in self._windows:
                 self._append(row, space)
         self._load(plan)
-        bad_slots = {row.slot for row in plan.rows if self._sees_garbage(row)}
+        bad_slots = self._slots_with_garbage(plan)
         for row in plan.rows:
             for space in self._windows:
                 self._write(row, space)
@@ -208,12 +208,22 @@ class TwinExecutor:
             else:
                 self._memory[unit.space][unit.device] = dict(content)
 
-    def _sees_garbage(self, row: Row) -> bool:
+    def _slots_with_garbage(self, plan: StepPlan) -> set[int]:
+        found, written = set(), set()
+        for row in plan.rows:
+            if self._sees_garbage(row, own=written):
+                found.add(row.slot)
+            written |= {row.write_state, *row.draft_states}
+        return found
+
+    def _sees_garbage(self, row: Row, *, own: set[int]) -> bool:
+        """`own`: states that earlier rows write, one of which may be of its slot."""
         pages = set()
         for space, window in self._windows.items():
             first = max(0, row.start - window + 1) // self._page_size if window else 0
             pages |= {(space, page) for page in self._tables[row.slot][space][first:]}
-        return not self._garbage.isdisjoint(pages | {(self._state_space, row.read_state)})
+        states = {row.read_state} - own
+        return not self._garbage.isdisjoint(pages | {(self._state_space, state) for state in states})
 
     def _append(self, row: Row, space: str) -> None:
         table, memory = self._tables[row.slot][space], self._memory[space]

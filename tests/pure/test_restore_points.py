@@ -436,3 +436,18 @@ def test_scored_prompts_take_a_step_per_row() -> None:
     engine, executor = make_engine(has_state=True, interval=16, max_step_tokens=64)
     score(engine, prompt_of(0, 50))
     assert rows_of(executor) == [[(0, 16)], [(16, 16)], [(32, 16)], [(48, 2)]]
+
+
+@pytest.mark.parametrize("points", [0, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_follow_take_nothing_that_other_stages_need(kind: str, points: int) -> None:
+    engine, executor = make_engine(
+        **KINDS[kind], stages=2, interval=4, points=points, max_running=6, num_pages=256, max_step_tokens=64
+    )
+    for i in range(24):
+        engine.add(GenerateRequest(f"r{i}", prompt_of(i, 40), greedy(3)))
+    run(engine)
+    assert engine.stats().preemptions == 0
+    assert sum(row.num_tokens for plan in executor.plans for row in plan.rows) == 24 * 42
+    slots = [[row.slot for row in plan.rows] for plan in executor.plans]
+    assert any(len(set(some)) < len(some) for some in slots) or not points

@@ -209,9 +209,9 @@ def test_all_members_of_a_sum_or_gather_get_the_same(store: Store, shape: tuple[
 @pytest.mark.parametrize(
     ("size", "num_bytes", "calls"),
     [
-        (4, 64, ["alltoall_base", "alltoall_base"]),
-        (4, 68, ["_allgather_base", "allreduce"]),
-        (2, 64, ["_allgather_base", "allreduce"]),
+        (4, 16, ["alltoall_base", "alltoall_base"]),
+        (4, 20, ["_allgather_base", "allreduce"]),
+        (2, 16, ["_allgather_base", "allreduce"]),
     ],
 )
 def test_small_tensors_take_one_exchange_between_many(size: int, num_bytes: int, calls: list[str]) -> None:
