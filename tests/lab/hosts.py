@@ -167,6 +167,7 @@ class Lab:
         host.start(sshd, hosts=hosts, outlives_us=self._facts["owner"] is None)
         card = f"02:00:0a:58:00:{10 + number:02x}"  # the same after a start: others remember it
         cable = ["link", "add", f"v{number}", "type", "veth", "peer", "name", "eth0"]
+        self.control.remove_link(f"v{number}")
         self.control.link_command(*cable, "address", card, "netns", str(host.pid))
         self.control.link_command("link", "set", f"v{number}", "master", "lab0", "up")
         host.link_command("addr", "add", f"{self.address(number)}/24", "dev", "eth0")

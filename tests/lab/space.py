@@ -115,6 +115,11 @@ class Space:
         """Run `ip` in its network alone."""
         subprocess.run(["nsenter", "-t", str(self.pid), "--net", "ip", *arguments], check=True)
 
+    def remove_link(self, name: str) -> None:
+        """Remove a link, if there is one: that to a host which was killed goes some time after its processes."""
+        command = ["nsenter", "-t", str(self.pid), "--net", "ip", "link", "del", name]
+        subprocess.run(command, check=False, capture_output=True)
+
     def processes(self) -> Iterator[psutil.Process]:
         """All that runs in it."""
         pid = self.pid
