@@ -34,11 +34,10 @@ from raycache.wire.plan import Row, StepPlan
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, *range(256, 512, 64), *range(512, 1024, 128), 1024, 1280, 1536)
 
-# Shapes in this file: S recorded tokens, T of a step, C hidden size, W all inputs of a stage after the first.
-
-
 LONGEST = _SIZES[-1]
 """Most tokens of a step that is recorded."""
+
+# Shapes in this file: S recorded tokens, T of a step, C hidden size.
 
 
 def piece_sizes(most: int, *, least: int) -> list[int]:
