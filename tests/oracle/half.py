@@ -129,7 +129,7 @@ def _decodes(*slots: int, count: int) -> list[Step]:
 
 STEPS: Sequence[Step] = (
     [(0, SHARED), (1, 1), (2, 70)],  # ends at the restore point
-    [(0, 112), (1, 39), (2, 1), (0, 148)],  # a row goes on where another one ends
+    [(0, 112), (1, 39), (2, 1), (0, 80), (0, 68)],  # rows go on where others end
     [(1, 140), (3, 70), (4, 10), (0, 1), (2, 1)],
     *_decodes(2, 0, 4, 1, 3, count=3),
     *_decodes(0, 1, 2, 3, 4, 5, count=2),  # 5 begins with a single token

@@ -23,11 +23,11 @@ __all__ = ["tiny"]  # a fixture
 
 
 def apart(plan: StepPlan) -> Iterator[StepPlan]:
-    """The plan without its second rows of a sequence, and those in a plan of their own."""
+    """The first rows of all sequences, then the second ones in a plan of their own, and so on."""
     firsts = {row.slot: i for i, row in reversed(list(enumerate(plan.rows)))}
     yield replace(plan, rows=[plan.rows[i] for i in sorted(firsts.values())])
     if behind := [row for i, row in enumerate(plan.rows) if i != firsts[row.slot]]:
-        yield replace(plan, rows=behind, admits=[])
+        yield from apart(replace(plan, rows=behind, admits=[]))
 
 
 def logits(rank: Rank, plans: Sequence[StepPlan]) -> dict[tuple[int, int], Tensor]:
@@ -58,7 +58,7 @@ def test_a_row_goes_on_where_another_of_its_step_ends(tiny: Callable[[str], Path
         together, one_by_one = new_rank(tiny(family), ctx), new_rank(tiny(family), ctx)
         plans = script(together)[:16]
         parts = [part for plan in plans for part in apart(plan)]
-        assert len(parts) == len(plans) + 2
+        assert len(parts) == len(plans) + 3
         return logits(together, plans), logits(one_by_one, parts)
 
     tiny(family)
