@@ -9,7 +9,7 @@ States are read from the row's read slot and written to its write slot, so that 
 beginning of a sequence the state is zero, whatever the slot holds.
 
 A row may read what another row of the step writes: a prompt that leaves restore points has a row up to each of them.
-It comes a turn later.
+Such a row has a later turn.
 
 Shapes in this file: T new tokens of all cp ranks, N rows of one token, H heads, D features of a head, K taps.
 """

@@ -10,7 +10,8 @@ a step needs follows from its rows, so the steps below have all kinds of rows th
     samplers    every filter and penalty, masks, log-probabilities, scored prompts
     graphs      every recorded batch size; and of all these the short ones again, in recorded pieces
 
-All rows use the first page and the first state, which are cleared before each step: results are meaningless but finite.
+All rows use the first page, read the first state and write the second, which are cleared before each step: results are
+meaningless but finite. No row reads what another one writes, so all rows of a step run at once (attention/states.py).
 Page moves warm up by themselves (memory/cuda_carrier.py).
 """
 
@@ -105,7 +106,7 @@ def _run(rank: Rank, step: WarmUpStep) -> None:
 def _clear(pool: DevicePool) -> None:
     for name in pool.components:
         for rows in pool.rows(name).values():
-            rows[:, :1].view(torch.uint8).zero_()
+            rows[:, :2].view(torch.uint8).zero_()
 
 
 def eager_steps(deployment: Deployment) -> Iterator[WarmUpStep]:
@@ -202,7 +203,7 @@ class _Maker:
 
     def _checking(self, slot: int, num_drafts: int) -> Row:
         row = self._row(slot, self.largest.page_size + 1, 1 + num_drafts)
-        return replace(row, num_drafts=num_drafts, draft_states=(0,) * num_drafts * self._has_states)
+        return replace(row, num_drafts=num_drafts, draft_states=(1,) * num_drafts * self._has_states)
 
     def _row(
         self,
@@ -225,7 +226,7 @@ class _Maker:
             output_position=output_position,
             targets=targets,
             read_state=0 if start else -1,
-            write_state=0,
+            write_state=1,
             num_next_drafts=config.most_drafts * has_next,
             next_token=-1 if output_position == 0 else 0,
             is_masked=is_masked,

@@ -73,6 +73,10 @@ def test_steps_are_within_the_limits_and_reach_them(family: str, tmp_path: Path)
                 for ids in pages[row.slot].values()
             )
     has_states = any(part.space == STATE for part in of.components)
+    read = {row.read_state for row in rows}
+    written = {state for row in rows for state in (row.write_state, *row.draft_states)}
+    assert not read & written, "a row waits for another"
+    assert not has_states or max(read | written) < of.pool_sizes(1)[STATE]
     replayed = {sum(row.num_tokens for row in step.plan.rows) for step in steps if step.kind == "graphs"}
     assert replayed == set(range(1, (ROWS if has_states else ROWS * (1 + DRAFTS)) + 1))
 
