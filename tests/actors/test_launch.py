@@ -31,7 +31,8 @@ def test_interrupt_leaves_no_process_no_shared_memory_and_no_ray_files(model: Pa
         process.kill()
 
 
-@pytest.mark.parametrize("phase", [pytest.param("starting Ray", marks=pytest.mark.long), "starting ranks"])
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["starting Ray", "starting ranks"])
 def test_interrupt_while_starting_leaves_nothing(model: Path, scratch: Path, phase: str) -> None:
     process = start(model, scratch, "--cp", "2", "--no-dashboard")
     try:

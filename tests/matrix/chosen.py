@@ -57,8 +57,9 @@ CHOSEN = {
 MIXED = ("mixed_through", "mixed_selective", "mixed_back")
 """Random streams on one rank; each family meets one of them."""
 
-COVERED = ("qwen3_moe", "granitemoehybrid")
-"""Families whose parts others have: attention of qwen3, Mamba2 of nemotron_h, experts of qwen3_next."""
+COVERED = ("qwen3_moe", "granitemoehybrid", "qwen3_5", "glm_moe_dsa", "bailing_hybrid")
+"""Families whose parts others have: attention of qwen3, Mamba2 of nemotron_h, experts and gated delta nets of
+qwen3_next, the indexer of deepseek_v32 (and glm's in uneven stages), KDA and latents of kimi_linear."""
 
 RECURRENT = (
     "bailing_hybrid",

@@ -27,7 +27,9 @@ def run(server: CachedServer, **options: Any) -> Result:
     return asyncio.run(check(connection, Options(**settings)))
 
 
-@pytest.mark.parametrize(("cold", "pages"), [(None, 4000), (None, SMALL), (Cold.FLUSH, 4000)])
+@pytest.mark.parametrize(
+    ("cold", "pages"), [(None, 4000), (None, SMALL), pytest.param(Cold.FLUSH, 4000, marks=pytest.mark.long)]
+)
 def test_a_right_server_is_right(cold: Cold | None, pages: int) -> None:
     result = run(CachedServer(pages=pages), cold=cold, seed=pages, budget=160)
     assert result.exit_code == 0, as_text(result)

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.oracle.tiny import make_tiny
 
 _CODE = """
@@ -21,9 +19,8 @@ print(*sorted(heavy & sys.modules.keys()))
 """
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_a_rank_and_the_check_of_a_model_leave_compilers_and_servers_alone(tmp_path: Path, model_type: str) -> None:
-    make_tiny(tmp_path, model_type)
+def test_a_rank_and_the_check_of_a_model_leave_compilers_and_servers_alone(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "qwen3")
     done = subprocess.run(
         [sys.executable, "-c", _CODE, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
     )
