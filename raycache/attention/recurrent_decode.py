@@ -1,15 +1,16 @@
-"""Triton kernels for recurrent layers of decode steps: all that a layer does between its projections, in one launch.
+"""Triton kernels for recurrent layers of decode steps: all that a layer does before its scan, in one launch.
 
-    state_space   Mamba2
-    delta_rule    gated delta net, KDA
+    prepare_state_space   Mamba2
+    prepare_delta_rule    gated delta net, KDA
 
-One program per row, value head and BV columns of its state. Each convolves what it needs of the new token itself: the
-columns of its values, and all of the queries and keys of its group of heads, again and again where rows are many.
-The last program of a group that has read their windows writes the new ones, since windows may be updated in place.
+One program per row and head of a convolution, so that only one program reads and writes a window. The programs of
+value heads compute the gates, too. The kernel behind may start as soon as all programs run, and waits for their results
+itself.
 
-The kernel behind may start as soon as all programs run, and waits for their results itself.
+With the scan in the same launch each program of a state would convolve its queries and keys again: on an H200, 64 rows
+of a gated delta net take 133 us in such a kernel.
 
-Results are rounded where the separate operations round: after a convolution, after its silu, and at the end.
+Results are rounded where the separate operations round: after a convolution and after its silu.
 
 Imports Triton: only what runs on CUDA may import this module.
 """
@@ -19,7 +20,6 @@ Imports Triton: only what runs on CUDA may import this module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,28 +29,28 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.attention.delta_rule import L2_EPS, DeltaRule
-from raycache.attention.recurrent_triton import early, side_by_side
+from raycache.attention.recurrent_triton import Slots, early, side_by_side
 from raycache.attention.state_space import StateSpace
 from raycache.memory.views import StateView
 
-STATE_SPACE_TILE, DELTA_RULE_TILE = (32, 4), (8, 1)
-"""Columns of a state and warps per program, chosen by measurement. A delta rule reduces its tile four times in a row:
-within a warp this needs no barriers, which is 15 % faster for 64 rows and 20 % for one."""
 
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Rows of a decode step, on the device. No row reads what another one writes, except for padding.
+class Prepared(NamedTuple):
+    """Arguments of `recurrent_triton.step`, contiguous.
 
     Attributes:
-        reads: int64 [N], slots of the states before; negative for a state of zeros.
-        writes: int64 [N], slots of the states after.
-        arrived: int32, at least N G; zeros between launches.
+        q, k: [N, G, Dk].
+        v: [N, H, Dv].
+        g: [N, H, 1 or Dk] float32.
+        beta: [N, H] float32, or None.
+        added: [N, H, Dv] float32, or None.
     """
 
-    reads: Tensor
-    writes: Tensor
-    arrived: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None = None
+    added: Tensor | None = None
 
 
 class _Input(NamedTuple):
@@ -105,36 +105,48 @@ class _Gates(NamedTuple):
     bound: float
 
 
-def state_space(
-    view: StateView, rows: Tokens, weights: StateSpace, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor
-) -> Tensor:
-    """Kernel of `RecurrentStep.state_space`."""
-    heads, key_dim, value_dim = view.state.shape[1:]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def prepare_state_space(
+    view: StateView, rows: Slots, weights: StateSpace, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor
+) -> Prepared:
+    """All before the scan of `StateSpace.run`; reads and writes the windows.
+
+    Args:
+        rows: of one token each, in order.
+    """
+    num_rows, heads, value_dim = x.shape
+    ready = Prepared(
+        torch.empty(c.shape, dtype=c.dtype, device=c.device),
+        torch.empty(b.shape, dtype=b.dtype, device=b.device),
+        v=torch.empty(x.shape, dtype=torch.float32, device=x.device),
+        g=torch.empty((num_rows, heads, 1), dtype=torch.float32, device=x.device),
+        added=torch.empty(x.shape, dtype=torch.float32, device=x.device),
+    )
     low, high = weights.dt_limit
     steps = _TimeSteps(dt, dt.stride(0), dt.stride(1), weights.dt_bias, weights.decay, weights.skip, low, high)
-    _state_space[_grid(view, rows, STATE_SPACE_TILE)](
-        view.state,
-        view.state.stride(0),
+    _prepare_state_space[heads + 2 * b.shape[1], num_rows](
         rows.reads,
         rows.writes,
-        rows.arrived,
         _Input.of(view, "x", x, weights.x.weight, weights.x.bias),
         _Input.of(view, "b", b, weights.b.weight, weights.b.bias),
         _Input.of(view, "c", c, weights.c.weight, weights.c.bias),
         steps,
-        out,
-        heads // b.shape[1],
+        ready.q,
+        ready.k,
+        ready.v,
+        ready.g,
+        ready.added,
+        heads,
+        b.shape[1],
         HAS_BIAS=weights.x.bias is not None,
-        **_sizes(key_dim, value_dim, weights.x.weight.shape[2], STATE_SPACE_TILE),
+        **_sizes(b.shape[2], value_dim, weights.x.weight.shape[2]),
         **early(x.device),
     )
-    return out
+    return ready
 
 
-def delta_rule(
+def prepare_delta_rule(
     view: StateView,
-    rows: Tokens,
+    rows: Slots,
     weights: DeltaRule,
     *,
     q: Tensor,
@@ -142,10 +154,20 @@ def delta_rule(
     v: Tensor,
     decay: Tensor,
     beta: Tensor,
-) -> Tensor:
-    """Kernel of `RecurrentStep.delta_rule`."""
-    heads, key_dim, value_dim = view.state.shape[1:]
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+) -> Prepared:
+    """All before the scan of `DeltaRule.run`; reads and writes the windows.
+
+    Args:
+        rows: of one token each, in order.
+    """
+    (num_rows, groups, key_dim), (_, heads, value_dim) = q.shape, v.shape
+    ready = Prepared(
+        torch.empty(q.shape, dtype=torch.float32, device=v.device),
+        torch.empty(k.shape, dtype=torch.float32, device=v.device),
+        v=torch.empty(v.shape, dtype=v.dtype, device=v.device),
+        g=torch.empty(decay.shape, dtype=torch.float32, device=v.device),
+        beta=torch.empty((num_rows, heads), dtype=torch.float32, device=v.device),
+    )
     decay = side_by_side(decay)
     gates = _Gates(
         decay,
@@ -158,66 +180,60 @@ def delta_rule(
         weights.dt_bias.contiguous(),
         0.0 if weights.bound is None else weights.bound,
     )
-    _delta_rule[_grid(view, rows, DELTA_RULE_TILE)](
-        view.state,
-        view.state.stride(0),
+    _prepare_delta_rule[heads + 2 * groups, num_rows](
         rows.reads,
         rows.writes,
-        rows.arrived,
         _Input.of(view, "q", q, weights.q, None),
         _Input.of(view, "k", k, weights.k, None),
         _Input.of(view, "v", v, weights.v, None),
         gates,
+        ready.q,
+        ready.k,
+        ready.v,
+        ready.g,
+        ready.beta,
+        heads,
+        groups,
         key_dim**-0.5,
         L2_EPS,
-        out,
-        heads // q.shape[1],
         IS_PER_CHANNEL=decay.shape[2] > 1,
         IS_BOUNDED=weights.bound is not None,
-        **_sizes(key_dim, value_dim, weights.v.shape[2], DELTA_RULE_TILE),
+        **_sizes(key_dim, value_dim, weights.v.shape[2]),
         **early(v.device),
     )
-    return out
+    return ready
 
 
-def _grid(view: StateView, rows: Tokens, tile: tuple[int, int]) -> tuple[int, int, int]:
-    _, heads, _, value_dim = view.state.shape
-    return triton.cdiv(value_dim, _columns(value_dim, tile)), heads, len(rows.reads)
-
-
-def _sizes(key_dim: int, value_dim: int, taps: int, tile: tuple[int, int]) -> dict[str, int]:
+def _sizes(key_dim: int, value_dim: int, taps: int) -> dict[str, int]:
     return {
         "DK": key_dim,
         "DV": value_dim,
         "TAPS": taps,
         "BK": triton.next_power_of_2(key_dim),
-        "BV": _columns(value_dim, tile),
+        "BV": triton.next_power_of_2(value_dim),
         "BT": triton.next_power_of_2(taps),
-        "num_warps": tile[1],
+        "num_warps": 1,  # sums over a head stay within a warp
     }
-
-
-def _columns(value_dim: int, tile: tuple[int, int]) -> int:
-    columns: int = min(tile[0], triton.next_power_of_2(value_dim))
-    return columns
 
 
 # In a static step, tables are parts of larger tensors, aligned or not; alignment must not cause recompilation.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize_on_alignment=["reads", "writes", "arrived"]
+    do_not_specialize_on_alignment=["reads", "writes"]
 )
-def _state_space(
-    states: tl.tensor,
-    slot: tl.tensor,
+def _prepare_state_space(
     reads: tl.tensor,
     writes: tl.tensor,
-    arrived: tl.tensor,
     x: tl.tensor,
     b: tl.tensor,
     c: tl.tensor,
     steps: tl.tensor,
-    out: tl.tensor,
-    num_shared: tl.tensor,
+    to_q: tl.tensor,
+    to_k: tl.tensor,
+    to_v: tl.tensor,
+    to_g: tl.tensor,
+    to_added: tl.tensor,
+    num_heads: tl.tensor,
+    num_groups: tl.tensor,
     DK: tl.constexpr,
     DV: tl.constexpr,
     TAPS: tl.constexpr,
@@ -227,57 +243,51 @@ def _state_space(
     HAS_BIAS: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
-    """`num_shared` value heads are a group."""
-    head, row = tl.program_id(1), tl.program_id(2)
-    group = head // num_shared
-    feature, column = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
-    place = (head * DK + feature)[:, None] * DV + column[None, :]
-    is_state = (feature < DK)[:, None] & (column < DV)[None, :]
+    """Value heads first, then groups of keys, then groups of queries."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    feature, column = tl.arange(0, BK), tl.arange(0, BV)
     if IS_EARLY:
         gdc_wait()
         gdc_launch_dependents()
     read, write = tl.load(reads + row), tl.load(writes + row)
-    state = tl.load(states + read * slot + place, mask=is_state & (read >= 0), other=0.0)
-    values = _window(x, row, read, head, column, DV, TAPS, BT)
-    keys = _window(b, row, read, group, feature, DK, TAPS, BT)
-    queries = _window(c, row, read, group, feature, DK, TAPS, BT)
-    step = tl.load(steps.dt + row * steps.row + head * steps.head).to(tl.float32)
-    step = _softplus(step + tl.load(steps.bias + head))
-    step = tl.where(step < steps.low, steps.low, tl.where(step > steps.high, steps.high, step))
-
-    value = _activated(x, values, head, column, DV, TAPS, BT, HAS_BIAS)
-    key = _activated(b, keys, group, feature, DK, TAPS, BT, HAS_BIAS)
-    query = _activated(c, queries, group, feature, DK, TAPS, BT, HAS_BIAS)
-    state = state * tl.exp(step * tl.load(steps.decay + head)) + key[:, None] * (step * value)[None, :]
-    result = tl.sum(state * query[:, None], axis=0) + value * tl.load(steps.skip + head)
-    to = out + (row * tl.num_programs(1) + head) * DV + column
-    tl.store(to, result.to(out.dtype.element_ty), mask=column < DV)
-
-    is_last = _has_read(arrived, row, group, num_shared)
-    tl.store(states + write * slot + place, state, mask=is_state)
-    _keep(x, values, write, head, column, DV, TAPS, BT)
-    if is_last:
-        _keep(b, keys, write, group, feature, DK, TAPS, BT)
-        _keep(c, queries, write, group, feature, DK, TAPS, BT)
+    if head < num_heads:
+        value = _convolved(x, row, read, write, head, column, DV, TAPS, BT, HAS_BIAS)
+        step = tl.load(steps.dt + row * steps.row + head * steps.head).to(tl.float32)
+        step = _softplus(step + tl.load(steps.bias + head))
+        step = tl.where(step < steps.low, steps.low, tl.where(step > steps.high, steps.high, step))
+        tl.store(to_g + row * num_heads + head, step * tl.load(steps.decay + head))
+        to = (row * num_heads + head) * DV + column
+        tl.store(to_v + to, step * value, mask=column < DV)
+        tl.store(to_added + to, value * tl.load(steps.skip + head), mask=column < DV)
+    elif head < num_heads + num_groups:
+        group = head - num_heads
+        key = _convolved(b, row, read, write, group, feature, DK, TAPS, BT, HAS_BIAS)
+        tl.store(to_k + (row * num_groups + group) * DK + feature, key.to(to_k.dtype.element_ty), mask=feature < DK)
+    else:
+        group = head - num_heads - num_groups
+        query = _convolved(c, row, read, write, group, feature, DK, TAPS, BT, HAS_BIAS)
+        tl.store(to_q + (row * num_groups + group) * DK + feature, query.to(to_q.dtype.element_ty), mask=feature < DK)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize_on_alignment=["reads", "writes", "arrived"]
+    do_not_specialize_on_alignment=["reads", "writes"]
 )
-def _delta_rule(
-    states: tl.tensor,
-    slot: tl.tensor,
+def _prepare_delta_rule(
     reads: tl.tensor,
     writes: tl.tensor,
-    arrived: tl.tensor,
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
     gates: tl.tensor,
+    to_q: tl.tensor,
+    to_k: tl.tensor,
+    to_v: tl.tensor,
+    to_g: tl.tensor,
+    to_beta: tl.tensor,
+    num_heads: tl.tensor,
+    num_groups: tl.tensor,
     scale: tl.tensor,
     eps: tl.tensor,
-    out: tl.tensor,
-    num_shared: tl.tensor,
     DK: tl.constexpr,
     DV: tl.constexpr,
     TAPS: tl.constexpr,
@@ -288,38 +298,52 @@ def _delta_rule(
     IS_BOUNDED: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
-    """`num_shared` value heads are a group."""
-    head, row = tl.program_id(1), tl.program_id(2)
-    group = head // num_shared
-    feature, column = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
-    place = (head * DK + feature)[:, None] * DV + column[None, :]
-    is_state = (feature < DK)[:, None] & (column < DV)[None, :]
+    """Value heads first, then groups of keys, then groups of queries."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    feature, column = tl.arange(0, BK), tl.arange(0, BV)
     if IS_EARLY:
         gdc_wait()
         gdc_launch_dependents()
     read, write = tl.load(reads + row), tl.load(writes + row)
-    state = tl.load(states + read * slot + place, mask=is_state & (read >= 0), other=0.0)
-    keys = _window(k, row, read, group, feature, DK, TAPS, BT)
-    values = _window(v, row, read, head, column, DV, TAPS, BT)
-    queries = _window(q, row, read, group, feature, DK, TAPS, BT)
-    log_decay = _log_decay(gates, row, head, DK, BK, IS_PER_CHANNEL, IS_BOUNDED)
-    beta = tl.sigmoid(tl.load(gates.beta + row * gates.beta_row + head * gates.beta_head).to(tl.float32))
+    if head < num_heads:
+        value = _convolved(v, row, read, write, head, column, DV, TAPS, BT, False)
+        place = row * num_heads + head
+        tl.store(to_v + place * DV + column, value.to(to_v.dtype.element_ty), mask=column < DV)
+        if IS_PER_CHANNEL:
+            log_decay = _log_decay(gates, row, head, feature, feature < DK, DK, IS_BOUNDED)
+            tl.store(to_g + place * DK + feature, log_decay, mask=feature < DK)
+        else:
+            tl.store(to_g + place, _log_decay(gates, row, head, 0, True, 1, IS_BOUNDED))
+        beta = tl.load(gates.beta + row * gates.beta_row + head * gates.beta_head).to(tl.float32)
+        tl.store(to_beta + place, tl.sigmoid(beta))
+    elif head < num_heads + num_groups:
+        group = head - num_heads
+        key = _unit_length(_convolved(k, row, read, write, group, feature, DK, TAPS, BT, False), eps)
+        tl.store(to_k + (row * num_groups + group) * DK + feature, key, mask=feature < DK)
+    else:
+        group = head - num_heads - num_groups
+        query = _unit_length(_convolved(q, row, read, write, group, feature, DK, TAPS, BT, False), eps)
+        tl.store(to_q + (row * num_groups + group) * DK + feature, query * scale, mask=feature < DK)
 
-    state *= tl.exp(log_decay)
-    key = _unit_length(_activated(k, keys, group, feature, DK, TAPS, BT, False), eps)[:, None]
-    value = _activated(v, values, head, column, DV, TAPS, BT, False)
-    state += key * (beta * (value - tl.sum(state * key, axis=0)))[None, :]
-    query = _unit_length(_activated(q, queries, group, feature, DK, TAPS, BT, False), eps) * scale
-    result = tl.sum(state * query[:, None], axis=0)
-    to = out + (row * tl.num_programs(1) + head) * DV + column
-    tl.store(to, result.to(out.dtype.element_ty), mask=column < DV)
 
-    is_last = _has_read(arrived, row, group, num_shared)
-    tl.store(states + write * slot + place, state, mask=is_state)
-    _keep(v, values, write, head, column, DV, TAPS, BT)
-    if is_last:
-        _keep(q, queries, write, group, feature, DK, TAPS, BT)
-        _keep(k, keys, write, group, feature, DK, TAPS, BT)
+@triton.jit  # type: ignore[untyped-decorator]
+def _convolved(
+    part: tl.tensor,
+    row: tl.tensor,
+    read: tl.tensor,
+    write: tl.tensor,
+    head: tl.tensor,
+    feature: tl.tensor,
+    D: tl.constexpr,
+    TAPS: tl.constexpr,
+    BT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> tl.tensor:
+    """silu of the convolution of a head, float32 [features] rounded to the dtype of its inputs; moves its window on."""
+    window = _window(part, row, read, head, feature, D, TAPS, BT)
+    tl.debug_barrier()  # all threads have read before one writes: windows may be updated in place
+    _keep(part, window, write, head, feature, D, TAPS, BT)
+    return _activated(part, window, head, feature, D, TAPS, BT, HAS_BIAS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -382,37 +406,18 @@ def _keep(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _has_read(arrived: tl.tensor, row: tl.tensor, group: tl.tensor, num_shared: tl.tensor) -> tl.tensor:
-    """Count the programs of a group that have read their part of the states; whether this is the last one.
-
-    All threads of a program have read before one counts it, and the last one writes after it has counted.
-    """
-    tl.debug_barrier()
-    index = row * (tl.num_programs(1) // num_shared) + group
-    is_last = tl.atomic_add(arrived + index, 1, sem="acq_rel") == num_shared * tl.num_programs(0) - 1
-    if is_last:
-        tl.store(arrived + index, 0)
-    return is_last
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _log_decay(
     gates: tl.tensor,
     row: tl.tensor,
     head: tl.tensor,
-    DK: tl.constexpr,
-    BK: tl.constexpr,
-    IS_PER_CHANNEL: tl.constexpr,
+    feature: tl.tensor,
+    is_in: tl.tensor,
+    D: tl.constexpr,
     IS_BOUNDED: tl.constexpr,
 ) -> tl.tensor:
-    """`DeltaRule.log_decay` of one token and head: [BK, 1], or one number."""
-    decay = gates.decay + row * gates.row + head * gates.head
-    if IS_PER_CHANNEL:
-        feature = tl.arange(0, BK)[:, None]
-        shift = tl.load(gates.bias + head * DK + feature, mask=feature < DK, other=0.0)
-        shifted = tl.load(decay + feature, mask=feature < DK, other=0.0).to(tl.float32) + shift
-    else:
-        shifted = tl.load(decay).to(tl.float32) + tl.load(gates.bias + head)
+    """`DeltaRule.log_decay` of one token and some of the D features of a head."""
+    decay = tl.load(gates.decay + row * gates.row + head * gates.head + feature, mask=is_in, other=0.0)
+    shifted = decay.to(tl.float32) + tl.load(gates.bias + head * D + feature, mask=is_in, other=0.0)
     rate = tl.load(gates.rate + head)
     if IS_BOUNDED:
         return gates.bound * tl.sigmoid(rate * shifted)

@@ -1,6 +1,6 @@
 """Recurrent layers of one step on CUDA: the same as attention/states.py, in few launches.
 
-    decode step                 all that a layer does between its projections in one launch, in float32
+    decode step                 all that a layer does before its scan in one launch, in float32
     convolution                 all rows in one launch, in float32
     scan of short rows          all in one launch, token by token, in float32; includes rows with drafts
     scan of longer rows         all in one call of chunk-parallel kernels, in half precision with float32 sums
@@ -20,10 +20,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from raycache.attention import recurrent_decode
 from raycache.attention.delta_rule import DeltaRule
 from raycache.attention.layout import StepLayout
 from raycache.attention.recurrent_chunks import DeltaRows, has_library
+from raycache.attention.recurrent_decode import prepare_delta_rule, prepare_state_space
 from raycache.attention.recurrent_plain import MAX_KEY_DIM, scan_plain
 from raycache.attention.recurrent_triton import BLOCK_TOKENS, Slots, convolve, step
 from raycache.attention.state_space import StateSpace
@@ -50,7 +50,6 @@ class KernelRecurrence:
         self._layout = layout
         self._turns = [_Turn([rows[i] for i in indices], layout) for indices in turns(layout.inputs)]
         self._has_long = any(turn.long_rows for turn in self._turns)
-        self._arrived: dict[int, Tensor] = {}
         self._readable: Recurrence | None = None
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -77,27 +76,26 @@ class KernelRecurrence:
     ) -> Tensor:
         if not self._is_fused(view):
             return weights.run(self, view, x=x, b=b, c=c, dt=dt)
-        return recurrent_decode.state_space(view, self._tokens(b.shape[1]), weights, x=x, b=b, c=c, dt=dt)
+        (turn,) = self._turns
+        ready = prepare_state_space(view, turn.rows, weights, x=x, b=b, c=c, dt=dt)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        step(view.state, turn.rows, ready.q, ready.k, ready.v, ready.g, None, out=out, added=ready.added)
+        return out
 
     def delta_rule(
         self, view: StateView, weights: DeltaRule, *, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
     ) -> Tensor:
         if not self._is_fused(view):
             return weights.run(self, view, q=q, k=k, v=v, decay=decay, beta=beta)
-        rows = self._tokens(q.shape[1])
-        return recurrent_decode.delta_rule(view, rows, weights, q=q, k=k, v=v, decay=decay, beta=beta)
+        (turn,) = self._turns
+        ready = prepare_delta_rule(view, turn.rows, weights, q=q, k=k, v=v, decay=decay, beta=beta)
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        step(view.state, turn.rows, ready.q, ready.k, ready.v, ready.g, ready.beta, out=out)
+        return out
 
     def _is_fused(self, view: StateView) -> bool:
-        """Whether there is one launch for what a layer does."""
+        """Whether there is one launch for all that a layer does before its scan."""
         return self._layout.inputs.is_decode and view.state.dtype == torch.float32
-
-    def _tokens(self, num_groups: int) -> recurrent_decode.Tokens:
-        """Rows of a decode step for layers whose queries and keys have `num_groups` heads."""
-        (turn,) = self._turns
-        if num_groups not in self._arrived:
-            count = len(turn.rows.reads) * num_groups
-            self._arrived[num_groups] = torch.zeros(count, dtype=torch.int32, device=turn.rows.reads.device)
-        return recurrent_decode.Tokens(turn.rows.reads, turn.rows.writes, self._arrived[num_groups])
 
     def _read(self, reason: str) -> Recurrence:
         """The plan in plain torch."""

@@ -50,7 +50,16 @@ class Slots:
 
 
 def step(
-    states: Tensor, rows: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *, out: Tensor
+    states: Tensor,
+    rows: Slots,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    *,
+    out: Tensor,
+    added: Tensor | None = None,
 ) -> None:
     """Process the tokens of rows in float32, like `attention.recurrence.scan`.
 
@@ -61,6 +70,7 @@ def step(
         g: [T, Hv, 1] or [T, Hv, Dk].
         beta: [T, Hv] for the delta rule, or None.
         out: [T, Hv, Dv] contiguous; the rows' tokens are written.
+        added: [T, Hv, Dv] contiguous, to be added to `out` before it is rounded; or None.
     """
     value_heads, key_dim, value_dim = states.shape[1:]
     q, k, v, g = (side_by_side(x) for x in (q, k, v, g))
@@ -78,6 +88,7 @@ def step(
         g,
         v if beta is None else beta,
         out,
+        out if added is None else added,
         states.stride(0),
         *(stride for x in (q, k, v, g, v if beta is None else beta) for stride in x.stride()[:2]),
         value_heads,
@@ -88,6 +99,7 @@ def step(
         BV=columns,
         IS_PER_CHANNEL=g.shape[-1] > 1,
         HAS_BETA=beta is not None,
+        HAS_ADDED=added is not None,
         **early(v.device),
     )
 
@@ -170,6 +182,7 @@ def _step(
     g: tl.tensor,
     beta: tl.tensor,
     out: tl.tensor,
+    added: tl.tensor,
     slot: tl.tensor,
     q_token: tl.tensor,
     q_head: tl.tensor,
@@ -189,6 +202,7 @@ def _step(
     BV: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
     HAS_BETA: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
     """Names with an underscore are strides. `group` value heads share a key head."""
@@ -219,7 +233,10 @@ def _step(
             written = rate * (written - tl.sum(state * key, axis=0))
         state += key * written[None, :]
         result = tl.sum(state * query.to(tl.float32)[:, None], axis=0)
-        tl.store(out + (token * num_heads + head) * DV + column, result.to(out.dtype.element_ty), mask=is_column)
+        to = (token * num_heads + head) * DV + column
+        if HAS_ADDED:
+            result += tl.load(added + to, mask=is_column, other=0.0)
+        tl.store(out + to, result.to(out.dtype.element_ty), mask=is_column)
         if token >= first_kept:
             tl.store(states + tl.load(writes + token) * slot + place, state, mask=is_state)
     if IS_EARLY:
