@@ -91,6 +91,7 @@ class CudaRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        torch.cuda.empty_cache()  # what steps needed that were tried stays with the stream
         with torch.cuda.stream(self._stream):
             self._begin()
             try:
