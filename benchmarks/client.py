@@ -23,12 +23,14 @@ class Reply:
     Attributes:
         start_s, token_times_s: when it was sent and when each token came, on one clock.
         prompt_tokens, cached_tokens: as the server counts them.
+        tokens: ids of the answer.
     """
 
     start_s: float
     token_times_s: tuple[float, ...]
     prompt_tokens: int
     cached_tokens: int
+    tokens: tuple[int, ...] = ()
 
     @property
     def first_token_s(self) -> float:
@@ -96,6 +98,7 @@ async def _read(reader: asyncio.StreamReader, start_s: float) -> Reply:
     if " 200 " not in f"{status} ":
         raise RuntimeError(f"{status}: {(await reader.read()).decode('utf-8', 'replace')[-500:]}")
     times: list[float] = []
+    tokens: list[int] = []
     usage = None
     # Each event is sent as one chunk, so that lines which are neither headers nor sizes begin with "data: ".
     async for line in reader:
@@ -104,11 +107,13 @@ async def _read(reader: asyncio.StreamReader, start_s: float) -> Reply:
             event = json.loads(line[6:])
             if "error" in event:
                 raise RuntimeError(event["error"]["message"])
-            times += [now_s for choice in event["choices"] for _ in choice["token_ids"]]
+            tokens += [token for choice in event["choices"] for token in choice["token_ids"]]
+            times += [now_s] * (len(tokens) - len(times))
             usage = event["usage"] or usage
     if usage is None or not times:
         raise RuntimeError("the answer ended early")
-    return Reply(start_s, tuple(times), usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+    cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+    return Reply(start_s, tuple(times), usage["prompt_tokens"], cached_tokens, tuple(tokens))
 
 
 async def replay(
