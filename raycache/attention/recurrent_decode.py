@@ -29,28 +29,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.attention.delta_rule import L2_EPS, DeltaRule
-from raycache.attention.recurrent_triton import Slots, early, side_by_side
+from raycache.attention.recurrent_triton import Scanned, Slots, early, side_by_side
 from raycache.attention.state_space import StateSpace
 from raycache.memory.views import StateView
-
-
-class Prepared(NamedTuple):
-    """Arguments of `recurrent_triton.step`, contiguous.
-
-    Attributes:
-        q, k: [N, G, Dk].
-        v: [N, H, Dv].
-        g: [N, H, 1 or Dk] float32.
-        beta: [N, H] float32, or None.
-        added: [N, H, Dv] float32, or None.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor | None = None
-    added: Tensor | None = None
 
 
 class _Input(NamedTuple):
@@ -107,14 +88,14 @@ class _Gates(NamedTuple):
 
 def prepare_state_space(
     view: StateView, rows: Slots, weights: StateSpace, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor
-) -> Prepared:
+) -> Scanned:
     """All before the scan of `StateSpace.run`; reads and writes the windows.
 
     Args:
         rows: of one token each, in order.
     """
     num_rows, heads, value_dim = x.shape
-    ready = Prepared(
+    ready = Scanned(
         torch.empty(c.shape, dtype=c.dtype, device=c.device),
         torch.empty(b.shape, dtype=b.dtype, device=b.device),
         v=torch.empty(x.shape, dtype=torch.float32, device=x.device),
@@ -154,14 +135,14 @@ def prepare_delta_rule(
     v: Tensor,
     decay: Tensor,
     beta: Tensor,
-) -> Prepared:
+) -> Scanned:
     """All before the scan of `DeltaRule.run`; reads and writes the windows.
 
     Args:
         rows: of one token each, in order.
     """
     (num_rows, groups, key_dim), (_, heads, value_dim) = q.shape, v.shape
-    ready = Prepared(
+    ready = Scanned(
         torch.empty(q.shape, dtype=torch.float32, device=v.device),
         torch.empty(k.shape, dtype=torch.float32, device=v.device),
         v=torch.empty(v.shape, dtype=v.dtype, device=v.device),

@@ -25,7 +25,7 @@ from raycache.attention.layout import StepLayout
 from raycache.attention.recurrent_chunks import DeltaRows, has_library
 from raycache.attention.recurrent_decode import prepare_delta_rule, prepare_state_space
 from raycache.attention.recurrent_plain import MAX_KEY_DIM, scan_plain
-from raycache.attention.recurrent_triton import BLOCK_TOKENS, Slots, convolve, step
+from raycache.attention.recurrent_triton import BLOCK_TOKENS, Scanned, Slots, convolve, step
 from raycache.attention.state_space import StateSpace
 from raycache.attention.states import Recurrence, turns
 from raycache.memory.views import StateView
@@ -79,7 +79,7 @@ class KernelRecurrence:
         (turn,) = self._turns
         ready = prepare_state_space(view, turn.rows, weights, x=x, b=b, c=c, dt=dt)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        step(view.state, turn.rows, ready.q, ready.k, ready.v, ready.g, None, out=out, added=ready.added)
+        step(view.state, turn.rows, ready, out=out)
         return out
 
     def delta_rule(
@@ -90,7 +90,7 @@ class KernelRecurrence:
         (turn,) = self._turns
         ready = prepare_delta_rule(view, turn.rows, weights, q=q, k=k, v=v, decay=decay, beta=beta)
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        step(view.state, turn.rows, ready.q, ready.k, ready.v, ready.g, ready.beta, out=out)
+        step(view.state, turn.rows, ready, out=out)
         return out
 
     def _is_fused(self, view: StateView) -> bool:
@@ -143,7 +143,7 @@ class _Turn:
         out: Tensor,
     ) -> None:
         if self._has_short:
-            step(states, self._short, q, k, v, g, beta, out=out)
+            step(states, self._short, Scanned(q, k, v, g, beta), out=out)
         if half is None or not self.long_rows:
             return
         if beta is None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -49,31 +49,35 @@ class Slots:
     kept: Tensor
 
 
-def step(
-    states: Tensor,
-    rows: Slots,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    *,
-    out: Tensor,
-    added: Tensor | None = None,
-) -> None:
+class Scanned(NamedTuple):
+    """What a scan reads beside the states.
+
+    Attributes:
+        q, k: [T, Hk, Dk].
+        v: [T, Hv, Dv].
+        g: [T, Hv, 1] or [T, Hv, Dk], logarithms of decays.
+        beta: [T, Hv] for the delta rule, or None.
+        added: [T, Hv, Dv] contiguous, to be added to the output before it is rounded; or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None = None
+    added: Tensor | None = None
+
+
+def step(states: Tensor, rows: Slots, scanned: Scanned, *, out: Tensor) -> None:
     """Process the tokens of rows in float32, like `attention.recurrence.scan`.
 
     Args:
         states: [slots, Hv, Dk, Dv] float32, read and written.
-        q, k: [T, Hk, Dk].
-        v: [T, Hv, Dv].
-        g: [T, Hv, 1] or [T, Hv, Dk].
-        beta: [T, Hv] for the delta rule, or None.
         out: [T, Hv, Dv] contiguous; the rows' tokens are written.
-        added: [T, Hv, Dv] contiguous, to be added to `out` before it is rounded; or None.
     """
     value_heads, key_dim, value_dim = states.shape[1:]
-    q, k, v, g = (side_by_side(x) for x in (q, k, v, g))
+    q, k, v, g = (side_by_side(x) for x in scanned[:4])
+    beta, added = scanned.beta, scanned.added
     columns = min(32, triton.next_power_of_2(value_dim))
     grid = (triton.cdiv(value_dim, columns), value_heads, len(rows.spans))
     _step[grid](
