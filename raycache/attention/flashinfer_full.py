@@ -23,7 +23,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raycache.attention.flashinfer_kernels import Heads, KernelCache, PagedKernel, RaggedKernel, StaticRows, Writer
+from raycache.attention.flashinfer_kernels import (
+    Heads,
+    KernelCache,
+    LseBase,
+    PagedKernel,
+    RaggedKernel,
+    StaticRows,
+    Writer,
+)
 from raycache.attention.flashinfer_tables import (
     Ints,
     Segments,
@@ -37,6 +45,7 @@ from raycache.attention.flashinfer_tables import (
 )
 from raycache.attention.layout import Chunk, StepLayout
 from raycache.attention.merge import Part, no_keys
+from raycache.attention.sinks import apply_sinks
 from raycache.memory.views import KVView
 from raycache.step.inputs import Places
 
@@ -91,14 +100,14 @@ class _Copies:
         self.tokens = kernels.tokens(tokens)
 
     def run(self, view: KVView, q: Tensor, k: Tensor, v: Tensor) -> Part:
-        """Attention of these rows, given q, k, v of all tokens."""
+        """Attention of these rows, given q, k, v of all tokens; the log-sum-exp is to base 2."""
         keys, values = (
             torch.cat(
                 [part for slots, new in zip(self._slots, self._new, strict=True) for part in (old[slots], x[new])]
             )
             for old, x in ((view.k.flatten(0, 1), k), (view.v.flatten(0, 1), v))
         )
-        return self._kernel.run(q[self.tokens], keys, values)
+        return self._kernel.run(q[self.tokens], keys, values, lse_base="log2")
 
 
 class FullKernels:
@@ -128,21 +137,20 @@ class FullKernels:
         owned = inputs.places[view.space].owned
         if inputs.ctx.cp.size == 1:
             self._writer.write_kv(owned, k, v, to=(view.k, view.v))
-            out, lse = self._cached(view, q, has_lse=sinks is not None)
+            out, lse = self._cached(view, q, lse_base=None if sinks is None else "log2")
             if self._copies is not None:
                 assert lse is not None
                 out[self._copies.tokens], lse[self._copies.tokens] = self._copies.run(view, q, k, v)
-            if sinks is not None:
-                assert lse is not None
-                # A sink is an additional key without a value: it reduces the weights of all others.
-                out.mul_(torch.sigmoid(lse - sinks)[..., None])
-            return out
+            if sinks is None:
+                return out
+            assert lse is not None
+            return apply_sinks(out, lse, sinks)
         heads = [q.shape[1], k.shape[1], v.shape[1]]
         every_q, k, v = inputs.exchange.gather(torch.cat([q, k, v], dim=1)).split(heads, dim=1)
         self._writer.write_kv(owned, k, v, to=(view.k, view.v))
         cached = None
         if self._layout.has_cached:
-            out, lse = self._cached(view, every_q, has_lse=True)
+            out, lse = self._cached(view, every_q, lse_base="ln")
             assert lse is not None
             cached = out, lse
         causal = self._causal(q, k, v) if self._runs else None
@@ -150,13 +158,13 @@ class FullKernels:
             return torch.empty_like(q)
         return self._layout.combine(cached, causal, sinks)
 
-    def _cached(self, view: KVView, q: Tensor, *, has_lse: bool) -> tuple[Tensor, Tensor | None]:
+    def _cached(self, view: KVView, q: Tensor, *, lse_base: LseBase | None) -> tuple[Tensor, Tensor | None]:
         """Queries [T, Hq, D] against this rank's pages; the log-sum-exp is -inf for queries without keys."""
         if len(self._cached_plans) == 1 and are_all(self._cached_plans[0].tokens, len(q)):
-            return self._cached_plans[0].kernel.run(q, view.k, view.v, has_lse=has_lse)
+            return self._cached_plans[0].kernel.run(q, view.k, view.v, lse_base=lse_base)
         out, lse = no_keys(q, q.shape[2])
         for planned in self._cached_plans:
-            part, part_lse = planned.kernel.run(q[planned.tokens], view.k, view.v, has_lse=has_lse)
+            part, part_lse = planned.kernel.run(q[planned.tokens], view.k, view.v, lse_base=lse_base)
             out[planned.tokens] = part
             if part_lse is not None:
                 lse[planned.tokens] = part_lse

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ STATIC_PLAN_BYTES = 1 << 20
 
 PIECE_PLAN_BYTES = 2 << 20
 """Buffer for the plan of a piece: 28 bytes per head and 128 queries, enough for 64k tokens with 128 heads."""
+
+LseBase = Literal["ln", "log2"]
+"""Of a log-sum-exp. FlashInfer's kernels give "log2"; "ln" is another launch."""
 
 Kernel = TypeVar("Kernel")
 
@@ -176,12 +179,14 @@ class PagedKernel:
                 uniform_q_len=None if static is None else 1,
             )
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *, has_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """q [T, Hq, D], k and v [P, R, Hkv, D] -> [T, Hq, D], and with `has_lse` the log-sum-exp of scores [T, Hq]."""
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *, lse_base: LseBase | None) -> tuple[Tensor, Tensor | None]:
+        """q [T, Hq, D], k and v [P, R, Hkv, D] -> [T, Hq, D], and with a base the log-sum-exp of scores [T, Hq]."""
         # FlashInfer would zero an output that it allocates.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        found = self._wrapper.run(q, (k, v), out=out, return_lse=has_lse, lse_base="ln")
-        return (found[0], found[1]) if has_lse else (found, None)
+        if lse_base is None:
+            return self._wrapper.run(q, (k, v), out=out), None
+        found: tuple[Tensor, Tensor] = self._wrapper.run(q, (k, v), out=out, return_lse=True, lse_base=lse_base)
+        return found
 
 
 class RaggedKernel:
@@ -215,9 +220,9 @@ class RaggedKernel:
                 q_data_type=heads.dtype,
             )
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *, lse_base: LseBase = "ln") -> tuple[Tensor, Tensor]:
         """q [T, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv] -> [T, Hq, Dv], and the log-sum-exp of the scores [T, Hq]."""
-        out, lse = self._wrapper.run(q, k, v, return_lse=True, lse_base="ln")
+        out, lse = self._wrapper.run(q, k, v, return_lse=True, lse_base=lse_base)
         return out, lse
 
 

@@ -6,6 +6,7 @@ A kernel computes in float32 and rounds once, so that it differs from the exact 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from raycache.attention.base import LatentProjection
+from raycache.attention.sinks import apply_sinks
 from raycache.checkpoint.rope_config import RopeConfig
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.layers import fused
@@ -200,6 +202,20 @@ def test_angles_equal_those_of_torch(scale: float, dtype: torch.dtype) -> None:
         assert_rounded_once(found, wanted)
 
 
+@each_dtype
+@each_count
+@pytest.mark.parametrize(("heads", "dim"), [(64, 64), (8, 128), (5, 80)])
+def test_sinks_round_once(heads: int, dim: int, tokens: int, dtype: torch.dtype) -> None:
+    out, sinks = draw(tokens, heads, dim, dtype=dtype), 3 * draw(heads, dtype=dtype, seed=1)
+    lse = 4 * draw(tokens, heads, dtype=torch.float32, seed=2)
+    lse[0, 0] = float("-inf")
+    scores = torch.stack((lse * math.log(2), sinks.float().expand_as(lse)))
+    exact = out.float() * scores.softmax(0)[0][..., None]
+    assert_rounded_once(apply_sinks(out.clone(), lse, sinks), exact)
+    several = torch.stack((lse, lse), -1)[..., 0]
+    assert torch.equal(apply_sinks(out.clone(), several, sinks), apply_sinks(out.clone(), lse, sinks))
+
+
 def cases(dtype: torch.dtype, *, tokens: int = 3) -> dict[str, Callable[[], Any]]:
     """Each operation, which leaves its tensors as they are."""
     hidden, delta, gate_up = (draw(tokens, 4096, dtype=dtype, seed=seed) for seed in range(3))
@@ -208,6 +224,7 @@ def cases(dtype: torch.dtype, *, tokens: int = 3) -> dict[str, Callable[[], Any]
     rotary = Rotary(RopeConfig(), 128, hidden.device)
     positions = torch.arange(tokens, device="cuda")
     turn = rotary(positions, dtype)
+    lse, sinks, own = draw(tokens, 48, dtype=torch.float32), draw(48, dtype=dtype), heads.clone()
     return {
         "norm": lambda: fused.rms_norm(hidden, weight, 1e-6),
         "add": lambda: fused.add_rms_norm(hidden, delta, weight, 1e-6),
@@ -215,11 +232,12 @@ def cases(dtype: torch.dtype, *, tokens: int = 3) -> dict[str, Callable[[], Any]
         "angles": lambda: fused.angles(positions, rotary._inverse, scale=1.0, dtype=dtype),
         "heads": lambda: turn(heads[:, :40], norm=norm),
         "gated norm": lambda: fused.gated_norm(heads, heads, weight[:128], 1e-6, activation="silu"),
+        "sinks": lambda: apply_sinks(own, lse, sinks),
     }
 
 
 @each_dtype
-@pytest.mark.parametrize("name", ["norm", "add", *ACTIVATIONS, "angles", "heads", "gated norm"])
+@pytest.mark.parametrize("name", ["norm", "add", *ACTIVATIONS, "angles", "heads", "gated norm", "sinks"])
 def test_each_is_one_launch(name: str, dtype: torch.dtype) -> None:
     launched = kernels(cases(dtype)[name])
     assert len(launched) == 1, launched
