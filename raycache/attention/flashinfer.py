@@ -3,9 +3,9 @@
 Where FlashInfer has no kernel, the torch backend's step is used, which is logged once.
 
     flashinfer_full.py      keys and values         flashinfer_kernels.py  wrappers of the kernels
-    flashinfer_latent.py    MLA                     flashinfer_tables.py   rows in the layout of the kernels
-    flashinfer_selected.py  MLA, selected tokens    sparse_kernels.py      sparse indexers, in Triton
-    recurrent_kernels.py    recurrent layers, in Triton
+    flashinfer_latent.py    MLA                     flashinfer_replans.py  plans of CUDA graphs
+    flashinfer_selected.py  MLA, selected tokens    flashinfer_tables.py   rows in the layout of the kernels
+    recurrent_kernels.py    recurrent, in Triton    sparse_kernels.py      sparse indexers, in Triton
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from raycache.attention.base import Capabilities, LatentProjection, NotRecordableError, Selection
 from raycache.attention.flashinfer_full import FullKernels, Layers
-from raycache.attention.flashinfer_kernels import Heads, KernelCache, StaticRows
+from raycache.attention.flashinfer_kernels import Heads, KernelCache
 from raycache.attention.flashinfer_latent import LatentKernels, LatentLayers
+from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_selected import SelectedKernels, SlotChoice, attend_choice
 from raycache.attention.layout import StepLayout
 from raycache.attention.sparse import TorchSelection

@@ -23,21 +23,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raycache.attention.flashinfer_kernels import (
-    Heads,
-    KernelCache,
-    LseBase,
-    PagedKernel,
-    RaggedKernel,
-    StaticRows,
-    Writer,
-)
+from raycache.attention.flashinfer_kernels import Heads, KernelCache, LseBase, PagedKernel, RaggedKernel, Writer
+from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_tables import (
     Ints,
     Segments,
     Tokens,
     are_all,
     cached_slots,
+    decode_table,
     page_table,
     run_segments,
     starts_of,
@@ -117,7 +111,7 @@ class FullKernels:
         self, kernels: KernelCache, layers: Layers, layout: StepLayout, static: StaticRows | None = None
     ) -> None:
         places = layout.inputs.places[layers.space]
-        self._kernels, self._layers, self._layout, self._static = kernels, layers, layout, static
+        self._kernels, self._layers, self._layout = kernels, layers, layout
         self._recorded = PagedKernel(kernels, "fa2", static) if static is not None else None
         self._writer = Writer(kernels, places.slots)
         tokens = layers.window if layers.window else layout.inputs.num_tokens + 1
@@ -181,21 +175,25 @@ class FullKernels:
         is_alone = self._layout.inputs.ctx.cp.size == 1
         lens = places.pages.total if is_alone else places.pages.cached
         rows, page_len = self._layout.inputs.rows, places.page_size // places.cp_size
+        heads, window = self._layers.heads, self._layers.window
+        if self._recorded is not None:
+            # All rows: a CUDA graph may change which of them have keys.
+            table = decode_table(places.pages, lens, page_len=page_len)
+            self._recorded.plan(table, heads, is_causal=is_alone, window=window)
+            return [_Planned(table.tokens, self._recorded)]
         found = []
         for family, some in self._by_family(lens):
             table = page_table(places.pages, some, lens, inputs=rows, page_len=page_len)
-            kernel = self._recorded or self._kernels.kernel(
+            kernel = self._kernels.kernel(
                 (self._layers, family), functools.partial(PagedKernel, self._kernels, family, None)
             )
-            kernel.plan(table, self._layers.heads, is_causal=is_alone, window=self._layers.window)
+            kernel.plan(table, heads, is_causal=is_alone, window=window)
             found.append(_Planned(self._kernels.tokens(table.tokens), kernel))
         return found
 
     def _by_family(self, lens: Ints) -> list[tuple[str, list[int]]]:
-        """Rows with keys, by kernel family; all rows of a CUDA graph, since it may change which of them have keys."""
+        """Rows with keys, by kernel family."""
         rows = self._layout.inputs.rows
-        if self._static is not None:
-            return [("fa2", list(range(len(rows))))]
         found: dict[str, list[int]] = {}
         for i, (row, count) in enumerate(zip(rows, lens.tolist(), strict=True)):
             if count and i not in self._copied:

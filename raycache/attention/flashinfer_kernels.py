@@ -9,6 +9,7 @@ Shapes in this file: T queries, H heads, D head size, P pages, R tokens of a pag
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raycache.attention.flashinfer_replans import Planner, Replans, Shortcut, StaticRows, StaticTable
 from raycache.attention.flashinfer_tables import Ints, Segments, Table, Tokens
 from raycache.errors import ConfigError
 
@@ -56,14 +58,6 @@ class Heads:
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
-class StaticRows:
-    """Size of a CUDA graph: rows of one query each, and maximum pages per row."""
-
-    num_rows: int
-    max_pages: int
-
-
 class KernelCache:
     """The kernels of one rank, and what they share.
 
@@ -72,6 +66,7 @@ class KernelCache:
         newest: "fa3" if the device supports it, else "fa2".
         num_blocks: thread blocks that a kernel of "fa2" runs at once.
         partial: uint8, buffer for results over parts of the keys.
+        shortcut: for the plans of CUDA graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,6 +78,7 @@ class KernelCache:
         self.newest = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
         self.num_blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         self.partial = torch.empty(PARTIAL_BYTES, dtype=torch.uint8, device=device)
+        self.shortcut = Shortcut()
         self._kernels: dict[Hashable, Any] = {}
 
     def kernel(self, key: Hashable, make: Callable[[], Kernel]) -> Kernel:
@@ -134,12 +130,17 @@ class PagedKernel:
 
     def __init__(self, kernels: KernelCache, family: str, static: StaticRows | None) -> None:
         self._kernels, self._family, self._static = kernels, family, static
+        self._replans: Replans | None = None
         buffers: dict[str, Any] = {}
         if static is not None:
-            counts = {"qo_indptr": 1, "paged_kv_indptr": 1, "paged_kv_last_page_len": 0}
-            for name, more in counts.items():
-                buffers[f"{name}_buf"] = _ints(static.num_rows + more, kernels.device)
-            buffers["paged_kv_indices_buf"] = _ints(static.num_rows * static.max_pages, kernels.device)
+            self._replans = Replans(static, kernels.device, kernels.shortcut)
+            fixed = self._replans.table
+            buffers = {
+                "qo_indptr_buf": fixed.queries,
+                "paged_kv_indptr_buf": fixed.indptr,
+                "paged_kv_last_page_len_buf": fixed.last,
+                "paged_kv_indices_buf": fixed.ids,
+            }
         self._wrapper = kernels.lib.BatchPrefillWithPagedKVCacheWrapper(
             kernels.partial, "NHD", use_cuda_graph=static is not None, backend=family, **buffers
         )
@@ -154,6 +155,14 @@ class PagedKernel:
             is_causal: the queries are the last of the keys, and attend to none after themselves.
             window: number of keys that a query attends to, including itself; 0 for no limit.
         """
+        by_wrapper = functools.partial(self._plan_by_wrapper, table, heads, is_causal=is_causal, window=window)
+        if self._replans is None:
+            by_wrapper()
+            return
+        planner = functools.partial(self._planner, table, heads, is_causal=is_causal, window=window)
+        self._replans.plan(table, by_wrapper, planner)
+
+    def _plan_by_wrapper(self, table: Table, heads: Heads, *, is_causal: bool, window: int) -> Sequence[int]:
         kernels, static = self._kernels, self._static
         queries, indptr, last, lens, ids = kernels.pinned(
             table.queries, table.indptr, table.last, table.lens, table.ids
@@ -174,10 +183,28 @@ class PagedKernel:
                 window_left=window - 1,
                 q_data_type=heads.dtype,
                 seq_lens=lens,
-                # With this many rows no keys would be split, but a CUDA graph would still run the merge.
-                disable_split_kv=static is not None and static.num_rows >= kernels.num_blocks // heads.keys,
+                disable_split_kv=self._is_whole(heads),
                 uniform_q_len=None if static is None else 1,
             )
+        info: Sequence[int] = self._wrapper._plan_info
+        return info
+
+    def _planner(self, table: Table, heads: Heads, *, is_causal: bool, window: int) -> Planner:
+        assert self._static is not None
+        wrapper, rows = self._wrapper, self._static.num_rows
+        buffers = (
+            wrapper._float_workspace_buffer,
+            wrapper._int_workspace_buffer,
+            wrapper._pin_memory_int_workspace_buffer,
+        )
+        sizes = [rows, rows, heads.queries, heads.keys, table.page_len, True, heads.dim, heads.dim]
+        # No fixed number of keys per part, no thread blocks of another kernel, and one query per row.
+        options = [is_causal, window - 1, -1, self._is_whole(heads), 0, 1]
+        return Planner(wrapper._cached_module.plan, buffers, sizes + options, is_copied=True)
+
+    def _is_whole(self, heads: Heads) -> bool:
+        """Whether keys are never split. With this many rows they would not be, but a CUDA graph would run the merge."""
+        return self._static is not None and self._static.num_rows >= self._kernels.num_blocks // heads.keys
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, *, lse_base: LseBase | None) -> tuple[Tensor, Tensor | None]:
         """q [T, Hq, D], k and v [P, R, Hkv, D] -> [T, Hq, D], and with a base the log-sum-exp of scores [T, Hq]."""
@@ -232,35 +259,48 @@ class LatentKernel:
     Args:
         static: for a CUDA graph.
     Attributes:
-        ids: int32, buffer from which a CUDA graph reads its page ids.
+        static: the last planned table, where a CUDA graph reads it; None without one.
     """
 
     def __init__(self, kernels: KernelCache, static: StaticRows | None) -> None:
         self._kernels, self._has_lse = kernels, False
+        self._replans: Replans | None = None
+        self.static: StaticTable | None = None
         buffers: dict[str, Any] = {}
         if static is not None:
+            self._replans = Replans(static, kernels.device, kernels.shortcut)
+            fixed = self.static = self._replans.table
             buffers = {
-                "qo_indptr": _ints(static.num_rows + 1, kernels.device),
-                "kv_indptr": _ints(static.num_rows + 1, kernels.device),
-                "kv_indices": _ints(static.num_rows * static.max_pages, kernels.device),
-                "kv_len_arr": _ints(static.num_rows, kernels.device),
+                "qo_indptr": fixed.queries,
+                "kv_indptr": fixed.indptr,
+                "kv_indices": fixed.ids,
+                "kv_len_arr": fixed.lens,
             }
         self._wrapper = kernels.lib.mla.BatchMLAPagedAttentionWrapper(
             kernels.partial, use_cuda_graph=static is not None, backend=kernels.newest, **buffers
         )
-        self.ids: Tensor | None = buffers.get("kv_indices")
 
-    def plan(self, table: Table, heads: Heads, ids: Tensor, *, is_causal: bool, has_lse: bool) -> None:
+    def plan(self, table: Table, heads: Heads, ids: Tensor | None = None, *, is_causal: bool, has_lse: bool) -> None:
         """Plan a step; see `PagedKernel.plan`.
 
         Args:
             heads: `dim` is that of the rotary part, `value_dim` the rank of the latents.
             ids: int32, page ids on the device, used instead of those in the table and read only by `run`; a CUDA graph
-                reads `self.ids`.
+                reads `static.ids`.
             has_lse: whether `run` also returns the log-sum-exp.
         """
-        kernels, self._has_lse = self._kernels, has_lse
+        self._has_lse = has_lse
+        by_wrapper = functools.partial(self._plan_by_wrapper, table, heads, ids, is_causal=is_causal)
+        if self._replans is None:
+            by_wrapper()
+        else:
+            self._replans.plan(table, by_wrapper, functools.partial(self._planner, heads, is_causal=is_causal))
+
+    def _plan_by_wrapper(self, table: Table, heads: Heads, ids: Tensor | None, *, is_causal: bool) -> Sequence[int]:
+        kernels = self._kernels
         queries, indptr, lens = kernels.pinned(table.queries, table.indptr, table.lens)
+        if ids is None:
+            ids = kernels.on_device(table.ids)
         with kernels.building(f"{kernels.newest} for latents of {heads.value_dim} in {heads.dtype}"):
             self._wrapper.plan(
                 metadata=kernels.lib.mla.MLAPlanMetadata.csr(queries, indptr, ids, lens),
@@ -274,8 +314,21 @@ class LatentKernel:
                 kv_data_type=heads.dtype,
                 query_layout="split",
                 kv_cache_layout="split",
-                lse_mode="basee" if has_lse else "none",
+                lse_mode="basee" if self._has_lse else "none",
             )
+        info: Sequence[int] = self._wrapper._plan_info
+        return info
+
+    def _planner(self, heads: Heads, *, is_causal: bool) -> Planner:
+        wrapper = self._wrapper
+        buffers = (
+            wrapper._float_workspace_buffer,
+            wrapper._int_workspace_buffer,
+            wrapper._pin_memory_int_workspace_buffer,
+        )
+        # Under FlashInfer's own adapter, which allocates memory to copy the plan from.
+        function = wrapper._cached_module._module.plan
+        return Planner(function, buffers, [heads.queries, heads.value_dim, is_causal], is_copied=False)
 
     def run(self, q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor | None]:
         """q [T, H, Rank] and q_rope [T, H, Dr], latent [P, R, Rank] and rope [P, R, Dr] -> [T, H, Rank], lse [T, H]."""
@@ -334,7 +387,3 @@ class Writer:
 
 def _windowed(window: int) -> str:
     return " with a window" if window else ""
-
-
-def _ints(count: int, device: torch.device) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)

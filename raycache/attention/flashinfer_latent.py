@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from raycache.attention.base import LatentProjection
-from raycache.attention.flashinfer_kernels import Heads, KernelCache, LatentKernel, RaggedKernel, StaticRows, Writer
-from raycache.attention.flashinfer_tables import Tokens, are_all, page_table, pieces, run_segments
+from raycache.attention.flashinfer_kernels import Heads, KernelCache, LatentKernel, RaggedKernel, Writer
+from raycache.attention.flashinfer_replans import StaticRows
+from raycache.attention.flashinfer_tables import Tokens, are_all, decode_table, page_table, pieces, run_segments
 from raycache.attention.layout import StepLayout
 from raycache.attention.merge import Part, join, no_keys, wide
 from raycache.memory.views import LatentView
@@ -95,7 +96,8 @@ class LatentKernels:
         static: StaticRows | None = None,
     ) -> None:
         places = layout.inputs.places[layers.space]
-        self._kernels, self._layers, self._layout, self._static = kernels, layers, layout, static
+        self._kernels, self._layers, self._layout = kernels, layers, layout
+        self._heads = layers.absorbed
         self._is_alone = layout.inputs.ctx.cp.size == 1
         self._writer = Writer(kernels, places.slots)
         few, many = self._few_and_many()
@@ -184,22 +186,17 @@ class LatentKernels:
     def _planned_absorbed(self, places: Places, rows: Sequence[int]) -> tuple[Tokens, LatentKernel] | None:
         inputs, page_len = self._layout.inputs, places.page_size // places.cp_size
         lens = places.pages.total if self._is_alone else places.pages.cached
-        if self._static is None:
-            rows = [row for row in rows if lens[row]]
+        if self._recorded is not None:
+            table = decode_table(places.pages, lens, page_len=page_len)
+            self._recorded.plan(table, self._heads, is_causal=False, has_lse=not self._is_alone)
+            return table.tokens, self._recorded
+        rows = [row for row in rows if lens[row]]
         if not rows:
             return None
         table = page_table(places.pages, rows, lens, inputs=inputs.rows, page_len=page_len)
-        kernel = self._recorded or self._kernels.kernel(
-            (self._layers, "absorbed"), functools.partial(LatentKernel, self._kernels, None)
-        )
+        kernel = self._kernels.kernel((self._layers, "absorbed"), functools.partial(LatentKernel, self._kernels, None))
         has_chunks = any(len(inputs.rows[row].tokens) > 1 for row in rows)
-        kernel.plan(
-            table,
-            self._layers.absorbed,
-            self._kernels.on_device(table.ids),
-            is_causal=self._is_alone and has_chunks,
-            has_lse=not self._is_alone,
-        )
+        kernel.plan(table, self._heads, is_causal=self._is_alone and has_chunks, has_lse=not self._is_alone)
         return self._kernels.tokens(table.tokens), kernel
 
     def _planned_pieces(self, places: Places, rows: Sequence[int], expanded_bytes: int) -> Iterator[_Piece]:

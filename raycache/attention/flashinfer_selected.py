@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from raycache.attention.base import LatentProjection, NotRecordableError
-from raycache.attention.flashinfer_kernels import KernelCache, LatentKernel, StaticRows, Writer
+from raycache.attention.flashinfer_kernels import KernelCache, LatentKernel, Writer
 from raycache.attention.flashinfer_latent import LatentLayers, attend_absorbed
+from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_tables import Ints, Table, starts_of
 from raycache.attention.layout import StepLayout
 from raycache.attention.merge import Part, no_keys, wide
@@ -85,7 +86,8 @@ class SelectedKernels:
         self._is_alone = layout.inputs.ctx.cp.size == 1
         if static is not None and not self._is_alone:
             raise NotRecordableError("the host does not know what a rank selects under cp > 1")
-        self._width, self._top_k = choice.slots.shape[1], choice.top_k
+        self._heads, self._width, self._top_k = layers.absorbed, choice.slots.shape[1], choice.top_k
+        self._steps = torch.arange(self._width, device=kernels.device)
         self._recorded: tuple[LatentKernel, Tensor] | None = None
         if static is not None:
             where = torch.zeros(static.num_rows * self._width, dtype=torch.int64, device=kernels.device)
@@ -141,27 +143,30 @@ class SelectedKernels:
 
     def _block(self, number: int, tokens: slice, lengths: Ints) -> _Block:
         kernels, lens = self._kernels, lengths[tokens].astype(np.int32)
-        indptr = starts_of(lens)
-        places = kernels.on_device(indptr[:-1])[:, None] + torch.arange(self._width, device=kernels.device)
-        is_behind = torch.arange(self._width, device=kernels.device) >= kernels.on_device(lens)[:, None]
-        where = places.masked_fill_(is_behind, places.numel()).flatten()
+        table = Table(tokens, np.arange(len(lens) + 1, dtype=np.int32), starts_of(lens), lens[:0], lens, 1)
         if self._recorded is not None:
-            kernel, fixed = self._recorded
-            assert kernel.ids is not None
-            ids, where = kernel.ids, fixed.copy_(where)
+            kernel, where = self._recorded
+            assert kernel.static is not None
+            indptr, on_device, ids = kernel.static.indptr, kernel.static.lens, kernel.static.ids
         else:
             kernel = kernels.kernel((self._layers, "selected", number), functools.partial(LatentKernel, kernels, None))
-            ids = torch.empty(len(where) + 1, dtype=torch.int32, device=kernels.device)
-        table = Table(tokens, starts_of(np.ones_like(lens)), indptr, indptr[:0], lens, 1)
-        kernel.plan(table, self._layers.absorbed, ids, is_causal=False, has_lse=not self._is_alone)
+            indptr, on_device = kernels.on_device(table.indptr), kernels.on_device(lens)
+            ids = torch.empty(len(lens) * self._width + 1, dtype=torch.int32, device=kernels.device)
+            where = torch.empty(len(lens) * self._width, dtype=torch.int64, device=kernels.device)
+        kernel.plan(table, self._heads, ids, is_causal=False, has_lse=not self._is_alone)
+        torch.add(indptr[:-1, None], self._steps, out=where.view(-1, self._width))
+        where.view(-1, self._width).masked_fill_(self._steps >= on_device[:, None], len(where))
         return _Block(tokens, kernel, ids, where)
 
     def _known_lengths(self, inputs: StepInputs) -> Ints:
         """Number of tokens that each query attends to, with cp=1: int32 [T]."""
         ends = inputs.places[self._layers.space].pages.total
-        counts = [len(row.tokens) for row in inputs.rows]
-        seen = [np.arange(end - count, end) + 1 for end, count in zip(ends.tolist(), counts, strict=True)]
-        known: Ints = np.minimum(np.concatenate(seen), self._top_k).astype(np.int32)
+        if inputs.num_tokens > len(inputs.rows):
+            counts = [len(row.tokens) for row in inputs.rows]
+            ends = np.concatenate(
+                [np.arange(end - count, end) + 1 for end, count in zip(ends.tolist(), counts, strict=True)]
+            )
+        known: Ints = np.minimum(ends, self._top_k).astype(np.int32)
         return known
 
 

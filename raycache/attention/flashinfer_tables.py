@@ -96,17 +96,22 @@ def page_table(pages: Pages, rows: Sequence[int], lens: Ints, *, inputs: Sequenc
         page_len: tokens per page.
     """
     if len(rows) == len(inputs):
-        lens, starts = lens.astype(np.int32), pages.indptr[:-1]
+        starts = pages.indptr[:-1]
     else:
-        lens, starts = lens[list(rows)].astype(np.int32), pages.indptr[:-1][list(rows)]
-    counts = -(-lens // page_len)
-    indptr = starts_of(counts)
-    # Empty pages at the end are dropped: the fill of the last page determines the end of a row.
-    every = np.repeat(starts - indptr[:-1], counts) + np.arange(indptr[-1])
-    ids = pages.ids[every]
-    assert not len(ids) or ids.min() >= 0, "a page that a query attends to is no longer held"
+        lens, starts = lens[list(rows)], pages.indptr[:-1][list(rows)]
     queries = [inputs[row].tokens for row in rows]
-    return Table(together(queries), starts_of([len(some) for some in queries]), indptr, ids, lens, page_len)
+    indptr, ids = _attended(pages, starts, lens, page_len)
+    return Table(
+        together(queries), starts_of([len(some) for some in queries]), indptr, ids, lens.astype(np.int32), page_len
+    )
+
+
+def decode_table(pages: Pages, lens: Ints, *, page_len: int) -> Table:
+    """Make the table of all rows, which have one query each; else as `page_table`."""
+    count = len(lens)
+    indptr, ids = _attended(pages, pages.indptr[:-1], lens, page_len)
+    queries = np.arange(count + 1, dtype=np.int32)
+    return Table(slice(0, count), queries, indptr, ids, lens.astype(np.int32), page_len)
 
 
 def run_segments(chunks: Sequence[Chunk]) -> Iterator[Segments]:
@@ -181,6 +186,17 @@ def starts_of(counts: Sequence[int] | NDArray[np.integer]) -> Ints:
     starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     return starts
+
+
+def _attended(pages: Pages, starts: Ints, lens: Ints, page_len: int) -> tuple[Ints, Ints]:
+    """The pages that hold the keys of rows whose pages begin at `starts`: indptr and ids of a table."""
+    indptr = starts_of(-(-lens // page_len))
+    ids = pages.ids
+    if indptr[-1] < len(ids):
+        # Empty pages at the end are dropped: the fill of the last page determines the end of a row.
+        ids = ids[np.repeat(starts - indptr[:-1], np.diff(indptr)) + np.arange(indptr[-1])]
+    assert not len(ids) or ids.min() >= 0, "a page that a query attends to is no longer held"
+    return indptr, ids
 
 
 def _piece(pages: Pages, taken: Sequence[tuple[int, int, int]], inputs: Sequence[RowInputs], page_len: int) -> Piece:

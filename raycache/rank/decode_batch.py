@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from raycache.memory.device import DevicePool
 from raycache.parallel.context import ParallelContext
@@ -51,7 +52,7 @@ class DecodeBatch:
         at_host = self._host.split(list(lengths.values()))
         self._columns = {name: part.numpy() for name, part in zip(lengths, at_host, strict=True)}
         self._tensors = dict(zip(lengths, self._device.split(list(lengths.values())), strict=True))
-        self.slots = self._tensors[_SLOTS]
+        self.slots: Tensor = self._tensors[_SLOTS]
         self.num_local = 0
         self.inputs = self._new_inputs()
         self.fill(StepPlan(0), {space: PageTables() for space in pool.windows})
@@ -74,7 +75,7 @@ class DecodeBatch:
         self._fill_states(plan)
         places = {}
         for space, window in self._pool.windows.items():
-            pages, columns[space][:] = self._pages(starts, tables[space].ids[slots], space=space, window=window)
+            pages, columns[space][:] = self._pages(starts, slots, tables[space].ids, space=space, window=window)
             places[space] = replace(self.inputs.places[space], pages=pages)
         self.inputs = replace(self.inputs, places=places)
         self._device.copy_(self._host, non_blocking=True)
@@ -89,30 +90,37 @@ class DecodeBatch:
             self._columns[name][len(plan.rows) :] = max(scratch, default=0)
 
     def _pages(
-        self, starts: NDArray[np.int64], table: NDArray[np.int32], *, space: str, window: int
+        self, starts: NDArray[np.int64], slots: NDArray[np.int64], table: NDArray[np.int32], *, space: str, window: int
     ) -> tuple[Pages, NDArray[np.int64]]:
-        """Pages of B rows, and the cache slot of each new token; tokens of other cp ranks go to the scratch page."""
-        size, scratch = self._pool.page_size, self._pool.sizes[space]
-        share, rank = size // self._ctx.cp.size, self._ctx.cp.rank
+        """Pages of B rows, and the cache slot of each new token; tokens of other cp ranks go to the scratch page.
+
+        Args:
+            starts, slots: [n].
+            table: page ids of all slots.
+        """
+        size, scratch, cp, count = self._pool.page_size, self._pool.sizes[space], self._ctx.cp, len(starts)
+        share = size // cp.size
         page, offset = np.divmod(starts, size)
-        first = np.maximum(starts - window + 1, 0) // size if window else np.zeros_like(starts)
-        seen_pages, rest = np.divmod(starts + 1, size)
-        cached = (seen_pages - first) * share + np.clip(rest - rank * share, 0, share)
-        written = np.full(self._size, scratch * share, np.int64)
-        is_mine = offset // share == rank
-        rows = np.arange(len(starts))
-        written[rows[is_mine]] = (table[rows, page].astype(np.int64) * share + offset % share)[is_mine]
-        padding = self._size - len(starts)
-        counts = np.concatenate([page + 1 - first, np.ones(padding, np.int64)])
+        first, counts = np.zeros(self._size, np.int32), np.ones(self._size, np.int64)
+        if window:
+            first[:count] = np.maximum(starts + 1 - window, 0) // size
+        begin = first[:count]
+        counts[:count] = page + 1 - begin
         indptr = np.zeros(self._size + 1, np.int32)
-        np.cumsum(counts, out=indptr[1:])
+        counts.cumsum(out=indptr[1:])
         ids = np.full(indptr[-1], scratch, np.int32)
-        real = int(indptr[len(starts)])
-        row_of = np.repeat(rows, counts[: len(starts)])
-        ids[:real] = table[row_of, np.arange(real) - indptr[row_of] + first[row_of]]
-        lengths = np.concatenate([cached, np.ones(padding, np.int64)]).astype(np.int32)
-        begin = np.concatenate([first, np.zeros(padding, np.int64)]).astype(np.int32)
-        return Pages(indptr=indptr, ids=ids, first=begin, cached=lengths, total=lengths), written
+        row_of = np.arange(count).repeat(counts[:count])
+        ids[: len(row_of)] = table[slots[row_of], np.arange(len(row_of)) - (indptr[:count] - begin)[row_of]]
+        lengths, written = np.ones(self._size, np.int32), np.full(self._size, scratch * share, np.int64)
+        if cp.size == 1:
+            lengths[:count] = starts + 1 - begin * size
+            written[:count] = table[slots, page].astype(np.int64) * size + offset
+        else:
+            rest = np.minimum(np.maximum(offset + 1 - cp.rank * share, 0), share)
+            lengths[:count] = (page - begin) * share + rest
+            mine = np.flatnonzero(offset // share == cp.rank)
+            written[mine] = table[slots[mine], page[mine]].astype(np.int64) * share + offset[mine] % share
+        return Pages(indptr=indptr, ids=ids, first=first, cached=lengths, total=lengths), written
 
     def _new_inputs(self) -> StepInputs:
         size, cp, device = self._size, self._ctx.cp, self._ctx.device

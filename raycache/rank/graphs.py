@@ -138,6 +138,12 @@ class DecodeGraphs:
         return self._layers.has_all_tokens
 
     @property
+    def slots(self) -> Tensor:
+        """Slots of the prepared rows of this cp rank, int64 [rows]."""
+        assert self._next is not None, "call prepare first"
+        return self._next.batch.slots[: self._next.batch.num_local]
+
+    @property
     def sizes(self) -> list[int]:
         """Recorded batch sizes, in rows."""
         return list(self._recorded)

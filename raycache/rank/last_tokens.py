@@ -41,18 +41,25 @@ class LastTokens:
             where, slots = self._on_device([index for index, _ in fed]), self._on_device([slot for _, slot in fed])
             inputs.ids[where] = self.tokens[slots]
 
-    def keep(self, plan: StepPlan, tokens: Tensor) -> None:
-        """Record the tokens sampled in a step, int64 [M] in result order. Collective over cp."""
-        slots = sampled_slots(plan, cp_size=self._ctx.cp.size)
-        longest = max(map(len, slots))
+    def keep(self, plan: StepPlan, tokens: Tensor, *, slots: Tensor | None = None) -> None:
+        """Record the tokens sampled in a step, int64 [M] in result order. Collective over cp.
+
+        Args:
+            slots: of the tokens, int64 [M] on the device, if they are there already; with cp=1.
+        """
+        if slots is not None:
+            self.tokens[slots] = tokens
+            return
+        of_rank = sampled_slots(plan, cp_size=self._ctx.cp.size)
+        longest = max(map(len, of_rank))
         if not longest:
             return
         if self._ctx.cp.size > 1:
             padded = tokens.new_zeros(longest)
             padded[: len(tokens)] = tokens
             parts = self._ctx.cp.all_gather(padded)
-            tokens = torch.cat([part[: len(mine)] for part, mine in zip(parts, slots, strict=True)])
-        self.tokens[self._on_device([slot for mine in slots for slot in mine])] = tokens
+            tokens = torch.cat([part[: len(mine)] for part, mine in zip(parts, of_rank, strict=True)])
+        self.tokens[self._on_device([slot for mine in of_rank for slot in mine])] = tokens
 
     def _on_device(self, numbers: Sequence[int]) -> Tensor:
         return self._ctx.on_device(np.array(numbers, np.int64))

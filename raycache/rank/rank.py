@@ -255,7 +255,7 @@ class Rank:
         if plan.loads:
             # A failed load leaves arbitrary data in pages. The decider discards such rows; sampling must not raise.
             logits = logits.nan_to_num()
-        tokens = self._tokens(plan, logits, masks)
+        tokens = self._tokens(plan, logits, masks, layers.recorded)
         drafted = self._draft(plan, layers, tokens)
         if plan.num_top is None:
             return torch.cat([tokens, drafted])[:, None]
@@ -279,7 +279,7 @@ class Rank:
         # Counts exclude the tokens of this step: draft tokens may be rejected.
         return SampleRow(slot.sampling, seed=slot.seed, position=row.output_position + behind, token_counts=slot.counts)
 
-    def _tokens(self, plan: StepPlan, logits: Tensor, masks: Masks) -> Tensor:
+    def _tokens(self, plan: StepPlan, logits: Tensor, masks: Masks, recorded: DecodeGraphs | None) -> Tensor:
         """The sampled token, or the target to be scored, of each emitted position: int64 [emitted]."""
         if all(not row.targets and not row.is_masked and self._slots[row.slot].is_plain for row in plan.rows):
             tokens = sampled_tokens = logits.argmax(-1)
@@ -291,7 +291,9 @@ class Rank:
                 sampled_tokens = sample(logits if len(rows) == len(targets) else logits[sampled], rows)
                 tokens[sampled] = sampled_tokens
         if self.last is not None:
-            self.last.keep(plan, sampled_tokens)
+            # Each row of a recorded step samples a token.
+            slots = recorded.slots if recorded is not None and self.ctx.cp.size == 1 else None
+            self.last.keep(plan, sampled_tokens, slots=slots)
         return tokens
 
     def _emissions(self, plan: StepPlan, masks: Masks) -> tuple[list[int], list[int], list[SampleRow]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycache.attention.base import AttentionStep
-from raycache.attention.flashinfer_tables import Tokens, page_table, pieces, run_segments, together
+from raycache.attention.flashinfer_tables import Tokens, decode_table, page_table, pieces, run_segments, together
 from raycache.attention.layout import StepLayout
 from raycache.attention.torch_ref import TorchBackend
 from raycache.memory.component import FULL
@@ -44,6 +45,19 @@ def inputs_of(case: Case) -> list[StepInputs]:
 
 def indices(tokens: Tokens, count: int) -> list[int]:
     return torch.arange(count)[tokens].tolist()
+
+
+@given(cases())
+def test_the_table_of_a_decode_batch_is_that_of_its_rows(case: Case) -> None:
+    for inputs in inputs_of(replace(case, rows=[(start, 1) for start, _ in case.rows])):
+        pages = inputs.places[FULL].pages
+        for lens in (pages.cached, pages.total):
+            found = decode_table(pages, lens, page_len=case.share)
+            wanted = page_table(pages, range(len(case.rows)), lens, inputs=inputs.rows, page_len=case.share)
+            assert found.tokens == wanted.tokens
+            assert found.page_len == wanted.page_len
+            for name in ("queries", "indptr", "ids", "lens", "last"):
+                np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
 
 
 @given(cases(), st.data())
