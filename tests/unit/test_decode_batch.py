@@ -17,6 +17,7 @@ from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from raycache.rank.decode_batch import DecodeBatch
 from raycache.rank.graphs import batch_sizes
+from raycache.rank.last_tokens import LastTokens
 from raycache.step.inputs import build_inputs
 from raycache.step.page_tables import PageTables
 from raycache.wire.plan import Row, StepPlan
@@ -94,6 +95,20 @@ def test_a_batch_says_what_the_plan_says(batches: list[list[int]], cp: int, seed
                     p.runs for p in right.prefixes
                 ]
         assert places == {id(batch.inputs.ids), id(batch.inputs.positions), id(batch.inputs.places[FULL].slots)}
+
+
+def test_last_tokens_are_kept_by_the_slots_of_the_batch_as_by_those_of_the_plan() -> None:
+    pool, ctx = seat(1, 0)
+    batch = DecodeBatch(8, pool, ctx)
+    one, other = LastTokens(12, ctx), LastTokens(12, ctx)
+    for turn, starts in enumerate([[3, 9, 20], [0, 5, 6, 7, 40], [1]]):
+        plan, tables = plan_of(starts, turn)
+        batch.fill(plan, tables)
+        tokens = torch.arange(len(starts)) + 100 * turn + 1
+        one.keep(plan, tokens)
+        other.keep(plan, tokens, slots=batch.slots[: batch.num_local])
+        assert [one.tokens[row.slot] for row in plan.rows] == tokens.tolist()
+        assert torch.equal(one.tokens, other.tokens)
 
 
 def test_padding_lies_behind_the_pool() -> None:
