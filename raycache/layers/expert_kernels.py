@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from raycache.layers.activation import Recipe
 from raycache.layers.fused_experts import FusedExperts
 from raycache.layers.kernels import active, early
-from raycache.layers.routing_kernels import Routes, combine, find, num_blocks
+from raycache.layers.routing_kernels import Routes, combine, num_blocks, rows_of
 
 
 @dataclass(frozen=True)
@@ -222,34 +222,6 @@ def _compile(kind: _ProductKind) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rows(
-    ends: tl.tensor,
-    experts: tl.tensor,
-    block: tl.tensor,
-    num_experts: tl.tensor,
-    EXPERTS: tl.constexpr,
-    BM: tl.constexpr,
-    MODE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(expert of a block, its first row, end of the expert's rows); without rows if there is no such block.
-
-    MODE is "pairs" for the rows of one token, "rows" for a block per row, those inside of another block without rows,
-    and "blocks" for consecutive blocks.
-    """
-    if MODE == "blocks":
-        expert, first, last = find(ends, block, num_experts, EXPERTS, BM)
-    else:
-        expert, first = tl.load(experts + block).to(tl.int32), block
-        last = block + 1
-        if MODE == "rows":
-            is_here = expert < num_experts
-            start = tl.load(ends + expert - 1, mask=is_here & (expert > 0), other=0)
-            last = tl.load(ends + expert, mask=is_here, other=0)
-            last = tl.where((block - start) % BM == 0, last, first)
-    return expert, first, tl.where(expert < num_experts, last, first)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _accumulate(
     x_at: tl.tensor,
     gate_at: tl.tensor,
@@ -344,7 +316,7 @@ def _product(
     if IS_EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    expert, first, last = _rows(ends, experts, tl.program_id(1), num_experts, EXPERTS, BM, MODE)
+    expert, first, last = rows_of(ends, experts, tl.program_id(1), num_experts, EXPERTS, BM, MODE)
     if first >= last:
         return
     row, n = first + tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)

@@ -195,10 +195,10 @@ def mx_matrices(experts: Iterator[list[StoredSlice]], count: int, *, rows: Seque
 
     def arranged(slices: list[StoredSlice]) -> tuple[Tensor, Tensor]:
         codes, exponents = _stacked(map(_mx_rows, slices), rows)
-        return MxMatrices.pack(codes), exponents.mT
+        return MxMatrices.pack(codes), MxMatrices.pack_scales(exponents)
 
-    (codes, exponents), one = _for_each(experts, count, arranged)
-    return MxMatrices(codes, exponents, offset=_offset(one))
+    (codes, scales), one = _for_each(experts, count, arranged)
+    return MxMatrices(codes, scales, offset=_offset(one))
 
 
 def _for_each(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from raycache.layers.activation import Activation
+from raycache.layers.activation import Activation, recipe
 from raycache.layers.cp_split import CpSplit, NotSplitError
 
 if TYPE_CHECKING:
@@ -21,15 +21,18 @@ if TYPE_CHECKING:
 class ExpertMatrices(Protocol):
     """One matrix [O, I] per expert."""
 
-    def multiply(self, x: Tensor, routes: Routes, *, bias: Tensor | None, is_input: bool) -> Tensor:
+    def multiply(
+        self, x: Tensor, routes: Routes, *, bias: Tensor | None, activation: Activation | None, is_input: bool
+    ) -> Tensor:
         """Multiply each row with the matrix of its expert.
 
         Args:
             x: tokens [T, I] with `is_input`, else rows sorted by expert [P, I]; bfloat16.
             bias: [E, O], or None.
+            activation: of the product with its bias; None for none.
             is_input: return rows sorted by expert; else in the order of (token, choice) pairs.
         Returns:
-            New [P, O] in bfloat16.
+            New [P, O] in bfloat16, [P, O / 2] after a gated activation; or n float32 summands of each [P, n, O].
         """
         ...
 
@@ -50,9 +53,11 @@ class Fp8Matrices:
         self._rows_per_scale = rows_per_scale
         self._offset = offset
 
-    def multiply(self, x: Tensor, routes: Routes, *, bias: Tensor | None, is_input: bool) -> Tensor:
+    def multiply(
+        self, x: Tensor, routes: Routes, *, bias: Tensor | None, activation: Activation | None, is_input: bool
+    ) -> Tensor:
         """Multiply, with activations rounded to FP8 with a scale per row and group."""
-        kernels = _kernels()
+        kernels = _fp8_kernels()
         codes, scales = kernels.quantise(x, num_rows=len(x), num_columns=self._codes.shape[2], offset=self._offset)
         product: Tensor = kernels.fp8_product(
             codes,
@@ -64,7 +69,7 @@ class Fp8Matrices:
             bias=bias,
             is_input=is_input,
         )
-        return product
+        return product if activation is None else activation(product)
 
 
 class MxMatrices:
@@ -72,7 +77,7 @@ class MxMatrices:
 
     Args:
         codes: [E, S, O, 32] int16, see `pack`.
-        scales: [E, 4 S, O] uint8, exponents plus 127; at most 128.
+        scales: [E, S, O] int32, see `pack_scales`.
         offset: position of the first input feature in the first span.
     """
 
@@ -81,25 +86,40 @@ class MxMatrices:
         self._scales = scales
         self._offset = offset
 
-    def multiply(self, x: Tensor, routes: Routes, *, bias: Tensor | None, is_input: bool) -> Tensor:
-        """Multiply, with weights converted exactly to bfloat16."""
-        kernels = _kernels()
-        product: Tensor = kernels.mx_product(
-            x, self._codes, self._scales, routes, offset=self._offset, bias=bias, is_input=is_input
+    def multiply(
+        self, x: Tensor, routes: Routes, *, bias: Tensor | None, activation: Activation | None, is_input: bool
+    ) -> Tensor:
+        """Multiply, with weights converted exactly to bfloat16; activations that kernels know are part of it."""
+        known = None if activation is None else recipe(activation)
+        product: Tensor = _mx_kernels().mx_product(
+            x, self._codes, self._scales, routes, offset=self._offset, bias=bias, recipe=known, is_input=is_input
         )
-        return product
+        return product if activation is None or known is not None else activation(product)
 
     @staticmethod
     def pack(codes: Tensor) -> Tensor:
         """[..., O, K] E2M1 codes, one per byte -> [..., S, O, 32] int16.
 
-        Code 32 p + j of a span of 128 is in bits 4 p to 4 p + 3 of word j: one shift of 32 consecutive words yields 32
-        consecutive codes, which share a scale.
+        Word j of a span of 128 has its codes 32 p + j, so that 32 consecutive words yield 32 consecutive codes, which
+        share a scale. Moved to the left by 3 p bits, the first three codes have their sign in bit 15, and the rest in
+        bits 8 to 6, where those of a bfloat16 are; the last code is in the bits left.
         """
-        planes = codes.unflatten(-1, (-1, 4, 32)).to(torch.int32)
-        words = sum(planes[..., plane, :] << 4 * plane for plane in range(4))
-        assert isinstance(words, Tensor)
+        planes = codes.unflatten(-1, (-1, 4, 32)).to(torch.int32).unbind(-2)
+        signs, numbers = [plane >> 3 for plane in planes], [plane & 7 for plane in planes]
+        words: Tensor = signs[3] << 14 | numbers[3] >> 1 << 10 | (numbers[3] & 1) << 13
+        for p in range(3):
+            words |= (signs[p] << 15 | numbers[p] << 6) >> 3 * p
         return words.to(torch.int16).transpose(-3, -2).contiguous()
+
+    @staticmethod
+    def pack_scales(exponents: Tensor) -> Tensor:
+        """[..., O, 4 S] uint8, exponents plus 127, at most 128 -> [..., S, O] int32, one byte per 32 codes of a span.
+
+        Bytes are exponents plus 253, those of bfloat16 for 2^126 times the scale.
+        """
+        parts = (exponents.to(torch.int64) + 126).unflatten(-1, (-1, 4)).unbind(-1)
+        words: Tensor = parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24
+        return words.to(torch.int32).transpose(-2, -1).contiguous()
 
 
 class QuantisedExperts:
@@ -133,9 +153,10 @@ class QuantisedExperts:
         if not len(x):
             return torch.zeros_like(x)
         routing = _routing()
-        routes = routing.Routes.of(ids, self._count)
-        inner = self._up.multiply(x, routes, bias=self._up_bias, is_input=True)
-        parts = self._down.multiply(self._activation(inner), routes, bias=self._down_bias, is_input=False)
+        is_pairs = len(x) == 1 and isinstance(self._up, MxMatrices) and isinstance(self._down, MxMatrices)
+        routes = routing.Routes.of_token(ids) if is_pairs else routing.Routes.of(ids, self._count)
+        inner = self._up.multiply(x, routes, bias=self._up_bias, activation=self._activation, is_input=True)
+        parts = self._down.multiply(inner, routes, bias=self._down_bias, activation=None, is_input=False)
         combined: Tensor = routing.combine(parts, weights, ids, self._count)
         return combined
 
@@ -145,10 +166,17 @@ class QuantisedExperts:
 
 
 @cache
-def _kernels() -> Any:
+def _fp8_kernels() -> Any:
     from raycache.layers import quantised_kernels
 
     return quantised_kernels
+
+
+@cache
+def _mx_kernels() -> Any:
+    from raycache.layers import mx_kernels
+
+    return mx_kernels
 
 
 @cache

@@ -1,23 +1,17 @@
-"""Triton kernels for weights that stay quantised on the device. Imported only where they run, on Hopper.
+"""Triton kernels for weights that stay in FP8 on the device. Imported only where they run, on Hopper.
 
-    FP8      weights and activations are multiplied in FP8; each product over 128 input features is multiplied by both
-             scales and accumulated in float32
-    MXFP4    weights are converted exactly to bfloat16 in registers and multiplied with bfloat16 activations; they are
-             the left factor, which Hopper's matrix units can read from registers
-
-Products are grouped: rows are sorted by expert, and each program finds its expert and rows on the device, so that steps
-can be captured in CUDA graphs.
+Weights and activations are multiplied in FP8; each product over 128 input features is multiplied by both scales and
+accumulated in float32. Products are grouped: rows are sorted by expert, and each program finds its expert and rows on
+the device, so that steps can be captured in CUDA graphs.
 
 Shapes in this file: T tokens, k experts per token, P = T * k rows sorted by expert, E experts, N output features, K
-input features in G groups or S spans of 128.
+input features in G groups of 128.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -27,7 +21,7 @@ from torch import Tensor
 from raycache.layers.routing_kernels import Routes, find, num_blocks
 
 GROUP = 128
-"""Input features that share a scale in FP8; input features of a span of MXFP4 codes."""
+"""Input features that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,7 @@ class _Tile:
 
 
 # Fastest on an H200 for up to this many rows per expert on average (docs/adr/0016).
-_FP8_TILES = ((8, _Tile(16, 128, 4, 4)), (48, _Tile(32, 128, 4, 4)), (math.inf, _Tile(64, 256, 8, 3)))
-_MX_TILES = ((16, _Tile(16, 64, 4, 3)), (math.inf, _Tile(64, 128, 8, 4)))
+_TILES = ((8, _Tile(16, 128, 4, 4)), (48, _Tile(32, 128, 4, 4)), (math.inf, _Tile(64, 256, 8, 3)))
 
 
 def quantise(x: Tensor, *, num_rows: int, num_columns: int, offset: int) -> tuple[Tensor, Tensor]:
@@ -88,84 +81,36 @@ def fp8_product(
     Returns:
         [P, N] in bfloat16.
     """
-    _, size, num_columns = codes.shape
-    return _product(
-        _fp8_product,
-        _tile(_FP8_TILES, routes),
-        (x, x_scales, codes, scales, codes if bias is None else bias),
-        routes,
-        (x.shape[0], scales.shape[1]),
+    num_experts, size, num_columns = codes.shape
+    average = len(routes.order) / num_experts  # rows per expert, fixed in a CUDA graph
+    tile = next(tile for most, tile in _TILES if average <= most)
+    out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=x.device)
+    _fp8_product[(triton.cdiv(size, tile.size), num_blocks(routes, tile.rows))](
+        x,
+        x_scales,
+        codes,
+        scales,
+        codes if bias is None else bias,
+        routes.order,
+        routes.ends,
+        out,
+        num_experts,
+        x.shape[0],
+        scales.shape[1],
+        EXPERTS=triton.next_power_of_2(num_experts),
+        CHOSEN=routes.num_chosen,
         IS_INPUT=is_input,
         HAS_BIAS=bias is not None,
         N=size,
         K=num_columns,
         ROWS=rows_per_scale,
-        BK=GROUP,
-    )
-
-
-def mx_product(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    routes: Routes,
-    *,
-    offset: int,
-    bias: Tensor | None,
-    is_input: bool,
-) -> Tensor:
-    """Multiply each row with the MXFP4 matrix of its expert; see `fp8_product`.
-
-    Args:
-        x: tokens [T, K] with `is_input`, else sorted rows [P, K], bfloat16.
-        codes: [E, S, N, 32] int16, code 32 p + j of a span in bits 4 p to 4 p + 3 of word j.
-        scales: [E, 4 S, N] uint8, exponents plus 127; at most 128.
-        offset: position of the first input feature in the first span.
-    """
-    _, num_spans, size, _ = codes.shape
-    return _product(
-        _mx_product,
-        _tile(_MX_TILES, routes),
-        (x, codes, scales, x if bias is None else bias),
-        routes,
-        (x.stride(0),),
-        IS_INPUT=is_input,
-        HAS_BIAS=bias is not None,
-        N=size,
-        K=x.shape[1],
-        SPANS=num_spans,
-        OFFSET=offset,
-    )
-
-
-def _product(
-    kernel: Any, tile: _Tile, inputs: Sequence[Tensor], routes: Routes, numbers: Sequence[int], **sizes: int
-) -> Tensor:
-    """Launch either product; their kernels take the same arguments except for `inputs`, `numbers` and `sizes`."""
-    size, num_experts = sizes["N"], len(routes.ends)
-    out = torch.empty(len(routes.order), size, dtype=torch.bfloat16, device=inputs[0].device)
-    kernel[(triton.cdiv(size, tile.size), num_blocks(routes, tile.rows))](
-        *inputs,
-        routes.order,
-        routes.ends,
-        out,
-        num_experts,
-        *numbers,
-        EXPERTS=triton.next_power_of_2(num_experts),
-        CHOSEN=routes.num_chosen,
         BN=tile.size,
         BM=tile.rows,
+        BK=GROUP,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **sizes,
     )
     return out
-
-
-def _tile(tiles: Sequence[tuple[float, _Tile]], routes: Routes) -> _Tile:
-    """Choose a tile by the number of rows, which is fixed in a CUDA graph."""
-    average = len(routes.order) / len(routes.ends)
-    return next(tile for most, tile in tiles if average <= most)
 
 
 @triton.jit(do_not_specialize=["num_x"])  # type: ignore[untyped-decorator]
@@ -217,95 +162,6 @@ def _fp8_product(
     target = row.to(tl.int64) if IS_INPUT else pair
     kept = is_row[:, None] & (n < N)[None, :]
     tl.store(out + target[:, None] * N + n[None, :], total.to(tl.bfloat16), mask=kept)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _numbers(words: tl.tensor) -> Any:
-    """Convert the four E2M1 codes of each word to bfloat16, times 2^-126."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b;
-        shl.b32 a, $4, 12;
-        shl.b32 b, $4, 6;
-        lop3.b32 a, a, b, 0x80008000, 0xe4;
-        and.b32 $0, a, 0x81c081c0;
-        shl.b32 a, $4, 8;
-        shl.b32 b, $4, 2;
-        lop3.b32 a, a, b, 0x80008000, 0xe4;
-        and.b32 $1, a, 0x81c081c0;
-        shl.b32 a, $4, 4;
-        shr.b32 b, $4, 2;
-        lop3.b32 a, a, b, 0x80008000, 0xe4;
-        and.b32 $2, a, 0x81c081c0;
-        shr.b32 b, $4, 6;
-        lop3.b32 a, $4, b, 0x80008000, 0xe4;
-        and.b32 $3, a, 0x81c081c0;
-        }
-        """,
-        "=r,=r,=r,=r,r",
-        [words],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _factor(exponents: tl.tensor) -> tl.tensor:
-    """2^126 times the scale of each stored exponent, in bfloat16."""
-    return ((exponents.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _mx_product(
-    x: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    order: tl.tensor,
-    ends: tl.tensor,
-    out: tl.tensor,
-    num_experts: tl.tensor,
-    x_stride: tl.tensor,
-    EXPERTS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    IS_INPUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    SPANS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-) -> None:
-    expert, first, last = find(ends, tl.program_id(1), num_experts, EXPERTS, BM)
-    if expert >= num_experts:
-        return
-    expert = expert.to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = n % N
-    row = first + tl.arange(0, BM)
-    is_row = row < last
-    pair = tl.load(order + row, mask=is_row, other=0)
-    source = tl.where(is_row, pair // CHOSEN if IS_INPUT else row, 0).to(tl.int64)
-    j = tl.arange(0, 32)
-    code_at = codes + expert * (SPANS * N * 32) + inside[:, None] * 32 + j[None, :]
-    scale_at = scales + expert * (SPANS * 4 * N) + inside
-    x_at = x + source[None, :] * x_stride + (j - OFFSET)[:, None]
-    total = tl.zeros((BN, BM), tl.float32)
-    for span in range(SPANS):
-        weights = _numbers(tl.load(code_at + span * (N * 32)))
-        for p in tl.static_range(4):
-            group = 4 * span + p
-            k = 32 * group + j - OFFSET
-            right = tl.load(x_at + 32 * group, mask=((k >= 0) & (k < K))[:, None], other=0.0)
-            total = tl.dot(weights[p] * _factor(tl.load(scale_at + group * N))[:, None], right, total)
-    if HAS_BIAS:
-        total += tl.load(bias + expert * N + inside)[:, None].to(tl.float32)
-    target = row.to(tl.int64) if IS_INPUT else pair
-    kept = is_row[:, None] & (n < N)[None, :]
-    tl.store(out + target[:, None] * N + n[None, :], tl.trans(total).to(tl.bfloat16), mask=kept)
 
 
 # Not specialised for the number of tokens, which differs from step to step.

@@ -25,19 +25,21 @@ _CHUNK = 256
 
 @dataclass(frozen=True)
 class Routes:
-    """Assignment of rows to experts.
+    """Assignment of rows to experts; the rows of `of_token` are not sorted, and have neither `order` nor `ends`.
 
     Attributes:
         order: [P] int64, indices of (token, choice) pairs, sorted by expert.
         ends: [E] int32, end of each expert's rows. Rows of experts from E on, if any, come last.
         experts: [P] int32, expert of each row.
         num_chosen: k.
+        is_sorted: whether rows are sorted.
     """
 
     order: Tensor
     ends: Tensor
     experts: Tensor
     num_chosen: int
+    is_sorted: bool = True
 
     @classmethod
     def of(cls, ids: Tensor, num_experts: int) -> Routes:
@@ -48,6 +50,12 @@ class Routes:
         sort = _sort if ids.numel() > _COUNTED else _sort_few
         sort(ids.contiguous(), order, ends, experts)
         return cls(order, ends, experts, ids.shape[1])
+
+    @classmethod
+    def of_token(cls, ids: Tensor) -> Routes:
+        """The rows of one token are its pairs, for kernels that take them so; `experts` has the dtype of ids [1, k]."""
+        pairs = ids.flatten()
+        return cls(pairs, pairs, pairs, len(pairs), is_sorted=False)
 
 
 def num_blocks(routes: Routes, num_at_once: int) -> int:
@@ -60,15 +68,17 @@ def combine(parts: Tensor, weights: Tensor, ids: Tensor, num_experts: int) -> Te
     """Weighted sums of the experts' outputs, accumulated in float32.
 
     Args:
-        parts: [T * k, C]; those of experts from `num_experts` on do not count, whatever they are.
+        parts: [T * k, C], or summands of each [T * k, n, C]; those of experts from `num_experts` on do not count,
+            whatever they are.
         weights, ids: [T, k].
     Returns:
-        [T, C].
+        [T, C] in bfloat16.
     """
-    num_tokens, num_chosen = weights.shape
-    out = parts.new_empty(num_tokens, parts.shape[1])
-    grid = (num_tokens, triton.cdiv(parts.shape[1], 1024))
-    sizes = {"SIZE": parts.shape[1], "CHOSEN": num_chosen, "BLOCK": 1024}
+    (num_tokens, num_chosen), size = weights.shape, parts.shape[-1]
+    out = parts.new_empty(num_tokens, size, dtype=torch.bfloat16)
+    grid = (num_tokens, triton.cdiv(size, 1024))
+    summands = 1 if parts.ndim == 2 else parts.shape[1]
+    sizes = {"SIZE": size, "CHOSEN": num_chosen, "SUMMANDS": summands, "BLOCK": 1024}
     _combine[grid](parts, weights.contiguous(), ids.contiguous(), out, num_experts, **sizes, **early(parts.device))
     return out
 
@@ -114,6 +124,34 @@ def find(
     before = tl.sum(tl.where(e < expert, blocks, 0), 0)
     first = tl.sum(tl.where(e == expert, start, 0), 0) + (block - before) * BM
     return expert, first, tl.sum(tl.where(e == expert, stop, 0), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rows_of(
+    ends: tl.tensor,
+    experts: tl.tensor,
+    block: tl.tensor,
+    num_experts: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BM: tl.constexpr,
+    MODE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(expert of a block, its first row, end of the expert's rows); without rows if there is no such block.
+
+    MODE is "pairs" for the rows of one token, "rows" for a block per row, those inside of another block without rows,
+    and "blocks" for consecutive blocks.
+    """
+    if MODE == "blocks":
+        expert, first, last = find(ends, block, num_experts, EXPERTS, BM)
+    else:
+        expert, first = tl.load(experts + block).to(tl.int32), block
+        last = block + 1
+        if MODE == "rows":
+            is_here = expert < num_experts
+            start = tl.load(ends + expert - 1, mask=is_here & (expert > 0), other=0)
+            last = tl.load(ends + expert, mask=is_here, other=0)
+            last = tl.where((block - start) % BM == 0, last, first)
+    return expert, first, tl.where(expert < num_experts, last, first)
 
 
 # Not specialised for the number of rows, which differs from step to step.
@@ -236,6 +274,7 @@ def _combine(
     num_experts: tl.tensor,
     SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,
+    SUMMANDS: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
@@ -247,7 +286,10 @@ def _combine(
     for choice in tl.static_range(CHOSEN):
         pair = token * CHOSEN + choice
         # Outputs that nobody wrote are read as well, so that no load waits for another.
-        part = tl.load(parts + pair * SIZE + c, mask=c < SIZE, other=0.0).to(tl.float32)
+        at = parts + pair * SUMMANDS * SIZE + c
+        part = tl.load(at, mask=c < SIZE, other=0.0).to(tl.float32)
+        for summand in tl.static_range(1, SUMMANDS):
+            part += tl.load(at + summand * SIZE, mask=c < SIZE, other=0.0).to(tl.float32)
         weighted = part * tl.load(weights + pair).to(tl.float32)
         total += tl.where(tl.load(ids + pair) < num_experts, weighted, 0.0)
     tl.store(out + token * SIZE + c, total.to(out.dtype.element_ty), mask=c < SIZE)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raycache import LLM, SamplingParams
 from raycache.checkpoint.stored_slice import StoredSlice
-from raycache.layers.activation import clamped_swiglu, silu_gated
+from raycache.layers.activation import Activation, clamped_swiglu, relu2, silu_gated, silu_scaled
 from raycache.layers.experts import Experts
 from raycache.layers.kept_weights import each_expert, fp8_matrices, fp8_matrix, mx_matrices
 from raycache.layers.quantised_experts import QuantisedExperts
@@ -111,11 +111,14 @@ def fp8_experts(count: int, size: int, inner: int, offset: int) -> tuple[Quantis
     )
 
 
-def mx_experts(count: int, size: int, inner: int, start: int) -> tuple[QuantisedExperts, Experts]:
-    up, down = draw_mxfp4(count, 2 * inner, size, seed=1), draw_mxfp4(count, size, inner, seed=2, start=start)
-    gate_first = [*range(0, 2 * inner, 2), *range(1, 2 * inner, 2)]
-    activation = clamped_swiglu(alpha=1.702, limit=7.0)
-    biases = {"up_bias": draw(count, 2 * inner, seed=3), "down_bias": draw(count, size, seed=4)}
+def mx_experts(
+    count: int, size: int, inner: int, start: int, *, activation: Activation | None = None
+) -> tuple[QuantisedExperts, Experts]:
+    activation = activation or clamped_swiglu(alpha=1.702, limit=7.0)
+    features = inner if activation is relu2 else 2 * inner
+    up, down = draw_mxfp4(count, features, size, seed=1), draw_mxfp4(count, size, inner, seed=2, start=start)
+    gate_first = [*range(0, features, 2), *range(1, features, 2)]
+    biases = {"up_bias": draw(count, features, seed=3), "down_bias": draw(count, size, seed=4)}
     quantised = QuantisedExperts(
         mx_matrices(map(on_gpu, each_expert([up[0]])), count, rows=gate_first),
         mx_matrices(map(on_gpu, each_expert([down[0]])), count),
@@ -135,7 +138,16 @@ def choose(num_tokens: int, count: int, chosen: int) -> tuple[Tensor, Tensor]:
     return weights, ids
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 64, 300, 1500])
+@pytest.mark.parametrize("activation", [silu_scaled(factor=0.7), relu2], ids=["without a kernel", "without a gate"])
+@torch.inference_mode()
+def test_other_activations_of_mxfp4_experts(activation: Activation) -> None:
+    fast, slow = mx_experts(16, 320, 216, 72, activation=activation)
+    for num_tokens in (1, 3, 100):
+        x, (weights, ids) = draw(num_tokens, 320, seed=5), choose(num_tokens, 16, 4)
+        assert error(fast(x, weights, ids), slow(x.float(), weights, ids)) < EXACT, num_tokens
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 7, 64, 300, 1500])
 @pytest.mark.parametrize(
     ("kind", "sizes", "bound"),
     [

@@ -18,8 +18,16 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_POSITIVE, *(-number for number in _POSITIVE))
 
 
+_PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
+"""Of the bits of each code in a word, from the sign on."""
+
+
 def open_weights(model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> CheckpointWeights:
     return CheckpointWeights(Checkpoint(model_dir), read_quantisation(model_dir), dtype=dtype, device=device)
+
+
+def _code(bits: list[Tensor], places: tuple[int, ...]) -> Tensor:
+    return sum((bits[place] << 3 - i for i, place in enumerate(places)), torch.zeros_like(bits[0]))
 
 
 def dequantised(matrix: Matrix | ExpertMatrices, *, num_inputs: int = 0) -> Tensor:
@@ -32,10 +40,10 @@ def dequantised(matrix: Matrix | ExpertMatrices, *, num_inputs: int = 0) -> Tens
         numbers = (matrix._codes.float().unflatten(2, (-1, GROUP)) * scales[..., None]).flatten(2)
     else:
         assert isinstance(matrix, MxMatrices)
-        num_experts, num_spans, size, _ = matrix._codes.shape
         table = torch.tensor(E2M1, device=matrix._codes.device)
-        planes = torch.stack([table[(matrix._codes.int() >> 4 * plane) & 15] for plane in range(4)], dim=3)
-        exponents = matrix._scales.view(num_experts, num_spans, 4, size).transpose(2, 3).float() - 127
+        bits = [(matrix._codes.int() >> bit) & 1 for bit in range(16)]
+        planes = torch.stack([table[_code(bits, places)] for places in _PLACES], dim=3)
+        exponents = torch.stack([(matrix._scales >> 8 * group) & 255 for group in range(4)], dim=3).float() - 253
         numbers = (planes * exponents.exp2()[..., None]).flatten(3)  # [E, S, O, 128]
         numbers = numbers.transpose(1, 2).flatten(2)
     return numbers[..., matrix._offset : matrix._offset + num_inputs]

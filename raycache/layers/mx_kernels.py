@@ -1,0 +1,366 @@
+"""Triton kernels for experts with MXFP4 weights. Imported only where they run, on Hopper.
+
+    up       gathers tokens by expert, multiplies, adds the bias and activates
+    down     multiplies, adds the bias and writes in the order of (token, choice) pairs
+
+Weights are converted exactly to bfloat16 in registers and multiplied with bfloat16 activations; they are the left
+factor, which Hopper's matrix units can read from registers. Each program finds its expert and rows on the device, so
+that steps can be captured in CUDA graphs.
+
+Shapes in this file: T tokens, k experts per token, P = T * k rows sorted by expert, E experts, N output features, of
+which a gated activation makes one of two, K input features in S spans of 128.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from raycache.layers.activation import Recipe
+from raycache.layers.kernels import active, early
+from raycache.layers.routing_kernels import Routes, num_blocks, rows_of
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Tile of a program: `rows` of one expert by `size` of the N output features.
+
+    Attributes:
+        summands: programs that share the input features of a tile; their results are summed later.
+        max_registers: of a thread, so that a multiprocessor runs two or three programs; 0 for no limit.
+    """
+
+    rows: int
+    size: int
+    num_warps: int
+    num_stages: int
+    summands: int = 1
+    max_registers: int = 0
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Tiles of both products for up to `most` rows per expert on average."""
+
+    most: float
+    up: _Tile
+    down: _Tile
+
+
+_TILES: Sequence[_Tiles] = (
+    _Tiles(1, _Tile(8, 64, 4, 4), _Tile(8, 64, 4, 4, summands=2)),
+    _Tiles(12, _Tile(16, 64, 2, 4), _Tile(16, 64, 2, 4)),
+    _Tiles(24, _Tile(32, 128, 4, 3), _Tile(32, 128, 4, 3)),
+    _Tiles(200, _Tile(64, 128, 4, 3, max_registers=168), _Tile(64, 128, 4, 3, max_registers=168)),
+    _Tiles(math.inf, _Tile(128, 128, 8, 3), _Tile(128, 128, 8, 3, max_registers=128)),
+)
+"""Fastest on an H200 (docs/adr/0016). With the first ones each row has a block of its own."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What does not change between calls of a product.
+
+    Attributes:
+        num_experts, num_spans, size: E, S, N.
+        num_inputs: K.
+        offset: position of the first input feature in the first span.
+        x_stride: of rows of the input.
+        num_chosen: k.
+        recipe: of the activation that follows; None for none.
+        is_input: see `mx_product`.
+        has_bias: whether a bias is added.
+        device: that has the matrices.
+    """
+
+    num_experts: int
+    num_spans: int
+    size: int
+    num_inputs: int
+    offset: int
+    x_stride: int
+    num_chosen: int
+    recipe: Recipe | None
+    is_input: bool
+    has_bias: bool
+    device: torch.device
+
+    @property
+    def num_matrices(self) -> int:
+        """Two with a gate."""
+        return 2 if self.recipe is not None and self.recipe.is_gated else 1
+
+    def tile(self, tiles: _Tiles) -> _Tile:
+        """The tile of this product."""
+        return tiles.up if self.is_input else tiles.down
+
+    def numbers(self) -> Sequence[float]:
+        """Arguments after the tensors."""
+        recipe = self.recipe or Recipe("none")
+        return self.num_experts, recipe.alpha, recipe.limit, self.x_stride
+
+    def sizes(self, tile: _Tile, mode: str) -> dict[str, Any]:
+        """Arguments that are compiled into the kernel."""
+        limit = {"maxnreg": tile.max_registers} if tile.max_registers else {}
+        return {
+            "N": self.size // self.num_matrices,
+            "K": self.num_inputs,
+            "SPANS": self.num_spans,
+            "OFFSET": self.offset,
+            "MATRICES": self.num_matrices,
+            "SUMMANDS": tile.summands,
+            "BM": tile.rows,
+            "BN": tile.size // self.num_matrices,
+            "MODE": mode,
+            "EXPERTS": triton.next_power_of_2(self.num_experts),
+            "CHOSEN": self.num_chosen,
+            "KIND": "none" if self.recipe is None else self.recipe.kind,
+            "IS_INPUT": self.is_input,
+            "HAS_BIAS": self.has_bias,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            **limit,
+            **early(self.device),
+        }
+
+
+def mx_product(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    routes: Routes,
+    *,
+    offset: int,
+    bias: Tensor | None,
+    recipe: Recipe | None,
+    is_input: bool,
+) -> Tensor:
+    """Multiply each row with the MXFP4 matrix of its expert.
+
+    Args:
+        x: tokens [T, K] with `is_input`, else sorted rows [P, K], bfloat16.
+        codes: [E, S, N, 32] int16, see `MxMatrices.pack`.
+        scales: [E, S, N] int32, see `MxMatrices.pack_scales`.
+        offset: position of the first input feature in the first span.
+        bias: [E, N] contiguous, or None.
+        recipe: of the activation that follows, gate first; None for none.
+        is_input: take tokens and return rows sorted by expert; else take sorted rows and return them in the order of
+            (token, choice) pairs.
+    Returns:
+        [P, N] in bfloat16, [P, N / 2] after a gated activation; or several float32 summands of each row [P, n, N].
+    """
+    num_experts, num_spans, size, _ = codes.shape
+    kind = _Kind(
+        num_experts,
+        num_spans,
+        size,
+        num_inputs=x.shape[1],
+        offset=offset,
+        x_stride=x.stride(0),
+        num_chosen=routes.num_chosen,
+        recipe=recipe,
+        is_input=is_input,
+        has_bias=bias is not None,
+        device=x.device,
+    )
+    _compile(kind)
+    tiles = next(tiles for tiles in _TILES if len(routes.order) <= tiles.most * num_experts)
+    tile, mode, blocks = kind.tile(tiles), "pairs", len(routes.order)
+    if routes.is_sorted:
+        mode = "rows"
+        if tiles is not _TILES[0]:
+            mode, blocks = "blocks", num_blocks(routes, tile.rows)
+    out = torch.empty(_shape(kind, tile, len(routes.order)), dtype=_dtype(tile), device=x.device)
+    tensors = x, codes, scales, x if bias is None else bias, routes.order, routes.ends, routes.experts, out
+    grid = triton.cdiv(size, tile.size), blocks, tile.summands
+    _product[grid](*tensors, *kind.numbers(), **kind.sizes(tile, mode))
+    return out
+
+
+def _shape(kind: _Kind, tile: _Tile, num_rows: int) -> tuple[int, ...]:
+    """Of what `mx_product` returns."""
+    size = kind.size // kind.num_matrices
+    return (num_rows, size) if tile.summands == 1 else (num_rows, tile.summands, size)
+
+
+def _dtype(tile: _Tile) -> torch.dtype:
+    return torch.bfloat16 if tile.summands == 1 else torch.float32
+
+
+@cache
+def _compile(kind: _Kind) -> None:
+    """Compile all kernels of a product, so that none is compiled behind a request."""
+    x, codes, scales, pair, index = map(
+        triton.MockTensor, (torch.bfloat16, torch.int16, torch.int32, torch.int64, torch.int32)
+    )
+    modes = [("pairs", _TILES[0]), ("rows", _TILES[0]), *(("blocks", tiles) for tiles in _TILES[1:])]
+    for mode, tiles in modes:
+        tile = kind.tile(tiles)
+        own = (pair, pair) if mode == "pairs" else (index, index)
+        tensors = x, codes, scales, x, pair, *own, triton.MockTensor(_dtype(tile))
+        _product.warmup(*tensors, *kind.numbers(), grid=(1,), **kind.sizes(tile, mode))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(words: tl.tensor, exponents: tl.tensor) -> Any:
+    """The four numbers of each word times their scales, in bfloat16.
+
+    Masked, a code is its number times 2^-126; a scale's byte, moved by 7, is 2^126 times the scale.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, f;
+        prmt.b32 f, $5, 0, 0x0404;
+        shr.b32 f, f, 1;
+        and.b32 a, $4, 0x81c081c0;
+        mul.rn.bf16x2 $0, a, f;
+        prmt.b32 f, $5, 0, 0x1414;
+        shr.b32 f, f, 1;
+        shl.b32 a, $4, 3;
+        and.b32 a, a, 0x81c081c0;
+        mul.rn.bf16x2 $1, a, f;
+        prmt.b32 f, $5, 0, 0x2424;
+        shr.b32 f, f, 1;
+        shl.b32 a, $4, 6;
+        and.b32 a, a, 0x81c081c0;
+        mul.rn.bf16x2 $2, a, f;
+        prmt.b32 f, $5, 0, 0x3434;
+        shr.b32 f, f, 1;
+        shl.b32 a, $4, 1;
+        shr.b32 b, $4, 3;
+        lop3.b32 a, a, b, 0x80008000, 0xe4;
+        shr.b32 b, $4, 7;
+        lop3.b32 a, a, b, 0xffbfffbf, 0xe4;
+        and.b32 a, a, 0x81c081c0;
+        mul.rn.bf16x2 $3, a, f;
+        }
+        """,
+        "=r,=r,=r,=r,r,r,r",
+        [words, exponents],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _accumulate(
+    x_at: tl.tensor,
+    code_at: tl.tensor,
+    scale_at: tl.tensor,
+    is_row: tl.tensor,
+    K: tl.constexpr,
+    SPANS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SUMMANDS: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+) -> tl.tensor:
+    """Product over the spans of a program, [BN, BM]; the pointers are of the first span, WIDTH features apart."""
+    total = tl.zeros((BN, BM), tl.float32)
+    start, stop = 0, SPANS
+    if SUMMANDS > 1:
+        start = tl.program_id(2) * SPANS // SUMMANDS
+        stop = (tl.program_id(2) + 1) * SPANS // SUMMANDS
+    for span in range(start, stop):
+        exponents = tl.load(scale_at + span * WIDTH)
+        weights = _weights(tl.load(code_at + span * (WIDTH * 32)), exponents[:, None])
+        for p in tl.static_range(4):
+            k = 128 * span + 32 * p + tl.arange(0, 32) - OFFSET
+            is_in = ((k >= 0) & (k < K))[:, None] & is_row[None, :]
+            right = tl.load(x_at + (128 * span + 32 * p), mask=is_in, other=0.0)
+            total = tl.dot(weights[p], right, total)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activated(
+    product: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    MATRICES: tl.constexpr,
+    KIND: tl.constexpr,
+) -> tl.tensor:
+    """[BM, MATRICES * BN], gate first -> [BM, BN]."""
+    if MATRICES == 2:
+        gate, up = tl.split(tl.permute(tl.reshape(product, (BM, 2, BN)), (0, 2, 1)))
+        product = active(gate, up, alpha, limit, KIND)
+    elif KIND != "none":
+        product = active(product, product, alpha, limit, KIND)
+    return product
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    ends: tl.tensor,
+    experts: tl.tensor,
+    out: tl.tensor,
+    num_experts: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    x_stride: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPANS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MATRICES: tl.constexpr,
+    SUMMANDS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    MODE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    KIND: tl.constexpr,
+    IS_INPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:
+    """One program per BN features that are written, of both matrices with a gate, and BM rows of an expert."""
+    if IS_EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert, first, last = rows_of(ends, experts, tl.program_id(1), num_experts, EXPERTS, BM, MODE)
+    if first >= last:
+        return
+    expert = expert.to(tl.int64)
+    WIDTH: tl.constexpr = MATRICES * N
+    i, n = tl.arange(0, MATRICES * BN), tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = (tl.program_id(0) * BN + i % BN) % N + (i // BN) * N
+    row = first + tl.arange(0, BM)
+    is_row = row < last
+    pair = row if MODE == "pairs" else tl.load(order + row, mask=is_row, other=0)
+    source = tl.where(is_row, pair // CHOSEN if IS_INPUT else row, 0).to(tl.int64)
+    j = tl.arange(0, 32)
+    code_at = codes + expert * (SPANS * WIDTH * 32) + inside[:, None] * 32 + j[None, :]
+    scale_at = scales + expert * (SPANS * WIDTH) + inside
+    x_at = x + source[None, :] * x_stride + (j - OFFSET)[:, None]
+    total = _accumulate(x_at, code_at, scale_at, is_row, K, SPANS, OFFSET, WIDTH, SUMMANDS, MATRICES * BN, BM)
+    if HAS_BIAS:
+        own = tl.load(bias + expert * WIDTH + inside).to(tl.float32)
+        if SUMMANDS > 1:
+            own = tl.where(tl.program_id(2) == 0, own, 0.0)
+        total += own[:, None]
+    result = _activated(tl.trans(total), alpha, limit, BM, BN, MATRICES, KIND)
+    target = (row if IS_INPUT else pair).to(tl.int64) * SUMMANDS
+    if SUMMANDS > 1:
+        target += tl.program_id(2)
+    kept = is_row[:, None] & (n < N)[None, :]
+    tl.store(out + target[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=kept)
