@@ -98,6 +98,11 @@ class HeldUnits:
         if parts and device.state_space:
             self.state = parts[device.state_space][0]
 
+    def have_room(self, stop: int) -> bool:
+        """Whether a row needs nothing in addition that reaches up to `stop`, as `missing` has it."""
+        device = self._device
+        return not device.state_space and all(held.end * device.page_size >= stop for held in self.windows.values())
+
     def missing(self, next_len: int, stop: int, *, num_drafts: int) -> dict[str, int]:
         """Count the units of each space that a row needs in addition.
 

@@ -27,6 +27,7 @@ _SAVED_TOGETHER = 8
 
 
 _NO_PAGES_NEEDED = Capacity({})
+_NO_PAGES = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +115,13 @@ class Holding:
         next_len = stop - num_drafts
         stop += num_next_drafts
         missing = -(-stop // device.page_size) - len(self.pages)
-        if missing <= 0 and not device.units:
-            return _NO_PAGES_NEEDED  # nearly every decode step of a dense model
+        if missing <= 0 and self.units.have_room(stop):
+            return _NO_PAGES_NEEDED  # nearly every decode step of a model without recurrent states
         counts = self.units.missing(next_len, stop, num_drafts=num_drafts)
-        pages = device.take_pages(max(0, missing))
+        pages = device.take_pages(missing) if missing > 0 else _NO_PAGES
         if pages is None:
             return None
-        if not all(device.make_free(space, count) for space, count in counts.items()):
+        if not all(device.make_free(space, count) for space, count in counts.items() if count):
             device.pages.free(pages)
             return None
         capacity = Capacity({})

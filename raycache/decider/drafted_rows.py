@@ -51,6 +51,8 @@ class DraftedRows:
 
         Draft tokens use spare pages only; they preempt nobody.
         """
+        if not self._drafts.most:
+            return None
         request, start = run.request, run.next_start
         drafts, num_next_drafts = self._known(run, batch), 0
         if drafts and request.grammar is not None:
@@ -105,7 +107,7 @@ class DraftedRows:
         """Draft tokens that follow the last token of a decoding request."""
         request = run.request
         is_decode = run.num_next == 1 and request.num_output > 0
-        if self._drafts.most == 0 or not is_decode:
+        if not is_decode:
             return b""
         most = min(batch.draft_budget, batch.scored_budget, self._most(run, run.next_start))
         if self._drafts.are_from_ranks:
