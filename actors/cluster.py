@@ -73,7 +73,7 @@ def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({
             job_config=JobConfig(_py_driver_sys_path=_code_paths()),
             runtime_env={"env_vars": dict(variables)} if variables and not is_local else None,
         )
-    except (RuntimeError, ValueError, ConnectionError, OSError, TimeoutError) as cause:
+    except Exception as cause:  # of no other class when Ray's processes take longer than the 30 s that it gives them
         disconnect(temp_dir)
         raise ConfigError(_explain(config.address, f"{type(cause).__name__}: {cause}")) from cause
     except KeyboardInterrupt:
@@ -152,9 +152,12 @@ def _code_paths() -> list[str]:
 
 
 def _explain(address: str, reason: str) -> str:
-    text = " ".join(reason.split()).removeprefix("ValueError: ").removeprefix("RuntimeError: ").rstrip(".")
+    text = " ".join(reason.split()).rstrip(".")
+    for name in ("ValueError: ", "RuntimeError: ", "Exception: "):
+        text = text.removeprefix(name)
     if address == "local":
-        return f"a local Ray cluster did not start: {text}"
+        advice = "; if this machine is busy, try again" if "timed out" in text else ""
+        return f"a local Ray cluster did not start: {text}{advice}"
     if "ersion mismatch" in text:
         return f"the Ray cluster at {address} does not run this Ray {ray.__version__}; install the same there: {text}"
     if "AuthToken" in text:
