@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Thread
 
 from raycache.deployment.memory_use import refusing_out_of_memory
 from raycache.errors import RankLostError
@@ -123,10 +125,11 @@ class GangExecutor:
     def collect(self, plan: StepPlan) -> list[RowResult]:
         try:
             answers = receive_results(plan, self.control, split=self._split)
-            for sent in self._sending.popleft():
+            for sent in self._sending[0]:
                 sent()
         except RankLostError as cause:
             raise self._blame(plan.step, cause.cause) from cause
+        self._sending.popleft()
         return read_results(plan, answers)
 
     def acks(self) -> Acks:
@@ -148,6 +151,10 @@ class GangExecutor:
         self._stop_watching()
         for receiver in self._receivers:
             receiver.close()
+        if self._sending:
+            # Whoever drops the last reference to a process group waits for what it still sends: until the deadline, if
+            # a rank hangs. So a thread of its own holds one until then.
+            Thread(target=_end, args=(self.control, list(self._sending)), name="abandoned plans", daemon=True).start()
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
@@ -165,3 +172,11 @@ class GangExecutor:
         rank = suspects[0] if suspects else -1
         coords = str(self._split.coords(rank)) if suspects else "unknown"
         return RankLostError(rank, coords, step, cause)
+
+
+def _end(control: Group, sending: Sequence[Sequence[Callable[[], None]]]) -> None:
+    """Wait for what is sent over a group, while holding it."""
+    for parts in sending:
+        for sent in parts:
+            with suppress(RankLostError):
+                sent()
