@@ -169,6 +169,7 @@ class LLM:
             The result as plain values: the JSON of the HTTP API's `POST /cache/...`.
         Raises:
             ConfigError: the command is not possible.
+            RequestError: the prompt to inspect has no tokens, or ids outside the vocabulary.
             RankLostError: a rank of a split model died.
             EngineStoppedError: the model is closed.
         """

@@ -73,7 +73,7 @@ class CacheApi:
         """Carry out a command and return its result."""
         action = _action(request.path_params["action"])
         check_operator(request, self._config)
-        raw = await read_body(request, limit=self._max_body)
+        raw = await read_body(request, limit=self._max_body, may_be_empty=True)
         values = parse_json(raw or b"{}")
         if action is CacheAction.INSPECT:
             body = salted(parse_inspected(values, model=self._model), request)

@@ -39,7 +39,7 @@ class ReplicasApi:
         """Carry out a command and return its result."""
         action = _action(request.path_params["action"])
         check_operator(request, self._config)
-        raw = await read_body(request, limit=self._max_body)
+        raw = await read_body(request, limit=self._max_body, may_be_empty=True)
         command = parse_replica_command(action, parse_json(raw or b"{}"))
         try:
             return json_response(dict(await self._replicas.carry_out(command)))

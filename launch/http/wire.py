@@ -81,17 +81,21 @@ async def read_body(
     limit: int,
     timeout_s: float = BODY_TIMEOUT_S,
     count: Callable[[int], None] = lambda num_bytes: None,
+    may_be_empty: bool = False,
 ) -> bytes:
     """Read a request's body.
 
     Args:
         limit: maximum size in bytes.
+        may_be_empty: a request without a body needs no Content-Type; only for paths that refuse web pages.
         timeout_s: time limit; each LEAST_BYTES_PER_S received extend it by a second.
         count: called with the size of each part before it is kept; may raise.
     Raises:
         ProblemError: the Content-Type is not JSON, or the body is too large or too slow.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if may_be_empty and not kind and _has_no_body(request):
+        return b""
     if kind != "application/json":
         # Also blocks web pages: browsers send this type cross-origin only if the server allows it.
         raise ProblemError(Problem(415, f"send the header Content-Type: application/json, got {kind or 'none'!r}"))
@@ -113,6 +117,10 @@ async def read_body(
         text = f"only {size} bytes of the body arrived within {timeout_s:g} s; send it faster"
         raise ProblemError(Problem(408, text, code="body_too_slow")) from error
     return b"".join(parts)
+
+
+def _has_no_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
 
 
 def json_response(value: dict[str, Any]) -> Response:

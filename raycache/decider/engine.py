@@ -24,6 +24,7 @@ from raycache.decider.scheduler import Scheduler
 from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
 from raycache.parallel.board import Acks
 from raycache.types import (
+    CacheAction,
     CacheCommand,
     EngineInfo,
     EngineStats,
@@ -251,7 +252,12 @@ class Engine:
 
         Raises:
             ConfigError: the tier does not exist.
+            RequestError: the prompt to inspect has no tokens, or ids outside the vocabulary.
         """
+        if command.kind is CacheAction.INSPECT:
+            if not len(command.prompt):
+                raise RequestError("prompt is empty; there is nothing to inspect", field="prompt")
+            _check_ids("prompt", command.prompt, self.info.vocab_size)
         return self._scheduler.admin(command, root=self.root(command.cache_salt))
 
     def stats(self) -> EngineStats:

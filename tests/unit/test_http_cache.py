@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -291,6 +292,26 @@ def test_the_cache_shows_its_settings_room_figures_and_warnings(engine: Scripted
     assert engine.commands == [CacheCommand(CacheAction.STATUS)]
 
 
+def test_a_command_without_a_body_needs_no_content_type(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        async with over_asgi(engine, tokenizer) as client:
+            assert (await client.post("/cache/clear")).status_code == 200
+            assert (await client.post("/cache/detach", headers={"Content-Length": "0"})).status_code == 200
+            commands = list(engine.commands)
+            # A web page can send it without asking the server first, but not without its origin.
+            for origin in ("https://example.com", "null"):
+                assert (await client.post("/cache/clear", headers={"Origin": origin})).status_code == 403
+            for options in ({"content": b"{}"}, {"content": _parts()}, {"headers": {"Content-Type": "text/plain"}}):
+                assert (await client.post("/cache/clear", **options)).status_code == 415
+            assert engine.commands == commands
+
+    async def _parts() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    run(scenario())
+    assert [command.kind for command in engine.commands] == [CacheAction.CLEAR, CacheAction.DETACH]
+
+
 def test_commands_need_the_key_and_a_body_of_json(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     good = {"Authorization": f"Bearer {_KEY}"}
 
@@ -298,7 +319,7 @@ def test_commands_need_the_key_and_a_body_of_json(engine: ScriptedEngine, tokeni
         async with over_asgi(engine, tokenizer, api_key=_KEY) as client:
             assert (await client.get("/cache")).status_code == 401
             assert (await client.post("/cache/detach", json={})).status_code == 401
-            assert (await client.post("/cache/detach", headers=good)).status_code == 415
+            assert (await client.post("/cache/detach", headers=good, content=b"{}")).status_code == 415
             assert engine.commands == []
             assert (await client.get("/cache", headers=good)).status_code == 200
             assert (await client.post("/cache/detach", headers=good, json={})).status_code == 200

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from raycache.errors import ConfigError, EngineStoppedError
+from raycache.errors import ConfigError, EngineStoppedError, RequestError
 from raycache.llm import LLM
 from raycache.types import CacheAction, CacheCommand, Miss, SamplingParams
 from tests.matrix.trial import FixedPace
@@ -61,6 +62,12 @@ def test_inspect_says_how_far_each_tier_reaches(llm: LLM) -> None:
     found = llm.cache(CacheCommand(CacheAction.INSPECT, prompt=tuple(PROMPT)))
     assert found["tiers"] == {"device": 0, "host": PAGE * NUM_PAGES, "storage": PAGE * NUM_PAGES}
     assert found["prompt_tokens"] == len(PROMPT)
+
+
+@pytest.mark.parametrize("prompt", [(), (-1,), (3, VOCAB), (2**31,), (2**63,), (1.5,), ("a",)])
+def test_a_prompt_to_inspect_has_ids_of_the_vocabulary(llm: LLM, prompt: tuple[Any, ...]) -> None:
+    with pytest.raises(RequestError, match="^prompt "):
+        llm.cache(CacheCommand(CacheAction.INSPECT, prompt=prompt))
 
 
 def test_a_storage_is_attached_and_detached_while_requests_come(llm: LLM, tmp_path: Path) -> None:
