@@ -1,37 +1,36 @@
-"""Long rows of recurrent layers with a delta rule, computed by the Triton kernels of flash-linear-attention.
+"""Long rows of recurrent layers with a delta rule, in chunks of 64 tokens.
 
-All long rows of a step are one call: of chunk_gated_delta_rule for one decay per head, of chunk_kda for one per
-channel. Chunks of 64 tokens use matrix products in half precision with float32 sums; the state is float32.
+    prepare       all that does not depend on a state, for all rows of the step: kernels of flash-linear-attention
+    pass_states   from chunk to chunk, a launch for all rows of a stage (attention/row_order.py): our own kernel
+    finish        outputs of all rows: a kernel of flash-linear-attention
+
+Matrix products are in half precision with float32 sums; the state is float32.
 
 FlashInfer's prefill kernels for such layers need a newer GPU than Hopper, or the compiler of CUTLASS.
 """
 
-# Shapes in this file: T tokens of the step, L of them in long rows, N long rows, Hk key heads, Hv value heads, Dk and
+# Shapes in this file: T tokens of the step, L of them in long rows, n chunks, Hk key heads, Hv value heads, Dk and
 # Dv head sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from raycache.attention.delta_rule import DeltaRule
 from raycache.attention.layout import StepLayout
-from raycache.attention.recurrent_plain import FORGOTTEN
+from raycache.attention.recurrent_delta import Chains, Chunks, decays, pass_states
+from raycache.attention.recurrent_plain import CHUNK
+from raycache.attention.row_order import Chain
 from raycache.step.inputs import RowInputs
 
 TILES: Mapping[str, Mapping[str, int]] = {
-    "utils.cumsum:chunk_local_cumsum_scalar_kernel": {"num_warps": 2},
-    "utils.cumsum:chunk_local_cumsum_vector_kernel": {"BS": 64, "num_warps": 4},
-    "common.chunk_delta_h:chunk_gated_delta_rule_fwd_kernel_h_blockdim64": {
-        "BV": 32,
-        "num_warps": 4,
-        "num_stages": 3,
-    },
     "common.chunk_o:chunk_fwd_kernel_o": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 2},
     "gated_delta_rule.chunk_fwd:chunk_gated_delta_rule_fwd_kkt_solve_kernel": {"BK": 64, "num_warps": 1},
     "gated_delta_rule.wy_fast:recompute_w_u_fwd_kernel": {"num_warps": 4, "num_stages": 3},
@@ -50,52 +49,122 @@ class DeltaRows:
         tokens: int64 [L], the rows' tokens; None if they are all T.
     """
 
-    def __init__(self, rows: Sequence[RowInputs], layout: StepLayout) -> None:
-        bounds = list(accumulate((len(row.tokens) for row in rows), initial=0))
-        has_all = bounds[-1] == layout.inputs.num_tokens
-        self.tokens = None if has_all else layout.on_device([token for row in rows for token in row.tokens])
-        self._reads = layout.on_device([max(row.read_state, 0) for row in rows])
-        self._writes = layout.on_device([row.write_state for row in rows])
-        self._fresh = layout.on_device([i for i, row in enumerate(rows) if row.read_state < 0])
-        self._bounds = layout.on_device(bounds)
-        # The library computes the number of chunks from a copy on the host, so that it does not wait for the device.
-        self._bounds_on_host = torch.tensor(bounds)
-
-    def scan(
-        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, half: torch.dtype
-    ) -> Tensor:
-        """Process the rows' tokens.
+    def __init__(self, rows: Sequence[RowInputs], stages: Sequence[Sequence[Chain]], layout: StepLayout) -> None:
+        """Lay out the long rows of a step.
 
         Args:
-            states: [slots, Hv, Dk, Dv] float32, read and written.
+            rows: all of the step.
+            stages: chains of long rows.
+        """
+        found = sorted(i for chains in stages for chain in chains for i in chain)
+        counts = [len(rows[i].tokens) for i in found]
+        bounds = list(accumulate(counts, initial=0))
+        firsts = list(accumulate((-(-count // CHUNK) for count in counts), initial=0))
+        has_all = bounds[-1] == layout.inputs.num_tokens
+        self.tokens = None if has_all else layout.on_device([token for i in found for token in rows[i].tokens])
+        self._bounds = layout.on_device(bounds)
+        pieces = [(n, at) for n, count in enumerate(counts) for at in range(0, count, CHUNK)]
+        self._indices = _table([(n, at // CHUNK) for n, at in pieces], layout)
+        table = [(rows[found[n]].tokens.start + at, bounds[n] + at, min(CHUNK, counts[n] - at)) for n, at in pieces]
+        self._chunks = Chunks(_table(table, layout), bounds[-1])
+        lines = {i: (bounds[n], counts[n], firsts[n], rows[i].write_state) for n, i in enumerate(found)}
+        self._stages = [_chains(chains, rows, lines, layout) for chains in stages]
+
+    def prepare(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        half: torch.dtype,
+        gates: DeltaRule | None = None,
+    ) -> Prepared:
+        """All that does not depend on a state.
+
+        Args:
             q, k, v, g, beta: as in AttentionStep.scan; Dk is at most recurrent_plain.MAX_KEY_DIM.
             half: dtype of products, bfloat16 or float16.
-        Returns:
-            [L, Hv, Dv] in v's dtype.
+            gates: if given, g and beta are what comes before its gates.
         """
-        dtype = v.dtype
-        q, k, v = (self._take(x).to(half) for x in (q, k, v))
-        g, beta = self._take(g).float().clamp(min=FORGOTTEN), self._take(beta).float()
-        is_per_head = g.shape[-1] == 1
-        out, after = _kernel("gated_delta_rule" if is_per_head else "kda")(
-            q,
-            k,
-            v,
-            g[..., 0] if is_per_head else g,
-            beta,
-            scale=1.0,
-            initial_state=states[self._reads].index_fill_(0, self._fresh, 0),
-            output_final_state=True,
-            cu_seqlens=self._bounds,
-            cu_seqlens_cpu=self._bounds_on_host,
-        )
-        states.index_copy_(0, self._writes, after)
+        q, k, v, beta = (self._take(x).contiguous() for x in (q, k, v, beta))
+        q, k, v, beta = q.to(half), k.to(half), v.to(half), beta.float()
+        beta = beta if gates is None else beta.sigmoid()
+        g = decays(self._chunks, g, gates=gates)
+        rows = {"cu_seqlens": self._bounds, "chunk_indices": self._indices, "chunk_size": CHUNK}
+        if g.shape[-1] == 1:
+            module = _library()["gated_delta_rule.chunk_fwd"]
+            w, u, _ = module.chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=g[..., 0], beta=beta, **rows)
+            products, keys = None, k
+        else:
+            module = _library()["kda.chunk_intra"]
+            w, u, _, keys, products, _ = module.chunk_kda_fwd_intra(
+                q=q, k=k, v=v, gk=g, beta=beta, scale=1.0, disable_recompute=False, **rows
+            )
+        states = q.new_empty(1, len(self._chunks.table), v.shape[2], q.shape[3], v.shape[3])
+        return Prepared(q, keys, w, u, g, products, states, torch.empty_like(u))
+
+    def pass_states(self, stage: int, states: Tensor, ready: Prepared) -> None:
+        """Process the rows of a stage; `states` [slots, Hv, Dk, Dv] float32 are read and written."""
+        if (chains := self._stages[stage]) is not None:
+            pass_states(states, chains, k=ready.k, w=ready.w, u=ready.u, g=ready.g, to=(ready.states, ready.written))
+
+    def finish(self, ready: Prepared) -> Tensor:
+        """Outputs [L, Hv, Dv] in half precision, after all stages."""
+        rows = {"cu_seqlens": self._bounds, "chunk_indices": self._indices, "chunk_size": CHUNK}
+        shared = {"q": ready.q, "v": ready.written, "h": ready.states, "scale": 1.0, **rows}
+        if ready.products is None:
+            out = _library()["common.chunk_o"].chunk_fwd_o(k=ready.k, g=ready.g[..., 0], **shared)
+        else:
+            out = _library()["gla.chunk"].chunk_gla_fwd_o_gk(g=ready.g, A=ready.products, **shared)
         found: Tensor = out[0]
-        return found.to(dtype)
+        return found
 
     def _take(self, x: Tensor) -> Tensor:
         """[T, ...] -> [1, L, ...]."""
         return (x if self.tokens is None else x[self.tokens])[None]
+
+
+class Prepared(NamedTuple):
+    """What chunks compute without a state.
+
+    Attributes:
+        q: [1, L, Hk, Dk].
+        k: the same; with a decay per channel decayed to the end of the chunk, [1, L, Hv, Dk].
+        w, u: what the chunks' tokens write is u - w state, [1, L, Hv, Dk] and [1, L, Hv, Dv].
+        g: [1, L, Hv, 1 or Dk], see `recurrent_delta.decays`.
+        products: queries with keys [1, L, Hv, CHUNK], or None for one decay per head.
+        states: [1, n, Hv, Dk, Dv], at the start of each chunk; not yet written.
+        written: shaped like u; not yet written.
+    """
+
+    q: Tensor
+    k: Tensor
+    w: Tensor
+    u: Tensor
+    g: Tensor
+    products: Tensor | None
+    states: Tensor
+    written: Tensor
+
+
+def _chains(
+    chains: Sequence[Chain],
+    rows: Sequence[RowInputs],
+    lines: Mapping[int, tuple[int, int, int, int]],
+    layout: StepLayout,
+) -> Chains | None:
+    if not chains:
+        return None
+    firsts = accumulate(map(len, chains), initial=0)
+    heads = [(first, len(chain), rows[chain[0]].read_state) for first, chain in zip(firsts, chains, strict=False)]
+    return Chains(_table([lines[i] for chain in chains for i in chain], layout), _table(heads, layout))
+
+
+def _table(lines: Sequence[tuple[int, ...]], layout: StepLayout) -> Tensor:
+    """int64 [N, columns], N >= 1."""
+    return layout.on_device([number for line in lines for number in line]).view(len(lines), -1)
 
 
 @cache
@@ -109,18 +178,19 @@ def has_library() -> bool:
 
 
 @cache
-def _kernel(module: str) -> Callable[..., Any]:
-    """The chunk-parallel function of a module of flash-linear-attention, with one fixed configuration per kernel.
+def _library() -> Mapping[str, Any]:
+    """Modules of flash-linear-attention, with one fixed configuration per kernel.
 
     By default it tunes every kernel at first use: up to ninety compilations of a second or two during the first prompt.
     The winner depends on timing noise, so ranks and runs would round differently.
     """
     triton = import_module("triton")
+    found: dict[str, Any] = {}
     for place, values in TILES.items():
         file, name = place.split(":")
         sizes = {key: value for key, value in values.items() if not key.startswith("num_")}
         launch = {key: value for key, value in values.items() if key.startswith("num_")}
+        found[file] = import_module(f"fla.ops.{file}")
         # `.fn` of the heuristics decorator is the tuner.
-        vars(import_module(f"fla.ops.{file}"))[name].fn.configs = [triton.Config(sizes, **launch)]
-    function: Callable[..., Any] = vars(import_module(f"fla.ops.{module}"))[f"chunk_{module}"]
-    return function
+        vars(found[file])[name].fn.configs = [triton.Config(sizes, **launch)]
+    return found

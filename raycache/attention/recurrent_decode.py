@@ -234,7 +234,7 @@ def _prepare_state_space(
     if head < num_heads:
         value = _convolved(x, row, read, write, head, column, DV, TAPS, BT, HAS_BIAS)
         step = tl.load(steps.dt + row * steps.row + head * steps.head).to(tl.float32)
-        step = _softplus(step + tl.load(steps.bias + head))
+        step = softplus(step + tl.load(steps.bias + head))
         step = tl.where(step < steps.low, steps.low, tl.where(step > steps.high, steps.high, step))
         tl.store(to_g + row * num_heads + head, step * tl.load(steps.decay + head))
         to = (row * num_heads + head) * DV + column
@@ -403,7 +403,7 @@ def _log_decay(
     if IS_BOUNDED:
         return gates.bound * tl.sigmoid(rate * shifted)
     else:
-        return -rate * _softplus(shifted)
+        return -rate * softplus(shifted)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -412,7 +412,7 @@ def _unit_length(x: tl.tensor, eps: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _softplus(x: tl.tensor) -> tl.tensor:
+def softplus(x: tl.tensor) -> tl.tensor:
     """log(1 + exp(x)), precise also where exp(x) is small."""
     small = tl.exp(tl.minimum(x, 20.0))
     total = 1.0 + small

@@ -1,11 +1,12 @@
 """Recurrent layers of one step on CUDA: the same as attention/states.py, in few launches.
 
     decode step                 all that a layer does before its scan in one launch, in float32
-    convolution                 all rows in one launch, in float32
+    convolution                 all rows in one launch, in float32, with what follows it
     scan of short rows          all in one launch, token by token, in float32; includes rows with drafts
-    scan of longer rows         all in one call of chunk-parallel kernels, in half precision with float32 sums
+    scan of longer rows         all in one run of chunk-parallel kernels, in half precision with float32 sums
 
-Each of these once per turn, see attention/states.py; nearly all steps have one turn.
+Rows that read what others of the step write are in the same launch as these where that is possible, see
+attention/row_order.py; else they are in one of their own behind it.
 
 Where there is no kernel, attention/states.py is used, which is logged once. A decode batch whose rows all have a state
 has only short rows and reads its slots from the tensors of the step's inputs, so it can be captured in a CUDA graph.
@@ -14,20 +15,22 @@ has only short rows and reads its slots from the tensors of the step's inputs, s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from raycache.attention.delta_rule import DeltaRule
+from raycache.attention.delta_rule import L2_EPS, DeltaRule
 from raycache.attention.layout import StepLayout
 from raycache.attention.recurrent_chunks import DeltaRows, has_library
 from raycache.attention.recurrent_decode import prepare_delta_rule, prepare_state_space
 from raycache.attention.recurrent_plain import MAX_KEY_DIM, scan_plain
-from raycache.attention.recurrent_triton import BLOCK_TOKENS, Scanned, Slots, convolve, step
+from raycache.attention.recurrent_triton import BLOCK_TOKENS, Activation, Blocks, Scanned, Slots, convolve, step
+from raycache.attention.row_order import Chain, stages
 from raycache.attention.state_space import StateSpace
-from raycache.attention.states import Recurrence, turns
+from raycache.attention.states import Recurrence
 from raycache.memory.views import StateView
 from raycache.step.inputs import RowInputs
 
@@ -46,19 +49,19 @@ class KernelRecurrence:
     """
 
     def __init__(self, layout: StepLayout) -> None:
-        rows = layout.inputs.rows
+        inputs = layout.inputs
+        slots = cache(lambda indices: _slots([inputs.rows[i] for i in indices], layout))
         self._layout = layout
-        self._turns = [_Turn([rows[i] for i in indices], layout) for indices in turns(layout.inputs)]
-        self._has_long = any(turn.long_rows for turn in self._turns)
+        self._convolutions = [_Convolutions(chains, layout, slots) for chains in stages(inputs, can_follow=_is_beside)]
+        self._scans = [_Scans(chains, layout, slots) for chains in stages(inputs, can_follow=_are_long)]
+        self._has_long = any(scans.chains for scans in self._scans)
+        self._long: DeltaRows | None = None
         self._readable: Recurrence | None = None
 
     def convolve(self, view: StateView, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float64:
             return self._read("float64").convolve(view, name, x, weight, bias)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for turn in self._turns:
-            turn.convolve(view.conv[name], x, weight, bias, out=out)
-        return out
+        return self._convolve(view, name, x, weight, bias)
 
     def scan(self, view: StateView, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
         if view.state.dtype == torch.float64:
@@ -66,32 +69,96 @@ class KernelRecurrence:
         half = _half(q, k, v)
         if self._has_long and (reason := _refusal(half, q, g, beta)):
             return self._read(reason).scan(view, q, k, v, g, beta)
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        for turn in self._turns:
-            turn.scan(view.state, q, k, v, g, beta, half=half, out=out)
-        return out
+        ready = None
+        if half is not None and beta is not None and self._has_long:
+            ready = self._delta.prepare(q, k, v, g, beta, half=half)
+        out, scanned = torch.empty(v.shape, dtype=v.dtype, device=v.device), Scanned(q, k, v, g, beta)
+        for number, stage in enumerate(self._scans):
+            if stage.short is not None:
+                step(view.state, stage.short, scanned, out=out)
+            if ready is not None:
+                self._delta.pass_states(number, view.state, ready)
+            elif half is not None and stage.long is not None:
+                scan_plain(view.state, stage.long, stage.bounds, scanned, half=half, out=out)
+        if ready is None:
+            return out
+        found = self._delta.finish(ready).to(v.dtype)
+        tokens = self._delta.tokens
+        return found if tokens is None else out.index_copy_(0, tokens, found)
 
     def state_space(
         self, view: StateView, weights: StateSpace, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor
     ) -> Tensor:
-        if not self._is_fused(view):
+        if torch.float64 in (x.dtype, view.state.dtype):
             return weights.run(self, view, x=x, b=b, c=c, dt=dt)
-        (turn,) = self._turns
-        ready = prepare_state_space(view, turn.rows, weights, x=x, b=b, c=c, dt=dt)
+        if not self._is_fused(view):
+            x, b, c = (
+                self._convolve(view, name, inputs, taps.weight, taps.bias, activation=Activation())
+                for name, inputs, taps in (("x", x, weights.x), ("b", b, weights.b), ("c", c, weights.c))
+            )
+            return weights.scan(self, view, x=x, b=b, c=c, dt=dt)
+        rows = self._convolutions[0].rows
+        ready = prepare_state_space(view, rows, weights, x=x, b=b, c=c, dt=dt)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        step(view.state, turn.rows, ready, out=out)
+        step(view.state, rows, ready, out=out)
         return out
 
     def delta_rule(
         self, view: StateView, weights: DeltaRule, *, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
     ) -> Tensor:
-        if not self._is_fused(view):
+        if torch.float64 in (q.dtype, view.state.dtype):
             return weights.run(self, view, q=q, k=k, v=v, decay=decay, beta=beta)
-        (turn,) = self._turns
-        ready = prepare_delta_rule(view, turn.rows, weights, q=q, k=k, v=v, decay=decay, beta=beta)
+        if not self._is_fused(view):
+            return self._prefilled(view, weights, q, k, v, decay, beta)
+        rows = self._convolutions[0].rows
+        ready = prepare_delta_rule(view, rows, weights, q=q, k=k, v=v, decay=decay, beta=beta)
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        step(view.state, turn.rows, ready, out=out)
+        step(view.state, rows, ready, out=out)
         return out
+
+    def _prefilled(
+        self, view: StateView, weights: DeltaRule, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        """`delta_rule` of a step with rows of more than one token."""
+        half = _half(q, k, v)
+        is_long = self._has_long and not any(scans.short for scans in self._scans)
+        is_long = is_long and _refusal(half, q, decay, beta) is None
+        dtype = half if is_long and half is not None else torch.float32
+        unit = Activation(1.0, L2_EPS)
+        q = self._convolve(
+            view, "q", q, weights.q, None, activation=Activation(q.shape[-1] ** -0.5, L2_EPS), dtype=dtype
+        )
+        k = self._convolve(view, "k", k, weights.k, None, activation=unit, dtype=dtype)
+        v = self._convolve(view, "v", v, weights.v, None, activation=Activation())
+        if not is_long or half is None:
+            return self.scan(view, q, k, v, weights.log_decay(decay), beta.to(weights.rate.dtype).sigmoid())
+        ready = self._delta.prepare(q, k, v, decay, beta, half=half, gates=weights)
+        for number in range(len(self._scans)):
+            self._delta.pass_states(number, view.state, ready)
+        return self._delta.finish(ready).to(v.dtype)
+
+    def _convolve(
+        self,
+        view: StateView,
+        name: str,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        activation: Activation | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+        for stage in self._convolutions:
+            convolve(view.conv[name], stage.rows, stage.blocks, x, weight, bias, out=out, activation=activation)
+        return out
+
+    @property
+    def _delta(self) -> DeltaRows:
+        """Long rows of a layer with a delta rule; the tables are only copied for models that have such layers."""
+        if self._long is None:
+            self._long = DeltaRows(self._layout.inputs.rows, [scans.chains for scans in self._scans], self._layout)
+        return self._long
 
     def _is_fused(self, view: StateView) -> bool:
         """Whether there is one launch for all that a layer does before its scan."""
@@ -105,57 +172,57 @@ class KernelRecurrence:
         return self._readable
 
 
-class _Turn:
-    """Rows that do not depend on each other.
+class _Convolutions:
+    """Convolutions of the rows of a stage. What precedes a row that is not the first of its chain is in the input.
 
     Attributes:
         rows: all of them.
-        long_rows: those that are not processed token by token.
+        blocks: their tokens.
     """
 
-    def __init__(self, rows: Sequence[RowInputs], layout: StepLayout) -> None:
-        short = [row for row in rows if _is_short(row)]
-        self.long_rows = [row for row in rows if not _is_short(row)]
-        self._layout = layout
-        self.rows = _slots(rows, layout)
-        self._block_tokens = 1 if layout.inputs.is_decode else BLOCK_TOKENS
-        firsts = [(i, first) for i, row in enumerate(rows) for first in range(0, len(row.tokens), self._block_tokens)]
-        self._blocks = _pairs(firsts, layout)
-        self._short, self._long = self.rows, self.rows
-        if short and self.long_rows:
-            self._short, self._long = _slots(short, layout), _slots(self.long_rows, layout)
-        self._has_short = bool(short)
-        self._delta: DeltaRows | None = None
+    def __init__(self, chains: Sequence[Chain], layout: StepLayout, slots: Callable[[tuple[int, ...]], Slots]) -> None:
+        all_rows = layout.inputs.rows
+        behind = {i: len(all_rows[before].tokens) for chain in chains for before, i in pairwise(chain)}
+        indices = sorted(i for chain in chains for i in chain)
+        self.rows = slots(tuple(indices))
+        size = 1 if layout.inputs.is_decode else BLOCK_TOKENS
+        firsts = [(n, first) for n, i in enumerate(indices) for first in range(0, len(all_rows[i].tokens), size)]
+        self.blocks = Blocks(
+            _pairs(firsts, layout),
+            size,
+            # Not only where rows go on: the warm-up, which compiles all kernels, has no such rows.
+            behind=None if layout.inputs.is_decode else layout.on_device([behind.get(i, 0) for i in indices]),
+        )
 
-    def convolve(self, states: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
-        convolve(states, self.rows, self._blocks, x, weight, bias, block_tokens=self._block_tokens, out=out)
 
-    def scan(
-        self,
-        states: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor | None,
-        *,
-        half: torch.dtype | None,
-        out: Tensor,
-    ) -> None:
-        if self._has_short:
-            step(states, self._short, Scanned(q, k, v, g, beta), out=out)
-        if half is None or not self.long_rows:
-            return
-        if beta is None:
-            scan_plain(states, self._long, q, k, v, g, half=half, out=out)
-            return
-        if self._delta is None:
-            self._delta = DeltaRows(self.long_rows, self._layout)
-        found = self._delta.scan(states, q, k, v, g, beta, half=half)
-        if self._delta.tokens is None:
-            out.copy_(found)
-        else:
-            out.index_copy_(0, self._delta.tokens, found)
+class _Scans:
+    """Scans of the rows of a stage.
+
+    Attributes:
+        short: rows that are processed token by token, or None.
+        chains: the others.
+        long: the others in the order of `chains`, or None.
+        bounds: int64 [M, 2], the first row of each chain and their number.
+    """
+
+    def __init__(self, chains: Sequence[Chain], layout: StepLayout, slots: Callable[[tuple[int, ...]], Slots]) -> None:
+        rows = layout.inputs.rows
+        short = [i for chain in chains for i in chain if _is_short(rows[i])]
+        self.chains = [chain for chain in chains if not _is_short(rows[chain[0]])]
+        self.short = slots(tuple(short)) if short else None
+        self.long = slots(tuple(i for chain in self.chains for i in chain)) if self.chains else None
+        counts = [len(chain) for chain in self.chains]
+        self.bounds = _pairs(list(zip(accumulate(counts, initial=0), counts, strict=False)), layout)
+
+
+def _are_long(before: RowInputs, row: RowInputs) -> bool:
+    """Whether one launch can process a row and the one that it follows."""
+    return not _is_short(before) and not _is_short(row)
+
+
+def _is_beside(before: RowInputs, row: RowInputs) -> bool:
+    """Whether the inputs that precede a row are those of the row that it follows."""
+    return before.tokens.stop == row.tokens.start and len(before.tokens) >= BLOCK_TOKENS and not before.draft_states
 
 
 def _is_short(row: RowInputs) -> bool:
@@ -179,7 +246,7 @@ def _slots(rows: Sequence[RowInputs], layout: StepLayout) -> Slots:
 
 def _pairs(pairs: Sequence[tuple[int, int]], layout: StepLayout) -> Tensor:
     """int64 [N, 2]."""
-    return layout.on_device([number for pair in pairs for number in pair]).view(-1, 2)
+    return layout.on_device([number for pair in pairs for number in pair]).view(len(pairs), 2)
 
 
 def _half(*tensors: Tensor) -> torch.dtype | None:

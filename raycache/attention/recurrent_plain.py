@@ -1,7 +1,7 @@
 """A Triton kernel for long rows of recurrent layers without a delta rule: Mamba2, lightning attention.
 
-One program per row, value head and BV columns of its state loops over the row's chunks of C tokens. Chunks use matrix
-products in half precision with float32 sums; the state stays in registers, in float32:
+One program per chain of rows, value head and BV columns of its state loops over the rows' chunks of C tokens. Chunks
+use matrix products in half precision with float32 sums; the state stays in registers, in float32:
 
     out   = (q k^T * decay between the two tokens, 0 for later ones) v + (q * decay from the start) state
     state = decay of the whole chunk * state + k^T (v * decay to the end)
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from raycache.attention.recurrent_triton import Slots, side_by_side
+from raycache.attention.recurrent_triton import Scanned, Slots, side_by_side
 
 CHUNK = 64
 MAX_KEY_DIM = 256
@@ -34,27 +34,27 @@ _HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def scan_plain(
-    states: Tensor, rows: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, half: torch.dtype, out: Tensor
+    states: Tensor, rows: Slots, chains: Tensor, scanned: Scanned, *, half: torch.dtype, out: Tensor
 ) -> None:
     """Process the tokens of rows like `attention.recurrence.scan`.
 
     Args:
         states: [slots, Hv, Dk, Dv] float32, read and written.
-        q, k: [T, Hk, Dk], Dk at most MAX_KEY_DIM.
-        v: [T, Hv, Dv].
-        g: [T, Hv, 1].
+        chains: int64 [M, 2], the first of some rows and their number; each goes on with the state of the one before.
+        scanned: Dk is at most MAX_KEY_DIM, with one decay per head and without `beta` and `added`.
         half: dtype of products, bfloat16 or float16.
         out: [T, Hv, Dv] contiguous; written for the rows' tokens.
     """
     value_heads, key_dim, value_dim = states.shape[1:]
-    q, k, v = (side_by_side(x) for x in (q, k, v))
+    q, k, v, g = (side_by_side(x) for x in scanned[:4])
     features = max(16, triton.next_power_of_2(key_dim))
     columns = min(64 if features <= 128 else 32, max(16, triton.next_power_of_2(value_dim)))
-    _scan_plain[triton.cdiv(value_dim, columns), value_heads, len(rows.spans)](
+    _scan_plain[triton.cdiv(value_dim, columns), value_heads, len(chains)](
         states,
         rows.spans,
         rows.reads,
         rows.writes,
+        chains,
         q,
         k,
         v,
@@ -77,13 +77,14 @@ def scan_plain(
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize_on_alignment=["spans", "reads", "writes"]
+    do_not_specialize_on_alignment=["spans", "reads", "writes", "chains"]
 )
 def _scan_plain(
     states: tl.tensor,
     spans: tl.tensor,
     reads: tl.tensor,
     writes: tl.tensor,
+    chains: tl.tensor,
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -109,38 +110,42 @@ def _scan_plain(
     FLOOR: tl.constexpr,
 ) -> None:
     """Names with an underscore are strides. `group` value heads share a key head."""
-    head, row = tl.program_id(1), tl.program_id(2)
+    head, chain = tl.program_id(1), tl.program_id(2)
     feature = tl.arange(0, BK)
     column = tl.program_id(0) * BV + tl.arange(0, BV)
     is_feature, is_column = (feature < DK)[None, :], (column < DV)[None, :]
-    start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
-    read, write = tl.load(reads + row), tl.load(writes + start + count - 1)
+    first_row, num_rows = tl.load(chains + 2 * chain), tl.load(chains + 2 * chain + 1)
+    read = tl.load(reads + first_row)
     is_earlier = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
 
     place = (head * DK + feature)[:, None] * DV + column[None, :]
     is_state = (feature < DK)[:, None] & is_column
     state = tl.load(states + read * slot + place, mask=is_state & (read >= 0), other=0.0)
-    for first in range(0, count, C):
-        token = start + first + tl.arange(0, C)
-        is_token = token < start + count
-        keys = is_token[:, None] & is_feature
-        values = is_token[:, None] & is_column
-        query = tl.load(q + token[:, None] * q_token + head // group * q_head + feature[None, :], mask=keys, other=0.0)
-        key = tl.load(k + token[:, None] * k_token + head // group * k_head + feature[None, :], mask=keys, other=0.0)
-        value = tl.load(v + token[:, None] * v_token + head * v_head + column[None, :], mask=values, other=0.0)
-        # Tokens after the last one neither decay nor write.
-        decay = tl.load(g + token * g_token + head * g_head, mask=is_token, other=0.0).to(tl.float32)
-        decay = tl.maximum(decay, FLOOR)
-        total = tl.cumsum(decay, axis=0)
-        whole = tl.sum(decay, axis=0)
-        query, key, value = query.to(HALF), key.to(HALF), value.to(HALF)
+    for row in range(first_row, first_row + num_rows):
+        start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
+        for first in range(0, count, C):
+            token = start + first + tl.arange(0, C)
+            is_token = token < start + count
+            keys = is_token[:, None] & is_feature
+            values = is_token[:, None] & is_column
+            to_query = token[:, None] * q_token + head // group * q_head + feature[None, :]
+            to_key = token[:, None] * k_token + head // group * k_head + feature[None, :]
+            query = tl.load(q + to_query, mask=keys, other=0.0)
+            key = tl.load(k + to_key, mask=keys, other=0.0)
+            value = tl.load(v + token[:, None] * v_token + head * v_head + column[None, :], mask=values, other=0.0)
+            # Tokens after the last one neither decay nor write.
+            decay = tl.load(g + token * g_token + head * g_head, mask=is_token, other=0.0).to(tl.float32)
+            decay = tl.maximum(decay, FLOOR)
+            total = tl.cumsum(decay, axis=0)
+            whole = tl.sum(decay, axis=0)
+            query, key, value = query.to(HALF), key.to(HALF), value.to(HALF)
 
-        between = tl.where(is_earlier, total[:, None] - total[None, :], float("-inf"))
-        scores = tl.dot(query, tl.trans(key)) * tl.exp(between)
-        result = tl.dot(query, state.to(HALF)) * tl.exp(total)[:, None]
-        result = tl.dot(scores.to(HALF), value, result)
-        to = out + (token[:, None] * num_heads + head) * DV + column[None, :]
-        tl.store(to, result.to(out.dtype.element_ty), mask=values)
-        left = value.to(tl.float32) * tl.exp(whole - total)[:, None]
-        state = tl.dot(tl.trans(key), left.to(HALF), state * tl.exp(whole))
-    tl.store(states + write * slot + place, state, mask=is_state)
+            between = tl.where(is_earlier, total[:, None] - total[None, :], float("-inf"))
+            scores = tl.dot(query, tl.trans(key)) * tl.exp(between)
+            result = tl.dot(query, state.to(HALF)) * tl.exp(total)[:, None]
+            result = tl.dot(scores.to(HALF), value, result)
+            to = out + (token[:, None] * num_heads + head) * DV + column[None, :]
+            tl.store(to, result.to(out.dtype.element_ty), mask=values)
+            left = value.to(tl.float32) * tl.exp(whole - total)[:, None]
+            state = tl.dot(tl.trans(key), left.to(HALF), state * tl.exp(whole))
+        tl.store(states + tl.load(writes + start + count - 1) * slot + place, state, mask=is_state)

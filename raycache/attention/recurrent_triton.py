@@ -68,6 +68,33 @@ class Scanned(NamedTuple):
     added: Tensor | None = None
 
 
+class Activation(NamedTuple):
+    """What follows a convolution: silu, and for queries and keys a fixed length of each head.
+
+    Attributes:
+        length: of each head's output, or None to leave it.
+        eps: added to its squared norm.
+    """
+
+    length: float | None = None
+    eps: float = 0.0
+
+
+class Blocks(NamedTuple):
+    """Blocks of tokens of a convolution's rows.
+
+    Attributes:
+        table: int64 [M, 2], row and first token in the row of each block.
+        size: tokens of a block, a power of two.
+        behind: int64 [N], how many tokens right before the row are its earlier inputs, at least K - 1, or 0 if these
+            are in the state; None, for all 0, in decode steps.
+    """
+
+    table: Tensor
+    size: int
+    behind: Tensor | None
+
+
 def step(states: Tensor, rows: Slots, scanned: Scanned, *, out: Tensor) -> None:
     """Process the tokens of rows in float32, like `attention.recurrence.scan`.
 
@@ -111,37 +138,39 @@ def step(states: Tensor, rows: Slots, scanned: Scanned, *, out: Tensor) -> None:
 def convolve(
     states: Tensor,
     rows: Slots,
-    blocks: Tensor,
+    blocks: Blocks,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     *,
-    block_tokens: int,
     out: Tensor,
+    activation: Activation | None = None,
 ) -> None:
     """Convolve each channel of rows, in float32.
 
     Args:
         states: [slots, H, D, K - 1], oldest input first, read and written.
-        blocks: int64 [M, 2], row and first token in the row of each block of `block_tokens`.
         x: [T, H, D].
         weight: [H, D, K], the tap of the newest input last.
         bias: [H, D] or None.
-        block_tokens: a power of two.
-        out: [T, H, D] in x's dtype, contiguous; the rows' tokens are written.
+        out: [T, H, D] contiguous; the rows' tokens are written.
     """
     x, weight = side_by_side(x), weight.contiguous()
     heads, dim, taps = weight.shape
     channels = min(256, triton.next_power_of_2(heads * dim))
-    if block_tokens > 1:
+    if blocks.size > 1:
         channels = min(128, channels)
-    _convolve[len(blocks), triton.cdiv(heads * dim, channels)](
+    is_unit = activation is not None and activation.length is not None
+    if is_unit:
+        channels = triton.next_power_of_2(dim)
+    _convolve[len(blocks.table), heads if is_unit else triton.cdiv(heads * dim, channels)](
         states,
         rows.spans,
         rows.reads,
         rows.writes,
         rows.kept,
-        blocks,
+        blocks.table,
+        rows.reads if blocks.behind is None else blocks.behind,
         x,
         weight,
         weight if bias is None else bias.contiguous(),
@@ -149,12 +178,17 @@ def convolve(
         states.stride(0),
         *x.stride()[:2],
         heads * dim,
+        1.0 if activation is None or activation.length is None else activation.length,
+        0.0 if activation is None else activation.eps,
         D=dim,
         HAS_GAPS=x.stride(1) != dim,
         TAPS=taps,
-        BT=block_tokens,
+        BT=blocks.size,
         BF=channels,
         HAS_BIAS=bias is not None,
+        IS_BEHIND=blocks.behind is not None,
+        IS_ACTIVE=activation is not None,
+        IS_UNIT=is_unit,
     )
 
 
@@ -248,7 +282,7 @@ def _step(
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize_on_alignment=["spans", "reads", "writes", "kept", "blocks"]
+    do_not_specialize_on_alignment=["spans", "reads", "writes", "kept", "blocks", "behind"]
 )
 def _convolve(
     states: tl.tensor,
@@ -257,6 +291,7 @@ def _convolve(
     writes: tl.tensor,
     kept: tl.tensor,
     blocks: tl.tensor,
+    behind: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -265,19 +300,35 @@ def _convolve(
     x_token: tl.tensor,
     x_head: tl.tensor,
     num_channels: tl.tensor,
+    length: tl.tensor,
+    eps: tl.tensor,
     D: tl.constexpr,
     HAS_GAPS: tl.constexpr,
     TAPS: tl.constexpr,
     BT: tl.constexpr,
     BF: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_BEHIND: tl.constexpr,
+    IS_ACTIVE: tl.constexpr,
+    IS_UNIT: tl.constexpr,
 ) -> None:
-    """`source` is the index of an input in the row; negative ones are in column source + TAPS - 1 of the state."""
+    """`source` is the index of an input in the row; negative ones are in column source + TAPS - 1 of the state.
+
+    With IS_UNIT a program has all channels of a head.
+    """
     row, first = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     start, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
     read, first_kept = tl.load(reads + row), start + count - tl.load(kept + row)
-    channel = tl.program_id(1) * BF + tl.arange(0, BF)
-    is_channel = channel < num_channels
+    oldest = tl.zeros_like(start)  # index of the first input that is in x
+    if IS_BEHIND:
+        oldest -= tl.load(behind + row)
+        read = tl.where(oldest < 0, -1, read)
+    if IS_UNIT:
+        channel = tl.program_id(1) * D + tl.arange(0, BF)
+        is_channel = tl.arange(0, BF) < D
+    else:
+        channel = tl.program_id(1) * BF + tl.arange(0, BF)
+        is_channel = channel < num_channels
     inputs = x + start * x_token + channel
     if HAS_GAPS:
         inputs += (channel // D) * (x_head - D)
@@ -291,7 +342,7 @@ def _convolve(
     for tap in tl.static_range(TAPS):
         source = (place + tap - (TAPS - 1))[:, None]
         factor = tl.load(weight + channel * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-        fresh = tl.load(inputs[None, :] + source * x_token, mask=is_output & (source >= 0), other=0.0)
+        fresh = tl.load(inputs[None, :] + source * x_token, mask=is_output & (source >= oldest), other=0.0)
         total += fresh.to(tl.float32) * factor
     if first == 0:
         for tap in tl.static_range(TAPS - 1):
@@ -299,6 +350,12 @@ def _convolve(
             factor = tl.load(weight + channel * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)[None, :]
             stored = tl.load(old[None, :] + source, mask=is_output & (source < 0) & (read >= 0), other=0.0)
             total += stored.to(tl.float32) * factor
+    if IS_ACTIVE:
+        # Rounded where the separate operations round.
+        total = total.to(x.dtype.element_ty).to(tl.float32)
+        total = (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
+    if IS_UNIT:
+        total *= length * tl.rsqrt(tl.sum(total * total, axis=1) + eps)[:, None]
     to = out + (start + place)[:, None] * num_channels + channel[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=is_output)
 
@@ -312,7 +369,7 @@ def _convolve(
             new = states + tl.load(writes + start + last) * slot + channel * (TAPS - 1)
             for column in tl.static_range(TAPS - 1):
                 end = last + 1 - (TAPS - 1) + column  # index of the input for this column
-                is_new = is_channel & (end >= 0)
+                is_new = is_channel & (end >= oldest)
                 late = tl.load(inputs + end * x_token, mask=is_new, other=0.0)
                 early = tl.load(old + end, mask=is_channel & (end < 0) & (read >= 0), other=0.0)
                 tl.store(new + column, tl.where(is_new, late, early.to(late.dtype)), mask=is_channel)

@@ -60,10 +60,14 @@ class StateSpace:
 
     def run(self, step: RecurrentStep, view: StateView, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> Tensor:
         """`RecurrentStep.state_space` in terms of its other methods."""
-        rounded = x.dtype
-        x = F.silu(step.convolve(view, "x", x, self.x.weight, self.x.bias), inplace=True).to(self.decay.dtype)
+        x = F.silu(step.convolve(view, "x", x, self.x.weight, self.x.bias), inplace=True)
         b = F.silu(step.convolve(view, "b", b, self.b.weight, self.b.bias), inplace=True)
         c = F.silu(step.convolve(view, "c", c, self.c.weight, self.c.bias), inplace=True)
+        return self.scan(step, view, x=x, b=b, c=c, dt=dt)
+
+    def scan(self, step: RecurrentStep, view: StateView, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> Tensor:
+        """`run` behind its convolutions."""
+        rounded, x = x.dtype, x.to(self.decay.dtype)
         low, high = self.dt_limit
         dt = F.softplus(dt.to(self.decay.dtype) + self.dt_bias).clamp(low, high)[..., None]
         y = step.scan(view, c, b, dt * x, dt * self.decay[:, None], None)

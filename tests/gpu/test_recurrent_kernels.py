@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from raycache.attention.delta_rule import DeltaRule
 from raycache.attention.layout import StepLayout
 from raycache.attention.recurrence import causal_conv, scan
+from raycache.attention.state_space import StateSpace, Taps
+from raycache.attention.states import Recurrence
 from raycache.memory.component import recurrent
+from raycache.memory.views import StateView
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 from tests.oracle.attention import Batch, Case, Seat
@@ -253,6 +257,135 @@ def test_a_state_is_kept_behind_each_draft(kind: Kind, start: int) -> None:
             right, after = causal_conv(x[places].double().flatten(1), old.double().flatten(0, 1), taps, None)
             assert distance(y[places].flatten(1), right) <= torch.finfo(HALF).eps
             assert torch.equal(view.conv["x"][slot].double().flatten(0, 1), after)
+
+
+# --- rows that go on where others of the step end ---------------------------------------------------------------------
+
+SEQUENCES = {
+    "one": [[200, 64, 33, 130]],
+    "two": [[64, 128, 5], [70, 100, 64, 1]],
+    "among others": [[33, 40], [2, 70, 90], [1], [32, 32], [100], [3, 1, 64]],
+}
+each_step = pytest.mark.parametrize("lengths", SEQUENCES.values(), ids=SEQUENCES)
+
+
+def in_turn(kind: Kind, lengths: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Seat, StepLayout]:
+    """A step with rows of these lengths per sequence; the second sequence has a state, the others begin."""
+    seat = seat_of(kind, [(0, count) for counts in lengths for count in counts], dtype)
+    rows, found, at = list(seat.inputs.rows), [], 0
+    for number, counts in enumerate(lengths):
+        before = seat.batch.states[at][0] if number == 1 else -1
+        for row in rows[at : at + len(counts)]:
+            found.append(replace(row, read_state=before))
+            before = row.write_state
+        at += len(counts)
+    for layer in (0, 1):
+        seat.pool.state(layer).state.nan_to_num_(0.5)
+        seat.pool.state(layer).conv["x"].nan_to_num_(0.5)
+    return seat, StepLayout(replace(seat.inputs, rows=tuple(found)))
+
+
+@each_step
+@each_kind
+def test_rows_go_on_where_others_end(kind: Kind, lengths: Sequence[Sequence[int]]) -> None:
+    from raycache.attention.recurrent_kernels import KernelRecurrence
+
+    seat, layout = in_turn(kind, lengths, HALF)
+    tokens = draw(kind, layout.inputs.num_tokens, dtype=HALF)
+    view = seat.pool.state(1)
+    states, inputs = view.state.double(), view.conv["x"].double()
+    x = torch.randn(len(tokens.q), *conv_shape(kind)).to(HALF).to(DEVICE)
+    weight = torch.randn(*conv_shape(kind), TAPS).to(DEVICE)
+    with torch.inference_mode():
+        plan = KernelRecurrence(layout)
+        out = plan.scan(view, *tokens.take(slice(None), lambda field: field))
+        y = plan.convolve(view, "x", x, weight, None)
+    for row in layout.inputs.rows:
+        places = slice(row.tokens.start, row.tokens.stop)
+        is_fresh, write = row.read_state < 0, row.write_state
+        before = torch.zeros_like(states[0]) if is_fresh else states[row.read_state]
+        right, states[write] = scan(*tokens.take(places, Tensor.double), before)
+        assert distance(out[places], right) <= ROUNDED and distance(view.state[write], states[write]) <= ROUNDED
+        old = (torch.zeros_like(inputs[0]) if is_fresh else inputs[row.read_state]).flatten(0, 1)
+        right, after = causal_conv(x[places].double().flatten(1), old, weight.double().flatten(0, 1), None)
+        inputs[write] = after.view_as(inputs[write])
+        assert distance(y[places].flatten(1), right) <= torch.finfo(HALF).eps
+        assert torch.equal(view.conv["x"][write].double(), inputs[write])
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@each_step
+@pytest.mark.parametrize("name", ["gated_delta_net", "kda"])
+def test_gates_and_convolutions_of_a_delta_rule(
+    name: str, lengths: Sequence[Sequence[int]], bound: float | None
+) -> None:
+    from raycache.attention.recurrent_kernels import KernelRecurrence
+
+    kind = replace(KINDS[name], wide="")
+    (key_heads, heads), (key_dim, dim) = kind.heads, kind.dims
+    _, layout = in_turn(kind, lengths, HALF)
+    count, channels = layout.inputs.num_tokens, key_dim if kind.is_per_channel else 1
+    random = torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=random).to(dtype).to(DEVICE)
+
+    taps = [drawn(*shape, TAPS) for shape in ((key_heads, key_dim), (key_heads, key_dim), (heads, dim))]
+    weights = DeltaRule(*taps, drawn(heads, 1).exp(), drawn(heads, channels), bound)
+    q, k = drawn(count, key_heads, 2, key_dim, dtype=HALF).unbind(2)
+    v, decay = drawn(count, heads, dim, dtype=HALF), drawn(count, heads, channels, dtype=HALF)
+    beta = drawn(count, heads, 2, dtype=HALF)[..., 0]
+    views = state_views(layout, heads, {"q": (key_heads, key_dim), "k": (key_heads, key_dim), "v": (heads, dim)})
+    with torch.inference_mode():
+        found, right = (
+            plan.delta_rule(view, weights, q=q, k=k, v=v, decay=decay, beta=beta)
+            for plan, view in zip((KernelRecurrence(layout), Recurrence(layout)), views, strict=True)
+        )
+    assert distance(found, right.double()) <= ROUNDED
+    assert distance(views[0].state, views[1].state.double()) <= ROUNDED
+    assert all(torch.equal(views[0].conv[part], kept) for part, kept in views[1].conv.items())
+
+
+@each_step
+def test_a_state_space_in_rows_that_go_on(lengths: Sequence[Sequence[int]]) -> None:
+    from raycache.attention.recurrent_kernels import KernelRecurrence
+
+    kind = KINDS["mamba2"]
+    (groups, heads), (key_dim, dim) = kind.heads, kind.dims
+    _, layout = in_turn(kind, lengths, HALF)
+    count, random = layout.inputs.num_tokens, torch.Generator().manual_seed(6)
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=random).to(dtype).to(DEVICE)
+
+    shapes = {"x": (heads, dim), "b": (groups, key_dim), "c": (groups, key_dim)}
+    taps = [Taps(drawn(*shape, TAPS), drawn(*shape)) for shape in shapes.values()]
+    weights = StateSpace(*taps, drawn(heads), -drawn(heads).exp(), drawn(heads), (0.0, 0.5))
+    x, b, c = (drawn(count, *shape, dtype=HALF) for shape in shapes.values())
+    dt = drawn(count, heads, dtype=HALF)
+    views = state_views(layout, heads, shapes, dim=dim)
+    with torch.inference_mode():
+        found, right = (
+            plan.state_space(view, weights, x=x, b=b, c=c, dt=dt)
+            for plan, view in zip((KernelRecurrence(layout), Recurrence(layout)), views, strict=True)
+        )
+    assert distance(found, right.double()) <= ROUNDED
+    assert distance(views[0].state, views[1].state.double()) <= ROUNDED
+    assert all(torch.equal(views[0].conv[part], kept) for part, kept in views[1].conv.items())
+
+
+def state_views(
+    layout: StepLayout, heads: int, parts: dict[str, tuple[int, int]], *, dim: int = 128
+) -> list[StateView]:
+    """Two of the same states."""
+    random, fmt = torch.Generator().manual_seed(7), Case([(0, 1)], dtype=HALF).fmt
+    conv = [(part, *shape) for part, shape in parts.items()]
+    component = recurrent([0], heads=heads, key_dim=128, value_dim=dim, fmt=fmt, conv=conv, conv_kernel=TAPS)
+    slots = 1 + max(slot for row in layout.inputs.rows for slot in (row.read_state, row.write_state))
+    fields = {f"conv_{part}": torch.randn(slots, *shape, TAPS - 1, generator=random) for part, shape in parts.items()}
+    fields = {name: inputs.to(HALF).to(DEVICE) for name, inputs in fields.items()}
+    fields["state"] = torch.randn(slots, heads, 128, dim, generator=random).to(DEVICE)
+    return [StateView(component, {name: kept.clone() for name, kept in fields.items()}) for _ in range(2)]
 
 
 # --- CUDA graphs ------------------------------------------------------------------------------------------------------
