@@ -277,6 +277,18 @@ class Settings:
         "leave Claude Code's line x-anthropic-billing-header out of prompts; it changes with each request, so that "
         "nothing behind it could be reused",
     )
+    drop_lines: str = _server(
+        "",
+        "leave lines that match out of chats' system and user messages, such as 'x-session: .*|Request number .*': the "
+        "same prompts with other values can then be reused",
+        unit="REGEX",
+    )
+    date_lines: str = _server(
+        "",
+        "in lines of chats' system and user messages that match, such as 'Current time: .*', leave out the time of day",
+        unit="REGEX",
+    )
+    sort_tools: bool = _server(False, "sort the tools of chats by name, and the keys of their schemas")
     max_body: str = _server("8MiB", "largest request body", unit="SIZE")
     max_connections: int = _server(
         4096,

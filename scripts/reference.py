@@ -129,6 +129,7 @@ _FIELDS = {
     "prompt_cache_retention": "with `--eviction priority`: `in_memory` is `cache_priority` 1 for ten minutes, `24h` "
     "for a day; otherwise, and with any other value, without effect",
     "return_token_ids": "add the token ids of prompt and output to the response",
+    "cache_repairs": "make the service's [repairs](../why.md#repairs) in this chat",
     "return_cache_info": "add `raycache` to the response: cached tokens by tier, why no more was reused, and "
     "where the prompt left a known one",
 }

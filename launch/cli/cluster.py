@@ -27,6 +27,7 @@ from launch.observe.requests import Observed, observe
 from launch.service import register
 from raycache.api.chat import ChatTemplate
 from raycache.api.defaults import Defaults
+from raycache.api.repairs import Repairs
 from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.hub_models import outlined, pinned, pinned_models
 from raycache.config import Config
@@ -76,6 +77,7 @@ def run(config: Config) -> int:
             tokenizer = Tokenizer.of(here, vocab_size=check_model(here).vocab_size)
             defaults = Defaults.of(here)
         ChatTemplate.load(tokenizer, path=config.chat_template)  # fails now instead of after the weights are loaded
+        Repairs.of(config)
         progress.show("starting Ray", 0.0)
         keep_job_variables()
         cluster = connect(config, variables=hub_variables() if pinned_models(config) else {})

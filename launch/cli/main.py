@@ -130,7 +130,10 @@ def _add_status_flags(status: argparse.ArgumentParser) -> None:
 def _add_key_flags(key: argparse.ArgumentParser) -> None:
     key.add_argument("name", metavar="NAME", help="name of the tenant")
     key.add_argument(
-        "rights", metavar="RIGHT", nargs="*", help="admin, metrics or requests=N (maximum concurrent requests)"
+        "rights",
+        metavar="RIGHT",
+        nargs="*",
+        help="admin, metrics, requests=N (maximum concurrent requests) or repairs=off",
     )
     key.add_argument("--file", metavar="FILE", type=Path, help="append the line to this file")
 

@@ -17,6 +17,7 @@ from raycache.api.chat import ChatTemplate
 from raycache.api.defaults import Defaults
 from raycache.api.formats.find import find_format, ignores_tools
 from raycache.api.formats.history import find_history
+from raycache.api.repairs import Repairs
 from raycache.api.tokenizer import Tokenizer
 from raycache.checkpoint.quantisation import read_quantisation
 from raycache.checkpoint.tensor_files import Checkpoint
@@ -79,6 +80,7 @@ def _files(config: Config, model: ModelConfig | None) -> Iterator[CheckResult]:
         yield from _chat_format(template, tokenizer)
     else:
         yield CheckResult("chat template", Outcome.WARNING, "none; chat completions need --chat-template FILE")
+    yield attempt("repairs of chats", lambda: Repairs.of(config).description)
     yield attempt("sampling defaults", lambda: Defaults.of(config).description)
 
 

@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from launch.http.auth import Authentication, keys_of, salted
+from launch.http.auth import Authentication, keys_of, owned
 from launch.http.cache import CacheApi
 from launch.http.messages import MessagesApi
 from launch.http.openapi import openapi
@@ -47,6 +47,7 @@ from raycache.observe.metrics import Metrics
 from raycache.types import EngineInfo, EngineStats
 
 _HEALTH_TIMEOUT_S = 5.0
+REPAIRS_HEADER = "X-RayCache-Repairs"  # those that have changed the request
 _CLIENT_GONE = 499  # nginx's code, for metrics and logs only
 _STOPPING = EngineStoppedError("the server stops")
 
@@ -115,7 +116,7 @@ def _middleware(config: Config, observed: Observed) -> list[Middleware]:
             "allow_headers": ("*",),
             "allow_private_network": True,
         }
-        shown = ("X-Request-Id", "request-id", "Retry-After")
+        shown = ("X-Request-Id", "request-id", "Retry-After", REPAIRS_HEADER)
         found.append(Middleware(CORSMiddleware, allow_origins=config.origins, expose_headers=shown, **cors))
     if (keys := keys_of(config)) is not None:
         found.append(Middleware(Authentication, keys=keys))
@@ -223,7 +224,7 @@ class _Api:
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
         async with self.bodies.read(request) as raw:
             work = partial(_parse, kind, raw)
-            body = salted(await compute(work, size=len(raw)), request)
+            body = owned(await compute(work, size=len(raw)), request)
             generation = await self.prepare(body, size=len(raw))
             return await self.respond(request, generation, CompletionsForm(generation, tokenizer=self._tokenizer))
 
@@ -240,6 +241,8 @@ class _Api:
             check = self._grammars.check(generation.grammar, field=generation.constrained_by)
             await _unless_gone(request.receive, check)
         headers = {"X-Request-Id": generation.generation_id}
+        if generation.repairs:
+            headers[REPAIRS_HEADER] = ", ".join(generation.repairs)
         compare = self._why.compare(request)
         if not generation.body.stream:
             whole = answer(self._engine, generation, form=form, metrics=self._metrics, compare=compare)

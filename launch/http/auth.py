@@ -7,8 +7,8 @@
     operator   fcde2b2edba56bf408601fb721fe9b5c338d10ee429ea04fae5511b68fbf8fb9    admin
 
 Tenants never share cached tokens; `cache_salt` in a request divides the cache within its tenant. A tenant can have
-several lines, so that a key can be rotated; its cached tokens belong to the first one. The file is reloaded when it
-changes.
+several lines, so that a key can be rotated; its cached tokens belong to the first one. With `repairs=off`, the chats of
+a key are not changed by the service's repairs. The file is reloaded when it changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import secrets
 import stat
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from launch.http.wire import ProblemError, problem_response
 from raycache.api.problem import Problem
-from raycache.api.schema import GenerationBody
+from raycache.api.schema import ChatBody, GenerationBody
 from raycache.config import Config
 from raycache.errors import ConfigError
 
@@ -42,6 +42,7 @@ _LOOK_AGAIN_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _MAX_RUNNING = re.compile(r"requests=([1-9][0-9]{0,8})")
+_NO_REPAIRS = "repairs=off"
 _TENANT = "raycache.tenant"  # in the ASGI scope
 _OPEN_TO_ALL = frozenset({"/", "/health", "/openapi.json", "/ping", "/version"})
 _OPEN_TO_KEYS = frozenset({"/v1", "/tokenize", "/detokenize", "/cache/why"})
@@ -58,12 +59,14 @@ class Tenant:
         name: empty without an API key file.
         rights: subset of ADMIN and METRICS.
         max_requests: maximum concurrent requests; 0: no limit.
+        has_repairs: whether the service's repairs are made in its chats.
         secret: key of its cache salts; empty: clients choose the salt.
     """
 
     name: str
     rights: frozenset[str]
     max_requests: int = 0
+    has_repairs: bool = True
     secret: bytes = field(default=b"", repr=False)
 
     def salt(self, sent: str) -> str:
@@ -137,9 +140,11 @@ def tenant_of(request: Request) -> Tenant:
     return found
 
 
-def salted(body: Body, request: Request) -> Body:
-    """Replace the salt in a request by that of its tenant."""
-    return body.model_copy(update={"cache_salt": tenant_of(request).salt(body.cache_salt)})
+def owned(body: Body, request: Request) -> Body:
+    """The body as its tenant's: with the tenant's salt, and without repairs if the tenant has none."""
+    tenant = tenant_of(request)
+    without = {"cache_repairs": False} if isinstance(body, ChatBody) and not tenant.has_repairs else {}
+    return body.model_copy(update={"cache_salt": tenant.salt(body.cache_salt), **without})
 
 
 def check_operator(request: Request, config: Config) -> None:
@@ -249,13 +254,13 @@ def parse_tenants(text: str, *, name: str) -> dict[bytes, Tenant]:
         if not (words := line.partition("#")[0].split()):
             continue
         try:
-            digest, rights, max_requests = _parse_line(words)
+            digest, tenant = _parse_line(words)
             if digest in found:
                 raise ConfigError("this key already belongs to " + found[digest].name)
         except ConfigError as cause:
             raise ConfigError(f"{name}, line {number}: {cause}; `raycache key NAME` creates a line") from cause
-        tenant, own = words[0], hmac.digest(digest, b"raycache tenant " + words[0].encode(), "sha256")
-        found[digest] = Tenant(tenant, rights, max_requests, secret_of.setdefault(tenant, own))
+        own = hmac.digest(digest, b"raycache tenant " + tenant.name.encode(), "sha256")
+        found[digest] = replace(tenant, secret=secret_of.setdefault(tenant.name, own))
     if not found:
         raise ConfigError(
             f"{name} contains no tenants, so nobody could connect; `raycache key NAME` creates a line for one"
@@ -263,21 +268,24 @@ def parse_tenants(text: str, *, name: str) -> dict[bytes, Tenant]:
     return found
 
 
-def _parse_line(words: list[str]) -> tuple[bytes, frozenset[str], int]:
+def _parse_line(words: list[str]) -> tuple[bytes, Tenant]:
+    """The hash of a key, and the tenant without its secret."""
     name, digest = (*words, "", "")[:2]
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not a valid name; use letters, digits, '.', '_' and '-', at most 64")
     if not _DIGEST.fullmatch(digest):
         raise ConfigError(f"the name {name} must be followed by the SHA-256 of its key, 64 hex digits")
-    rights, max_requests = set(), 0
+    rights, max_requests, has_repairs = set(), 0, True
     for word in words[2:]:
         if limit := _MAX_RUNNING.fullmatch(word):
             max_requests = int(limit[1])
         elif word in (ADMIN, METRICS):
             rights.add(word)
+        elif word == _NO_REPAIRS:
+            has_repairs = False
         else:
-            raise ConfigError(f"{word!r} is not a right; use {ADMIN}, {METRICS} or requests=N")
-    return bytes.fromhex(digest), frozenset(rights), max_requests
+            raise ConfigError(f"{word!r} is not a right; use {ADMIN}, {METRICS}, requests=N or {_NO_REPAIRS}")
+    return bytes.fromhex(digest), Tenant(name, frozenset(rights), max_requests, has_repairs)
 
 
 def _version(path: Path) -> tuple[int, ...]:

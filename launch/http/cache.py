@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from launch.http.auth import check_operator, salted
+from launch.http.auth import check_operator, owned
 from launch.http.wire import ProblemError, json_response, read_body
 from raycache.api.admin import inspect_command, parse_command, parse_inspected
 from raycache.api.engine import AsyncEngine
@@ -76,7 +76,7 @@ class CacheApi:
         raw = await read_body(request, limit=self._max_body, may_be_empty=True)
         values = parse_json(raw or b"{}")
         if action is CacheAction.INSPECT:
-            body = salted(parse_inspected(values, model=self._model), request)
+            body = owned(parse_inspected(values, model=self._model), request)
             command = inspect_command(await self._prepare(body, size=len(raw)))
         else:
             command = parse_command(action, values)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from launch.http.auth import salted
+from launch.http.auth import owned
 from launch.http.wire import MESSAGES_PATH, Bodies, ProblemError, compute, json_response
 from raycache.api.field_names import renamed
 from raycache.api.messages_body import Conversation, CountTokensBody, MessagesBody, conversation
@@ -76,7 +76,7 @@ class MessagesApi:
             asked = await compute(partial(self._convert, MessagesBody, raw), size=len(raw))
             self._warn(asked.ignored)
             try:
-                chat = salted(self._bounded(asked.chat), request)
+                chat = owned(self._bounded(asked.chat), request)
                 generation = await self._prepare(chat, size=len(raw), cuts_max_tokens=True)
                 form = MessagesForm(generation, kept_page_size=self._kept_page_size)
                 response = await self._respond(request, generation, form, ping=_PING)
@@ -93,7 +93,8 @@ class MessagesApi:
             asked = await compute(partial(self._convert, CountTokensBody, raw), size=len(raw))
             self._warn(asked.ignored)
             try:
-                prompt = await compute(partial(chat_prompt, asked.chat, self._served), size=len(raw))
+                chat = owned(asked.chat, request)
+                prompt = await compute(partial(chat_prompt, chat, self._served), size=len(raw))
             except RequestError as error:
                 raise renamed(error, asked.names) from error
         return json_response({"input_tokens": len(prompt)})

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from launch.http.auth import salted
+from launch.http.auth import owned
 from launch.http.wire import Bodies, compute
 from raycache.api.field_names import renamed
 from raycache.api.prepare import Generation
@@ -64,7 +64,7 @@ class ResponsesApi:
             asked = await compute(partial(_parse, raw), size=len(raw))
             self._tell(asked)
             try:
-                generation = await self._chats.prepare(salted(asked.chat, request), size=len(raw))
+                generation = await self._chats.prepare(owned(asked.chat, request), size=len(raw))
                 form = ResponsesForm(asked, generation, tokenizer=self._tokenizer, kept_page_size=self._kept_page_size)
                 return await self._chats.respond(request, generation, form)
             except RequestError as error:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from launch.http.auth import owned
 from launch.http.wire import Bodies, ProblemError, compute
 from raycache.api.completions_form import to_json
 from raycache.api.prepare import Served, chat_prompt
@@ -36,7 +37,7 @@ class TokensApi:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text, or of a conversation in the chat template."""
-        return await self._answer(request, self._tokenized)
+        return await self._answer(request, partial(self._tokenized, request))
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
@@ -48,13 +49,13 @@ class TokensApi:
             answer = await compute(lambda: to_json(whole()), size=len(raw))
         return Response(answer, media_type="application/json")
 
-    def _tokenized(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _tokenized(self, request: Request, values: dict[str, Any]) -> dict[str, Any]:
         body = parse_body(TokenizeBody, values)
         self._check_model(body.model)
         if body.prompt is not None:
             tokens = self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         else:
-            tokens = chat_prompt(body.chat(model=self._info.model), self._served)
+            tokens = chat_prompt(owned(body.chat(model=self._info.model), request), self._served)
         strings = [self._tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else None
         return {
             "count": len(tokens),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from raycache.api.attribution import without_attribution
 from raycache.api.chat import ChatTemplate
 from raycache.api.constraint import mark
 from raycache.api.formats.chat_format import ChatFormat
@@ -29,7 +28,6 @@ class ChatModel:
     Args:
         template: its chat template.
         tokenizer: its tokenizer.
-        drops_attribution: leave clients' attribution lines out of prompts.
     Attributes:
         format: how it writes reasoning and tool calls.
         history: how earlier turns are brought into the form that the template shows.
@@ -37,7 +35,7 @@ class ChatModel:
         bounds_reasoning: whether the reasoning can be held to a number of tokens.
     """
 
-    def __init__(self, template: ChatTemplate, *, tokenizer: Tokenizer, drops_attribution: bool) -> None:
+    def __init__(self, template: ChatTemplate, *, tokenizer: Tokenizer) -> None:
         self.template = template
         self.format: ChatFormat = find_format(template, tokenizer=tokenizer)
         self.history = find_history(template, ids=self.format.ids)
@@ -45,7 +43,6 @@ class ChatModel:
         self.shown = frozenset(token_id for token_id in ids if token_id is not None)
         reasoning = self.format.reasoning
         self.bounds_reasoning = reasoning is not None and mark(reasoning.close, tokenizer).startswith("<[")
-        self._drops_attribution = drops_attribution
         self._ignores_tools = not template.sources or ignores_tools(template)
         self._efforts = accepted_efforts(template)
 
@@ -63,7 +60,7 @@ class ChatModel:
             )
         opens_answer = body.add_generation_prompt
         return self.template.render(
-            without_attribution(body.messages) if self._drops_attribution else body.messages,
+            body.messages,
             tools=body.tools if choice.tools else None,
             add_generation_prompt=not body.continue_final_message if opens_answer is None else opens_answer,
             continue_final_message=body.continue_final_message,

@@ -59,7 +59,7 @@ def _output_details(generation: Generation) -> dict[str, int]:
 
 
 def cache_info(generation: Generation) -> dict[str, Any]:
-    """What came from the cache, and why no more did; with several prompts a list of that under "prompts"."""
+    """What came from the cache, why no more did, and which repairs changed a chat; of several prompts a list."""
     infos = [
         {
             "cached_by_tier": {tier: choice.text.cached_by_tier.get(tier, 0) for tier in TIERS},
@@ -70,7 +70,8 @@ def cache_info(generation: Generation) -> dict[str, Any]:
         for choice in generation.choices
         if choice.is_first
     ]
-    return infos[0] if len(infos) == 1 else {"prompts": infos}
+    repairs = {"repairs": list(generation.repairs)} if generation.repairs else {}
+    return infos[0] | repairs if len(infos) == 1 else {"prompts": infos}
 
 
 def _divergence(choice: Choice) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from raycache.api.chat_model import ChatModel
 from raycache.api.defaults import Defaults
 from raycache.api.formats.parts import PartsParser
 from raycache.api.output_text import OutputText
+from raycache.api.repairs import Repairs
 from raycache.api.schema import ChatBody, CompletionBody, GenerationBody
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
@@ -67,6 +68,7 @@ class Generation:
         created: seconds since the epoch.
         constrained_by: field that asks for the grammar of the outputs, or "".
         text: of a chat's prompt; "" for a completion.
+        repairs: settings that have changed the messages or tools; `body` has them as they are then.
     """
 
     generation_id: str
@@ -77,6 +79,7 @@ class Generation:
     created: int = field(default_factory=lambda: int(time.time()))
     constrained_by: str = ""
     text: str = ""
+    repairs: tuple[str, ...] = ()
 
     @property
     def grammar(self) -> str:
@@ -95,6 +98,7 @@ class Served:
         timeout_s: longest time that a request may take; None is no limit.
         defaults: of fields that a request does not set.
         has_priorities: whether cached tokens are evicted by priority.
+        repairs: made in chats before they are rendered.
     """
 
     tokenizer: Tokenizer
@@ -103,18 +107,19 @@ class Served:
     timeout_s: float | None
     defaults: Defaults
     has_priorities: bool = False
+    repairs: Repairs = field(default_factory=Repairs)
 
     @classmethod
     def of(cls, config: Config, *, tokenizer: Tokenizer, info: EngineInfo, defaults: Defaults) -> Served:
         """Those of a service.
 
         Raises:
-            ConfigError: the chat template cannot be used.
+            ConfigError: the chat template or a repair cannot be used.
         """
         template = ChatTemplate.load(tokenizer, path=config.chat_template)
-        chat = ChatModel(template, tokenizer=tokenizer, drops_attribution=config.drop_attribution)
+        chat = ChatModel(template, tokenizer=tokenizer)
         timeout_s = None if config.request_timeout_s == "none" else config.request_timeout_s
-        return cls(tokenizer, chat, info, timeout_s, defaults, config.eviction == "priority")
+        return cls(tokenizer, chat, info, timeout_s, defaults, config.eviction == "priority", Repairs.of(config))
 
 
 def prepare_completion(body: CompletionBody, served: Served) -> Generation:
@@ -155,6 +160,7 @@ def prepare_chat(body: ChatBody, served: Served, *, cuts_max_tokens: bool = Fals
     Raises:
         RequestError: a value is out of range, or the template refuses the messages.
     """
+    body, repairs = served.repairs.applied(body)
     choice = body.choose_tools()
     text = served.chat.prompt(body, choice)
     prompt = served.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
@@ -170,7 +176,10 @@ def prepare_chat(body: ChatBody, served: Served, *, cuts_max_tokens: bool = Fals
     split = _Split(parser=served.chat.parser(body, choice, text), shown=served.chat.shown)
     generation_id = f"chatcmpl-{uuid.uuid4().hex}"
     choices = _choices(generation_id, body, [prompt], sampling, served=served, split=split)
-    return Generation(generation_id, served.info.model, choices, body, constrained_by=constrained_by, text=text)
+    info = served.info
+    return Generation(
+        generation_id, info.model, choices, body, constrained_by=constrained_by, text=text, repairs=repairs
+    )
 
 
 def chat_prompt(body: ChatBody, served: Served) -> list[int]:
@@ -179,6 +188,7 @@ def chat_prompt(body: ChatBody, served: Served) -> list[int]:
     Raises:
         RequestError: the template refuses the messages.
     """
+    body, _ = served.repairs.applied(body)
     text = served.chat.prompt(body, body.choose_tools())
     return served.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
 

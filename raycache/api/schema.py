@@ -286,6 +286,7 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    cache_repairs: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
     def check(self) -> None:

@@ -197,6 +197,29 @@ def test_a_tenant_has_no_more_requests_at_a_time_than_it_may(tokenizer: Tokenize
     run(scenario())
 
 
+def test_the_chats_of_a_tenant_can_be_left_without_repairs(
+    engine: ScriptedEngine, tokenizer: Tokenizer, tenants: Path
+) -> None:
+    tenants.write_text(line("alice", _ALICE, "repairs=off requests=2") + line("bob", _BOB))
+    messages = [{"role": "user", "content": "session: 17\nSay hi"}]
+
+    async def scenario() -> None:
+        settings = {"api_keys": str(tenants), "drop_lines": r"session: \d+"}
+        async with over_asgi(engine, tokenizer, **settings) as client:
+            for key, names in ((_ALICE, None), (_BOB, "drop_lines")):
+                sent = {"model": "tiny", "messages": messages, "max_tokens": 3}
+                answer = await client.post("/v1/chat/completions", json=sent, headers=header(key))
+                assert answer.headers.get("X-RayCache-Repairs") == names
+                sent = {"model": "tiny", "messages": messages}
+                counted = await client.post("/v1/messages/count_tokens", json=sent, headers=header(key))
+                tokens = await client.post("/tokenize", json={"messages": messages}, headers=header(key))
+                size = len(engine.requests[-1].prompt)
+                assert (counted.json()["input_tokens"], tokens.json()["count"]) == (size, size)
+
+    run(scenario())
+    assert ["session: 17" in tokenizer.decode(request.prompt) for request in engine.requests] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -204,7 +227,7 @@ def test_a_tenant_has_no_more_requests_at_a_time_than_it_may(tokenizer: Tokenize
         ("alice\n", "line 1: the name alice must be followed by the SHA-256"),
         ("# x\nalice 1234\n", "line 2: the name alice must be followed by the SHA-256"),
         (line("al/ice", "x"), "'al/ice' is not a valid name"),
-        (line("alice", "x", "root"), "'root' is not a right; use admin, metrics or requests=N"),
+        (line("alice", "x", "root"), "'root' is not a right; use admin, metrics, requests=N or repairs=off"),
         (line("alice", "x", "requests=0"), "'requests=0' is not a right"),
         (line("alice", "x") + line("bob", "x"), "line 2: this key already belongs to alice"),
     ],

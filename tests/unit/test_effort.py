@@ -56,7 +56,7 @@ def test_the_nearest_level_is_taken(wanted: str, accepted: tuple[str, ...], expe
 
 def test_a_chat_with_a_level_that_the_template_refuses_is_rendered(tmp_path: Path) -> None:
     tokenizer = Tokenizer(tiny_tokenizers.byte_level(tmp_path))
-    model = ChatModel(template(STRICT), tokenizer=tokenizer, drops_attribution=True)
+    model = ChatModel(template(STRICT), tokenizer=tokenizer)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": "high"}
     chat = parse_body(ChatBody, body)
     assert model.prompt(chat, chat.choose_tools()) == "xhigh"

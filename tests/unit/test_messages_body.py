@@ -35,7 +35,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     tokenizer = Tokenizer(tiny_tokenizers.byte_level(tmp_path_factory.mktemp("tokenizer")))
     template = ChatTemplate({"default": SHOWS_ALL}, special_tokens={})
     info = EngineInfo("tiny", "", tokenizer.vocab_size, (0,), 8192, 16, 64, 8)
-    chat = ChatModel(template, tokenizer=tokenizer, drops_attribution=True)
+    chat = ChatModel(template, tokenizer=tokenizer)
     return Served(tokenizer, chat, info, None, Defaults())
 
 
@@ -195,7 +195,7 @@ def test_a_last_message_of_the_assistant_is_continued(served: Served) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The answer is"}]
     template = ChatTemplate({"default": tiny_tokenizers.CHATML}, special_tokens={})
     found = prompt(
-        replace(served, chat=ChatModel(template, tokenizer=served.tokenizer, drops_attribution=True)),
+        replace(served, chat=ChatModel(template, tokenizer=served.tokenizer)),
         asked(messages=turns).chat,
     )
     assert found.endswith("<|im_start|>assistant\nThe answer is")
