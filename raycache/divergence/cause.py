@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from raycache.divergence.place import Place
+from raycache.types import Miss
 
 
 class Cause(StrEnum):
@@ -28,6 +29,34 @@ class Cause(StrEnum):
     CONCURRENT = "concurrent"  # the other request was still being computed
     UNAVAILABLE = "unavailable"  # a tier has it, but did not deliver it or was slower than computing
     GONE = "gone"  # the engine does not know it: cleared, restarted, or on another replica
+
+
+_SHORTFALLS = {
+    Miss.EVICTED_DEVICE: Cause.CAPACITY,
+    Miss.EVICTED_HOST: Cause.CAPACITY,
+    Miss.EVICTED_STORAGE: Cause.CAPACITY,
+    Miss.NO_CAPACITY: Cause.CAPACITY,
+    Miss.STATE_MISSING: Cause.GRANULARITY,
+    Miss.SHORTER_THAN_PAGE: Cause.GRANULARITY,
+    Miss.IDENTITY: Cause.FORMAT,
+    Miss.CHECKSUM: Cause.UNAVAILABLE,
+    Miss.TIMEOUT: Cause.UNAVAILABLE,
+    Miss.SLOWER: Cause.UNAVAILABLE,
+}
+_EVICTED = (Miss.EVICTED_DEVICE, Miss.EVICTED_HOST, Miss.EVICTED_STORAGE)
+
+
+def shortfall(miss: Miss, *, is_in_flight: bool, is_expired: bool) -> Cause:
+    """Why known tokens were not reused.
+
+    Args:
+        is_in_flight: they were still being computed when the request arrived.
+        is_expired: their cache_ttl_s was over.
+    """
+    cause = _SHORTFALLS.get(miss)
+    if cause is None:
+        return Cause.CONCURRENT if is_in_flight else Cause.GONE
+    return Cause.EXPIRED if miss in _EVICTED and is_expired else cause
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,29 +15,16 @@ from types import TracebackType
 
 import numpy as np
 
-from raycache.divergence.cause import Cause
+from raycache.divergence.cause import Cause, shortfall
 from raycache.divergence.examine import LEAST_SHARE, Examined, Examiner
 from raycache.divergence.finding import Finding
 from raycache.divergence.place import Asked
 from raycache.divergence.seen import Match, SeenPrompts, Source, Tokens
 from raycache.divergence.sums import Sums
 from raycache.divergence.text import TokenText
-from raycache.types import Miss, RequestOutput
+from raycache.types import RequestOutput
 
-_SHORTFALLS = {
-    Miss.EVICTED_DEVICE: Cause.CAPACITY,
-    Miss.EVICTED_HOST: Cause.CAPACITY,
-    Miss.EVICTED_STORAGE: Cause.CAPACITY,
-    Miss.NO_CAPACITY: Cause.CAPACITY,
-    Miss.STATE_MISSING: Cause.GRANULARITY,
-    Miss.SHORTER_THAN_PAGE: Cause.GRANULARITY,
-    Miss.IDENTITY: Cause.FORMAT,
-    Miss.CHECKSUM: Cause.UNAVAILABLE,
-    Miss.TIMEOUT: Cause.UNAVAILABLE,
-    Miss.SLOWER: Cause.UNAVAILABLE,
-}
 _MOST_SALTS, _MOST_TENANTS = 4, 256
-_EVICTED = (Miss.EVICTED_DEVICE, Miss.EVICTED_HOST, Miss.EVICTED_STORAGE)
 
 
 class _Known:
@@ -222,9 +209,6 @@ class Watch:
         lost = reusable // size * size - cached
         if lost <= 0:
             return Cause.GRANULARITY, "page", max(0, reusable - cached) if self._match.node is None else 0
-        cause = _SHORTFALLS.get(output.miss)
-        if cause is None:
-            cause = Cause.CONCURRENT if self._is_in_flight else Cause.GONE
-        elif output.miss in _EVICTED and self._source.seen_s > self._expires_s:
-            cause = Cause.EXPIRED
+        is_expired = self._source.seen_s > self._expires_s
+        cause = shortfall(output.miss, is_in_flight=self._is_in_flight, is_expired=is_expired)
         return cause, output.cut_by or output.miss.value, lost

@@ -1,0 +1,78 @@
+"""How many pages were used more recently than others: an order-statistics tree over the times of use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Use:
+    """One use of a path of pages: a request, or the end of one.
+
+    Attributes:
+        place: in the order of all uses.
+        pages: those whose last use it is.
+        used_s: when.
+        expires_s: when the requests' cache_ttl_s ends.
+    """
+
+    __slots__ = ("expires_s", "pages", "place", "used_s")
+
+    def __init__(self, used_s: float, expires_s: float) -> None:
+        self.place, self.pages = -1, 0
+        self.used_s, self.expires_s = used_s, expires_s
+
+
+class Recency:
+    """Pages by their last use. A Fenwick tree: both operations take time logarithmic in `max_uses`.
+
+    Args:
+        max_uses: places; when they are taken, `renumber` gives those without pages back.
+    """
+
+    def __init__(self, max_uses: int) -> None:
+        self._max_uses = max_uses
+        self._tree = [0] * (max_uses + 1)
+        self._next = 0
+        self.num_pages = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no place for another use."""
+        return self._next == self._max_uses
+
+    def append(self, use: Use, num_pages: int) -> None:
+        """Add the most recent use."""
+        assert not self.is_full, "no place is left"
+        use.place, self._next = self._next, self._next + 1
+        self.add(use, num_pages)
+
+    def add(self, use: Use, num_pages: int) -> None:
+        """Change the number of a use's pages."""
+        use.pages += num_pages
+        self.num_pages += num_pages
+        tree, size = self._tree, self._max_uses
+        at = use.place + 1
+        while at <= size:
+            tree[at] += num_pages
+            at += at & -at
+
+    def num_after(self, use: Use) -> int:
+        """Pages that were used after those of a use."""
+        tree, at, before = self._tree, use.place + 1, 0
+        while at:
+            before += tree[at]
+            at &= at - 1
+        return self.num_pages - before
+
+    def renumber(self, uses: Iterable[Use]) -> None:
+        """Start over with these uses, in their order and with their numbers of pages."""
+        tree, size = [0] * (self._max_uses + 1), self._max_uses
+        self.num_pages = self._next = 0
+        for use in sorted(uses, key=lambda use: use.place):
+            use.place, self._next = self._next, self._next + 1
+            self.num_pages += use.pages
+            tree[self._next] = use.pages
+        for at in range(1, size + 1):
+            if (above := at + (at & -at)) <= size:
+                tree[above] += tree[at]
+        self._tree = tree

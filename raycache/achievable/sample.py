@@ -1,0 +1,156 @@
+"""A sample of all page prefixes that requests have used, with their order of use.
+
+A page is in the sample if the hash of its prefix begins with `shift` zero bits: one in 2 ** shift, the same ones in
+all requests (spatial sampling; SHARDS, Waldspurger et al., FAST 2015). At first that is all of them. When the sample
+exceeds its bound, half of it goes and one bit more must be zero.
+
+Of a request, the known pages are a prefix, and what follows is new. The sample shows where that is up to the next
+sampled page, so what lies behind a boundary of any kind is estimated from the first sampled page behind it:
+
+    pages      0 1 2 3 4 5 6 7 8 9        3 and 7 are in the sample, one page in 4: weight 4
+    boundary          |                   first sampled page behind it: 7, so 10 - 7 + (4 - 1) = 6 pages are estimated
+
+If no sampled page is behind it, the estimate is 0. The estimate is unbiased for any number of pages: each sampled page
+stands for itself, and the first one also for those before it. Its variance is weight * (weight - 1) times the
+probability that there is a sampled page. New pages are other ones in each request, so the sum of weight * (weight - 1)
+over the requests that have a sampled one is an unbiased estimate of the variance of the sum.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from raycache.achievable.prefixes import Hashes
+from raycache.achievable.recency import Recency, Use
+
+_HASH_BITS = 64
+
+
+class Run(NamedTuple):
+    """Sampled pages of a request that had the same last use.
+
+    Attributes:
+        begin: of these, among the request's sampled pages.
+        length: sampled pages.
+        num_newer: sampled pages used after them.
+    """
+
+    begin: int
+    length: int
+    num_newer: int
+    use: Use
+
+
+class Reference(NamedTuple):
+    """The sampled pages of a request, as they were before it.
+
+    Attributes:
+        places: index of each among the pages of the request, ascending.
+        num_known: of them, those that earlier requests have used; the first ones.
+        runs: of the known ones, in the order of the pages.
+        weight: pages for which a sampled one stands.
+    """
+
+    places: Sequence[int]
+    num_known: int
+    runs: Sequence[Run]
+    weight: int
+
+    def behind(self, boundary: int, end: int) -> int:
+        """Estimate the new pages in [boundary, end); pages before the boundary are known for another reason."""
+        index = max(self.num_known, bisect_left(self.places, boundary))
+        if index == len(self.places) or self.places[index] >= end:
+            return 0
+        return end - self.places[index] + self.weight - 1
+
+
+class PageSample:
+    """The sample.
+
+    Args:
+        max_pages: in it.
+    Attributes:
+        shift: zero bits with which the hashes in it begin.
+    """
+
+    def __init__(self, max_pages: int) -> None:
+        assert max_pages >= 2, "a sample needs pages"
+        self._max_pages = max_pages
+        self._last_use: dict[int, Use] = {}
+        self._recency = Recency(2 * max_pages)
+        self.shift = 0
+
+    def __len__(self) -> int:
+        return len(self._last_use)
+
+    @property
+    def weight(self) -> int:
+        """Pages for which a sampled one stands."""
+        return 1 << self.shift
+
+    def use(self, prefixes: Hashes, use: Use) -> Reference:
+        """Look up the pages of a request, then count them as used, those at its end before those at its beginning.
+
+        Args:
+            use: a new one.
+        """
+        listed: Sequence[int] = range(len(prefixes))
+        if self.shift:
+            (places,) = (prefixes < np.uint64(1 << _HASH_BITS - self.shift)).nonzero()
+            prefixes, listed = prefixes[places], places.tolist()
+        keys: list[int] = prefixes.tolist()
+        if not keys:
+            return Reference((), 0, (), self.weight)
+        last = list(map(self._last_use.get, keys))
+        runs = self._runs(last)
+        num_known = runs[-1].begin + runs[-1].length if runs else 0
+        found = Reference(listed, num_known, runs, self.weight)
+        self._move(keys, runs, use)
+        if len(self._last_use) > self._max_pages:
+            self._thin()
+        return found
+
+    def _runs(self, last: list[Use | None]) -> list[Run]:
+        """The known pages, up to the first unknown one.
+
+        A page is used whenever one behind it is, so uses do not become more recent along a path.
+        """
+        runs: list[Run] = []
+        if last[0] is None:
+            return runs
+        begin, num_pages = 0, len(last)
+        while begin < num_pages and (use := last[begin]) is not None:
+            end = begin + 1
+            while end < num_pages and last[end] is use:
+                end += 1
+            runs.append(Run(begin, end - begin, self._recency.num_after(use), use))
+            begin = end
+        return runs
+
+    def _move(self, keys: list[int], runs: Sequence[Run], use: Use) -> None:
+        for run in runs:
+            self._recency.add(run.use, -run.length)
+        self._last_use.update(dict.fromkeys(keys, use))
+        if self._recency.is_full:
+            self._recency.renumber(use for use in self._uses() if use.place >= 0)
+        self._recency.append(use, len(keys))
+
+    def _thin(self) -> None:
+        """Halve the sample until it is within its bound."""
+        while len(self._last_use) > self._max_pages:
+            self.shift += 1
+            limit = 1 << _HASH_BITS - self.shift
+            self._last_use = {key: use for key, use in self._last_use.items() if key < limit}
+        uses = self._uses()
+        for use in uses:
+            use.pages = 0
+        for use in self._last_use.values():
+            use.pages += 1
+        self._recency.renumber(uses)
+
+    def _uses(self) -> set[Use]:
+        return set(self._last_use.values())
