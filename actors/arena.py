@@ -1,38 +1,36 @@
-"""Actors that own a gang's host tier, one per node; they outlive engine and ranks.
+"""The actors that own a gang's host tier, one per node, as those who call them see them; they outlive engine and ranks.
 
 Ray restarts an actor that dies; it then finds arena and storage in its directory (raycache/host/directory.py). Until
 then its callers get misses. If a node is lost, all owners start anew, because a page has rows on every node.
 
     front end -> Arenas: operators' commands -+-> ArenaActor on node a
     engine    -> RemoteOwner, one per node -+-> ArenaActor on node b
+
+The engine imports this module before it starts ranks, so nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.answers import ActorLostError, answer, answer_now
-from raycache.cache.storage_commands import StorageCommand, StorageResult
 from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.host import directory as host_directory
-from raycache.host.commands import carry_out
-from raycache.host.service import HostService, Opened
-from raycache.host.spec import HostSpec
-from raycache.observe import logs
-from raycache.storage.lanes import NUM_LANES
 from raycache.types import CacheAction, CacheCommand
+
+if TYPE_CHECKING:
+    from raycache.cache.storage_commands import StorageCommand, StorageResult
+    from raycache.host.service import Opened
+    from raycache.host.spec import HostSpec
 
 OWNER = "the arena's owner"
 """What messages call it."""
@@ -41,34 +39,6 @@ _COMMAND_TIMEOUT_S = 600.0
 _SCRUB_TIMEOUT_S = 3600.0
 _STATUS_TIMEOUT_S = 1.0
 """Timeout of storage counters, which a health report can do without."""
-
-
-class ArenaActor(HostService):
-    """A `HostService` as an actor. Calls that must not queue behind others use a concurrency group; see `_start`."""
-
-    def __init__(self, directory: Path, config: Config, replica: str) -> None:
-        logs.set_up(config.log_format, replica=replica)
-        self._name = f"host tier of {config.model_name}, replica {replica}"
-        self._scrubbing = threading.Lock()
-        super().__init__(directory)
-
-    def __repr__(self) -> str:
-        """What the Ray dashboard and logs call it."""
-        return self._name
-
-    def work(self, command: StorageCommand) -> StorageResult:
-        return super().work(command.received())
-
-    def carry_out(self, command: CacheCommand) -> dict[str, Any]:
-        return carry_out(command, self)
-
-    def scrub(self, *, timeout_s: float = math.inf) -> dict[str, Any]:
-        if not self._scrubbing.acquire(blocking=False):
-            raise ConfigError("a scrub of the storage is already running; try again when it is done")
-        try:
-            return super().scrub(timeout_s=timeout_s)
-        finally:
-            self._scrubbing.release()
 
 
 @dataclass(frozen=True)
@@ -178,6 +148,9 @@ class Arenas:
 
 
 def _start(config: Config, node: str, *, replica: str) -> Any:
+    from actors.arena_actor import ArenaActor
+    from raycache.storage.lanes import NUM_LANES
+
     options: dict[str, Any] = {
         "enable_task_events": False,  # of its calls
         # A scrub and a clear at a time; a new engine waits for neither.

@@ -3,6 +3,8 @@
 One thread runs the engine. The actor's methods only write to its inbox and read from its outbox, so that callers and
 steps never wait for each other.
 
+Ranks are started before this process imports torch and reads the model, so that their imports go on at the same time.
+
     submit, cancel -> inbox -> [ engine thread: step, step, ... ] -> outbox -> poll
 """
 
@@ -13,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -21,14 +23,13 @@ from actors.answers import ActorLostError
 from actors.arena import Arenas
 from actors.gangs import Gangs
 from actors.placement import Placement
-from raycache.checkpoint.hub_models import located
 from raycache.config import Config
-from raycache.decider.engine import Engine
-from raycache.deployment.deployment import deploy
 from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
-from raycache.gang.build import build_engine
 from raycache.observe import logs
 from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+
+if TYPE_CHECKING:
+    from raycache.decider.engine import Engine
 
 _log = logging.getLogger(__name__)
 
@@ -199,6 +200,12 @@ class EngineActor:
         self._gangs.end(has_last_plan=failure is None and self._has_closed())
 
     def _start(self) -> Engine:
+        self._gangs.start_ranks(on_progress=self._note_progress)
+
+        from raycache.checkpoint.hub_models import located
+        from raycache.deployment.deployment import deploy
+        from raycache.gang.build import build_engine
+
         deployment = deploy(located(self._config), device_type=self._device)
         host = self._gangs.open_host(deployment, on_progress=self._note_progress)
         gang = self._gangs.start(deployment, on_progress=self._note_progress)

@@ -6,17 +6,20 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.answers import ActorLostError
 from actors.arena import Arenas
-from actors.gang import Gang
 from actors.placement import Placement
 from actors.progress import OnProgress
+from actors.ranks import Ranks
 from raycache.config import Config
-from raycache.deployment.deployment import Deployment
 from raycache.errors import RankLostError
-from raycache.host.link import HostLink
-from raycache.host.nodes import are_all_gone, open_all, work_on_all
+
+if TYPE_CHECKING:
+    from actors.gang import Gang
+    from raycache.deployment.deployment import Deployment
+    from raycache.host.link import HostLink
 
 _log = logging.getLogger(__name__)
 _MAX_REBUILDS = 4
@@ -54,15 +57,30 @@ class Gangs:
         self._config, self._placement, self._replica, self._log_fields = config, placement, replica, log_fields
         self._owners = arenas.owners()
         self._files: dict[str, Path] = {}
+        self._ranks: Ranks | None = None
         self._gang: Gang | None = None
         self._losses = 0
         self.epoch = epoch
         self.rebuilds = 0
 
+    def start_ranks(self, *, on_progress: OnProgress) -> None:
+        """Start the processes of the next gang's ranks, ahead of `start`."""
+        assert self._ranks is None, "one gang at a time"
+        self._ranks = Ranks(
+            self._config,
+            placement=self._placement,
+            epoch=self.epoch + 1,
+            replica=self._replica,
+            on_progress=on_progress,
+        )
+
     def open_host(self, deployment: Deployment, *, on_progress: OnProgress) -> HostLink | None:
         """Make the arena, or reuse a previous engine's with its size; None without a host tier."""
         if not self._owners:
             return None
+        from raycache.host.link import HostLink
+        from raycache.host.nodes import open_all, work_on_all
+
         on_progress("making the host tier", 0.0)
         node_ids = list(dict.fromkeys(self._placement.nodes))
         nodes = tuple(map(node_ids.index, self._placement.nodes))
@@ -83,6 +101,11 @@ class Gangs:
         Raises:
             RayCacheError: a rank failed to start.
         """
+        from actors.gang import Gang
+        from raycache.host.nodes import are_all_gone
+
+        if self._ranks is None:
+            self.start_ranks(on_progress=on_progress)
         self.epoch += 1
         self._log_fields["epoch"] = self.epoch
         # Ranks of a lost gang end by themselves, but may still be writing to an arena.
@@ -90,15 +113,9 @@ class Gangs:
             raise ActorLostError(f"ranks of the previous gang still use the host tier after {_KILL_TIMEOUT_S:.0f} s")
         fixed = deployment.config
         config = replace(self._config, pp_layers=fixed.pp_layers, num_pages=fixed.num_pages, weights=fixed.weights)
-        self._gang = Gang(
-            deployment,
-            config,
-            placement=self._placement,
-            epoch=self.epoch,
-            replica=self._replica,
-            arenas=self._files,
-            on_progress=on_progress,
-        )
+        ranks, self._ranks = self._ranks, None
+        assert ranks is not None, "started above"
+        self._gang = Gang(deployment, config, ranks=ranks, epoch=self.epoch, arenas=self._files)
         _log.info("epoch %d runs on %d ranks", self.epoch, config.world_size)
         return self._gang
 
@@ -133,6 +150,8 @@ class Gangs:
 
     def end(self, *, has_last_plan: bool) -> None:
         """End the latest gang: wait for its ranks if they were sent their last plan, else kill them."""
+        if self._ranks is not None:
+            self._ranks.end()
         if self._gang is None:
             return
         if has_last_plan:

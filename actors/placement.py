@@ -19,7 +19,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raycache.config import Config
 from raycache.errors import ConfigError
-from raycache.parallel.devices import require_gpus
 from raycache.parallel.placement import (
     Need,
     Node,
@@ -230,6 +229,8 @@ class _Search:
                 refuse_impossible(need, nodes)
             if device == "cuda":
                 # Ray also counts GPUs that torch cannot use.
+                from raycache.parallel.devices import require_gpus
+
                 require_gpus(config.world_size)
 
     def nodes(self) -> list[Node]:

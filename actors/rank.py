@@ -1,28 +1,30 @@
-"""A rank as a Ray actor: the steps of raycache/rank as remote calls."""
+"""A rank as a Ray actor: the steps of raycache/rank as remote calls.
+
+The engine imports this module to create the actor; torch and what needs it are imported in the rank's process alone.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 
-from raycache.checkpoint.hub_models import located
 from raycache.config import Config
-from raycache.deployment.deployment import Deployment, served_model
 from raycache.host.directory import Lease
 from raycache.observe import logs
-from raycache.parallel.board import AckBoard
-from raycache.parallel.devices import GpuModel, require_gpus
 from raycache.parallel.interfaces import link
-from raycache.rank.build import LoadedRank, load
-from raycache.rank.member import Invitation, Member, join
-from raycache.rank.rank import Rank
-from raycache.rank.run import run
+
+if TYPE_CHECKING:
+    from raycache.parallel.board import AckBoard
+    from raycache.rank.build import LoadedRank
+    from raycache.rank.member import Invitation, Member
+    from raycache.rank.rank import Rank
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class RankActor:
         self._rank: Rank | None = None
         self._lease: Lease | None = None
         self._own_board: AckBoard | None = None
+        self._import()
 
     def __repr__(self) -> str:
         """Name in the Ray dashboard and in logs."""
@@ -64,23 +67,35 @@ class RankActor:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", mine.nccl_interface)
         gpus, gpu = ray.get_gpu_ids(), None
         if gpus:
+            import torch
+
+            from raycache.parallel.devices import GpuModel, require_gpus
+
             require_gpus(1)
             gpu = GpuModel.of(torch.device("cuda:0"))
         return {"node": context.get_node_id(), "host": mine.host, "link": mine, "gpus": gpus, "gpu": gpu}
 
     def new_board(self) -> Path:
         """Create the ack board of this rank's node; returns the path by which the node's ranks open it."""
+        from raycache.parallel.board import AckBoard
+
         split = self._config.split
         self._own_board = AckBoard.create(split.world_size)
         return self._own_board.share()
 
     def join(self, invitation: Invitation) -> None:
         """Join the gang."""
+        from raycache.checkpoint.hub_models import located
+        from raycache.rank.member import join
+
         self._config = located(invitation.config)
         self._member = join(replace(invitation, config=self._config))
 
     def load(self) -> int:
         """Load the weights; returns the number of pages that fit beside them."""
+        from raycache.deployment.deployment import Deployment, served_model
+        from raycache.rank.build import load
+
         assert self._member is not None, "join comes first"
         if self._own_board is not None:
             self._own_board.unshare()  # all ranks have joined
@@ -98,6 +113,18 @@ class RankActor:
 
     def run(self) -> None:
         """Execute plans until the last one."""
+        from raycache.rank.run import run
+
         assert self._rank is not None and self._member is not None, "build comes first"
         _log.info("rank %d is ready for plans", self._number)
         run(self._rank, self._member)
+
+    def _import(self) -> None:
+        """Import what the calls need, while the engine does the same and reads the model.
+
+        FlashInfer's import takes longest, and goes on while ranks join their groups. If it fails, `load` imports it
+        again, and says why.
+        """
+        import_module("raycache.rank.build")
+        if ray.get_gpu_ids() and self._config.attention != "torch":
+            ThreadPoolExecutor(1).submit(import_module, "raycache.attention.flashinfer")

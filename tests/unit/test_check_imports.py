@@ -25,3 +25,9 @@ def test_a_rank_and_the_check_of_a_model_leave_compilers_and_servers_alone(tmp_p
         [sys.executable, "-c", _CODE, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.split() == []
+
+
+def test_an_engine_starts_its_ranks_before_it_imports_torch() -> None:
+    code = "import sys, actors.engine; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["False"]

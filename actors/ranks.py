@@ -1,0 +1,140 @@
+"""The rank actors of a gang: creates them, asks all of them at once, and ends them.
+
+The engine creates them before it imports torch itself, so nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
+
+from actors.answers import ActorLostError, ours
+from actors.placement import Placement
+from actors.progress import OnProgress
+from actors.rank import RankActor
+from raycache.config import Config
+from raycache.errors import ConfigError, RankLostError
+from raycache.host.directory import DirectoryGoneError
+
+if TYPE_CHECKING:
+    from raycache.gang.meeting import Meeting
+    from raycache.parallel.board import AckBoard
+
+
+class Ranks:
+    """The actors of a gang, by rank. Their processes start, and import what they need, as soon as this exists.
+
+    Args:
+        config: of the service.
+        epoch: of the gang.
+        replica: whose ranks they are.
+        on_progress: called while the gang starts; an exception from it aborts the start.
+    """
+
+    def __init__(
+        self, config: Config, *, placement: Placement, epoch: int, replica: str, on_progress: OnProgress
+    ) -> None:
+        self._config, self._on_progress = config, on_progress
+        self._running: list[Any] = []
+        self._actors: list[Any] = [
+            ray.remote(RankActor).options(**placement.options(rank)).remote(config, rank, epoch=epoch, replica=replica)
+            for rank in range(config.world_size)
+        ]
+
+    def ask(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]] = (),
+        *,
+        phase: str,
+        board: AckBoard | None = None,
+    ) -> list[Any]:
+        """Results of all ranks, within the start's deadline.
+
+        Args:
+            method: name of the actor method.
+            arguments: one per rank.
+            phase: phase of the start, for progress.
+            board: where they post how much they have loaded.
+        """
+        each = arguments or [()] * len(self._actors)
+        calls = [getattr(actor, method).remote(*values) for actor, values in zip(self._actors, each, strict=True)]
+        return self._results(calls, phase=phase, board=board)
+
+    def boards(self, meeting: Meeting, nodes: Sequence[str]) -> dict[str, Path]:
+        """Make the boards of the other nodes; node -> where its ranks find theirs."""
+        # The decider's loses its name at once, so that nothing is left of it even if this process is killed.
+        here = {ray.get_runtime_context().get_node_id(): meeting.board.share()}
+        calls = [self._actors[rank].new_board.remote() for rank in meeting.leaders]
+        others = self._results(calls, phase="making boards")
+        return {**here, **{nodes[rank]: path for rank, path in zip(meeting.leaders, others, strict=True)}}
+
+    def run(self) -> None:
+        """Start the main loops, which execute plans."""
+        self._running = [actor.run.remote() for actor in self._actors]
+
+    def wait(self) -> Mapping[int, str]:
+        """Wait until some have ended: rank -> cause; "" for one that ended because it lost a peer."""
+        ended, others = ray.wait(self._running, num_returns=1)
+        ended += ray.wait(others, num_returns=len(others), timeout=0)[0] if others else []
+        return {rank: _how(run) for rank, run in enumerate(self._running) if run in ended}
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for all of them to end after their last plan."""
+        ray.wait(self._running, num_returns=len(self._running), timeout=timeout_s)
+
+    def end(self) -> None:
+        """Kill all actors."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _results(self, refs: list[Any], *, phase: str, board: AckBoard | None = None) -> list[Any]:
+        begin = time.monotonic()
+        pending = list(refs)
+        while pending:
+            self._tell(phase, board)
+            ended, pending = ray.wait(pending, num_returns=len(pending), timeout=0.5)
+            for ref in ended:
+                try:
+                    ray.get(ref)
+                except RayTaskError as cause:
+                    if isinstance(cause.cause, DirectoryGoneError):  # its owner died; the next engine has another made
+                        raise ActorLostError(f"rank {refs.index(ref)}, {phase}: {cause.cause}") from cause
+                    raise ours(cause) from cause
+                except (RayActorError, ActorUnschedulableError) as cause:
+                    rank = refs.index(ref)
+                    coords = str(self._config.split.coords(rank))
+                    raise RankLostError(rank, coords, 0, f"it died while {phase}") from cause
+            waited = time.monotonic() - begin
+            if waited > self._config.start_timeout_s:
+                late = [refs.index(ref) for ref in pending]
+                raise ConfigError(f"ranks {late} are still {phase} after {waited:.0f} s; see --start-timeout-s")
+        try:
+            return ray.get(refs, timeout=60)
+        except GetTimeoutError as cause:
+            raise RankLostError(-1, "unknown", 0, f"answers were lost while {phase}") from cause
+
+    def _tell(self, phase: str, board: AckBoard | None) -> None:
+        """Report phase and fraction; for weights also bytes, once all ranks know their totals."""
+        loaded, to_load = (0, 0) if board is None else board.loaded()
+        if to_load and not self._config.dummy_weights:
+            from raycache.deployment.memory_use import human_bytes
+
+            phase += f": {human_bytes(loaded)} of {human_bytes(to_load)}"
+        self._on_progress(phase, loaded / max(to_load, 1))
+
+
+def _how(run: Any) -> str:
+    """How a rank ended that was not told to exit."""
+    try:
+        ray.get(run)
+    except RayActorError as cause:
+        return f"its actor died: {str(cause).strip().splitlines()[0]}"
+    except RayTaskError as cause:
+        return "" if isinstance(cause.cause, RankLostError) else repr(cause.cause)
+    return ""
