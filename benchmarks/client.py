@@ -21,9 +21,9 @@ class Reply:
     """What came of one request.
 
     Attributes:
-        start_s, token_times_s: when it was sent and when each token came, on one clock.
+        start_s, token_times_s: when its bytes were ready to be sent and when each token came, on one clock.
         prompt_tokens, cached_tokens: as the server counts them.
-        tokens: ids of the answer.
+        tokens: ids of the answer; -1 where they were not asked for.
     """
 
     start_s: float
@@ -70,11 +70,12 @@ async def complete(
         **(more or {}),
     }
     url = urlsplit(endpoint)
+    request = _request(url.netloc, body)
     start_s = time.perf_counter()
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(url.hostname, url.port or 80, limit=_LINE_LIMIT)
         try:
-            writer.write(_request(url.netloc, body))
+            writer.write(request)
             return await _read(reader, start_s)
         finally:
             writer.close()
@@ -107,8 +108,11 @@ async def _read(reader: asyncio.StreamReader, start_s: float) -> Reply:
             event = json.loads(line[6:])
             if "error" in event:
                 raise RuntimeError(event["error"]["message"])
-            tokens += [token for choice in event["choices"] for token in choice["token_ids"]]
-            times += [now_s] * (len(tokens) - len(times))
+            for choice in event["choices"]:
+                # Without ids, an event with a choice is one token.
+                new = choice.get("token_ids", (-1,))
+                tokens += new
+                times += [now_s] * len(new)
             usage = event["usage"] or usage
     if usage is None or not times:
         raise RuntimeError("the answer ended early")
