@@ -47,8 +47,7 @@ class CacheUnderTest(Protocol):
 
     name: str
 
-    @staticmethod
-    def pack(tokens: Tokens) -> Any: ...
+    def pack(self, tokens: Tokens) -> Any: ...
 
     def begin(self, tokens: Any) -> tuple[int, Any]: ...
 

@@ -1,7 +1,7 @@
 """Device and host tier together under the replay of `benchmarks.index`: what deciding costs, without copies.
 
-Every page is saved at once, acknowledged when its request ends, and loaded when only the host has it. Chain hashes and
-the catalog are part of it.
+Every page is saved at once, acknowledged when its request ends, and loaded when only the host has it. The catalog is
+part of it; digests come with the prompt, as from an HTTP server, unless `has_digests` is off.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from raycache.cache.catalog import Catalog
 from raycache.cache.evict import Eviction
 from raycache.cache.holding import Holding, Use
 from raycache.cache.host_tier import HostTier
+from raycache.cache.keys import PackedDigests, chain_digests
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.transfers import PlannedLoad
@@ -25,6 +26,7 @@ from raycache.parallel.board import Acks
 _DEVICE_SHARE = 8
 """The host holds so many times what the device does."""
 _USE = Use(bytes(32))
+_Prompt = tuple[bytes, PackedDigests]
 
 
 class TiersCache:
@@ -34,11 +36,12 @@ class TiersCache:
         num_tokens: of the host tier; the device has an eighth of it, or what runs at once if that is more.
         page_size: tokens per page.
         running_tokens: most tokens that run at once.
+        has_digests: whether prompts come with the digests of their pages.
     """
 
-    name = "RayCache, device and host tier"
-
-    def __init__(self, *, num_tokens: int, page_size: int, running_tokens: int) -> None:
+    def __init__(self, *, num_tokens: int, page_size: int, running_tokens: int, has_digests: bool = True) -> None:
+        self.name = "RayCache, device and host tier" + ("" if has_digests else ", digests made there")
+        self._has_digests = has_digests
         num_pages = num_tokens // page_size
         sizes = {FULL: num_pages}
         self._page_size = page_size
@@ -50,15 +53,19 @@ class TiersCache:
         self._now = 0
         self.moves: Counter[str] = Counter()
 
-    @staticmethod
-    def pack(tokens: npt.NDArray[np.int32]) -> bytes:
+    def pack(self, tokens: npt.NDArray[np.int32]) -> _Prompt:
         """The form in which it wants tokens."""
-        return tokens.tobytes()
+        packed, page_size = tokens.tobytes(), self._page_size
+        if not self._has_digests:
+            return packed, b""
+        stop = len(tokens) // page_size
+        return packed, chain_digests(_USE.root, packed, first=0, stop=stop, page_size=page_size)
 
-    def begin(self, tokens: bytes) -> tuple[int, tuple[bytes, Holding]]:
+    def begin(self, prompt: _Prompt) -> tuple[int, tuple[bytes, Holding]]:
         """Match in both tiers, plan what is loaded, make room for the rest."""
         self._now += 1
-        holding = self._cache.begin(tokens, is_matched=True, now=self._now, use=_USE)
+        tokens, digests = prompt
+        holding = self._cache.begin(tokens, is_matched=True, now=self._now, use=_USE, digests=digests)
         start = holding.start(tokens, may_load=True, now=self._now)
         assert holding.reserve(start, len(tokens) // 4) is not None, "the device is too small"
         holding.use(tokens, now=self._now)

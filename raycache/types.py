@@ -194,6 +194,8 @@ class GenerateRequest:
         cache_ttl_s: seconds after which cache_priority counts as 0; 0: never.
         affinity: requests with the same one prefer the same replica, if no other has more of their prompt; "": none.
         output: tokens generated before an engine was lost; generation continues after them and returns only new ones.
+        page_chain: digests of the prompt's pages, from whoever tokenised it (raycache/cache/keys.py), so that the
+            engine need not make them; b"": none. Never what a client sent: pages are stored under these digests.
     """
 
     request_id: str
@@ -206,6 +208,7 @@ class GenerateRequest:
     cache_ttl_s: float = 0.0
     affinity: str = ""
     output: Sequence[int] = ()
+    page_chain: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +341,7 @@ class EngineInfo:
         ranks: one row per rank for status output: rank, coords, node, device, kv bytes.
         tiers: one of TIERS -> {"tokens": n, "bytes": n, "components": {name: bytes}}; storage has "name" and "bytes".
         decode_weights: what a rank reads of its weights in a decode step: "all", "split over cp", or "all: REASON".
+        chained_weights: fingerprint of the weights for `GenerateRequest.page_chain`; "" if no tier needs digests.
     """
 
     model: str
@@ -351,3 +355,4 @@ class EngineInfo:
     ranks: tuple[Mapping[str, Any], ...] = ()
     tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     decode_weights: str = "all"
+    chained_weights: str = ""

@@ -23,6 +23,7 @@ from raycache.api.output_text import OutputText
 from raycache.api.repairs import Repairs
 from raycache.api.schema import ChatBody, CompletionBody, GenerationBody
 from raycache.api.tokenizer import Tokenizer
+from raycache.cache.keys import Identity, page_chain
 from raycache.config import Config
 from raycache.errors import PromptTooLongError, RequestError
 from raycache.types import EngineInfo, GenerateRequest, SamplingParams
@@ -236,6 +237,7 @@ def _choices(
         _check_length(prompt, sampling, info=info, field_name=field_name)
     priority, ttl_s = _retention(body, served)
     affinity = _affinity(body)
+    chains = [_page_chain(prompt, info=info, cache_salt=body.cache_salt) for prompt in arrays]
     per_choice = [_sampling_params(body, sampling, number=number, served=served) for number in range(body.n)]
     choices = []
     for index in range(len(prompts) * body.n):
@@ -250,6 +252,7 @@ def _choices(
             cache_priority=priority,
             cache_ttl_s=ttl_s,
             affinity=affinity,
+            page_chain=chains[index // body.n],
         )
         text = OutputText(
             served.tokenizer,
@@ -299,6 +302,13 @@ def _ids(prompt: Sequence[int], *, info: EngineInfo, field_name: str) -> array[i
             f"{field_name} contains token id {wrong}; valid ids are in [0, {info.vocab_size})", field=field_name
         )
     return array("i", numbers.astype(np.int32).tobytes())
+
+
+def _page_chain(prompt: array[int], *, info: EngineInfo, cache_salt: str) -> bytes:
+    """Digests of a prompt's pages, made here rather than on the thread that plans steps."""
+    if not info.chained_weights:
+        return b""
+    return page_chain(Identity(info.chained_weights, info.page_size, salt=cache_salt), prompt.tobytes())
 
 
 def _check_length(prompt: Sequence[int], sampling: _Sampling, *, info: EngineInfo, field_name: str) -> None:

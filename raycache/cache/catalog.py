@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raycache.cache.keys import DIGEST_BYTES, chain_digests, tag_of
+from raycache.cache.keys import DIGEST_BYTES, PackedDigests, chain_digests, tag_of
 from raycache.cache.node import Parts
 from raycache.memory.arena import Arena
 from raycache.memory.component import FULL
@@ -98,7 +98,7 @@ class Catalog:
         return sum(_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in fields)
 
     def add_pages(
-        self, ids: PageIds, *, digests: Sequence[bytes], tokens: PackedTokens | memoryview, parent: int, seed: bytes
+        self, ids: PageIds, *, digests: PackedDigests, tokens: PackedTokens | memoryview, parent: int, seed: bytes
     ) -> None:
         """Record consecutive pages.
 
@@ -111,11 +111,11 @@ class Catalog:
         """
         if not len(ids):
             return
-        assert len(digests) == len(ids), f"{len(digests)} digests of {len(ids)} pages"
+        assert len(digests) == len(ids) * DIGEST_BYTES, f"{len(digests)} bytes of digests of {len(ids)} pages"
         assert len(tokens) == len(ids) * self._page_bytes, f"{len(tokens) // 4} tokens of {len(ids)} pages"
         records, index = self._records, np.asarray(ids, np.intp)  # other types would be converted at each use
         self.drop_pages(index)
-        records.digests[index] = np.frombuffer(b"".join(digests), _DIGEST)
+        records.digests[index] = np.frombuffer(digests, _DIGEST)
         records.tokens[index] = np.frombuffer(tokens, records.tokens.dtype)
         records.parents[index[1:]], records.parents[index[0]] = index[:-1], parent
         if parent == _NONE:
@@ -128,10 +128,9 @@ class Catalog:
             self._records.has_point[ids] = 0
         self._records.valid[ids] = 0
 
-    def digests(self, ids: PageIds) -> list[bytes]:
-        """Digests of recorded pages, 32 bytes each."""
-        found: list[bytes] = self._records.digests[ids].tolist()
-        return found
+    def digests(self, ids: PageIds) -> PackedDigests:
+        """Digests of recorded pages."""
+        return self._records.digests[ids].tobytes()
 
     def add_point(self, page: int, parts: Parts) -> None:
         """Record the restore point at the end of a page; `parts` must cover every point space."""
@@ -294,7 +293,7 @@ class _Chains:
         parent = int(records.parents[page])
         before = records.seeds[page] if parent == _NONE else records.digests[parent]
         tokens = records.tokens[page].tobytes()
-        return chain_digests(before.tobytes(), tokens, first=0, stop=1, page_size=len(tokens) // 4)[0]
+        return chain_digests(before.tobytes(), tokens, first=0, stop=1, page_size=len(tokens) // 4)
 
 
 def _are_held(parts: Parts, tags: Sequence[int], holds: Holds) -> bool:

@@ -9,7 +9,7 @@ prefixes in the tree have no holes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from raycache.cache.catalog import Catalog, Holds
 from raycache.cache.evict import Eviction
+from raycache.cache.keys import DIGEST_BYTES, PackedDigests
 from raycache.cache.node import Parts, RestorePoint
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.tier import Tier
@@ -122,7 +123,7 @@ class HostTier:
             self.tier.let_go(point)
 
     def enter(
-        self, handle: PrefixHandle, tokens: PackedTokens, pages: PageIds, digests: Sequence[bytes], *, now: int
+        self, handle: PrefixHandle, tokens: PackedTokens, pages: PageIds, digests: PackedDigests, *, now: int
     ) -> PageIds:
         """Put filled pages into the tree after a handle, which is lengthened over them.
 
@@ -137,7 +138,7 @@ class HostTier:
         if len(entered):
             self._catalog.add_pages(
                 entered,
-                digests=digests[num_known:],
+                digests=digests[num_known * DIGEST_BYTES :],
                 tokens=memoryview(tokens)[start * size : (first + len(pages)) * size],
                 parent=handle.page(start - 1) if start else -1,
                 seed=handle.root,
@@ -161,11 +162,11 @@ class HostTier:
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
-    def digests(self, handle: PrefixHandle) -> list[bytes]:
+    def digests(self, handle: PrefixHandle) -> PackedDigests:
         """Chain digests of a handle's pages."""
         return self._catalog.digests(handle.pages)
 
-    def last_digests(self, handle: PrefixHandle) -> list[bytes]:
+    def last_digests(self, handle: PrefixHandle) -> PackedDigests:
         """Chain digests of a handle's last `num_last` pages, or of all if fewer."""
         return self._catalog.digests(handle.pages_from(max(0, handle.length // self.page_size - self.num_last)))
 

@@ -4,6 +4,8 @@
     digest[i] = H(digest[i - 1] + tokens of page i), digest[-1] = seed
     key       = digest of the last token's page (32 B) + row format (12 B) + box (12 B)
 
+Digests are passed on packed: those of consecutive pages as one bytes object, 32 bytes each (`PackedDigests`).
+
 A digest identifies its page and all pages before it. H is SHA-256: collision resistant, so no prompt can be crafted to
 hit another prompt's pages, and keyed by the seed, so a tenant's keys cannot be computed without the salt. All messages
 of a chain have the same length, which rules out length extension.
@@ -30,6 +32,9 @@ KEY_VERSION = 1
 DIGEST_BYTES = 32
 FORMAT_BYTES = 12
 KEY_BYTES = DIGEST_BYTES + FORMAT_BYTES + BOX_BYTES
+
+PackedDigests = bytes
+"""Digests of consecutive pages, `DIGEST_BYTES` each."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,11 @@ class PageChain:
         digests = self._digests
         first, stop = len(digests), len(tokens) // (4 * self._page_size)
         before = digests[-1] if digests else self._seed
-        digests += chain_digests(before, tokens, first=first, stop=stop, page_size=self._page_size)
+        digests += unpacked(chain_digests(before, tokens, first=first, stop=stop, page_size=self._page_size))
         return digests
 
 
-def chain_digests(before: bytes, tokens: PackedTokens, *, first: int, stop: int, page_size: int) -> list[bytes]:
+def chain_digests(before: bytes, tokens: PackedTokens, *, first: int, stop: int, page_size: int) -> PackedDigests:
     """Digests of the pages [first, stop) of a sequence.
 
     Args:
@@ -95,7 +100,31 @@ def chain_digests(before: bytes, tokens: PackedTokens, *, first: int, stop: int,
         message.update(before + page)
         before = message.digest()
         digests.append(before)
-    return digests
+    return b"".join(digests)
+
+
+def unpacked(digests: PackedDigests) -> list[bytes]:
+    """The digests one by one."""
+    return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+
+
+def page_chain(identity: Identity, tokens: PackedTokens) -> PackedDigests:
+    """The seed and the digests of the whole pages of a prompt: `GenerateRequest.page_chain`."""
+    seed, page_size = identity.seed(), identity.page_size
+    return seed + chain_digests(seed, tokens, first=0, stop=len(tokens) // (4 * page_size), page_size=page_size)
+
+
+def digests_in(chain: PackedDigests, tokens: PackedTokens, *, seed: bytes, page_size: int) -> PackedDigests:
+    """Digests of the whole pages of a prompt from its `page_chain`; none if it is not of this seed and prompt.
+
+    Whoever made it is trusted, as pages are stored under these digests: of the tokens only the last page is checked.
+    """
+    stop = len(tokens) // (4 * page_size)
+    if not stop or len(chain) != (stop + 1) * DIGEST_BYTES or not chain.startswith(seed):
+        return b""
+    before, last = chain[-2 * DIGEST_BYTES : -DIGEST_BYTES], chain[-DIGEST_BYTES:]
+    is_of_tokens = last == chain_digests(before, tokens, first=stop - 1, stop=stop, page_size=page_size)
+    return chain[DIGEST_BYTES:] if is_of_tokens else b""
 
 
 def row_format(component: Component) -> bytes:
@@ -110,9 +139,9 @@ def tag_of(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def tags_of(digests: Sequence[bytes]) -> NDArray[np.uint64]:
-    """`tag_of` of many digests."""
-    return np.frombuffer(b"".join(digests), np.uint64)[:: DIGEST_BYTES // 8]
+def tags_of(digests: PackedDigests) -> NDArray[np.uint64]:
+    """`tag_of` of each digest."""
+    return np.frombuffer(digests, np.uint64)[:: DIGEST_BYTES // 8]
 
 
 def object_keys(digests: Iterable[bytes], *, rows: bytes, box: Box) -> list[bytes]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raycache.cache.host_tier import Entered, HostTier
+from raycache.cache.keys import unpacked
 from raycache.cache.node import RestorePoint
 from raycache.cache.storage_commands import CommandKind, StorageClient, StorageResult, StoredUnit
 from raycache.cache.tree import PrefixHandle
@@ -105,7 +106,7 @@ class Persists:
         if not len(missing) and point is None:
             return 0
         pages = path[missing]
-        digests = self._host.digests(handle)
+        digests = unpacked(self._host.digests(handle))
         units = [StoredUnit(FULL, page, digests[i]) for page, i in zip(pages.tolist(), missing.tolist(), strict=True)]
         self._is_stored[pages] = True  # or will be: later commands need not include it
         if point is not None:

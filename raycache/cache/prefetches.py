@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from raycache.cache.costs import Costs
 from raycache.cache.host_tier import HostTier
-from raycache.cache.keys import chain_digests
+from raycache.cache.keys import DIGEST_BYTES, PackedDigests, chain_digests, unpacked
 from raycache.cache.node import RestorePoint
 from raycache.cache.persists import Persists
 from raycache.cache.storage_commands import CommandKind, Fetch, Found, Outcome, StorageClient, StorageResult, StoredUnit
@@ -47,7 +47,7 @@ class Chunk:
     """
 
     pages: PageIds
-    digests: list[bytes]
+    digests: PackedDigests
     point: RestorePoint | None = None
     results: Sequence[Fetch] | None = None
 
@@ -60,7 +60,7 @@ class Prefetch:
         owner: the request's id.
         tokens: the prompt, packed.
         handle: host prefix, at the end of what has arrived.
-        digests: digests of all reusable whole pages of the prompt.
+        digests: digests of all reusable whole pages of the prompt, packed.
         start_s: start time, on the clock of `now_s`.
         begin, end: token range fetched to the host; both 0 for none.
         num_stored: length of the stored prefix in tokens.
@@ -75,7 +75,7 @@ class Prefetch:
     owner: str
     tokens: PackedTokens
     handle: PrefixHandle
-    digests: list[bytes]
+    digests: PackedDigests
     start_s: float
     begin: int = 0
     end: int = 0
@@ -86,6 +86,15 @@ class Prefetch:
     why_short: Miss = Miss.TIMEOUT
     is_done: bool = False
     is_abandoned: bool = False
+
+    def digests_of(self, first: int, stop: int) -> PackedDigests:
+        """Digests of the pages [first, stop)."""
+        return self.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
+
+    @property
+    def num_pages(self) -> int:
+        """Reusable whole pages of the prompt."""
+        return len(self.digests) // DIGEST_BYTES
 
     def finish(self) -> None:
         """Mark as done and release the handle."""
@@ -141,8 +150,17 @@ class Prefetches:
         """Number of commands in progress."""
         return len(self._finds) + len(self._fetches)
 
-    def start(self, owner: str, tokens: PackedTokens, *, root: bytes, now: int, now_s: float) -> Prefetch | None:
-        """Look up a request's prefix; None if the host has all of it."""
+    def start(
+        self, owner: str, tokens: PackedTokens, *, root: bytes, now: int, now_s: float, digests: PackedDigests = b""
+    ) -> Prefetch | None:
+        """Look up a request's prefix; None if the host has all of it.
+
+        Args:
+            owner: the request's id.
+            tokens, root, now: as for `RadixTree.match`.
+            now_s: current time, on the clock of the wait.
+            digests: of the prompt's first pages, as many as are known already.
+        """
         page_size = self._host.page_size
         wanted = (len(tokens) // 4 - 1) // page_size
         if not wanted:
@@ -151,12 +169,13 @@ class Prefetches:
         if handle.length == wanted * page_size:
             handle.release()
             return None
-        known = self._host.digests(handle)
-        before = known[-1] if known else root
-        digests = known + chain_digests(before, tokens, first=len(known), stop=wanted, page_size=page_size)
-        prefetch = Prefetch(owner, tokens, handle, digests, now_s, num_stored=handle.length)
+        known = digests[: wanted * DIGEST_BYTES] or self._host.digests(handle)
+        first, before = len(known) // DIGEST_BYTES, (known or root)[-DIGEST_BYTES:]
+        known += chain_digests(before, tokens, first=first, stop=wanted, page_size=page_size)
+        prefetch = Prefetch(owner, tokens, handle, known, now_s, num_stored=handle.length)
         deadline_s = now_s + self._timeout_s
-        self._finds[self._commands.post(CommandKind.FIND, owner, digests=digests, deadline_s=deadline_s)] = prefetch
+        number = self._commands.post(CommandKind.FIND, owner, digests=unpacked(known), deadline_s=deadline_s)
+        self._finds[number] = prefetch
         return prefetch
 
     def is_awaited(self, prefetch: Prefetch, *, now_s: float) -> bool:
@@ -166,7 +185,7 @@ class Prefetches:
         if prefetch.wait_is_over(self._waiting, timeout_s=self._timeout_s, now_s=now_s):
             prefetch.why_short = Miss.TIMEOUT
             return False
-        missing = len(prefetch.digests) * self._host.page_size - prefetch.handle.length
+        missing = prefetch.num_pages * self._host.page_size - prefetch.handle.length
         if not self._costs.is_wait_worth(missing, waited_s=now_s - prefetch.start_s):
             prefetch.why_short = Miss.SLOWER
             return False
@@ -228,7 +247,7 @@ class Prefetches:
     def _reachable(self, found: Found, prefetch: Prefetch) -> int:
         """Number of pages worth fetching; for models with restore points, it ends at one."""
         stop = found.point_pages if self._host.tier.has_points else found.num_pages
-        return min(stop, len(prefetch.digests))
+        return min(stop, prefetch.num_pages)
 
     def _fetch_all(self, prefetch: Prefetch, *, stop: int) -> None:
         """Reserve host pages up to page number `stop`, and units of the restore point there, and fetch them."""
@@ -247,10 +266,10 @@ class Prefetches:
             return
         for start in range(0, missing, _PAGES_PER_FETCH):
             end = min(start + _PAGES_PER_FETCH, missing)
-            prefetch.chunks.append(Chunk(pages[start:end], prefetch.digests[first + start : first + end]))
+            prefetch.chunks.append(Chunk(pages[start:end], prefetch.digests_of(first + start, first + end)))
         if point is not None:
             if not prefetch.chunks:
-                prefetch.chunks.append(Chunk(pages, []))
+                prefetch.chunks.append(Chunk(pages, b""))
             prefetch.chunks[-1].point = point
         for chunk in prefetch.chunks:
             self._fetch(prefetch, chunk, stop=stop)
@@ -265,9 +284,9 @@ class Prefetches:
         return pages
 
     def _fetch(self, prefetch: Prefetch, chunk: Chunk, *, stop: int) -> None:
-        units = [StoredUnit(FULL, *unit) for unit in zip(chunk.pages.tolist(), chunk.digests, strict=True)]
+        units = [StoredUnit(FULL, *unit) for unit in zip(chunk.pages.tolist(), unpacked(chunk.digests), strict=True)]
         for space, ids in ({} if chunk.point is None else chunk.point.parts).items():
-            digests = prefetch.digests[stop - len(ids) : stop]
+            digests = unpacked(prefetch.digests_of(stop - len(ids), stop))
             units += [StoredUnit(space, *unit) for unit in zip(ids, digests, strict=True)]
         # A fetch that has started cannot be stopped; one that waits too long for its turn is useless.
         deadline_s = prefetch.start_s + self._timeout_s * _COMPLETE_FACTOR
@@ -279,7 +298,7 @@ class Prefetches:
         if num_good:
             if prefetch.end == 0:
                 prefetch.begin = handle.length
-            entered = self._host.enter(handle, prefetch.tokens, good, chunk.digests[:num_good], now=now)
+            entered = self._host.enter(handle, prefetch.tokens, good, chunk.digests[: num_good * DIGEST_BYTES], now=now)
             prefetch.end = handle.length
             self._persists.note_stored(entered)
             self.counts["prefetched_pages"] += len(entered)

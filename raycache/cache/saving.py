@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raycache.cache.host_tier import HostTier
+from raycache.cache.keys import DIGEST_BYTES, PackedDigests, chain_digests
 from raycache.cache.node import RestorePoint
 from raycache.cache.tier import Tier
 from raycache.cache.tree import PrefixHandle
@@ -82,11 +83,11 @@ class Cursor:
 
     __slots__ = ("_last", "_num_open", "digests", "found", "is_broken", "is_closed", "num_planned", "saved")
 
-    def __init__(self, found: PrefixHandle, *, digests: Sequence[bytes] = (), is_closed: bool = False) -> None:
+    def __init__(self, found: PrefixHandle, *, digests: PackedDigests = b"", is_closed: bool = False) -> None:
         self.found, self.digests = found, digests
         self.saved = found.clone()
         self.num_planned = 0
-        self._last: list[bytes] | None = []
+        self._last: PackedDigests | None = b""
         self.is_closed = is_closed
         self.is_broken = False
         self._num_open = 0
@@ -107,16 +108,26 @@ class Cursor:
         """Whether the host is not known to have a restore point after the first `stop` pages."""
         return stop == self.num_planned and (self._num_open > 0 or not self.saved.node.has_point)
 
-    def last_digests(self, host: HostTier) -> list[bytes]:
+    def last_digests(self, host: HostTier) -> PackedDigests:
         """Digests of the last planned pages, as many as a restore point may need; at least one if there are any."""
         if self._last is None:
             self._last = host.last_digests(self.saved)
         return self._last
 
-    def plan(self, host: HostTier, digests: Sequence[bytes]) -> None:
+    def next_digests(self, host: HostTier, tokens: PackedTokens, *, stop: int) -> PackedDigests:
+        """Digests of the pages behind the planned ones, up to `stop`."""
+        first = self.num_planned
+        known = self.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
+        first += len(known) // DIGEST_BYTES
+        if first >= stop:
+            return known
+        before = (known or self.last_digests(host) or self.found.root)[-DIGEST_BYTES:]
+        return known + chain_digests(before, tokens, first=first, stop=stop, page_size=host.page_size)
+
+    def plan(self, host: HostTier, digests: PackedDigests) -> None:
         """Record pages after the planned ones as planned."""
-        self._last = [*self.last_digests(host), *digests][-host.num_last :]
-        self.num_planned += len(digests)
+        self._last = (self.last_digests(host) + digests)[-host.num_last * DIGEST_BYTES :]
+        self.num_planned += len(digests) // DIGEST_BYTES
         self._num_open += 1
 
     def finish(self, *, is_done: bool) -> None:
@@ -155,5 +166,5 @@ class Save:
     source: Source
     tokens: PackedTokens
     pages: PageIds
-    digests: list[bytes]
+    digests: PackedDigests
     point: RestorePoint | None

@@ -15,6 +15,7 @@ from raycache.cache.costs import Costs
 from raycache.cache.evict import Eviction
 from raycache.cache.holding import PLAIN_USE, Holding, Use
 from raycache.cache.host_tier import HostTier, NoHost, WritePolicy
+from raycache.cache.keys import PackedDigests
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.storage_tier import NoStorage, StorageTier
 from raycache.cache.tier import Tier
@@ -89,7 +90,7 @@ class SequenceCache:
         is_matched: bool,
         now: int,
         use: Use = PLAIN_USE,
-        digests: Sequence[bytes] = (),
+        digests: PackedDigests = b"",
     ) -> Holding:
         """Lock the longest resumable prefix.
 

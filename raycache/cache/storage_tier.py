@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from raycache.cache.costs import Costs
 from raycache.cache.host_tier import HostTier
-from raycache.cache.keys import chain_digests
+from raycache.cache.keys import PackedDigests, chain_digests, unpacked
 from raycache.cache.persists import Persists
 from raycache.cache.prefetches import Prefetch, Prefetches, Waiting
 from raycache.cache.storage_commands import CommandKind, Outcome, StorageClient, StorageWorkers
@@ -63,11 +63,13 @@ class StorageTier:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def start(self, owner: str, tokens: PackedTokens, *, root: bytes, now: int, now_s: float) -> Prefetch | None:
+    def start(
+        self, owner: str, tokens: PackedTokens, *, root: bytes, now: int, now_s: float, digests: PackedDigests = b""
+    ) -> Prefetch | None:
         """Look up a request's prefix; None if the host has all of it, or no storage is attached."""
         if not self.is_attached:
             return None
-        return self._prefetches.start(owner, tokens, root=root, now=now, now_s=now_s)
+        return self._prefetches.start(owner, tokens, root=root, now=now, now_s=now_s, digests=digests)
 
     def is_awaited(self, prefetch: Prefetch, *, now_s: float) -> bool:
         """Whether a request should wait for more of its prefetch."""
@@ -80,7 +82,7 @@ class StorageTier:
     def find(self, tokens: PackedTokens, *, root: bytes, then: Callable[[int | None], None]) -> None:
         """Find the stored, resumable length of a prompt; calls `then` with tokens, or None without a reply."""
         wanted = (len(tokens) // 4 - 1) // self._host.page_size
-        digests = chain_digests(root, tokens, first=0, stop=wanted, page_size=self._host.page_size)
+        digests = unpacked(chain_digests(root, tokens, first=0, stop=wanted, page_size=self._host.page_size))
         deadline_s = time.monotonic() + self._timeout_s
         self._asked[self._commands.post(CommandKind.FIND, "operator", digests=digests, deadline_s=deadline_s)] = then
 
@@ -152,7 +154,9 @@ class NoStorage:
     is_present = is_attached = False
     num_open = 0
 
-    def start(self, owner: str, tokens: PackedTokens, *, root: bytes, now: int, now_s: float) -> None:
+    def start(
+        self, owner: str, tokens: PackedTokens, *, root: bytes, now: int, now_s: float, digests: PackedDigests = b""
+    ) -> None:
         """Return None."""
 
     def is_awaited(self, prefetch: Prefetch, *, now_s: float) -> bool:

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from raycache.cache.evict import Leaving
 from raycache.cache.host_tier import Entered, HostTier, WritePolicy
-from raycache.cache.keys import chain_digests, tags_of
+from raycache.cache.keys import DIGEST_BYTES, PackedDigests, tags_of
 from raycache.cache.moved import Moved
 from raycache.cache.node import RestorePoint
 from raycache.cache.saving import Cursor, Save, SavedPrefix, Source
@@ -119,7 +119,7 @@ class Transfers:
         self._is_lost = False
         self._counts: Counter[str] = Counter()
 
-    def open(self, tokens: PackedTokens, *, root: bytes, now: int, digests: Sequence[bytes] = ()) -> Cursor:
+    def open(self, tokens: PackedTokens, *, root: bytes, now: int, digests: PackedDigests = b"") -> Cursor:
         """Lock the longest resumable prefix of a sequence on the host.
 
         Args:
@@ -169,11 +169,12 @@ class Transfers:
         """Plan a load's moves; called by `Load.plan`."""
         host = load.handle.pages
         digests = self.host.digests(load.handle)
-        batches = [_batch(FULL, pages, host[load.first :], digests[load.first :])]
+        batches = [_batch(FULL, pages, host[load.first :], digests[load.first * DIGEST_BYTES :])]
         parts = {} if load.host_point is None else load.host_point.parts
         for space, ids in parts.items():
             assert load.point is not None, "a restore point can only be loaded into a restore point"
-            batches.append(_batch(space, load.point.parts[space], ids, digests[len(host) - len(ids) :]))
+            last = digests[(len(host) - len(ids)) * DIGEST_BYTES :]
+            batches.append(_batch(space, load.point.parts[space], ids, last))
         self._num_loads += 1
         self._loads.append(Moves(self._num_loads, batches))
         self._counts["loaded_pages"] += len(pages)
@@ -230,9 +231,7 @@ class Transfers:
         if taken is None:
             self._counts["unsaved_pages"] += missing
             return False
-        digests = list(cursor.digests[first:stop])
-        before = [cursor.found.root, *cursor.last_digests(host), *digests][-1]
-        digests += chain_digests(before, tokens, first=first + len(digests), stop=stop, page_size=host.page_size)
+        digests = cursor.next_digests(host, tokens, stop=stop)
         cursor.plan(host, digests)
         batches = [_batch(FULL, source.take(first), taken, digests)]
         host_point = None
@@ -241,7 +240,8 @@ class Transfers:
         if point is not None and host_point is not None:
             last = cursor.last_digests(host)
             for space, ids in point.parts.items():
-                batches.append(_batch(space, ids, host_point.parts[space], last[len(last) - len(ids) :]))
+                own = last[len(last) - len(ids) * DIGEST_BYTES :]
+                batches.append(_batch(space, ids, host_point.parts[space], own))
         self._num_saves += 1
         self._saves.append(Moves(self._num_saves, batches))
         self._open.append(Save(self._num_saves, cursor, source, tokens, taken, digests, host_point))
@@ -369,7 +369,7 @@ class NoTransfers:
     def __init__(self) -> None:
         self._cursor = Cursor(RadixTree(1).match(NOTHING, now=0), is_closed=True)
 
-    def open(self, tokens: PackedTokens, *, root: bytes, now: int, digests: Sequence[bytes] = ()) -> Cursor:
+    def open(self, tokens: PackedTokens, *, root: bytes, now: int, digests: PackedDigests = b"") -> Cursor:
         """Return a closed cursor."""
         return self._cursor
 
@@ -424,7 +424,7 @@ class NoTransfers:
         return {}
 
 
-def _batch(space: str, devices: ArrayLike, hosts: ArrayLike, digests: Sequence[bytes]) -> Batch:
+def _batch(space: str, devices: ArrayLike, hosts: ArrayLike, digests: PackedDigests) -> Batch:
     """Pair up device and host units to move, with the tags of their digests."""
     batch = Batch(space, np.asarray(devices, np.int64), np.asarray(hosts, np.int64), tags_of(digests))
     sizes = len(batch.devices), len(batch.hosts), len(batch)

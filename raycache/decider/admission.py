@@ -37,9 +37,16 @@ class Admission:
         """Queue a new request, and look up its prefix in storage."""
         if self.cache.storage.is_present and not request.is_scored and not self._has_on_device(request):
             spec, clock = request.spec, self.clock
-            request.prefetch = self.cache.storage.start(
-                spec.request_id, request.tokens, root=spec.use.root, now=clock.step, now_s=clock.now_s
+            request.prefetch = prefetch = self.cache.storage.start(
+                spec.request_id,
+                request.tokens,
+                root=spec.use.root,
+                now=clock.step,
+                now_s=clock.now_s,
+                digests=request.digests,
             )
+            if prefetch is not None and not request.digests:
+                request.digests = prefetch.digests
         self.queues.add(request)
         self.points.ask(request, self.queues.running)
 
@@ -114,9 +121,13 @@ class Admission:
         return prefetch is not None and self.cache.storage.is_awaited(prefetch, now_s=self.clock.now_s)
 
     def _lock(self, request: Request) -> Holding:
-        is_matched, use = not request.is_scored, request.spec.use
-        digests = () if request.prefetch is None else request.prefetch.digests
-        return self.cache.begin(request.tokens, is_matched=is_matched, now=self.clock.step, use=use, digests=digests)
+        return self.cache.begin(
+            request.tokens,
+            is_matched=not request.is_scored,
+            now=self.clock.step,
+            use=request.spec.use,
+            digests=request.digests,
+        )
 
     def _unlock(self, request: Request, holding: Holding) -> None:
         holding.end(request.tokens, now=self.clock.step)

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from raycache.cache.holding import Use
-from raycache.cache.keys import Identity
+from raycache.cache.keys import Identity, digests_in
 from raycache.decider.admin import CommandResult
 from raycache.decider.batch import Batch
 from raycache.decider.request import RequestSpec
@@ -133,7 +133,8 @@ class Engine:
             raise QueueFullError(self.info.max_queue, self._retry_after_s())
         self._arrivals += 1
         until_s = time.monotonic() + request.cache_ttl_s if request.cache_ttl_s else 0.0
-        use = Use(self.root(request.cache_salt), request.cache_priority, until_s)
+        root = self.root(request.cache_salt)
+        use = Use(root, request.cache_priority, until_s)
         now_s = time.monotonic()
         spec = RequestSpec.of(
             request,
@@ -143,7 +144,9 @@ class Engine:
             max_model_len=self.info.max_model_len,
             use=use,
         )
-        self._scheduler.add(spec, packed(request.prompt) + packed(request.output), now_s=now_s)
+        prompt = packed(request.prompt)
+        digests = digests_in(request.page_chain, prompt, seed=root, page_size=self._identity.page_size)
+        self._scheduler.add(spec, prompt + packed(request.output), now_s=now_s, digests=digests)
 
     def root(self, cache_salt: str) -> bytes:
         """Root digest of a tenant's prefix keys."""

@@ -10,6 +10,7 @@ from llguidance import LLMatcher
 
 from raycache.cache.held_units import Capacity
 from raycache.cache.holding import PLAIN_USE, Holding, Use
+from raycache.cache.keys import PackedDigests
 from raycache.cache.prefetches import Prefetch
 from raycache.decider.drafts import DraftState
 from raycache.decider.grammar import RequestGrammar
@@ -117,6 +118,7 @@ class Request:
         queued_s: seconds from arrival to first admission.
         report: cached tokens at its first admission.
         grammar: what its output must follow, or None.
+        digests: of its first pages, as many as are known already.
         error: why it fails, once it does for a reason of its own.
         prompt_scores: log-probabilities of prompt tokens computed so far, from the second token on, if requested.
     """
@@ -135,6 +137,7 @@ class Request:
     queued_s: float = 0.0
     report: CacheReport = field(default_factory=CacheReport)
     prompt_scores: list[TokenLogprob | None] = field(default_factory=list)
+    digests: PackedDigests = b""
     error: str = ""
 
     @property

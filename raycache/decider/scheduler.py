@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 
+from raycache.cache.keys import PackedDigests
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.admin import CommandResult, carry_out
 from raycache.decider.admission import Admission
@@ -81,14 +82,18 @@ class Scheduler:
         self._admission = Admission(cache, queues, clock, self.ahead, self._rows, points)
         self._results = Results(queues, clock, drafted, points)
 
-    def add(self, spec: RequestSpec, tokens: PackedTokens, *, now_s: float) -> None:
+    def add(self, spec: RequestSpec, tokens: PackedTokens, *, now_s: float, digests: PackedDigests = b"") -> None:
         """Queue a request that fits the pool, look up its prefix in storage, and compile its grammar.
 
+        Args:
+            tokens: prompt and output so far.
+            now_s: current time, on the clock of the deadlines.
+            digests: of the prompt's first pages, as many as are known already.
         Raises:
             RequestError: its grammar is known to be wrong.
         """
         self._clock.now_s = now_s
-        request = Request(spec, bytearray(tokens), self.drafts.new_state())
+        request = Request(spec, bytearray(tokens), self.drafts.new_state(), digests=digests)
         if spec.sampling.grammar:
             self._begin_grammar(request)
         self._admission.queue(request)

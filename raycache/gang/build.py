@@ -62,6 +62,7 @@ def build_engine(
     if host is not None:
         sizes["host"] = dict(host.sizes)
     layout = deployment.envelope_layout(nodes=() if host is None else host.nodes)
+    identity = model_identity(deployment)
     info = EngineInfo(
         model=config.model_name,
         model_dir=config.model,
@@ -74,6 +75,7 @@ def build_engine(
         ranks=tuple(ranks),
         tiers={tier: host_facts(layout, units, page_size=config.page_size) for tier, units in sizes.items()},
         decode_weights=_decode_weights(deployment),
+        chained_weights="" if host is None else identity.weights,
     )
     spaces = deployment.space_sizes(sizes["device"])
     _warn(deployment)
@@ -96,7 +98,6 @@ def build_engine(
             SameThread() if compiles_at_once else ThreadPoolExecutor(1, thread_name_prefix="grammar"),
         ),
     )
-    identity = model_identity(deployment)
     return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=config.rank_timeout_s)
 
 

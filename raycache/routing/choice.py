@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raycache.cache.keys import Identity, PageChain
+from raycache.cache.keys import Identity, PageChain, unpacked
 from raycache.types import GenerateRequest, Miss, RequestOutput, packed
 
 _FIRST_OUTPUT_LEN = 128.0
@@ -200,7 +200,8 @@ class Router:
         if self._policy == "prefix" and len(self._replicas) > 1:
             tokens += packed(request.prompt) + packed(request.output)
             # All replicas serve the same model, so only the salt matters: tenants must not share digests.
-            chain = PageChain(Identity("", self._page_size, salt=request.cache_salt))
+            known = unpacked(request.page_chain)[1:]
+            chain = PageChain(Identity("", self._page_size, salt=request.cache_salt), known=known)
             pages = list(chain.digests(tokens))
         # At least one token is computed; for log-probabilities of the prompt, all of them.
         is_reusing = request.sampling.prompt_logprobs is None

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from raycache.cache.host_tier import HostTier
+from raycache.cache.keys import unpacked
 from raycache.cache.storage_commands import Fetch
 from raycache.config import Config
 from raycache.deployment.deployment import Deployment
@@ -147,7 +148,7 @@ def page_digests(trial: Trial, name: str) -> list[bytes]:
     """Chain digests of the pages that the host holds of a dialogue's prompt."""
     host, tokens = _host(trial), _packed(trial, name)
     handle = host.tier.tree.match(tokens, root=trial.engine.root(""), now=1 << 20)
-    digests = host.digests(handle)
+    digests = unpacked(host.digests(handle))
     handle.release()
     return digests
 

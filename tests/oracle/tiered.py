@@ -11,7 +11,7 @@ from raycache.cache.catalog import Catalog
 from raycache.cache.costs import Costs
 from raycache.cache.evict import Eviction
 from raycache.cache.host_tier import HostTier, WritePolicy
-from raycache.cache.keys import Identity
+from raycache.cache.keys import Identity, page_chain
 from raycache.cache.prefetches import Waiting
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
@@ -21,7 +21,7 @@ from raycache.decider.engine import Engine
 from raycache.decider.scheduler import Scheduler
 from raycache.memory.component import FULL, window_pages
 from raycache.storage.lanes import StorageLanes
-from raycache.types import EngineInfo, GenerateRequest, RequestOutput, SamplingParams
+from raycache.types import EngineInfo, GenerateRequest, RequestOutput, SamplingParams, packed
 from tests.oracle.drafters import KnownTexts
 from tests.oracle.twin import EOS, VOCAB, TwinExecutor, continuation
 from tests.oracle.twin_host import Trouble, TwinHost, TwinMover
@@ -132,10 +132,14 @@ class Tiered:
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
         tokens, _ = continuation(prompt, sampling, max_len=self.engine.info.max_model_len)
         self.drafter.texts.append([*prompt, *tokens])
-        self.engine.add(GenerateRequest(name, prompt, sampling, cache_salt=salt))
+        self.engine.add(GenerateRequest(name, prompt, sampling, cache_salt=salt, page_chain=self.chain(prompt, salt)))
         outputs = self.settle()
         assert [token for output in outputs for token in output.token_ids] == tokens
         return outputs[0]
+
+    def chain(self, prompt: Sequence[int], salt: str) -> bytes:
+        """Digests as they come with the request of a front end."""
+        return page_chain(Identity("twin", self.setup.page_size, salt=salt), packed(prompt))
 
     def settle(self, *, most: int = 2000) -> list[RequestOutput]:
         """Step until nothing is left to do."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -80,7 +79,7 @@ class Alone:
         self.released: list[int] = []
         self.held: list[int] = []
 
-    def open(self, text: int, num_pages: int, *, seed: bytes = SEEDS[0], digests: Several[bytes] = ()) -> Sequence:
+    def open(self, text: int, num_pages: int, *, seed: bytes = SEEDS[0], digests: bytes = b"") -> Sequence:
         tokens = packed(text, num_pages)
         # A match leaves one token to compute: one more follows.
         cursor = self.transfers.open(tokens + bytes(4), root=seed, now=0, digests=digests)
@@ -170,7 +169,7 @@ def test_whatever_fails_the_catalog_names_exactly_what_the_tree_holds_and_chains
 def check_against_catalog(alone: Alone) -> None:
     catalog, found = alone.catalog(), set[int]()
     for branch in catalog.recover():
-        assert catalog.digests(branch.pages) == chain(branch.seed, branch.tokens)
+        assert catalog.digests(branch.pages) == b"".join(chain(branch.seed, branch.tokens))
         found.update(branch.pages.tolist())
     assert len(found) == alone.transfers.counts()["pages_cached"]
     following = alone.next_decider()
@@ -251,14 +250,14 @@ def test_what_a_load_reads_stays_although_its_restore_point_makes_room() -> None
 @pytest.mark.parametrize("num_known", range(7))
 def test_known_digests_are_taken_as_they_are_and_continued(num_known: int) -> None:
     alone, digests = Alone(has_points=False), chain(SEEDS[0], packed(0, 6))
-    sequence = alone.open(0, 6, digests=digests[:num_known])
+    sequence = alone.open(0, 6, digests=b"".join(digests[:num_known]))
     assert alone.save(sequence, 2) and alone.save(sequence, 6)
     assert [unit.tag for moves in alone.planned for unit in moves.units] == [tag_of(digest) for digest in digests]
     alone.end_saves(2)
     assert alone.catalog().recover()[0].tokens == packed(0, 6)
     # A page is not hashed again: others in their place are believed.
     believed = Alone(has_points=False)
-    believed.save(believed.open(0, 6, digests=[bytes(32)] * num_known), 6)
+    believed.save(believed.open(0, 6, digests=bytes(32 * num_known)), 6)
     assert [unit.tag for unit in believed.planned[0].units][:num_known] == [0] * num_known
 
 

@@ -165,7 +165,10 @@ class Story:
         self._arrivals += 1
         self.counts["requests"] += 1
         request = GenerateRequest(name, prompt, sampling, priority, cache_salt=salt)
-        request = replace(request, cache_priority=self.random.randint(-1, 2))
+        # One without digests, one with its own, one with those of another tenant, and again.
+        chains = (b"", self.tiers.chain(prompt, salt), self.tiers.chain(prompt, salt + "'s"))
+        chain = chains[self._arrivals % len(chains)]
+        request = replace(request, cache_priority=self.random.randint(-1, 2), page_chain=chain)
         tokens, _ = continuation(prompt, sampling, max_len=self.tiers.engine.info.max_model_len)
         self.wanted[name] = Wanted(request, tokens)
         self.tiers.drafter.texts.append([*prompt, *tokens])

@@ -44,6 +44,7 @@ class ScriptedEngine:
         self.running: set[str] = set()
         self.cancelled: list[str] = []
         self.reuse: dict[str, Any] = {}  # more fields of every output
+        self.chained_weights = ""
         self.figures: dict[str, Any] = {}  # more fields of the stats
         self.commands: list[CacheCommand] = []
         self.answer: Mapping[str, Any] | RayCacheError = {}  # to all commands
@@ -59,6 +60,7 @@ class ScriptedEngine:
             64,
             8,
             tiers={"host": {"tokens": 4096}},
+            chained_weights=self.chained_weights,
         )
 
     async def stats(self) -> EngineStats:

@@ -63,10 +63,10 @@ class Host:
         parent = rng.choice([-1, *self.pages])
         seed, before = self.pages.get(parent, (rng.choice([b"a" * 32, b"\0" * 32]), b""))
         tokens = packed([rng.randrange(1 << 30) for _ in range(len(ids) * PAGE)])
-        digests, digest = [], self.catalog.digests(page_ids([parent]))[0] if before else seed
+        digests, digest = b"", self.catalog.digests(page_ids([parent])) if before else seed
         for number, page in enumerate(ids):
             digest = sha256(digest + tokens[4 * PAGE * number : 4 * PAGE * (number + 1)]).digest()
-            digests.append(digest)
+            digests += digest
             self.pages[page] = seed, before + tokens[: 4 * PAGE * (number + 1)]
             self.parents[page] = ids[number - 1] if number else parent
         self.catalog.add_pages(page_ids(ids), digests=digests, tokens=tokens, parent=parent, seed=seed)
@@ -184,8 +184,8 @@ def test_records_that_hang_at_nothing_are_gone_for_good() -> None:
     host.catalog.drop_pages(page_ids([second]))
     assert list(pages_of(catalog_in(memory).recover())) == [first]
     seed, tokens = host.pages[second]
-    digest = sha256(host.catalog.digests(page_ids([first]))[0] + tokens[-4 * PAGE :]).digest()
-    host.catalog.add_pages(page_ids([second]), digests=[digest], tokens=tokens[-4 * PAGE :], parent=first, seed=seed)
+    digest = sha256(host.catalog.digests(page_ids([first])) + tokens[-4 * PAGE :]).digest()
+    host.catalog.add_pages(page_ids([second]), digests=digest, tokens=tokens[-4 * PAGE :], parent=first, seed=seed)
     assert list(pages_of(catalog_in(memory).recover())) == [first, second]
 
 
@@ -193,9 +193,7 @@ def test_a_page_that_is_there_twice_is_found_once() -> None:
     memory, tokens, seed = memoryview(bytearray(NUM_BYTES)), packed([1, 2, 3, 4]), b"s" * 32
     catalog = catalog_in(memory)
     for page in (7, 5):
-        catalog.add_pages(
-            page_ids([page]), digests=[sha256(seed + tokens).digest()], tokens=tokens, parent=-1, seed=seed
-        )
+        catalog.add_pages(page_ids([page]), digests=sha256(seed + tokens).digest(), tokens=tokens, parent=-1, seed=seed)
     (branch,) = catalog.recover()
     assert (len(branch.pages), branch.tokens) == (1, tokens)
     assert len(catalog.recover()) == 1
@@ -220,7 +218,7 @@ def test_restore_points_that_cannot_be_are_dropped_and_their_pages_stay() -> Non
 def test_a_record_that_was_not_finished_is_not_there() -> None:
     memory, tokens, seed = memoryview(bytearray(NUM_BYTES)), packed([1, 2, 3, 4]), b"s" * 32
     catalog, page, digest = catalog_in(memory), page_ids([3]), sha256(seed + tokens).digest()
-    catalog.add_pages(page, digests=[digest], tokens=tokens, parent=-1, seed=seed)
+    catalog.add_pages(page, digests=digest, tokens=tokens, parent=-1, seed=seed)
     catalog.add_point(3, {"window": (1,), "state": (1,)})
     assert points_of(catalog.recover()) == {3: {"window": (1,), "state": (1,)}}
     with pytest.raises(ValueError, match="'x'"):
@@ -228,9 +226,9 @@ def test_a_record_that_was_not_finished_is_not_there() -> None:
     assert points_of(catalog.recover()) == {}
     catalog.add_point(3, {"window": (1,), "state": (1,)})
     with pytest.raises(ValueError, match="buffer"):
-        catalog.add_pages(page, digests=[digest], tokens=tokens, parent=-1, seed=b"short")
+        catalog.add_pages(page, digests=digest, tokens=tokens, parent=-1, seed=b"short")
     assert catalog.recover() == []
-    catalog.add_pages(page, digests=[digest], tokens=tokens, parent=-1, seed=seed)
+    catalog.add_pages(page, digests=digest, tokens=tokens, parent=-1, seed=seed)
     (branch,) = catalog.recover()
     assert branch.points == [], "a page that is recorded anew has no point"
 
@@ -248,7 +246,7 @@ def test_a_slot_whose_header_says_something_else_is_not_held(tmp_path: Path) -> 
     host.add(random.Random(0), 5)
     a, b, c, d, e = pages = list(host.pages)
     points = {b: (a, [3, 4], 0), c: (b, [5, 6], 1), d: (c, [7, 8], 2)}  # page -> page before, window pages, state
-    tags = {page: tag_of(host.catalog.digests(page_ids([page]))[0]) for page in pages}
+    tags = {page: tag_of(host.catalog.digests(page_ids([page]))) for page in pages}
     for page, (before, window, state) in points.items():
         host.catalog.add_point(page, {"window": window, "state": [state]})
         for rank in range(4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from hashlib import sha256
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from launch.http.app import build_app
 from raycache.api.tokenizer import Tokenizer
+from raycache.cache.keys import Identity
 from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError
 from raycache.types import CacheAction, CacheCommand, Miss
@@ -64,6 +66,30 @@ def test_salt_priority_and_time_to_live_reach_the_engine(
     run(scenario())
     found = [(one.cache_salt, one.cache_priority, one.cache_ttl_s) for one in engine.requests]
     assert found == [("tenant 東", -3, 1.5)] * 2 + [("", 0, 0.0)]
+
+
+@pytest.mark.parametrize("weights", ["", "fingerprint"])
+def test_digests_of_prompts_are_made_by_the_server_whatever_a_client_sends(
+    engine: ScriptedEngine, tokenizer: Tokenizer, weights: str
+) -> None:
+    engine.chained_weights = weights
+    prompts, salts = [list(range(33)), list(range(32)), [5] * 15], ["", "tenant"]
+
+    async def scenario() -> None:
+        async with over_asgi(engine, tokenizer) as client:
+            for salt in salts:
+                body = {"model": "tiny", "max_tokens": 1, "prompt": prompts, "n": 2, "cache_salt": salt}
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+                await client.post("/v1/completions", json={**body, "page_chain": "AAAA"})
+
+    run(scenario())
+    assert len(engine.requests) >= 12
+    for request in engine.requests:
+        expected = [Identity(weights, 16, salt=request.cache_salt).seed()]
+        for start in range(0, len(request.prompt) - 15, 16):
+            page = b"".join(token.to_bytes(4, "little") for token in request.prompt[start : start + 16])
+            expected.append(sha256(expected[-1] + page).digest())
+        assert request.page_chain == (b"".join(expected) if weights else b"")
 
 
 @BOTH

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycache.cache.keys import KEY_BYTES, Identity, PageChain, longest_stored, object_keys, row_format, stored_boxes
+from raycache.cache.keys import (
+    KEY_BYTES,
+    Identity,
+    PageChain,
+    digests_in,
+    longest_stored,
+    object_keys,
+    page_chain,
+    row_format,
+    stored_boxes,
+)
 from raycache.memory.box import Box, cover
 from raycache.memory.component import CacheFormat, kv, latent
 
@@ -49,6 +59,23 @@ def test_a_changed_token_changes_its_page_and_all_after_it(tokens: list[int], at
     changed = [token + by * (i == at) for i, token in enumerate(tokens)]
     for page, (before, after) in enumerate(zip(chain(tokens), chain(changed), strict=True)):
         assert (before == after) == (page < at // 4)
+
+
+@given(tokens=st.lists(st.integers(0, 9), max_size=24), at=st.integers(0, 3), by=st.integers(1, 9))
+def test_digests_come_with_a_prompt_of_the_same_identity_and_last_page(tokens: list[int], at: int, by: int) -> None:
+    whole = len(tokens) // 4 * 4
+    sent = page_chain(MODEL, packed(tokens))
+    assert sent == b"".join([MODEL.seed(), *chain(tokens)])
+
+    def taken(of: list[int], sent: bytes = sent, identity: Identity = MODEL) -> bytes:
+        return digests_in(sent, packed(of), seed=identity.seed(), page_size=4)
+
+    assert taken(tokens) == taken(tokens[:whole]) == b"".join(chain(tokens))
+    assert not taken(tokens, identity=Identity(MODEL.weights, page_size=4, salt="a"))
+    assert not taken(tokens, b"") and not taken(tokens, sent[:-1]) and not taken([*tokens, 1, 2, 3, 4])
+    if whole:
+        other = [token + by * (i == whole - 4 + at) for i, token in enumerate(tokens)]
+        assert not taken(other) and not taken(tokens[: whole - 1])
 
 
 def test_no_two_identities_share_a_digest() -> None:

@@ -103,7 +103,7 @@ def test_the_catalog() -> None:
     memory = bytearray(Catalog.num_bytes(**facts, part_widths=widths))  # type: ignore[arg-type]
     catalog = Catalog(memoryview(memory), **facts, part_widths=widths)  # type: ignore[arg-type]
     ids = array("i", [4, 2, 7, 1, 0])
-    catalog.add_pages(ids, digests=page_digests(), tokens=TOKENS, parent=-1, seed=IDENTITY.seed())  # type: ignore[arg-type]
+    catalog.add_pages(ids, digests=b"".join(page_digests()), tokens=TOKENS, parent=-1, seed=IDENTITY.seed())  # type: ignore[arg-type]
     catalog.add_point(7, {"window": (3, 1), "state": (2,)})
     assert digest(memory) == "197dff98a5462224"
 
