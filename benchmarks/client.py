@@ -22,8 +22,8 @@ class Reply:
 
     Attributes:
         start_s, token_times_s: when its bytes were ready to be sent and when each token came, on one clock.
-        prompt_tokens, cached_tokens: as the server counts them.
-        tokens: ids of the answer; -1 where they were not asked for.
+        prompt_tokens, cached_tokens, output_tokens: as the server counts them.
+        tokens: ids of the answer; -1 where the server does not tell them, or they were not asked for.
     """
 
     start_s: float
@@ -31,6 +31,7 @@ class Reply:
     prompt_tokens: int
     cached_tokens: int
     tokens: tuple[int, ...] = ()
+    output_tokens: int = 0
 
     @property
     def first_token_s(self) -> float:
@@ -110,14 +111,17 @@ async def _read(reader: asyncio.StreamReader, start_s: float) -> Reply:
                 raise RuntimeError(event["error"]["message"])
             for choice in event["choices"]:
                 # Without ids, an event with a choice is one token.
-                new = choice.get("token_ids", (-1,))
+                ids = choice.get("token_ids")
+                new = (-1,) if ids is None else ids
                 tokens += new
                 times += [now_s] * len(new)
-            usage = event["usage"] or usage
+            usage = event.get("usage") or usage
     if usage is None or not times:
         raise RuntimeError("the answer ended early")
-    cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-    return Reply(start_s, tuple(times), usage["prompt_tokens"], cached_tokens, tuple(tokens))
+    cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Reply(
+        start_s, tuple(times), usage["prompt_tokens"], cached_tokens, tuple(tokens), usage["completion_tokens"]
+    )
 
 
 async def replay(
