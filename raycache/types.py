@@ -66,10 +66,28 @@ class CacheAction(StrEnum):
     SCRUB = "scrub"
     INSPECT = "inspect"
     FLUSH = "flush"
+    TREE = "tree"
 
 
 TIERS = ("device", "host", "storage")
 """Tiers of the cache, fastest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeQuery:
+    """What TREE looks for: the largest cached prefixes.
+
+    Attributes:
+        limit: prefixes to return per tier.
+        depth: levels of prefixes; the first one is the tenants'.
+        tenants: (salt, name) of known ones. Tokens are shown of the first only.
+        is_all: whether to look at all tenants, or at those only.
+    """
+
+    limit: int
+    depth: int
+    tenants: tuple[tuple[str, str], ...]
+    is_all: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +100,9 @@ class CacheCommand:
         tiers: for CLEAR: which of TIERS.
         prompt: for INSPECT: token ids.
         cache_salt: for INSPECT: salt of the prompt's tenant.
-        timeout_s: for FLUSH and SCRUB: time limit, after which they report what they have done so far.
+        timeout_s: for FLUSH and SCRUB: time limit, after which they report what they have done so far; for TREE: how
+            long callers wait.
+        tree: for TREE.
         replica: name of the target replica; empty: all.
     """
 
@@ -93,6 +113,7 @@ class CacheCommand:
     prompt: tuple[int, ...] = ()
     cache_salt: str = ""
     timeout_s: float = 0.0
+    tree: TreeQuery | None = None
     replica: str = ""
 
 

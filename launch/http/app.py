@@ -21,12 +21,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from launch.http.auth import Authentication, keys_of, owned
+from launch.http.auth import Authentication, Keys, keys_of, owned
 from launch.http.cache import CacheApi
 from launch.http.messages import MessagesApi
 from launch.http.openapi import openapi
 from launch.http.responses import ResponsesApi
 from launch.http.tokens import TokensApi
+from launch.http.tree import TreeApi
 from launch.http.why import WhyApi
 from launch.http.wire import Bodies, ProblemError, compute, json_response, problem_response
 from launch.observe.requests import Observed
@@ -80,6 +81,8 @@ def build_app(
     api = _Api(engine, config=config, served=served, metrics=observed.metrics, why=why)
     cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
     tokens = TokensApi(served, bodies=api.bodies)
+    keys = keys_of(config)
+    tree = TreeApi(engine, config=config, info=info, tokenizer=tokenizer, keys=keys)
     messages = MessagesApi(served, config=config, bodies=api.bodies, prepare=api.prepare, respond=api.respond)
     kept_page_size = info.page_size if config.prefix_cache else 0
     responses = ResponsesApi(api, tokenizer=tokenizer, bodies=api.bodies, kept_page_size=kept_page_size)
@@ -88,12 +91,13 @@ def build_app(
             *api.routes(),
             *responses.routes(),
             *why.routes(),
+            *tree.routes(),
             *cache.routes(),
             *tokens.routes(),
             *messages.routes(),
             *routes,
         ],
-        middleware=_middleware(config, observed),
+        middleware=_middleware(config, observed, keys),
         exception_handlers={
             RayCacheError: _on_error,
             ProblemError: _on_problem,
@@ -107,7 +111,7 @@ def build_app(
     return app
 
 
-def _middleware(config: Config, observed: Observed) -> list[Middleware]:
+def _middleware(config: Config, observed: Observed, keys: Keys | None) -> list[Middleware]:
     """Middleware, the outermost first."""
     found = [observed.middleware, Middleware(_Stopping)]
     if config.origins:  # before authentication: browsers ask for permission without a key
@@ -118,7 +122,7 @@ def _middleware(config: Config, observed: Observed) -> list[Middleware]:
         }
         shown = ("X-Request-Id", "request-id", "Retry-After", REPAIRS_HEADER)
         found.append(Middleware(CORSMiddleware, allow_origins=config.origins, expose_headers=shown, **cors))
-    if (keys := keys_of(config)) is not None:
+    if keys is not None:
         found.append(Middleware(Authentication, keys=keys))
     return found
 

@@ -43,9 +43,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _MAX_RUNNING = re.compile(r"requests=([1-9][0-9]{0,8})")
 _NO_REPAIRS = "repairs=off"
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]*))(?::[0-9]*)?")
 _TENANT = "raycache.tenant"  # in the ASGI scope
 _OPEN_TO_ALL = frozenset({"/", "/health", "/openapi.json", "/ping", "/version"})
-_OPEN_TO_KEYS = frozenset({"/v1", "/tokenize", "/detokenize", "/cache/why"})
+_OPEN_TO_KEYS = frozenset({"/v1", "/tokenize", "/detokenize", "/cache/why", "/cache/tree"})
 
 _log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=GenerationBody)
@@ -86,6 +87,10 @@ class Keys(Protocol):
 
     def find(self, key: bytes) -> Tenant | None:
         """Return the owner of a key, or None; its duration reveals nothing about valid keys."""
+        ...
+
+    def tenants(self) -> list[Tenant]:
+        """The owners of all keys, each once."""
         ...
 
 
@@ -162,6 +167,23 @@ def check_operator(request: Request, config: Config) -> None:
         raise ProblemError(Problem(403, "commands from web pages need an API key", code="api_key_needed"))
 
 
+def check_host(request: Request, config: Config) -> None:
+    """Without API keys, show prompts only under an address or the name localhost.
+
+    The name of a web page's own server may be made to lead here; to a browser, that page and this server are then one.
+
+    Raises:
+        ProblemError: 403.
+    """
+    if config.api_key or config.api_keys:
+        return
+    sent = _HOST.fullmatch(request.headers.get("host", ""))
+    name = (sent[1] or sent[2]).lower() if sent else ""
+    if name != "localhost" and not name.endswith(".localhost") and not _is_address(name):
+        text = f"without an API key, use http://127.0.0.1 or http://localhost instead of the name {name!r}"
+        raise ProblemError(Problem(403, text, code="api_key_needed"))
+
+
 def new_key(name: str, *, rights: tuple[str, ...] = ()) -> tuple[str, str]:
     """Create a key and its line for the API key file.
 
@@ -199,6 +221,9 @@ class _OneKey:
     def find(self, key: bytes) -> Tenant | None:
         return _EVERYBODY if hmac.compare_digest(key, self._wanted) else None
 
+    def tenants(self) -> list[Tenant]:
+        return [_EVERYBODY]
+
 
 class _KeyFile:
     """An API key file."""
@@ -216,6 +241,9 @@ class _KeyFile:
         if time.monotonic() - self._looked_s >= _LOOK_AGAIN_S:
             self._look_again()
         return self._tenants.get(self._blinded(hashlib.sha256(key).digest()))
+
+    def tenants(self) -> list[Tenant]:
+        return list({tenant.name: tenant for tenant in self._tenants.values()}.values())
 
     def _look_again(self) -> None:
         self._looked_s = time.monotonic()
@@ -338,6 +366,14 @@ def _missing_right(path: str, tenant: Tenant) -> str:
     if path == "/metrics":
         return "" if METRICS in tenant.rights else METRICS
     return ADMIN
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_from_here(request: Request) -> bool:

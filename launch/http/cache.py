@@ -91,7 +91,7 @@ class CacheApi:
 
 
 def _action(name: str) -> CacheAction:
-    known = [action for action in CacheAction if action is not CacheAction.STATUS]
+    known = [action for action in CacheAction if action not in (CacheAction.STATUS, CacheAction.TREE)]
     if name not in known:
         raise ProblemError(Problem(404, f"unknown cache command {name!r}; use one of {', '.join(known)}"))
     return CacheAction(name)

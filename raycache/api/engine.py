@@ -36,7 +36,8 @@ class AsyncEngine(Protocol):
         Returns:
             Plain values. STATUS: {"tiers": {tier: {name: number}}, "warnings": [text]}. INSPECT: {"prompt_tokens": n,
             "tiers": {tier: prompt tokens that a hit would reach with it and those above}, "cut_by": component or "",
-            "miss": Miss}. Others: what was done, such as {"checked": 512, "bad": 0}.
+            "miss": Miss}. TREE: {"step": now, "tiers": {tier: see cache/survey.py}}. Others: what was done, such as
+            {"checked": 512, "bad": 0}.
         Raises:
             ConfigError: it cannot be done; says what would work.
             EngineStoppedError: the engine is stopped or has failed.

@@ -21,6 +21,7 @@ from raycache.decider.admin import CommandResult
 from raycache.decider.batch import Batch
 from raycache.decider.request import RequestSpec
 from raycache.decider.scheduler import Scheduler
+from raycache.decider.survey import Survey
 from raycache.errors import PromptTooLongError, QueueFullError, RankLostError, RequestError
 from raycache.parallel.board import Acks
 from raycache.types import (
@@ -108,6 +109,8 @@ class Engine:
         self._arrivals = self._refused = self._rebuilds = 0
         self._random = random.SystemRandom()
         self._finish_times: deque[float] = deque(maxlen=64)
+        self._surveys: deque[Survey] = deque()
+        self._survey_secret = self._random.randbytes(16)
 
     @property
     def has_requests(self) -> bool:
@@ -116,8 +119,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether there are requests, plans in flight, or page moves between tiers."""
-        return self.has_requests or bool(self._in_flight) or self._scheduler.cache.has_moves
+        """Whether there are requests, plans in flight, page moves between tiers, or operators' questions."""
+        return bool(self.has_requests or self._in_flight or self._surveys) or self._scheduler.cache.has_moves
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request.
@@ -176,6 +179,8 @@ class Engine:
             self._told_s = batch.start_s
             self._in_flight.append(batch)
             self._send_masks()
+        if self._surveys and not self._surveys[0].go_on():  # while the ranks work
+            self._surveys.popleft()
         if self._in_flight:
             batch = self._in_flight[0]
             results = self._executor.collect(batch.plan)
@@ -261,6 +266,16 @@ class Engine:
             if not len(command.prompt):
                 raise RequestError("prompt is empty; there is nothing to inspect", field="prompt")
             _check_ids("prompt", command.prompt, self.info.vocab_size)
+        if command.tree is not None:
+            survey = Survey(
+                self._scheduler.cache,
+                command.tree,
+                root=self.root,
+                secret=self._survey_secret,
+                step=self._scheduler.step,
+            )
+            self._surveys.append(survey)
+            return survey.answer
         return self._scheduler.admin(command, root=self.root(command.cache_salt))
 
     def stats(self) -> EngineStats:

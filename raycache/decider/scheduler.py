@@ -206,6 +206,11 @@ class Scheduler:
         self._clock.now_s = now_s
         self.cache.acknowledge(acks, now=self._clock.step, now_s=now_s)
 
+    @property
+    def step(self) -> int:
+        """Number of the last step, the LRU clock."""
+        return self._clock.step
+
     def close(self) -> None:
         """Stop using storage, and compiling grammars."""
         self.cache.storage.close(_CLOSE_S)

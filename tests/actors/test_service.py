@@ -6,12 +6,14 @@ import asyncio
 import random
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from actors.cluster import Cluster
+from raycache.api.tokenizer import Tokenizer
 from tests.actors.serving import Service, serving
 
 _PAGE = 16
@@ -64,9 +66,27 @@ def test_streams_equal_transformers_cold_and_cached(cluster: Cluster, model: Pat
             assert [tokens for tokens, _ in together] == wanted
             # 70 tokens are 4 whole pages; the others share 50, which are 3.
             assert [cached for _, cached in together] == [4 * _PAGE, 3 * _PAGE, 3 * _PAGE]
+            await the_tree_shows_them(service, cases, wanted)
             await service.engine.check()
 
     asyncio.run(asyncio.wait_for(run(), 500))
+
+
+async def the_tree_shows_them(service: Service, cases: list[list[int]], outputs: list[list[int]]) -> None:
+    """Each prompt with its output is a branch of what they share."""
+    async with httpx.AsyncClient() as client:
+        answer = (await client.get(f"{service.endpoint}/cache/tree")).json()
+    (root,) = answer["tiers"]["device"]["prefixes"]
+    (shared,) = root["prefixes"]
+    assert root["pages"] == (await service.engine.stats()).pages_cached
+    assert (root["tenant"], shared["start"], shared["tokens"]) == ("", 0, 3 * _PAGE)
+    tokens = [
+        len(case) + len(output) - 1 for case, output in zip(cases, outputs, strict=True)
+    ]  # the last is not computed
+    assert [each["tokens"] for each in shared["prefixes"]] == [each // _PAGE * _PAGE - 3 * _PAGE for each in tokens]
+    tokenizer = Tokenizer(service.info.model_dir)
+    texts = {tokenizer.decode(case[3 * _PAGE : 4 * _PAGE], skip_special_tokens=False)[:160] for case in cases}
+    assert {each["text"] for each in shared["prefixes"]} == texts
 
 
 def test_64_streams_with_random_cancellations_leave_no_page_in_use(cluster: Cluster, model: Path) -> None:
