@@ -35,8 +35,10 @@ DEMO = ["gguf>=0.17,<1"]  # the model's package is installed beside it, see the 
 # Beside a torch that is built for CUDA, which brings Triton; see docs/gpu.md.
 GPU = ["flashinfer-python>=0.7.2,<0.8", "fla-core>=0.6,<0.7", "einops>=0.8,<1"]
 STORAGE = ["obstore>=0.8,<1", "redis[hiredis]>=6.0,<9"]  # clients, imported when a URL asks for them
+EVENTS = ["pyzmq>=26.0,<28"]  # imported when kv_events is set
 DEV = [
     *STORAGE,
+    *EVENTS,
     *SERVE,
     *TRACING,
     "anthropic>=2.0,<3",
@@ -48,6 +50,7 @@ DEV = [
     "mkdocs>=1.6,<2",
     "mkdocs-material>=9.7,<10",
     "moto[s3]>=5.1,<6",
+    "msgspec>=0.19,<1",  # decodes KV events as their readers do
     "mypy>=2.0,<3",
     "openai>=3.0,<4",
     "pytest>=9.0,<10",
@@ -79,6 +82,14 @@ setup(
         "launch": ["py.typed", "clusters/*.yaml"],
     },
     install_requires=REQUIRES,
-    extras_require={"gpu": GPU, "storage": STORAGE, "serve": SERVE, "tracing": TRACING, "demo": DEMO, "dev": DEV},
+    extras_require={
+        "gpu": GPU,
+        "storage": STORAGE,
+        "serve": SERVE,
+        "tracing": TRACING,
+        "events": EVENTS,
+        "demo": DEMO,
+        "dev": DEV,
+    },
     entry_points={"console_scripts": ["raycache = raycache.__main__:main"]},
 )

@@ -57,7 +57,7 @@ class EngineActor:
         self._gangs = Gangs(
             config, placement=placement, arenas=arenas, epoch=epoch, replica=replica, log_fields=log_fields
         )
-        self._config, self._device = config, device
+        self._config, self._device, self._replica = config, device, int(replica)
         self._changed = threading.Condition()  # of the four below
         self._inbox: list[Callable[[], None]] = []
         self._outbox: list[Message] = []
@@ -215,6 +215,7 @@ class EngineActor:
             num_pages=gang.num_pages,
             ranks=[{**row, "pages": gang.num_pages} for row in gang.rows],
             host=host,
+            replica=self._replica,
         )
 
     def _turn(self, engine: Engine) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raycache.errors import ConfigError
+from raycache.observe.event_address import EventAddress
 from raycache.parallel.rank_map import parse_rank_map
 from raycache.parallel.sharding import Split
 from raycache.parallel.stages import parse_pp_layers
@@ -69,6 +70,10 @@ class Config(Settings):
         if self.placement != "auto":
             parse_rank_map(self.placement, world_size=self.world_size)
         _check_tiers(self)
+        if self.event_address is not None and not self.prefix_cache:
+            raise ConfigError(
+                "kv_events tells what is cached, and prefix_cache=False caches nothing; leave one of them out"
+            )
 
     @property
     def world_size(self) -> int:
@@ -110,6 +115,11 @@ class Config(Settings):
     def has_storage(self) -> bool:
         """Whether a storage tier is set; a running server can be given another."""
         return self.storage != "none"
+
+    @property
+    def event_address(self) -> EventAddress | None:
+        """Where KV events are published, of the first replica."""
+        return None if self.kv_events == "none" else EventAddress.read(self.kv_events)
 
     @property
     def most_drafts(self) -> int:

@@ -349,6 +349,13 @@ class Settings:
         unit="URL",
         is_common=True,
     )
+    kv_events: str = _observe(
+        "none",
+        "publish what is cached over ZeroMQ in vLLM's format, for routers: tcp://*:PORT waits for readers, "
+        "tcp://HOST:PORT connects to one; replays are at PORT + 1000; none: do not",
+        words=("none",),
+        unit="URL",
+    )
     dashboard: bool = _observe(True, "start the Ray dashboard with a local cluster")
 
     def __post_init__(self) -> None:

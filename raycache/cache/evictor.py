@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from raycache.cache.evict import Eviction, EvictionOrder, Leaving, Value
+from raycache.cache.listener import TreeListener
 from raycache.cache.node import Claims, Node, RestorePoint, Root
 from raycache.cache.trie import Trie
 from raycache.memory.pages import PageIds
@@ -28,6 +29,7 @@ class Evictor:
         has_points: whether prefixes can be resumed only from restore points.
         on_drop: called with each dropped restore point.
         on_leave: called just before an eviction, or None.
+        listener: told of every change.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class Evictor:
         has_points: bool,
         on_drop: Callable[[RestorePoint], None],
         on_leave: Callable[[Leaving], None] | None,
+        listener: TreeListener,
     ) -> None:
-        self._trie, self._on_drop, self._on_leave = trie, on_drop, on_leave
+        self._trie, self._on_drop, self._on_leave, self._listener = trie, on_drop, on_leave, listener
         self._worth = eviction.worth
         self._leaves: EvictionOrder[Node] = EvictionOrder(self._worth_with_points if has_points else self._worth)
         self._points: EvictionOrder[RestorePoint] = EvictionOrder(self._worth)
@@ -61,6 +64,7 @@ class Evictor:
         point.node, point.last_used, point.claims = node, self._num_touches, claims
         node.point = point
         self._points.push(point)
+        self._listener.point_added(node)
 
     def touch(self, node: Node, claims: Claims, *, is_counted: bool) -> None:
         """Count a use of the restore point at the end of a node, if there is one."""
@@ -137,6 +141,7 @@ class Evictor:
         if node.point is not None and had_point:
             self._drop_point(node.point, lost="")
         node.point = None
+        self._listener.dropped(node.pages[num_pages - count :])
         if count == num_pages or had_point:  # it is worth less without the point
             self._leaves.void(node)
         if count < num_pages:
@@ -153,6 +158,8 @@ class Evictor:
         self._points.void(point)
         self._on_drop(point)
         point.lost = lost
+        assert point.node is not None, "the restore point is not in the tree"
+        self._listener.point_dropped(point.node)
 
     def _worth_with_points(self, node: Node, now_s: float) -> Value:
         """Value of a free leaf: the lowest if no prefix that ends in it can be resumed."""

@@ -18,6 +18,7 @@ import numpy as np
 from raycache.cache.catalog import Catalog, Holds
 from raycache.cache.evict import Eviction
 from raycache.cache.keys import DIGEST_BYTES, PackedDigests
+from raycache.cache.listener import TreeListener
 from raycache.cache.node import Parts, RestorePoint
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.tier import Tier
@@ -78,6 +79,7 @@ class HostTier:
         policy: when device pages are saved.
         eviction: eviction policy.
         unit_bytes: component space -> bytes of a unit, over all ranks.
+        listener: told of every change of the tree.
     Attributes:
         tier: its pages, units and prefix tree.
         num_last: digests of last pages that a restore point needs, at least one.
@@ -95,12 +97,15 @@ class HostTier:
         policy: WritePolicy = WritePolicy.THROUGH,
         eviction: Eviction,
         unit_bytes: Mapping[str, int] | None = None,
+        listener: TreeListener | None = None,
     ) -> None:
         self.policy = policy
         self.unit_bytes = unit_bytes or {}
         self.on_enter: Callable[[Entered], None] = lambda entered: None
         self.page_size = sizes.page_size
-        self.tier = Tier(sizes, eviction=eviction, on_evict=catalog.drop_pages, on_drop=self._drop_record)
+        self.tier = Tier(
+            sizes, eviction=eviction, on_evict=catalog.drop_pages, on_drop=self._drop_record, listener=listener
+        )
         self.num_last = max([1, *(window_pages(window, self.page_size) for window in self.tier.windows.values())])
         self._catalog = catalog
         self._is_reserved = np.zeros(sizes.num_pages, np.bool_)

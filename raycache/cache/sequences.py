@@ -16,12 +16,14 @@ from raycache.cache.evict import Eviction
 from raycache.cache.holding import PLAIN_USE, Holding, Use
 from raycache.cache.host_tier import HostTier, NoHost, WritePolicy
 from raycache.cache.keys import PackedDigests
+from raycache.cache.kv_events import KvEvents, NoKvEvents
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.storage_tier import NoStorage, StorageTier
 from raycache.cache.tier import Tier
 from raycache.cache.transfers import NoTransfers, Transfers
 from raycache.cache.tree import NOTHING
 from raycache.memory.component import FULL
+from raycache.observe.kv_events import Medium
 from raycache.parallel.board import Acks
 from raycache.types import PackedTokens
 
@@ -36,6 +38,7 @@ class SequenceCache:
         host: the tier below.
         storage: the tier below that.
         costs: measured pace of moving and computing.
+        events: told of the device's changes, as its tier "GPU"; the host's has its own.
     Attributes:
         page_size: tokens per page.
         device: the device's pages, units and prefix tree.
@@ -51,17 +54,19 @@ class SequenceCache:
         host: HostTier | NoHost | None = None,
         storage: StorageTier | NoStorage | None = None,
         costs: Costs | None = None,
+        events: KvEvents | NoKvEvents | None = None,
     ) -> None:
         self.page_size = sizes.page_size
         self.is_kept = is_kept
         self.host, self.storage = host or NoHost(), storage or NoStorage()
-        self.costs = costs or Costs()
+        self.costs, self.events = costs or Costs(), events or NoKvEvents()
         saves_leaving = isinstance(self.host, HostTier) and self.host.policy is WritePolicy.BACK
         self.device = Tier(
             sizes,
             eviction=eviction,
             on_evict=lambda pages: self.transfers.note_evicted(pages),
             on_leave=(lambda leaving: self.transfers.save_leaving(leaving)) if saves_leaving else None,
+            listener=self.events.tier(Medium.GPU, sizes),
         )
         self.transfers = Transfers(self.device, self.host) if isinstance(self.host, HostTier) else NoTransfers()
 

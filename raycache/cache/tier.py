@@ -15,6 +15,7 @@ import numpy as np
 
 from raycache.cache.evict import Eviction, Leaving
 from raycache.cache.handle import PrefixHandle
+from raycache.cache.listener import TreeListener
 from raycache.cache.node import RestorePoint
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.tree import RadixTree
@@ -31,6 +32,7 @@ class Tier:
         on_evict: called with page ids evicted for others, before they are free.
         on_drop: called with each restore point that the tree drops, before its units are free.
         on_leave: called just before an eviction (see `RadixTree`).
+        listener: told of every change of the tree.
     Attributes:
         page_size: tokens per page.
         windows: space -> window, in tokens.
@@ -51,6 +53,7 @@ class Tier:
         on_evict: Callable[[PageIds], None] = lambda pages: None,
         on_drop: Callable[[RestorePoint], None] = lambda point: None,
         on_leave: Callable[[Leaving], None] | None = None,
+        listener: TreeListener | None = None,
     ) -> None:
         self.page_size = sizes.page_size
         self.windows = {space: window for space, (window, _) in sizes.windows.items()}
@@ -67,6 +70,7 @@ class Tier:
             eviction=eviction,
             on_drop=self._dropped,
             on_leave=on_leave,
+            listener=listener,
         )
 
     @property

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from raycache.cache.evict import Eviction, Leaving
 from raycache.cache.evictor import NO_PAGES, Evictor
 from raycache.cache.handle import Locks, PrefixHandle
+from raycache.cache.listener import NoListener, TreeListener
 from raycache.cache.node import Claims, Node, RestorePoint, Root
 from raycache.cache.trie import Trie
 from raycache.memory.pages import PageIds
@@ -50,6 +51,7 @@ class RadixTree:
         eviction: eviction policy.
         on_drop: called with each dropped restore point.
         on_leave: called just before an eviction; must not change the tree.
+        listener: told of every change.
     Attributes:
         trie: the runs of pages.
     """
@@ -62,6 +64,7 @@ class RadixTree:
         eviction: Eviction = Eviction.LRU,
         on_drop: Callable[[RestorePoint], None] = lambda point: None,
         on_leave: Callable[[Leaving], None] | None = None,
+        listener: TreeListener | None = None,
     ) -> None:
         assert page_size >= 1, f"a page cannot have {page_size} tokens"
         self.page_size = page_size
@@ -69,8 +72,14 @@ class RadixTree:
         self._eviction = eviction
         self._page_bytes = page_size * _TOKEN_BYTES
         self.trie = Trie(self._page_bytes)
+        self._listener = listener or NoListener()
         self._evictor = Evictor(
-            self.trie, eviction=eviction, has_points=bool(self._spaces), on_drop=on_drop, on_leave=on_leave
+            self.trie,
+            eviction=eviction,
+            has_points=bool(self._spaces),
+            on_drop=on_drop,
+            on_leave=on_leave,
+            listener=self._listener,
         )
         self._locks = Locks(self._evictor.freed)
 
@@ -185,6 +194,7 @@ class RadixTree:
             last = self.trie.append(node, new, pages[num_known:], grows=grows, now=now, claims=claims)
             self._locks.num_pages += node.num_pages - num_before
             handle.move(last, now=now, claims=claims)
+            self._listener.added(last, len(pages) - num_known)
         handle.length = limit // _TOKEN_BYTES
         return num_known
 

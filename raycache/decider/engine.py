@@ -111,6 +111,7 @@ class Engine:
         self._finish_times: deque[float] = deque(maxlen=64)
         self._surveys: deque[Survey] = deque()
         self._survey_secret = self._random.randbytes(16)
+        scheduler.cache.events.flush()
 
     @property
     def has_requests(self) -> bool:
@@ -197,6 +198,7 @@ class Engine:
                 self._scheduler.wait_for_moves(_IDLE_S)
             else:
                 self._scheduler.wait_for_grammars(_IDLE_S)
+        self._scheduler.cache.events.flush()
         outputs, self._outputs = self._outputs, []
         self._finish_times.extend(time.monotonic() for output in outputs if output.finish_reason is not None)
         return outputs
@@ -250,10 +252,13 @@ class Engine:
         acks = executor.acks()
         self._executor, self._load_s = executor, acks.load_s
         self._scheduler.restart(acks)
+        self._scheduler.cache.events.flush()
 
     def evict(self, space: str) -> bool:
         """Evict the least recently used page ("full") or restore point (a window or state space); False if none."""
-        return self._scheduler.cache.evict(space)
+        is_evicted = self._scheduler.cache.evict(space)
+        self._scheduler.cache.events.flush()
+        return is_evicted
 
     def admin(self, command: CacheCommand) -> CommandResult:
         """Start an operator's command; its result is set during later steps.
@@ -276,7 +281,9 @@ class Engine:
             )
             self._surveys.append(survey)
             return survey.answer
-        return self._scheduler.admin(command, root=self.root(command.cache_salt))
+        answer = self._scheduler.admin(command, root=self.root(command.cache_salt))
+        self._scheduler.cache.events.flush()
+        return answer
 
     def stats(self) -> EngineStats:
         """Current counters and gauges."""

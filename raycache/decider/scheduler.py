@@ -212,8 +212,9 @@ class Scheduler:
         return self._clock.step
 
     def close(self) -> None:
-        """Stop using storage, and compiling grammars."""
+        """Stop using storage, publishing events, and compiling grammars."""
         self.cache.storage.close(_CLOSE_S)
+        self.cache.events.close()
         if self._grammars is not None:
             self._grammars.close()
 

@@ -15,10 +15,12 @@ from raycache.cache.catalog import Catalog, slots_hold
 from raycache.cache.costs import Costs
 from raycache.cache.evict import Eviction
 from raycache.cache.host_tier import HostTier, WritePolicy
+from raycache.cache.kv_events import KvEvents, NoKvEvents
 from raycache.cache.prefetches import Waiting
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.storage_tier import StorageTier
+from raycache.config import Config
 from raycache.decider.drafts import Drafts, PromptLookup
 from raycache.decider.engine import Engine, Executor
 from raycache.decider.grammar import Grammars, SameThread
@@ -30,6 +32,7 @@ from raycache.host.link import HostLink
 from raycache.host.plan import host_facts
 from raycache.host.service import open_arena
 from raycache.memory.rows import EnvelopeLayout
+from raycache.observe.kv_events import KvEventPublisher, Medium
 from raycache.storage.lanes import NUM_LANES, StorageLanes
 from raycache.types import EngineInfo
 from raycache.vocabulary.base import read_settings
@@ -46,6 +49,7 @@ def build_engine(
     num_pages: int,
     ranks: Sequence[Mapping[str, Any]] = (),
     host: HostLink | None = None,
+    replica: int = 0,
     compiles_at_once: bool = False,
 ) -> Engine:
     """Build the decider for running ranks.
@@ -55,6 +59,7 @@ def build_engine(
         num_pages: pages per rank, the same on all ranks.
         ranks: one row per rank, for status output.
         host: the host tier, or None. Pages left there by an earlier engine are recovered.
+        replica: number of the replica, for the addresses of its KV events.
         compiles_at_once: whether `Engine.add` compiles a request's grammar, instead of a thread while others run.
     """
     config, model = deployment.config, deployment.model
@@ -77,28 +82,33 @@ def build_engine(
         decode_weights=_decode_weights(deployment),
         chained_weights="" if host is None else identity.weights,
     )
+    events = _kv_events(deployment, plain_root=identity.seed(), replica=replica)
     spaces = deployment.space_sizes(sizes["device"])
     _warn(deployment)
     scheduler = Scheduler(
-        cache=_sequence_cache(deployment, spaces, host=host, layout=layout),
+        cache=_sequence_cache(deployment, spaces, host=host, layout=layout, events=events),
         max_step_tokens=deployment.max_step_tokens,
         max_running=config.max_running,
         micro_batches=config.pp,
         eos_token_ids=model.eos_token_ids,
         restore_interval=0 if config.restore_interval == "none" else config.restore_interval,
-        drafts=Drafts(
-            PromptLookup() if config.draft == "ngram" else None,
-            most=config.most_drafts,
-            are_from_ranks=config.has_draft_model,
-            is_adaptive=config.adaptive_drafts,
-            stages=config.pp,
-        ),
+        drafts=_drafts(config),
         grammars=Grammars(
             partial(_grammar_tokens, deployment),
             SameThread() if compiles_at_once else ThreadPoolExecutor(1, thread_name_prefix="grammar"),
         ),
     )
     return Engine(executor, info=info, scheduler=scheduler, identity=identity, timeout_s=config.rank_timeout_s)
+
+
+def _drafts(config: Config) -> Drafts:
+    return Drafts(
+        PromptLookup() if config.draft == "ngram" else None,
+        most=config.most_drafts,
+        are_from_ranks=config.has_draft_model,
+        is_adaptive=config.adaptive_drafts,
+        stages=config.pp,
+    )
 
 
 def _decode_weights(deployment: Deployment) -> str:
@@ -133,22 +143,36 @@ def _warn(deployment: Deployment) -> None:
         _log.warning("%s", deployment.model.doubt)
 
 
+def _kv_events(deployment: Deployment, *, plain_root: bytes, replica: int) -> KvEvents | NoKvEvents:
+    address = deployment.config.event_address
+    if address is None:
+        return NoKvEvents()
+    return KvEvents(KvEventPublisher(address.of_replica(replica), rank=replica), plain_root=plain_root)
+
+
 def _sequence_cache(
-    deployment: Deployment, spaces: SpaceSizes, *, host: HostLink | None, layout: EnvelopeLayout
+    deployment: Deployment,
+    spaces: SpaceSizes,
+    *,
+    host: HostLink | None,
+    layout: EnvelopeLayout,
+    events: KvEvents | NoKvEvents,
 ) -> SequenceCache:
     config = deployment.config
     eviction = Eviction(config.eviction)
     if host is None:
-        return SequenceCache(spaces, is_kept=config.prefix_cache, eviction=eviction)
+        return SequenceCache(spaces, is_kept=config.prefix_cache, eviction=eviction, events=events)
     arena = open_arena(host.path)
+    host_spaces = deployment.space_sizes(host.sizes)
     tier = HostTier(
-        deployment.space_sizes(host.sizes),
+        host_spaces,
         catalog=Catalog(
             arena.catalog, sizes=host.sizes, page_size=config.page_size, part_widths=deployment.part_widths
         ),
         policy=WritePolicy(config.write_policy),
         eviction=eviction,
         unit_bytes={space: layout.unit_bytes(space) for space in layout.spaces},
+        listener=events.tier(Medium.CPU, host_spaces),
     )
     tier.recover(slots_hold(arena))
     costs = Costs()
@@ -163,5 +187,11 @@ def _sequence_cache(
     )
     storage.is_attached = host.has_storage
     return SequenceCache(
-        spaces, is_kept=config.prefix_cache, eviction=eviction, host=tier, storage=storage, costs=costs
+        spaces,
+        is_kept=config.prefix_cache,
+        eviction=eviction,
+        host=tier,
+        storage=storage,
+        costs=costs,
+        events=events,
     )

@@ -12,6 +12,7 @@ from raycache.cache.costs import Costs
 from raycache.cache.evict import Eviction
 from raycache.cache.host_tier import HostTier, WritePolicy
 from raycache.cache.keys import Identity, page_chain
+from raycache.cache.kv_events import KvEvents, NoKvEvents, Publisher
 from raycache.cache.prefetches import Waiting
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
@@ -20,6 +21,7 @@ from raycache.decider.drafts import Drafts
 from raycache.decider.engine import Engine
 from raycache.decider.scheduler import Scheduler
 from raycache.memory.component import FULL, window_pages
+from raycache.observe.kv_events import Medium
 from raycache.storage.lanes import StorageLanes
 from raycache.types import EngineInfo, GenerateRequest, RequestOutput, SamplingParams, packed
 from tests.oracle.drafters import KnownTexts
@@ -91,6 +93,8 @@ class Setup:
 class Tiered:
     """An engine that can be killed.
 
+    Args:
+        publisher: of the KV events, if there are any.
     Attributes:
         engine, host, cache, storage_tier: as they are now.
         memory, storage: what survives them.
@@ -98,8 +102,8 @@ class Tiered:
         num_bad_loads: slots that did not hold what the decider thought, in gangs before this one.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
+    def __init__(self, setup: Setup, *, publisher: Publisher | None = None) -> None:
+        self.setup, self._publisher = setup, publisher
         self._random = Random(setup.seed)
         self.drafter = KnownTexts([], vocab=VOCAB)
         self.memory = TwinHost()
@@ -201,9 +205,17 @@ class Tiered:
         return TwinExecutor(self.setup.sizes(is_host=False), depth=depth, mover=self.mover)
 
     def _build(self) -> None:
-        setup = self.setup
+        setup, identity = self.setup, Identity("twin", self.setup.page_size)
+        events: KvEvents | NoKvEvents = NoKvEvents()
+        if self._publisher is not None:
+            events = KvEvents(self._publisher, plain_root=identity.seed())
+        host_sizes = setup.sizes(is_host=True)
         self.host = HostTier(
-            setup.sizes(is_host=True), catalog=self.catalog(), policy=setup.policy, eviction=setup.eviction
+            host_sizes,
+            catalog=self.catalog(),
+            policy=setup.policy,
+            eviction=setup.eviction,
+            listener=events.tier(Medium.CPU, host_sizes),
         )
         self.host.recover(self.memory.hold)
         costs = Costs()
@@ -224,6 +236,7 @@ class Tiered:
             host=self.host,
             storage=self.storage_tier,
             costs=costs,
+            events=events,
         )
         self.executor = self._gang()
         self.engine = Engine(
@@ -247,6 +260,6 @@ class Tiered:
                 restore_interval=setup.interval,
                 drafts=Drafts(self.drafter if setup.most_drafts else None, most=setup.most_drafts, is_adaptive=False),
             ),
-            identity=Identity("twin", setup.page_size),
+            identity=identity,
             timeout_s=5.0,
         )

@@ -21,6 +21,7 @@ import numpy as np
 
 from raycache.cache.evict import Eviction
 from raycache.cache.host_tier import WritePolicy
+from raycache.cache.kv_events import Publisher
 from raycache.cache.prefetches import Waiting
 from raycache.errors import RankLostError
 from raycache.types import FinishReason, GenerateRequest, RequestOutput, SamplingParams
@@ -113,10 +114,19 @@ class Story:
         random: of what happens.
         has_damage: whether bits flip on the host; without, and without other troubles, no load may fail.
         has_deaths: whether gangs and engines die.
+        publisher: of the KV events, if there are any.
     """
 
-    def __init__(self, setup: Setup, random: Random, *, has_damage: bool = True, has_deaths: bool = True) -> None:
-        self.tiers, self.random = Tiered(setup), random
+    def __init__(
+        self,
+        setup: Setup,
+        random: Random,
+        *,
+        has_damage: bool = True,
+        has_deaths: bool = True,
+        publisher: Publisher | None = None,
+    ) -> None:
+        self.tiers, self.random = Tiered(setup, publisher=publisher), random
         self.has_damage, self.has_deaths = has_damage, has_deaths
         self.wanted: dict[str, Wanted] = {}
         self.counts: Counter[str] = Counter()
