@@ -247,9 +247,12 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """Output increment of one step for one request; increments arrive in order.
+
+    Do not modify it: it is not frozen only because a frozen one takes several times as long to make, to pickle and to
+    unpickle, once per token.
 
     Attributes:
         token_ids: tokens generated since the last increment, including a final stop token.

@@ -18,6 +18,8 @@ class Batch:
         scored_budget: scored tokens that may still be added, draft tokens included: each needs logits.
         draft_budget, next_draft_budget: draft tokens that this step may still verify, and still request for the next.
         runs: one per row, in the same order; rows of the same run follow each other in its sequence.
+        num_tokens: new tokens of all rows.
+        is_decode: whether all rows are decode rows.
         loads: sequence numbers of the host-to-device moves that its rows wait for.
         num_loaded: tokens loaded by those moves.
         is_catching_up: whether the draft model prefills tokens it has missed; such a step is not timed.
@@ -34,6 +36,8 @@ class Batch:
     rows: list[Row] = field(default_factory=list)
     admits: list[Admit] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
+    num_tokens: int = 0
+    is_decode: bool = True
     loads: list[int] = field(default_factory=list)
     num_loaded: int = 0
     is_catching_up: bool = False
@@ -46,17 +50,15 @@ class Batch:
         """Whether the row or token budget is used up."""
         return self.budget <= 0 or len(self.rows) >= self.max_rows
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether all rows are decode rows."""
-        return all(row.first_sampled == 0 for row in self.rows)
-
     def add(self, run: Run, row: Row) -> None:
         """Append a row, which is in flight from now on."""
         self.rows.append(row)
         self.runs.append(run)
         run.num_in_flight += 1
-        self.budget -= row.num_tokens
-        self.scored_budget -= row.num_targets + row.num_drafts
-        self.draft_budget -= row.num_drafts
+        num_tokens, num_drafts = row.num_tokens, row.num_drafts
+        self.num_tokens += num_tokens
+        self.is_decode &= num_tokens == 1 + num_drafts
+        self.budget -= num_tokens
+        self.scored_budget -= row.num_targets + num_drafts
+        self.draft_budget -= num_drafts
         self.next_draft_budget -= row.num_next_drafts

@@ -237,12 +237,16 @@ class Engine:
             self._load_s = acks.load_s
         elif batch.rows and not batch.is_catching_up:
             # A plan submitted while another ran started when that one ended.
-            num_tokens, took_s = sum(row.num_tokens for row in batch.rows), now_s - max(batch.start_s, self._collect_s)
+            took_s = now_s - max(batch.start_s, self._collect_s)
             if batch.is_decode:
-                num_passes = max(row.num_next_drafts for row in batch.rows)
-                self._scheduler.drafts.costs.note(took_s, num_tokens, num_rows=len(batch.rows), num_passes=num_passes)
+                self._scheduler.drafts.costs.note(
+                    took_s,
+                    batch.num_tokens,
+                    num_rows=len(batch.rows),
+                    num_passes=max(row.num_next_drafts for row in batch.rows),
+                )
             elif self._scheduler.ahead.is_on:
-                costs.compute.note(took_s, num_tokens)
+                costs.compute.note(took_s, batch.num_tokens)
         self._collect_s = now_s
 
     def restart(self, executor: Executor) -> None:

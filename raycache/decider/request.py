@@ -164,6 +164,8 @@ class Request:
     def wanted_tops(self) -> list[int]:
         """Numbers of alternatives requested with its next log-probabilities; empty if it wants no log-probabilities."""
         sampling = self.spec.sampling
+        if sampling.logprobs is None and sampling.prompt_logprobs is None:
+            return []
         wanted = (sampling.logprobs, sampling.prompt_logprobs if self.is_scored else None)
         return [top for top in wanted if top is not None]
 
@@ -246,7 +248,8 @@ class Run:
     @property
     def num_next(self) -> int:
         """Value of `remaining` once the rows in flight are done."""
-        return max(self.request.num_tokens - self.next_start, 1)
+        left = len(self.request.tokens) // 4 - (self.num_planned if self.num_in_flight else self.num_computed)
+        return left if left > 1 else 1
 
     @property
     def is_fed(self) -> bool:
@@ -269,9 +272,10 @@ class Run:
     def next_row(self, count: int, capacity: Capacity, drafts: PackedTokens = b"", *, num_next_drafts: int = 0) -> Row:
         """Make the row of the next `count` tokens, followed by packed draft tokens; `capacity` covers both."""
         request = self.request
-        start, is_fed = self.next_start, self.is_fed
+        start, num_tokens = self.next_start, request.num_tokens
+        is_fed = self.num_in_flight > 0 and start == num_tokens
         stop = start + count
-        is_sampled = stop >= request.num_tokens
+        is_sampled = stop >= num_tokens
         self.num_planned, num_drafts = stop, len(drafts) // 4
         accepted = request.drafts.plan(num_drafts, num_next_drafts)
         return Row(
@@ -279,7 +283,7 @@ class Run:
             start=start,
             tokens=UNKNOWN if is_fed else request.packed(start, stop) + drafts,
             new_pages=capacity.new_pages or NO_PAGES,
-            output_position=request.num_output + is_fed if is_sampled else -1,
+            output_position=num_tokens - request.spec.prompt_len + is_fed if is_sampled else -1,
             targets=request.packed(start + 1, min(stop + 1, request.spec.prompt_len)) if request.is_scored else b"",
             read_state=capacity.read_state,
             write_state=capacity.write_state,

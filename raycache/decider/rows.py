@@ -49,6 +49,8 @@ class RowPlanner:
         They take nothing that other running requests may still need, preempt nobody, and wait for the next step where
         something is missing.
         """
+        if not self.cache.has_points:
+            return
         cut = [(run, row) for run, row in zip(batch.runs, batch.rows, strict=True) if self._may_follow(run, row, batch)]
         if not cut:
             return
@@ -70,9 +72,10 @@ class RowPlanner:
         return None if capacity is None else run.next_row(count, capacity)
 
     def _may_follow(self, run: Run, row: Row, batch: Batch) -> bool:
-        """Whether a step may have another row behind this one, which then reads the states that this one writes."""
+        """Whether a step may have another row behind this one, which then reads the states that this one writes; only
+        for models with restore points."""
         is_cut = row.output_position < 0 and row.num_tokens > 1  # steps of single tokens are decode steps
-        if not (self.cache.has_points and is_cut and run.wants_row):
+        if not (is_cut and run.wants_row):
             return False
         if run.holding.load is not None or run.request.is_scored:
             return False
@@ -134,7 +137,8 @@ class RowPlanner:
             self._load_more(run)
         row = self.next_row(run, batch)
         if row is not None:
-            self.plan_load(run, batch)
+            if run.holding.load is not None:
+                self.plan_load(run, batch)
             if run.num_computed > before:
                 self._report_fetched(run, run.num_computed - before)
             batch.add(run, row)

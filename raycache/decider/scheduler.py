@@ -164,7 +164,7 @@ class Scheduler:
         if not batch.rows and not saves:
             return None
         self._clock.step += 1
-        self._num_computed += sum(row.num_tokens for row in batch.rows)
+        self._num_computed += batch.num_tokens
         batch.plan = StepPlan(
             self._clock.step,
             batch.rows,

@@ -15,9 +15,9 @@ Plans are encoded as msgpack. Ranks keep a table of slots (page table, sampling 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -71,9 +71,10 @@ class Admit:
     output: PackedTokens = b""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """New tokens of one request.
+    """New tokens of one request. Do not modify it: it is not frozen only because a frozen one takes thrice as long to
+    make, and every running request gets one per step.
 
     Attributes:
         slot: index into the ranks' table.
@@ -276,9 +277,12 @@ def emissions(plan: StepPlan, *, cp_size: int) -> list[list[tuple[int, NDArray[n
     """Contents of each cp rank's result: (row, positions in the row), in order, without empty rows."""
     found: list[list[tuple[int, NDArray[np.int64]]]] = [[] for _ in range(cp_size)]
     for i, row in enumerate(plan.rows):
-        # A single token is on one rank only: iterate over decode batches once, not once per rank.
-        ranks = (i % cp_size,) if row.num_tokens == 1 else range(cp_size)
-        for rank in ranks:
+        if len(row.tokens) == 4:
+            # A single token is on one rank only: iterate over decode batches once, not once per rank.
+            if row.output_position >= 0 or row.targets:
+                found[i % cp_size].append((i, _FIRST))
+            continue
+        for rank in range(cp_size):
             positions = emitted(row, _positions(row, rank, cp_size, turn=i))
             if len(positions):
                 found[rank].append((i, positions))
@@ -343,38 +347,41 @@ def read_results(plan: StepPlan, by_cp_rank: Sequence[NDArray[np.int64]]) -> lis
         by_cp_rank: arrays [result_len, result_width].
     """
     results = [RowResult() for _ in plan.rows]
-    scores: list[dict[int, TokenLogprob]] = [{} for _ in plan.rows]
+    scores: dict[int, dict[int, TokenLogprob]] = {}
     behind_drafts: dict[int, list[tuple[int, int, TokenLogprob | None]]] = {}  # position, token, log-probability
     cp_size = len(by_cp_rank)
     by_rank = zip(by_cp_rank, emissions(plan, cp_size=cp_size), drafting_rows(plan, cp_size=cp_size), strict=True)
     for lines_of_rank, places, drafted in by_rank:
-        lines = iter(lines_of_rank)
+        lines = iter(_read_lines(lines_of_rank, num_top=plan.num_top))
         for i, positions in places:
             row = plan.rows[i]
-            for position in positions.tolist():
-                line = next(lines)
-                entry = _read_line(line, num_top=plan.num_top)
+            for position in (0,) if positions is _FIRST else positions.tolist():
+                token, entry = next(lines)
                 if position < row.num_targets:
                     assert entry is not None, "a plan with scored rows must request log-probabilities"
-                    scores[i][position] = entry
+                    scores.setdefault(i, {})[position] = entry
                 elif row.num_drafts:
-                    behind_drafts.setdefault(i, []).append((position, int(line[0]), entry))
+                    behind_drafts.setdefault(i, []).append((position, token, entry))
                 else:
-                    results[i].add(int(line[0]), entry)
+                    results[i].add(token, entry)
         for i in drafted:
-            results[i].next_drafts = [int(next(lines)[0]) for _ in range(plan.rows[i].num_next_drafts)]
-    for result, found in zip(results, scores, strict=True):
-        if found:
-            result.scores = [found[position] for position in sorted(found)]
+            results[i].next_drafts = [next(lines)[0] for _ in range(plan.rows[i].num_next_drafts)]
+    for i, found in scores.items():
+        results[i].scores = [found[position] for position in sorted(found)]
     for i, sampled in behind_drafts.items():
         for _, token, entry in sorted(sampled, key=lambda each: each[0]):
             results[i].add(token, entry)
     return results
 
 
-def _read_line(line: NDArray[np.int64], *, num_top: int | None) -> TokenLogprob | None:
+def _read_lines(lines: NDArray[np.int64], *, num_top: int | None) -> Iterable[tuple[int, TokenLogprob | None]]:
+    """Token and log-probability of each line of a rank's result, [result_len, result_width]."""
     if num_top is None:
-        return None
-    values = line.view(np.float64)
+        return zip(lines[:, 0].tolist(), repeat(None))
+    return (_read_line(line, num_top=num_top) for line in lines)
+
+
+def _read_line(line: NDArray[np.int64], *, num_top: int) -> tuple[int, TokenLogprob]:
+    token, values = int(line[0]), line.view(np.float64)
     top = zip(line[2 : 2 + num_top].tolist(), values[2 + num_top :].tolist(), strict=True)
-    return TokenLogprob(int(line[0]), float(values[1]), tuple(top))
+    return token, TokenLogprob(token, float(values[1]), tuple(top))
