@@ -22,6 +22,7 @@ from ray.util.metrics import Gauge
 
 from raycache.api.engine import AsyncEngine
 from raycache.errors import EngineStoppedError
+from raycache.observe.aliases import aliases, deployment_requests
 from raycache.observe.metrics import Metrics
 
 _EVERY_S = 2.0
@@ -37,14 +38,16 @@ class RayMetrics:
         self._gauges: dict[str, Gauge] = {}
 
     def publish(self, families: Iterable[Family]) -> None:
-        """Set Ray's gauges to the current values."""
-        for family in families:
+        """Set Ray's gauges to the current values, also under the names that Ray's boards for LLMs read."""
+        families = list(families)
+        for family in (*families, *aliases(families), *deployment_requests(families)):
             for sample in family.samples:
                 if sample.name.endswith("_created"):
                     continue
-                if sample.name not in self._gauges:
-                    self._gauges[sample.name] = Gauge(sample.name, family.documentation, tag_keys=tuple(sample.labels))
-                self._gauges[sample.name].set(sample.value, tags=dict(sample.labels))
+                name = sample.name.replace(":", "_")
+                if name not in self._gauges:
+                    self._gauges[name] = Gauge(name, family.documentation, tag_keys=tuple(sample.labels))
+                self._gauges[name].set(sample.value, tags=dict(sample.labels))
 
 
 @asynccontextmanager

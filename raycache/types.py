@@ -309,6 +309,7 @@ class EngineStats:
         misses: Miss -> requests whose reuse ended for that reason, NONE excepted.
         tiers: host and storage -> counters and gauges by name, such as {"host": {"pages_total": 512}}.
         components: tier -> component space -> (total, free) units of it: pages, or slots of states.
+        cache_info: page_size, pages, host_pages and prefix_cache, as texts.
         warnings: one line each, such as about a tier that stores and never hits.
         refused: requests rejected because the queue was full.
         epoch: number of the running gang.
@@ -341,6 +342,7 @@ class EngineStats:
     misses: Mapping[str, int] = field(default_factory=dict)
     tiers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     components: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
+    cache_info: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     refused: int = 0
     epoch: int = 0

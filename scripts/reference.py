@@ -265,12 +265,19 @@ def metrics() -> str:
             labels = ", ".join(f"`{label}`" for label in metric.labels)
             lines.append(_row(f"`{metric.full_name}`", metric.kind.value, labels, metric.text.rstrip(".")))
     known = {metric.name: metric for metric in (*ENGINE, *FRONT)}
-    lines += ["", "## Names of other servers", "", "On `/metrics` only, with the labels `model_name` and `engine`.", ""]
+    lines += [
+        "",
+        "## Names of other servers",
+        "",
+        "On `/metrics`, and with `_` instead of `:` in Ray's metrics, with the labels `model_name` and `engine`.",
+        "",
+    ]
     lines += _table("name", "is")
     for alias in ALIASES:
         metric = known[alias.of]
         total = "_total" if metric.kind is Kind.COUNTER else ""
-        lines.append(_row(f"`{alias.name}{total}`", f"`{metric.full_name}`"))
+        where = "".join(f" with {name}={value}" for name, value in alias.where.items())
+        lines.append(_row(f"`{alias.name}{total}`", f"`{metric.full_name}`{where}"))
     return _HEAD + "\n".join(lines) + "\n"
 
 

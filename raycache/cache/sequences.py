@@ -170,6 +170,16 @@ class SequenceCache:
             "evicted_restore_points": device.num_points_evicted,
         }
 
+    def info(self) -> dict[str, str]:
+        """Sizes that do not change, as texts."""
+        host = self.host.tier.pages.num_pages if isinstance(self.host, HostTier) else 0
+        return {
+            "page_size": str(self.page_size),
+            "pages": str(self.device.pages.num_pages),
+            "host_pages": str(host),
+            "prefix_cache": str(self.is_kept),
+        }
+
     def tiers(self) -> dict[str, dict[str, float]]:
         """Counters of the tiers below the device."""
         if not self.host.is_present:

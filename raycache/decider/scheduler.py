@@ -251,6 +251,7 @@ class Scheduler:
             cached_by_tier=dict(hits.tokens),
             misses=dict(hits.misses),
             tiers=tiers,
+            cache_info=self.cache.info(),
             warnings=hits.warnings(tiers),
             replicas={},
             drafted=dict(self.drafts.drafted_at),

@@ -23,6 +23,8 @@ LANES = {
 }
 """Transfers between tiers: (tier whose statistics have them, counter of bytes, counter of seconds)."""
 
+_CACHE_INFO = ("page_size", "pages", "host_pages", "prefix_cache")
+
 Values = Iterable[tuple[tuple[str, ...], float]]
 """(label values, value) of each series of a metric."""
 
@@ -230,6 +232,13 @@ _HITS = (
         "Requests that did not reuse their whole prompt, by reason.",
         _by(lambda s: s.misses, known=[reason for reason in Miss if reason]),
         ("reason",),
+    ),
+    Metric(
+        "cache_info",
+        Kind.GAUGE,
+        "1; the labels have the sizes of the cache.",
+        lambda stats: [(tuple(stats.cache_info[name] for name in _CACHE_INFO), 1)] if stats.cache_info else [],
+        _CACHE_INFO,
     ),
     Metric(
         "cache_warnings",

@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.metrics import publishing
+from actors.metrics import RayMetrics, publishing
 from launch.dashboards import panels
 from launch.dashboards.alerts import ALERTS
 from raycache.observe.aliases import ALIASES
@@ -29,12 +30,13 @@ _STATS = EngineStats(
     preemptions=4,
     refused=6,
     pages_total=64,
+    cache_info={"page_size": "16", "pages": "64", "host_pages": "8", "prefix_cache": "True"},
     pages_in_use=10,
     pages_locked=6,
     pages_free=40,
     cached_by_tier={"device": 200, "host": 50},
     tiers={
-        "host": {"saved_bytes": 4096, "save_s": 0.5, "pages_total": 8},
+        "host": {"saved_bytes": 4096, "save_s": 0.5, "loaded_bytes": 512, "load_s": 0.25, "pages_total": 8},
         "storage": {"persisted_bytes": 512, "persist_s": 2.0, "corrupt": 1, "queue": 9},
     },
     components={"device": {"full": (64, 40), "state": (8, 7)}, "host": {"full": (8, 8)}},
@@ -108,6 +110,10 @@ def test_the_same_by_the_names_that_other_dashboards_read(metrics: Metrics) -> N
         "vllm:request_prefill_time_seconds_count{engine=0,model_name=m}": 1,
         "vllm:request_decode_time_seconds_count{engine=0,model_name=m}": 1,
         "vllm:request_time_per_output_token_seconds_count{engine=0,model_name=m}": 1,
+        "vllm:kv_offload_store_bytes_total{engine=0,model_name=m}": 4096,
+        "vllm:kv_offload_store_time_total{engine=0,model_name=m}": 0.5,
+        "vllm:cache_config_info{block_size=16,enable_prefix_caching=True,engine=0,model_name=m,num_cpu_blocks=8,"
+        "num_gpu_blocks=64}": 1,
         "sglang:cache_hit_rate{engine=0,model_name=m}": 0.25,
         "sglang:token_usage{engine=0,model_name=m}": 0.25,
         "sglang:num_running_reqs{engine=0,model_name=m}": 3,
@@ -117,6 +123,41 @@ def test_the_same_by_the_names_that_other_dashboards_read(metrics: Metrics) -> N
         assert found[name] == value, name
     assert {alias.of for alias in ALIASES} <= {metric.name for metric in (*ENGINE, *FRONT)}
     assert all(any(name.startswith(alias.name) for name in found) for alias in ALIASES)
+
+
+def test_rays_boards_for_llms_find_what_they_read(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    published: dict[str, set[str]] = {}
+
+    class Gauge:
+        def __init__(self, name: str, text: str, *, tag_keys: tuple[str, ...]) -> None:
+            self._name = name
+            published[name] = set(tag_keys)
+
+        def set(self, value: float, *, tags: dict[str, str]) -> None:
+            assert set(tags) == published[self._name], "series of a metric differ in their labels"
+
+    monkeypatch.setattr("actors.metrics.Gauge", Gauge)
+    RayMetrics().publish(metrics.families())
+    assert all(re.fullmatch(r"[a-z0-9_]+", name) for name in published)
+    boards = Path(ray.__file__).parent / "dashboard" / "modules" / "metrics" / "dashboards"
+    read: set[str] = set()
+    for path in (boards / "serve_llm_dashboard_panels.py", boards / "serve_llm_sglang_dashboard_panels.py"):
+        read |= set(re.findall(r"\bray_((?:vllm|sglang)_[a-z0-9_]+)", path.read_text(encoding="utf-8")))
+    assert published["serve_deployment_request_counter_total"] == {"deployment", "replica", "application", "route"}
+    known = {*published, *(re.sub(r"_bucket$", "", name) for name in published)}
+    assert len(read) > 40
+    assert {name for name in read - known if not re.match("vllm_nixl|vllm_external_prefix_cache", name)} == {
+        "sglang_num_aborted_requests_total",
+        "sglang_num_paused_reqs",
+        "vllm_kv_offload_cpu_cache_read_usage_perc",
+        "vllm_kv_offload_cpu_cache_usage_perc",
+        "vllm_kv_offload_cpu_cache_write_usage_perc",
+        "vllm_kv_offload_load_size_count",
+        "vllm_kv_offload_lookup_sync_delay_seconds",
+        "vllm_kv_offload_store_size_count",
+        "vllm_num_requests_swapped",
+    }
+    assert published["vllm_request_success_total"] == {"model_name", "engine", "finished_reason"}
 
 
 def test_times_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +302,7 @@ def test_names_are_those_of_the_documentation_and_of_the_dashboard() -> None:
     used = " ".join(query for row in panels.ROWS.values() for panel in row for query, _ in panel.queries)
     for metric in ENGINE + FRONT:
         if metric.name.startswith(("requests_", "move_", "cache", "component_", "rebuilds", "time_to")):
-            assert metric.full_name in used or metric.name == "cached_prompt_share", metric.name
+            assert metric.full_name in used or metric.name in ("cached_prompt_share", "cache_info"), metric.name
 
 
 def name_there(name: str, of: str) -> str:
