@@ -67,6 +67,9 @@ fit the context is cut to what fits). Defaults below are those of the API.
 `tokens`, `count`, `max_model_len` and, with `return_token_strs`, `token_strs`. `/detokenize` takes `tokens` and gives
 `prompt`.
 
+`GET /cache/achievable` compares what the cache reused with what caches of other sizes would have:
+[Monitoring](../monitoring.md#achieved-and-achievable).
+
 Operators have further endpoints: `/status`, [`/cache`](../tiers.md#changing-the-tiers-of-a-running-server) and
 [`/replicas`](../replicas.md). Who may call what is in [Security](../security.md#keys-and-tenants).
 """

@@ -17,6 +17,8 @@ _MOST_RANKS = 8
 _BAR = 12
 _MAX_POSITIONS = 3
 _MOST_MISSES = 3
+_MOST_CAUSES = 3
+_LEAST_GAIN = 0.001
 _NAME = 8
 Figures = Mapping[str, Any]
 
@@ -60,6 +62,8 @@ def view(change: Change, *, endpoint: str, error: str) -> RenderableType:
     """
     parts: list[RenderableType] = [_head(change, endpoint=endpoint, error=error), _load(change), Text()]
     parts += [_tiers(change), _moves(change), _misses(change)]
+    if change["reuse"]:
+        parts += [_reuse(change["reuse"]), _lost(change["reuse"])]
     has_replicas = len(change.figures.get("replicas", {})) > 1
     if has_replicas:
         parts += [Text(), _replicas(change)]
@@ -169,6 +173,27 @@ def _misses(change: Change) -> Table:
     most = sorted(misses.items(), key=lambda item: -item[1])[:_MOST_MISSES]
     grid = _grid(2)
     grid.add_row("misses", "  ".join(f"{reason} {_short(count)}" for reason, count in most) or "none")
+    return grid
+
+
+def _reuse(reuse: Mapping[str, Any]) -> Table:
+    """What a cache without limits would have reused, and which tier would give most if it were twice as large."""
+    grid = _grid(3)
+    error = f" (+-{100 * reuse['error']:.1f})" if reuse["error"] else ""
+    tier, gain = max(reuse["gain_if_doubled"].items(), key=lambda item: item[1], default=("", 0.0))
+    grid.add_row(
+        "reuse",
+        f"{_share(reuse['achieved'])} of {_share(reuse['achievable'])}{error} possible",
+        f"twice the {tier} tier: +{100 * gain:.1f} %" if gain >= _LEAST_GAIN else "",
+    )
+    return grid
+
+
+def _lost(reuse: Mapping[str, Any]) -> Table:
+    """What lies between, by cause."""
+    grid = _grid(2)
+    lost = sorted(reuse["lost"].items(), key=lambda item: -item[1])[:_MOST_CAUSES]
+    grid.add_row("lost", "  ".join(f"{cause} {_share(share)}" for cause, share in lost) or "nothing")
     return grid
 
 

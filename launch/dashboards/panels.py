@@ -101,6 +101,30 @@ _HITS = (
         "Requests per second that did not reuse their whole prompt, by the first reason after their cached tokens.",
     ),
     Panel(
+        "Reused and reusable share of prompt tokens",
+        "percentunit",
+        (
+            (share("tenant_cached_prompt_tokens", "tenant_prompt_tokens"), "reused"),
+            (f"1 - {share('tenant_new_prompt_tokens', 'tenant_prompt_tokens')}", "by a cache without limits"),
+            (now("achievable_prompt_share"), "by a cache without limits, since the start"),
+            (now("achievable_prompt_share_error"), "error of that"),
+        ),
+        "The second is estimated; in short windows with few requests it is uncertain.",
+    ),
+    Panel(
+        "Share of prompt tokens lost, by cause",
+        "percentunit",
+        (
+            (
+                f"{rate('tenant_lost_prompt_tokens', 'cause')} / on () group_left () "
+                f"({rate('tenant_prompt_tokens')} > 0)",
+                "{{cause}}",
+            ),
+            (now("tier_doubling_gain", "tier"), "won by twice the {{tier}} tier"),
+        ),
+        "What a cache without limits would have reused in addition, and what twice a tier would add.",
+    ),
+    Panel(
         "Warnings",
         "short",
         ((now("cache_warnings", "replica"), "replica {{replica}}"),),

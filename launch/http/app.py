@@ -21,6 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from launch.http.achievable import AchievableApi
 from launch.http.auth import Authentication, Keys, keys_of, owned
 from launch.http.cache import CacheApi
 from launch.http.messages import MessagesApi
@@ -78,7 +79,9 @@ def build_app(
     observed = observed or Observed(Metrics(info.model))
     served = Served.of(config, tokenizer=tokenizer, info=info, defaults=defaults or Defaults.of(config))
     why = WhyApi(config, tokenizer=tokenizer, page_size=info.page_size)
-    api = _Api(engine, config=config, served=served, metrics=observed.metrics, why=why)
+    achievable = AchievableApi(engine, config=config, info=info)
+    observed.metrics.read_reuse(achievable.samples)
+    api = _Api(engine, config=config, served=served, metrics=observed.metrics, why=why, achievable=achievable)
     cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
     tokens = TokensApi(served, bodies=api.bodies)
     keys = keys_of(config)
@@ -91,6 +94,7 @@ def build_app(
             *api.routes(),
             *responses.routes(),
             *why.routes(),
+            *achievable.routes(),
             *tree.routes(),
             *cache.routes(),
             *tokens.routes(),
@@ -134,8 +138,17 @@ class _Api:
         bodies: reads the bodies of requests.
     """
 
-    def __init__(self, engine: AsyncEngine, *, config: Config, served: Served, metrics: Metrics, why: WhyApi) -> None:
-        self._engine, self._why = engine, why
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        *,
+        config: Config,
+        served: Served,
+        metrics: Metrics,
+        why: WhyApi,
+        achievable: AchievableApi,
+    ) -> None:
+        self._engine, self._why, self._achievable = engine, why, achievable
         self._info, self._tokenizer, self._served = served.info, served.tokenizer, served
         self._description = to_json(openapi(served.info, served.defaults))
         self._grammars = GrammarChecker(served.tokenizer, served.info)
@@ -203,7 +216,7 @@ class _Api:
 
     async def status(self, request: Request) -> Response:
         info, stats = await self._engine.info(), await self._engine.stats()
-        return json_response({**_plain(info), **_plain(stats)})
+        return json_response({**_plain(info), **_plain(stats), **self._achievable.summary(stats)})
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._description, media_type="application/json")
@@ -247,11 +260,11 @@ class _Api:
         headers = {"X-Request-Id": generation.generation_id}
         if generation.repairs:
             headers[REPAIRS_HEADER] = ", ".join(generation.repairs)
-        compare = self._why.compare(request)
+        follow = [each for each in (self._why.compare(request), self._achievable.follow(request)) if each is not None]
         if not generation.body.stream:
-            whole = answer(self._engine, generation, form=form, metrics=self._metrics, compare=compare)
+            whole = answer(self._engine, generation, form=form, metrics=self._metrics, follow=follow)
             return Response(await _unless_gone(request.receive, whole), headers=headers, media_type="application/json")
-        events = answer_stream(self._engine, generation, form=form, metrics=self._metrics, compare=compare)
+        events = answer_stream(self._engine, generation, form=form, metrics=self._metrics, follow=follow)
         if ping:
             events = with_pings(events, ping)
         # Wait for the first event before sending headers, so that an early error still gets an HTTP status.

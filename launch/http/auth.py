@@ -46,7 +46,7 @@ _NO_REPAIRS = "repairs=off"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]*))(?::[0-9]*)?")
 _TENANT = "raycache.tenant"  # in the ASGI scope
 _OPEN_TO_ALL = frozenset({"/", "/health", "/openapi.json", "/ping", "/version"})
-_OPEN_TO_KEYS = frozenset({"/v1", "/tokenize", "/detokenize", "/cache/why", "/cache/tree"})
+_OPEN_TO_KEYS = frozenset({"/v1", "/tokenize", "/detokenize", "/cache/why", "/cache/tree", "/cache/achievable"})
 
 _log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=GenerationBody)

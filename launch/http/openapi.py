@@ -1,6 +1,6 @@
 """GET /openapi.json: the OpenAPI description, generated from the schemas that validate requests.
 
-It covers the endpoints for clients; those for operators are described in docs/security.md.
+It covers the endpoints for clients and GET /cache/achievable; those for operators are described in docs/security.md.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ def openapi(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
             "/version": {"get": _get("Return the version.", "Version")},
             "/ping": {"get": _text("The same as /health.", errors=("503",))},
             "/health": {"get": _text("Report whether the engine responds.", errors=("503",))},
+            "/cache/achievable": {
+                "get": _get("Compare what the cache reused with caches of other sizes.", "Achievable")
+            },
             "/metrics": {"get": _text("Metrics in Prometheus' text format.", errors=("401", "403", "503"))},
         },
         "components": {
@@ -169,10 +172,33 @@ def _schemas(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
         **_token_schemas(info),
         **_message_schemas(info),
         **_response_schemas(info),
+        "Achievable": _achievable_schema(),
         "Version": _object(version=_TEXT),
         "Models": _object(object={"const": "list"}, data={"type": "array", "items": card}),
         "Error": _object(error={**error, "additionalProperties": False}),
     }
+
+
+def _achievable_schema() -> dict[str, Any]:
+    """Answer of /cache/achievable. Shares are those of all prompt tokens; without the right "admin", only `tenants`."""
+    share = {"type": "number", "minimum": 0, "maximum": 1}
+    error = {"type": "number", "minimum": 0, "description": "half of the 95 % interval"}
+    lost = _object(cause=_TEXT, kind=_TEXT, tokens=_COUNT, share=share, error=error)
+    sums = _object(
+        **dict.fromkeys(("requests", "prompt_tokens", "cached_tokens"), _COUNT),
+        **dict.fromkeys(("achieved", "achievable"), share),
+        error=error,
+        lost={"type": "array", "items": lost},
+    )
+    tier = _object(tokens=_COUNT, share=share, gain_if_doubled=share)
+    found = _object(
+        total=sums,
+        tenants={"type": "object", "additionalProperties": sums},
+        tiers={"type": "object", "additionalProperties": tier},
+        curve={"type": "array", "items": _object(tokens=_COUNT, share=share)},
+        sample=_object(pages=_COUNT, one_in={"type": "integer", "minimum": 1}),
+    )
+    return {**found, "required": ["tenants"]}
 
 
 def _message_schemas(info: EngineInfo) -> dict[str, Any]:

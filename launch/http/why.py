@@ -14,7 +14,7 @@ from launch.http.auth import ADMIN, check_operator, tenant_of
 from launch.http.wire import ProblemError, json_response
 from raycache.api.prepare import Choice, Generation
 from raycache.api.problem import Problem
-from raycache.api.run import Compare
+from raycache.api.run import Follow
 from raycache.api.schema import ChatBody
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config, parse_bytes
@@ -52,7 +52,7 @@ class WhyApi:
             return json_response({"tenants": self._history.sums.facts(tenant.name)})
         return json_response({"history_bytes": self._history.seen.num_bytes, "tenants": self._history.sums.facts()})
 
-    def compare(self, request: Request) -> Compare | None:
+    def compare(self, request: Request) -> Follow | None:
         """What compares the prompts of an HTTP request; None: they are not compared."""
         history, tenant = self._history, tenant_of(request).name
         if history is None:
@@ -60,7 +60,7 @@ class WhyApi:
 
         def begin(generation: Generation, choice: Choice) -> Watch:
             sent = choice.request
-            return history.begin(
+            choice.text.comparison = history.begin(
                 sent.prompt,
                 salt=sent.cache_salt,
                 tenant=tenant,
@@ -68,6 +68,7 @@ class WhyApi:
                 ttl_s=sent.cache_ttl_s,
                 is_wanted=generation.body.return_cache_info,
             )
+            return choice.text.comparison
 
         return begin
 

@@ -10,11 +10,14 @@ the same one with a probability of 2 ** -29 (pages of 16 tokens). What is cached
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from raycache.types import packed
 
 Hashes = NDArray[np.uint64]
 Tokens = NDArray[np.int32]
@@ -23,29 +26,68 @@ _SHIFT, _FACTOR = np.uint64(32), np.uint64(0xD6E8FEB86659FD93)
 _FIRST_PAGES = 1024
 
 
+_DIGEST_BYTES = 32
+
+
 @dataclass(frozen=True, slots=True)
 class Prefixes:
     """The page prefixes of one sequence.
 
     Attributes:
         hashes: one per whole page.
-        sums: the same before they were mixed, as a continuation needs them.
-        start: of the sums.
+        end: what a continuation needs, for the source that made them.
     """
 
     hashes: Hashes
-    sums: Hashes
-    start: np.uint64
+    end: np.uint64 | bytes
 
-    @property
-    def end(self) -> np.uint64:
-        """The sum of all pages."""
-        last: np.uint64 = self.sums[-1] if len(self.sums) else self.start
-        return last
+
+class PrefixSource(Protocol):
+    """Identifies the page prefixes of sequences."""
+
+    def of(self, prompt: Sequence[int] | Tokens, *, salt: str, chain: bytes) -> Prefixes:
+        """Those of a prompt.
+
+        Args:
+            salt: equal prefixes under different salts differ.
+            chain: its `GenerateRequest.page_chain`.
+        """
+        ...
+
+    def extended(self, before: Prefixes, tokens: Sequence[int]) -> Prefixes:
+        """Add the whole pages of the tokens that follow those of `before`."""
+        ...
+
+
+class ChainedDigests:
+    """Takes what identifies the pages in the tiers: digests that were made where the prompt was tokenised.
+
+    Args:
+        extend: makes the digests of the whole pages of packed tokens, given the digest of the page before them.
+    """
+
+    def __init__(self, extend: Callable[[bytes, bytes], bytes]) -> None:
+        self._extend = extend
+
+    def of(self, prompt: Sequence[int] | Tokens, *, salt: str, chain: bytes) -> Prefixes:
+        assert chain, "the prompt has no chain of digests"
+        return Prefixes(_first_words(chain)[1:], chain[-_DIGEST_BYTES:])
+
+    def extended(self, before: Prefixes, tokens: Sequence[int]) -> Prefixes:
+        assert isinstance(before.end, bytes), "not made here"
+        digests = self._extend(before.end, packed(tokens))
+        if not digests:
+            return before
+        return Prefixes(np.concatenate((before.hashes, _first_words(digests))), digests[-_DIGEST_BYTES:])
+
+
+def _first_words(digests: bytes) -> Hashes:
+    """The first 8 bytes of each digest."""
+    return np.frombuffer(digests, np.uint64)[:: _DIGEST_BYTES // 8]
 
 
 class PrefixHasher:
-    """Hashes prefixes of one page size.
+    """Hashes prefixes of one page size, where nobody else has.
 
     Args:
         seed: of the keys; None: unpredictable.
@@ -61,17 +103,11 @@ class PrefixHasher:
         self._of_page = np.empty(0, np.uint64)
         self._numbers = np.empty(0, np.float64)
 
-    def of(self, tokens: Sequence[int] | Tokens, *, salt: str = "") -> Prefixes:
-        """Hash the whole pages of a sequence.
-
-        Args:
-            salt: equal prefixes under different salts differ.
-        """
-        empty = np.empty(0, np.uint64)
-        return self.extended(Prefixes(empty, empty, np.uint64(hash(salt) % 2**64)), tokens)
+    def of(self, prompt: Sequence[int] | Tokens, *, salt: str = "", chain: bytes = b"") -> Prefixes:
+        return self.extended(Prefixes(np.empty(0, np.uint64), np.uint64(hash(salt) % 2**64)), prompt)
 
     def extended(self, before: Prefixes, tokens: Sequence[int] | Tokens) -> Prefixes:
-        """Add the whole pages of the tokens that follow those of `before`."""
+        assert isinstance(before.end, np.uint64), "not made here"
         size, first = self.page_size, len(before.hashes)
         array = np.asarray(tokens, dtype=np.int32)
         num_pages = len(array) // size
@@ -87,9 +123,8 @@ class PrefixHasher:
         hashes = sums >> _SHIFT
         hashes ^= sums
         hashes *= _FACTOR
-        if first:
-            hashes, sums = np.concatenate((before.hashes, hashes)), np.concatenate((before.sums, sums))
-        return Prefixes(hashes, sums, before.start)
+        end: np.uint64 = sums[-1]
+        return Prefixes(np.concatenate((before.hashes, hashes)) if first else hashes, end)
 
     def _room(self, num_pages: int, first: int) -> tuple[NDArray[np.float64], Hashes]:
         """A buffer for the tokens of some pages, and the keys of these pages."""

@@ -1,7 +1,7 @@
 """Follows the requests of a server: what they reused, and what caches of other sizes would have.
 
 reuse = Reuse(page_size=16)
-with reuse.follow(prompt, salt=salt, tenant="alice") as watch:
+with reuse.follow(request, tenant="alice") as watch:
     for output in outputs:
         watch.take(output)           # counted with the first token
 """
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from raycache.achievable.curve import Curve
-from raycache.achievable.prefixes import Prefixes, PrefixHasher
+from raycache.achievable.prefixes import Prefixes, PrefixHasher, PrefixSource
 from raycache.achievable.recency import Use
 from raycache.achievable.sample import PageSample, Reference
 from raycache.achievable.tally import Counted, Tallies
 from raycache.divergence.cause import shortfall
-from raycache.types import RequestOutput
+from raycache.types import GenerateRequest, RequestOutput
 
 MOST_PAGES = 16_384
 """Pages in the sample; they take about 2 MiB, with the order of their use."""
@@ -31,7 +31,7 @@ class Reuse:
         page_size: tokens of a cache page.
         sizes: of caches in pages, at which the curve is to be exact while all pages are in the sample.
         max_pages: in the sample.
-        hasher: of prefixes; default: with unpredictable keys.
+        source: of prefixes; default: they are hashed with unpredictable keys.
         clock: seconds.
     Attributes:
         tallies: what was counted so far.
@@ -44,27 +44,32 @@ class Reuse:
         page_size: int,
         sizes: Sequence[int] = (),
         max_pages: int = MOST_PAGES,
-        hasher: PrefixHasher | None = None,
+        source: PrefixSource | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.page_size = page_size
-        self.hasher = hasher or PrefixHasher(page_size)
+        self.source = source or PrefixHasher(page_size)
         self.sample = PageSample(max_pages)
         self.curve = Curve(sizes)
         self.tallies = Tallies()
         self.clock = clock
 
-    def follow(self, prompt: Sequence[int], *, salt: str, tenant: str, ttl_s: float = 0.0) -> ReuseWatch:
+    def follow(self, request: GenerateRequest, *, tenant: str) -> ReuseWatch:
         """Follow a request that arrives.
 
         Args:
-            salt: prompts with different ones share nothing.
             tenant: whose tally it counts in.
-            ttl_s: its cache_ttl_s; 0: none.
         """
-        return ReuseWatch(self, prompt, salt=salt, tenant=tenant, ttl_s=ttl_s)
+        return ReuseWatch(self, request, tenant=tenant)
 
-    def count(self, prefixes: Prefixes, output: RequestOutput, *, prompt_len: int, seen_s: float, use: Use) -> Counted:
+    def share_at(self, num_tokens: int) -> float:
+        """Share of prompt tokens that an LRU cache of this size would have reused."""
+        reused = self.curve.num_pages - self.curve.missed_at(num_tokens / self.page_size)
+        return min(1.0, max(0.0, reused) * self.page_size / max(1, self.tallies.total.prompt))
+
+    def count(
+        self, request: GenerateRequest, output: RequestOutput, *, prefixes: Prefixes, seen_s: float, use: Use
+    ) -> Counted:
         """Count a request whose prompt has been computed.
 
         Args:
@@ -73,7 +78,9 @@ class Reuse:
             use: a new one.
         """
         size = self.page_size
-        end = (prompt_len - 1) // size
+        prompt_len = len(request.prompt)
+        # Log-probabilities of the prompt need all of it, whatever is cached.
+        end = 0 if request.sampling.prompt_logprobs is not None else (prompt_len - 1) // size
         found = self.sample.use(prefixes.hashes, use)
         self.curve.add(found, end)
         cached = min(output.cached_tokens, end * size)
@@ -91,10 +98,10 @@ class Reuse:
 class ReuseWatch:
     """One request. Use it as a context manager around the whole request."""
 
-    def __init__(self, reuse: Reuse, prompt: Sequence[int], *, salt: str, tenant: str, ttl_s: float) -> None:
-        self._reuse, self._prompt, self._salt, self._tenant = reuse, prompt, salt, tenant
+    def __init__(self, reuse: Reuse, request: GenerateRequest, *, tenant: str) -> None:
+        self._reuse, self._request, self._tenant = reuse, request, tenant
         self._seen_s = reuse.clock()
-        self._expires_s = self._seen_s + ttl_s if ttl_s else float("inf")
+        self._expires_s = self._seen_s + request.cache_ttl_s if request.cache_ttl_s else float("inf")
         self._output: list[int] = []
         self._prefixes: Prefixes | None = None
 
@@ -107,26 +114,20 @@ class ReuseWatch:
         """Count what was generated as used. The last token is not in the cache."""
         if self._prefixes is None:
             return
-        size = self._reuse.page_size
-        first = len(self._prompt) // size * size
-        if len(self._prompt) + len(self._output) - 1 - first >= size:
-            tokens = [*self._prompt[first:], *self._output[:-1]]
-            grown = self._reuse.hasher.extended(self._prefixes, tokens)
+        size, prompt = self._reuse.page_size, self._request.prompt
+        first = len(prompt) // size * size
+        if len(prompt) + len(self._output) - 1 - first >= size:
+            grown = self._reuse.source.extended(self._prefixes, [*prompt[first:], *self._output[:-1]])
             self._reuse.sample.use(grown.hashes, Use(self._reuse.clock(), self._expires_s))
 
     def take(self, output: RequestOutput) -> None:
         """Called with each increment."""
         self._output += output.token_ids
         if self._prefixes is None and output.token_ids:
-            reuse = self._reuse
-            self._prefixes = reuse.hasher.of(self._prompt, salt=self._salt)
-            one = reuse.count(
-                self._prefixes,
-                output,
-                prompt_len=len(self._prompt),
-                seen_s=self._seen_s,
-                use=Use(reuse.clock(), self._expires_s),
-            )
+            reuse, request = self._reuse, self._request
+            self._prefixes = reuse.source.of(request.prompt, salt=request.cache_salt, chain=request.page_chain)
+            use = Use(reuse.clock(), self._expires_s)
+            one = reuse.count(request, output, prefixes=self._prefixes, seen_s=self._seen_s, use=use)
             reuse.tallies.add(self._tenant, one)
 
 

@@ -95,6 +95,13 @@ class Tally:
         """Half of the 95 % interval around `achievable`; 0 while all pages are counted."""
         return _SIGMAS * sqrt(self.variance) / max(1, self.prompt)
 
+    def most_lost(self) -> dict[str, float]:
+        """Cause -> tokens, for counters: estimates may fall, these do not."""
+        found: dict[str, float] = {}
+        for (cause, _), lost in list(self.lost.items()):
+            found[cause] = found.get(cause, 0.0) + lost.most
+        return found
+
     def facts(self) -> dict[str, Any]:
         """For JSON, the causes that cost most first."""
         rows = sorted(self.lost.items(), key=lambda row: (-row[1].tokens, row[0]))

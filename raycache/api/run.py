@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -13,7 +13,6 @@ from raycache.api.engine import AsyncEngine
 from raycache.api.output_text import TextDelta
 from raycache.api.prepare import Choice, Generation
 from raycache.api.problem import Problem, problem_of
-from raycache.divergence.history import Watch
 from raycache.errors import EngineStoppedError, RayCacheError, RequestFailedError, RequestTimeoutError
 from raycache.observe.metrics import Metrics
 from raycache.types import FinishReason, RequestOutput
@@ -57,16 +56,24 @@ class AnswerForm(Protocol):
         ...
 
 
-class Compare(Protocol):
-    """Compares the prompt of a choice with those before it."""
+class Follower(Protocol):
+    """Sees what a request gives."""
 
-    def __call__(self, generation: Generation, choice: Choice) -> AbstractContextManager[Watch]:
-        """Follows the request while the context is open."""
+    def take(self, output: RequestOutput) -> None:
+        """Called with each increment."""
+        ...
+
+
+class Follow(Protocol):
+    """Follows the request for the first choice of a prompt."""
+
+    def __call__(self, generation: Generation, choice: Choice) -> AbstractContextManager[Follower]:
+        """Follows it while the context is open."""
         ...
 
 
 async def answer(
-    engine: AsyncEngine, generation: Generation, *, form: AnswerForm, metrics: Metrics, compare: Compare | None = None
+    engine: AsyncEngine, generation: Generation, *, form: AnswerForm, metrics: Metrics, follow: Sequence[Follow] = ()
 ) -> bytes:
     """Run to the end; returns the JSON answer. Cancelling the task cancels all its requests.
 
@@ -74,14 +81,14 @@ async def answer(
         RayCacheError: the engine refused or failed; nothing runs on.
     """
     outputs: list[list[TextDelta]] = [[] for _ in generation.choices]
-    async with aclosing(_increments(engine, generation, metrics, compare)) as increments:
+    async with aclosing(_increments(engine, generation, metrics, follow)) as increments:
         async for choice, delta in increments:
             outputs[choice.index].append(delta)
     return to_json(form.whole(outputs))
 
 
 async def answer_stream(
-    engine: AsyncEngine, generation: Generation, *, form: AnswerForm, metrics: Metrics, compare: Compare | None = None
+    engine: AsyncEngine, generation: Generation, *, form: AnswerForm, metrics: Metrics, follow: Sequence[Follow] = ()
 ) -> AsyncGenerator[bytes, None]:
     """Run and give server-sent events. Closing the generator cancels all its requests.
 
@@ -91,7 +98,7 @@ async def answer_stream(
         RayCacheError: the engine refused or failed; nothing runs on.
     """
     seen: set[int] = set()
-    async with aclosing(_increments(engine, generation, metrics, compare)) as increments:
+    async with aclosing(_increments(engine, generation, metrics, follow)) as increments:
         async for choice, delta in increments:
             if not seen:
                 for chunk in form.opening():
@@ -132,26 +139,26 @@ def _event(form: AnswerForm, chunk: dict[str, Any], *, name: str = "") -> bytes:
 
 
 async def _increments(
-    engine: AsyncEngine, generation: Generation, metrics: Metrics, compare: Compare | None
+    engine: AsyncEngine, generation: Generation, metrics: Metrics, follow: Sequence[Follow]
 ) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
-    runs = [_run(engine, generation, choice, metrics, compare) for choice in generation.choices]
+    runs = [_run(engine, generation, choice, metrics, follow) for choice in generation.choices]
     async with aclosing(runs[0] if len(runs) == 1 else _interleave(runs)) as merged:
         async for item in merged:
             yield item
 
 
 async def _run(
-    engine: AsyncEngine, generation: Generation, choice: Choice, metrics: Metrics, compare: Compare | None
+    engine: AsyncEngine, generation: Generation, choice: Choice, metrics: Metrics, follow: Sequence[Follow]
 ) -> AsyncGenerator[tuple[Choice, TextDelta], None]:
     """One request. Leaving it before the engine has ended the request cancels it."""
-    comparison = compare(generation, choice) if compare is not None and choice.is_first else nullcontext()
-    with metrics.watch(choice.request) as watch, comparison as seen:
-        choice.text.comparison = seen
+    with ExitStack() as stack:
+        followers: list[Follower] = [stack.enter_context(metrics.watch(choice.request))]
+        if choice.is_first:
+            followers += [stack.enter_context(each(generation, choice)) for each in follow]
         async with aclosing(engine.generate(choice.request)) as outputs:
             async for output in outputs:
-                watch.take(output)
-                if seen is not None:
-                    seen.take(output)
+                for follower in followers:
+                    follower.take(output)
                 _raise_if_failed(output, choice)
                 delta = choice.text.push(_without_tokens(output) if generation.is_score_only else output)
                 yield choice, delta

@@ -354,6 +354,46 @@ PROMPT_LEN = Metric("request_prompt_tokens", Kind.HISTOGRAM, "Prompt tokens per 
 OUTPUT_LEN = Metric("request_generation_tokens", Kind.HISTOGRAM, "Generated tokens per request.", bounds=_TOKENS)
 READY = Metric("ready", Kind.GAUGE, "1 if the engine responds, 0 while it restarts or is lost.")
 RESPONSES = Metric("http_responses", Kind.COUNTER, "HTTP responses by status.", labels=("status",))
+TENANT_PROMPT = Metric(
+    "tenant_prompt_tokens",
+    Kind.COUNTER,
+    "Prompt tokens by tenant; a prompt with several choices counts once.",
+    labels=("tenant",),
+)
+TENANT_CACHED = Metric(
+    "tenant_cached_prompt_tokens",
+    Kind.COUNTER,
+    "Prompt tokens by tenant that were reused from the cache.",
+    labels=("tenant",),
+)
+TENANT_NEW = Metric(
+    "tenant_new_prompt_tokens",
+    Kind.COUNTER,
+    "Prompt tokens by tenant that a cache without limits would have computed too (estimated).",
+    labels=("tenant",),
+)
+TENANT_LOST = Metric(
+    "tenant_lost_prompt_tokens",
+    Kind.COUNTER,
+    "Prompt tokens by tenant and cause that only a cache without limits would have reused (estimated).",
+    labels=("tenant", "cause"),
+)
+ACHIEVABLE = Metric(
+    "achievable_prompt_share",
+    Kind.GAUGE,
+    "Fraction of all prompt tokens that a cache without limits would have reused (estimated).",
+)
+ACHIEVABLE_ERROR = Metric(
+    "achievable_prompt_share_error", Kind.GAUGE, "Half of the 95 % interval of achievable_prompt_share."
+)
+DOUBLING_GAIN = Metric(
+    "tier_doubling_gain",
+    Kind.GAUGE,
+    "What twice the tier would add to the fraction of prompt tokens reused (estimated).",
+    labels=("tier",),
+)
+REUSE = (TENANT_PROMPT, TENANT_CACHED, TENANT_NEW, TENANT_LOST, ACHIEVABLE, ACHIEVABLE_ERROR, DOUBLING_GAIN)
+"""Metrics of what caches of other sizes would have reused (raycache/achievable)."""
 
 FRONT = (
     FIRST_TOKEN,
@@ -367,5 +407,6 @@ FRONT = (
     OUTPUT_LEN,
     READY,
     RESPONSES,
+    *REUSE,
 )
 """Metrics of the front end, with the label model_name besides their own."""

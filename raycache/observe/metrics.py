@@ -7,7 +7,7 @@ registry.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from raycache.observe import figures
 from raycache.observe.aliases import aliases
-from raycache.observe.figures import PREFIX, Kind, Metric
+from raycache.observe.figures import PREFIX, Kind, Metric, Sample
 from raycache.types import EngineStats, FinishReason, GenerateRequest, RequestOutput
 
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TIMEOUT)
@@ -59,6 +59,8 @@ class Metrics:
         self._model_name, self._observer = model_name, observer
         self._engine = _EngineCollector(model_name)
         self._registry.register(self._engine)
+        self._reuse = _ReuseCollector(model_name, self._engine)
+        self._registry.register(self._reuse)
         self.first_token_s = self._histogram(figures.FIRST_TOKEN)
         self.between_tokens_s = self._histogram(figures.BETWEEN_TOKENS)
         self.per_token_s = self._histogram(figures.PER_TOKEN)
@@ -85,6 +87,10 @@ class Metrics:
     def count_response(self, status: int) -> None:
         """Count an HTTP response."""
         self._responses.labels(model_name=self._model_name, status=str(status)).inc()
+
+    def read_reuse(self, read: Callable[[EngineStats], Iterable[Sample]]) -> None:
+        """Set what reads the metrics in figures.REUSE at each export; it gets the engine's last statistics."""
+        self._reuse.read = read
 
     def show(self, stats: EngineStats | None) -> None:
         """Set the engine's current statistics; None if it does not respond, which keeps the last ones."""
@@ -180,6 +186,23 @@ class _EngineCollector(Collector):
                 kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
                 families[metric.name] = kind(f"{PREFIX}{metric.name}", metric.text, labels=labels)
             families[metric.name].add_metric([self._model_name, *sample.labels], sample.value)
+        yield from families.values()
+
+
+class _ReuseCollector(Collector):
+    """Exports the metrics in figures.REUSE."""
+
+    def __init__(self, model_name: str, engine: _EngineCollector) -> None:
+        self.read: Callable[[EngineStats], Iterable[Sample]] = lambda stats: ()
+        self._model_name, self._engine = model_name, engine
+
+    def collect(self) -> Iterator[Family]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for metric in figures.REUSE:
+            kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+            families[metric.name] = kind(PREFIX + metric.name, metric.text, labels=["model_name", *metric.labels])
+        for sample in self.read(self._engine.stats):
+            families[sample.metric.name].add_metric([self._model_name, *sample.labels], sample.value)
         yield from families.values()
 
 

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycache.achievable.prefixes import PrefixHasher
+from raycache.achievable.prefixes import ChainedDigests, PrefixHasher, PrefixSource
 from raycache.achievable.recency import Recency, Use
 from raycache.achievable.reuse import Reuse
-from raycache.types import Miss, RequestOutput
+from raycache.cache.keys import Identity, chain_digests, page_chain
+from raycache.types import GenerateRequest, Miss, RequestOutput, packed
 
 _SIZE = 2
 _SIZES = tuple(range(1, 40))
@@ -53,10 +54,15 @@ class LruStack:
             self._stack.insert(0, tokens[:end])
 
 
+def sent(prompt: Sequence[int], salt: str = "") -> GenerateRequest:
+    identity = Identity("weights", _SIZE, salt=salt)
+    return GenerateRequest("", prompt, cache_salt=salt, page_chain=page_chain(identity, packed(prompt)))
+
+
 def follow(reuse: Reuse, prompt: Sequence[int], *, cached: int = 0, output: Sequence[int] = (1,), **how: str) -> None:
     """A whole request."""
     tenant, miss = how.get("tenant", ""), Miss(how.get("miss", Miss.NEVER_SEEN))
-    with reuse.follow(prompt, salt=how.get("salt", ""), tenant=tenant) as watch:
+    with reuse.follow(sent(prompt, how.get("salt", "")), tenant=tenant) as watch:
         for token in output:
             watch.take(RequestOutput("", (token,), cached_tokens=cached, miss=miss))
 
@@ -64,9 +70,23 @@ def follow(reuse: Reuse, prompt: Sequence[int], *, cached: int = 0, output: Sequ
 _TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
 
 
-@given(st.lists(st.tuples(_TOKENS, st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)), max_size=12))
-def test_all_sizes_are_exact_while_all_pages_are_in_the_sample(requests: list[tuple[Path, Path]]) -> None:
-    reuse = Reuse(page_size=_SIZE, sizes=_SIZES, max_pages=1000)
+def digests() -> PrefixSource:
+    """Those of the tiers."""
+
+    def extend(before: bytes, tokens: bytes) -> bytes:
+        return chain_digests(before, tokens, first=0, stop=len(tokens) // (4 * _SIZE), page_size=_SIZE)
+
+    return ChainedDigests(extend)
+
+
+@pytest.mark.parametrize("source", [None, digests()], ids=["hashed", "digests"])
+@given(
+    requests=st.lists(st.tuples(_TOKENS, st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)), max_size=12)
+)
+def test_all_sizes_are_exact_while_all_pages_are_in_the_sample(
+    source: PrefixSource | None, requests: list[tuple[Path, Path]]
+) -> None:
+    reuse = Reuse(page_size=_SIZE, sizes=_SIZES, max_pages=1000, source=source)
     unlimited, stack = UnlimitedCache(), LruStack()
     achievable, missed = 0, dict.fromkeys(_SIZES, 0)
     for prompt, output in requests:
@@ -110,7 +130,7 @@ def test_sampled_estimates_are_unbiased_and_their_stated_error_is_right() -> Non
         stack.use(prompt)
     deviations, z_scores, missed_estimates = [], [], []
     for seed in range(100):
-        reuse = Reuse(page_size=_SIZE, sizes=[size], max_pages=200, hasher=PrefixHasher(_SIZE, seed=seed))
+        reuse = Reuse(page_size=_SIZE, sizes=[size], max_pages=200, source=PrefixHasher(_SIZE, seed=seed))
         for prompt in prompts:
             follow(reuse, prompt)
         total = reuse.tallies.total
@@ -129,8 +149,8 @@ def test_memory_is_bounded_whatever_requests_say() -> None:
     reuse = Reuse(page_size=16, max_pages=max_pages)
     follow(reuse, range(16 * 1000), tenant="warm")
     tracemalloc.start()
-    for number in range(400):
-        follow(reuse, draw.integers(0, 1000, 16 * 100).tolist(), tenant=str(number), salt=str(number % 7))
+    for number in range(300):
+        follow(reuse, draw.integers(0, 1000, 16 * 60).tolist(), tenant=str(number), salt=str(number % 7))
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(reuse.sample) <= max_pages < reuse.tallies.total.prompt / 16
@@ -173,7 +193,7 @@ def test_what_another_request_still_computes_is_lost_to_concurrency() -> None:
     now_s = iter(np.arange(100.0))
     reuse = Reuse(page_size=16, clock=lambda: float(next(now_s)))
     prompt, first = list(range(100)), RequestOutput("", (1,), miss=Miss.NEVER_SEEN)
-    with reuse.follow(prompt, salt="", tenant="") as one, reuse.follow(prompt, salt="", tenant="") as other:
+    with reuse.follow(sent(prompt), tenant="") as one, reuse.follow(sent(prompt), tenant="") as other:
         one.take(first)
         other.take(first)
     (row,) = reuse.tallies.total.facts()["lost"]
@@ -189,7 +209,7 @@ def test_what_was_cached_before_the_server_began_is_achievable() -> None:
 
 def test_requests_without_a_token_count_nothing() -> None:
     reuse = Reuse(page_size=16)
-    with reuse.follow(list(range(100)), salt="", tenant="") as watch:
+    with reuse.follow(sent(range(100)), tenant="") as watch:
         watch.take(RequestOutput("", ()))
     assert reuse.tallies.total.requests == 0 and not len(reuse.sample)
 

@@ -65,6 +65,13 @@ def figures(**more: Any) -> dict[str, Any]:
             "storage": {"objects": 7, "bytes_used": 3 << 30, "bytes_limit": 4 << 30, "prefetched_bytes": 0},
         },
         "warnings": ["tier inert: storage has stored 700 pages and served none to 50 requests; most often: timeout"],
+        "reuse": {
+            "achieved": 0.41,
+            "achievable": 0.583,
+            "error": 0.004,
+            "lost": {"gone": 0.01, "unavailable": 0.05, "granularity": 0.113},
+            "gain_if_doubled": {"device": 0.0, "storage": 0.027},
+        },
         "ranks": ranks(8),
         **more,
     }
@@ -85,6 +92,8 @@ def test_rates_are_those_between_two_looks() -> None:
     for said in (
         *("prompt 500", "output 125", "computed 0", "75 % now, 41 % in total", "10.0 MiB/s", "save 25 % busy"),
         *("running 12", "waiting 3", "ended 12.3k", "epoch 2", "gangs lost 1"),
+        "reuse 41 % of 58 % (+-0.4) possible twice the storage tier: +2.7 %",
+        "lost granularity 11 % unavailable 5 % gone 1 %",
         *("75 % 5120 pages 29 %", "50 % 20.0k pages 10 %", "75 % 3.0 GiB", "never_seen 40 evicted_host 25 timeout 2"),
     ):
         assert said in text, said
