@@ -22,7 +22,7 @@ _GRAM = 8
 _MOST_TOKENS = 16_384
 _MOST_PLACES = 2048
 _MOST_TRIES = 32
-_SPREAD = np.int32(0x9E3779B1 - 2**32)
+_SPREAD = np.uint32(0x9E3779B1)
 _STEPS = np.arange(_GRAM)
 _FACTORS = np.array([(0x9E3779B97F4A7C15 * (2 * index + 1)) % 2**63 for index in range(_GRAM)], dtype=np.int64)
 
@@ -67,8 +67,8 @@ def rejoin(this: Tokens, other: Tokens, *, least: int = LEAST_SHARED) -> Rejoin 
 def _places(tokens: Tokens, share: int) -> tuple[list[int], list[int]]:
     """Hashes of the tokens from each place that the content chooses, one of `share`, and the places."""
     size = len(tokens) - _GRAM + 1
-    # By the low bits of a product: ids of frequent tokens are neighbours, and multiples of small numbers.
-    places = np.flatnonzero((tokens[:size] * _SPREAD) & np.int32((share - 1) << 16) == 0)
+    # By a product: ids of frequent tokens are neighbours, and multiples of small numbers.
+    (places,) = (tokens[:size].view(np.uint32) * _SPREAD < np.uint32(2**32 // share)).nonzero()
     if len(places) > _MOST_PLACES:
         places = places[:_MOST_PLACES]
     grams = tokens[places[:, None] + _STEPS].astype(np.int64) @ _FACTORS

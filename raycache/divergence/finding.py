@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from raycache.divergence.cause import Cause
 from raycache.divergence.examine import Examined
 from raycache.divergence.place import Place
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One request.
+class Finding(NamedTuple):
+    """One request. A tuple, as there is one for nearly every request.
 
     Attributes:
         cause, kind: as in `Verdict`.

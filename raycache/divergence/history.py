@@ -24,6 +24,7 @@ from raycache.divergence.sums import Sums
 from raycache.divergence.text import TokenText
 from raycache.types import RequestOutput
 
+_NEVER = float("inf")
 _MOST_SALTS, _MOST_TENANTS = 4, 256
 
 
@@ -81,24 +82,20 @@ class PromptHistory:
             is_wanted: the client asks for the finding, so its texts are read in any case.
         """
         now = self.clock()
-        source = Source(now, expires_s=now + ttl_s if ttl_s else float("inf"), sizes=asked.last_sizes())
+        sizes = asked.last_sizes() if asked.messages else {}
+        source = Source(now, expires_s=now + ttl_s if ttl_s else _NEVER, sizes=sizes)
         tokens = np.asarray(prompt, dtype=np.int32)
         match = self.seen.add(salt, tokens, source)
         examined = None
         if match.node is not None:
             examined = self._examined(match, tokens, asked, is_wanted=is_wanted)
-        other_salt_len = self._other_salt_len(tenant, salt, tokens, match)
         watch = Watch(self, tokens, match=match, examined=examined, source=source, tenant=tenant)
-        watch.other_salt_len = other_salt_len
+        if tenant:  # without names, salts may divide users who must not learn of each other
+            watch.other_salt_len = self._other_salt_len(tenant, salt, tokens, match)
         return watch
 
     def _other_salt_len(self, tenant: str, salt: str, tokens: Tokens, match: Match) -> int:
-        """Tokens of an unknown prompt that are known under another of the tenant's last salts.
-
-        Only of named tenants: without an API key file, salts may divide users who must not learn of each other.
-        """
-        if not tenant:
-            return 0
+        """Tokens of an unknown prompt that are known under another of the tenant's last salts."""
         salts = self._salts.setdefault(tenant, [])
         self._salts.move_to_end(tenant)
         if salt not in salts:
@@ -153,8 +150,8 @@ class Watch:
     ) -> None:
         self._history, self._prompt, self._match, self._examined = history, prompt, match, examined
         self._source, self._tenant = source, tenant
-        self._is_in_flight = match.source is not None and match.source.computed_s == float("inf")
-        self._expires_s = float("inf") if match.source is None else match.source.expires_s
+        self._is_in_flight = match.source is not None and match.source.computed_s == _NEVER
+        self._expires_s = _NEVER if match.source is None else match.source.expires_s
         self._output: list[int] = []
         self._is_computed = False
         self.other_salt_len = 0

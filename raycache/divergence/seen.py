@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,9 +62,8 @@ class Node:
         self.note: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest known prefix of a prompt.
+class Match(NamedTuple):
+    """The longest known prefix of a prompt. A tuple, as there is one for each request.
 
     Attributes:
         length: its tokens.
@@ -144,15 +144,19 @@ class SeenPrompts:
 
     def _descend(self, root: Node, prompt: Tokens) -> tuple[Node, int, int]:
         """Return the deepest node reached, the tokens that agree of it, and of the whole prompt."""
-        node, length = root, 0
-        while length < len(prompt):
-            child = node.children.get(int(prompt[length]))
+        node, length, size = root, 0, len(prompt)
+        while length < size:
+            child = node.children.get(prompt.item(length))
             if child is None:
                 break
-            same = common(child.tokens, prompt[length:])
-            node, length = child, length + same
-            if same < len(child.tokens):
-                return node, same, length
+            node, edge = child, child.tokens
+            end = length + len(edge)
+            # Most edges are short and agree: as bytes, they are compared in a fifth of the time.
+            if len(edge) > _FIRST_LOOK or edge.tobytes() != prompt[length:end].tobytes():
+                same = common(edge, prompt[length:])
+                if same < len(edge):
+                    return node, same, length + same
+            length = end
         return node, len(node.tokens), length
 
     def _rest(self, node: Node, within: int) -> tuple[Tokens, ...]:
@@ -199,13 +203,13 @@ class SeenPrompts:
         """Make a node and those above it the last used ones."""
         if node in self._leaves:
             self._leaves.move_to_end(node)
-        while node.parent is not None:
+        while (parent := node.parent) is not None:
             node.source = source
-            siblings = node.parent.children
+            siblings = parent.children
             if len(siblings) > 1:
-                first = int(node.tokens[0])
+                first = node.tokens.item(0)
                 siblings[first] = siblings.pop(first)
-            node = node.parent
+            node = parent
 
     def _evict(self) -> None:
         while self.num_bytes > self._max_bytes and len(self._leaves) > 1:

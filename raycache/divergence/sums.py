@@ -74,7 +74,8 @@ class Sums:
         """Count a request."""
         if tenant not in self._tenants and len(self._tenants) >= _MOST_TENANTS:
             tenant = _OTHERS
-        sums = self._tenants.setdefault(tenant, TenantSums())
+        if (sums := self._tenants.get(tenant)) is None:
+            sums = self._tenants[tenant] = TenantSums()
         sums.requests += 1
         sums.prompt_tokens += prompt_tokens
         sums.computed_tokens += computed_tokens
@@ -82,10 +83,11 @@ class Sums:
         if finding is None:
             return
         place = "" if finding.place is None else finding.place.label
-        key = (finding.cause.value, finding.kind, place)
+        key: Key = (finding.cause, finding.kind, place)
         if key not in sums.rows and len(sums.rows) >= _MOST_ROWS:
-            key = (finding.cause.value, "", _OTHERS)
-        row = sums.rows.setdefault(key, Row())
+            key = (finding.cause, "", _OTHERS)
+        if (row := sums.rows.get(key)) is None:
+            row = sums.rows[key] = Row()
         row.requests += 1
         row.lost_tokens += finding.lost_tokens
         row.lost_s += finding.lost_s
