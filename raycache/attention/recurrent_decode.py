@@ -3,9 +3,10 @@
     prepare_state_space   Mamba2
     prepare_delta_rule    gated delta net, KDA
 
-One program per row and head of a convolution, so that only one program reads and writes a window. The programs of
-value heads compute the gates, too. The kernel behind may start as soon as all programs run, and waits for their results
-itself.
+One program per row and head of a convolution, so that only one program reads and writes a window. It takes the tokens
+of a row with drafts from the last to the first, whose window may take the place of the one that all of them read. The
+programs of value heads compute the gates, too. The kernel behind may start as soon as all programs run, and waits for
+their results itself.
 
 With the scan in the same launch each program of a state would convolve its queries and keys again: on an H200, 64 rows
 of a gated delta net take 133 us in such a kernel.
@@ -15,7 +16,7 @@ Results are rounded where the separate operations round: after a convolution and
 Imports Triton: only what runs on CUDA may import this module.
 """
 
-# Shapes in this file: N rows of one token, H value heads, G groups of H / G value heads that share queries and keys, Dk
+# Shapes in this file: T tokens of N rows, H value heads, G groups of H / G value heads that share queries and keys, Dk
 # and Dv head sizes, K taps.
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.attention.delta_rule import L2_EPS, DeltaRule
-from raycache.attention.recurrent_triton import Scanned, Slots, early, side_by_side
+from raycache.attention.recurrent_triton import Scanned, early, side_by_side
 from raycache.attention.state_space import StateSpace
 from raycache.memory.views import StateView
+from raycache.step.inputs import StateRows
 
 
 class _Input(NamedTuple):
     """New inputs of a convolution and its windows, as an argument of kernels.
 
     Attributes:
-        new: [N, heads, D] with these strides.
+        new: [T, heads, D] with these strides.
         windows: [slots, heads, D, K - 1], oldest input first, with this stride.
         weight: [heads, D, K].
         bias: [heads, D]; any tensor if there is none.
     """
 
     new: Tensor
-    row: int
+    token: int
     head: int
     windows: Tensor
     slot: int
@@ -60,10 +62,10 @@ class _Input(NamedTuple):
 
 
 class _TimeSteps(NamedTuple):
-    """Time steps [N, H] with these strides, and what `StateSpace` has of them."""
+    """Time steps [T, H] with these strides, and what `StateSpace` has of them."""
 
     dt: Tensor
-    row: int
+    token: int
     head: int
     bias: Tensor
     decay: Tensor
@@ -73,13 +75,13 @@ class _TimeSteps(NamedTuple):
 
 
 class _Gates(NamedTuple):
-    """Gates [N, H, 1 or Dk] and [N, H] with these strides, and what `DeltaRule` has of them."""
+    """Gates [T, H, 1 or Dk] and [T, H] with these strides, and what `DeltaRule` has of them."""
 
     decay: Tensor
-    row: int
+    token: int
     head: int
     beta: Tensor
-    beta_row: int
+    beta_token: int
     beta_head: int
     rate: Tensor
     bias: Tensor
@@ -87,24 +89,25 @@ class _Gates(NamedTuple):
 
 
 def prepare_state_space(
-    view: StateView, rows: Slots, weights: StateSpace, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor
+    view: StateView, rows: StateRows, weights: StateSpace, *, x: Tensor, b: Tensor, c: Tensor, dt: Tensor
 ) -> Scanned:
     """All before the scan of `StateSpace.run`; reads and writes the windows.
 
     Args:
-        rows: of one token each, in order.
+        rows: of all tokens; a state is kept behind each.
     """
-    num_rows, heads, value_dim = x.shape
+    num_tokens, heads, value_dim = x.shape
     ready = Scanned(
         torch.empty(c.shape, dtype=c.dtype, device=c.device),
         torch.empty(b.shape, dtype=b.dtype, device=b.device),
         v=torch.empty(x.shape, dtype=torch.float32, device=x.device),
-        g=torch.empty((num_rows, heads, 1), dtype=torch.float32, device=x.device),
+        g=torch.empty((num_tokens, heads, 1), dtype=torch.float32, device=x.device),
         added=torch.empty(x.shape, dtype=torch.float32, device=x.device),
     )
     low, high = weights.dt_limit
     steps = _TimeSteps(dt, dt.stride(0), dt.stride(1), weights.dt_bias, weights.decay, weights.skip, low, high)
-    _prepare_state_space[heads + 2 * b.shape[1], num_rows](
+    _prepare_state_space[heads + 2 * b.shape[1], len(rows.reads)](
+        rows.spans,
         rows.reads,
         rows.writes,
         _Input.of(view, "x", x, weights.x.weight, weights.x.bias),
@@ -127,7 +130,7 @@ def prepare_state_space(
 
 def prepare_delta_rule(
     view: StateView,
-    rows: Slots,
+    rows: StateRows,
     weights: DeltaRule,
     *,
     q: Tensor,
@@ -139,15 +142,15 @@ def prepare_delta_rule(
     """All before the scan of `DeltaRule.run`; reads and writes the windows.
 
     Args:
-        rows: of one token each, in order.
+        rows: of all tokens; a state is kept behind each.
     """
-    (num_rows, groups, key_dim), (_, heads, value_dim) = q.shape, v.shape
+    (num_tokens, groups, key_dim), (_, heads, value_dim) = q.shape, v.shape
     ready = Scanned(
         torch.empty(q.shape, dtype=torch.float32, device=v.device),
         torch.empty(k.shape, dtype=torch.float32, device=v.device),
         v=torch.empty(v.shape, dtype=v.dtype, device=v.device),
         g=torch.empty(decay.shape, dtype=torch.float32, device=v.device),
-        beta=torch.empty((num_rows, heads), dtype=torch.float32, device=v.device),
+        beta=torch.empty((num_tokens, heads), dtype=torch.float32, device=v.device),
     )
     decay = side_by_side(decay)
     gates = _Gates(
@@ -161,7 +164,8 @@ def prepare_delta_rule(
         weights.dt_bias.contiguous(),
         0.0 if weights.bound is None else weights.bound,
     )
-    _prepare_delta_rule[heads + 2 * groups, num_rows](
+    _prepare_delta_rule[heads + 2 * groups, len(rows.reads)](
+        rows.spans,
         rows.reads,
         rows.writes,
         _Input.of(view, "q", q, weights.q, None),
@@ -199,9 +203,10 @@ def _sizes(key_dim: int, value_dim: int, taps: int) -> dict[str, int]:
 
 # In a static step, tables are parts of larger tensors, aligned or not; alignment must not cause recompilation.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize_on_alignment=["reads", "writes"]
+    do_not_specialize_on_alignment=["spans", "reads", "writes"]
 )
 def _prepare_state_space(
+    spans: tl.tensor,
     reads: tl.tensor,
     writes: tl.tensor,
     x: tl.tensor,
@@ -230,30 +235,38 @@ def _prepare_state_space(
     if IS_EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    read, write = tl.load(reads + row), tl.load(writes + row)
-    if head < num_heads:
-        value = _convolved(x, row, read, write, head, column, DV, TAPS, BT, HAS_BIAS)
-        step = tl.load(steps.dt + row * steps.row + head * steps.head).to(tl.float32)
-        step = softplus(step + tl.load(steps.bias + head))
-        step = tl.where(step < steps.low, steps.low, tl.where(step > steps.high, steps.high, step))
-        tl.store(to_g + row * num_heads + head, step * tl.load(steps.decay + head))
-        to = (row * num_heads + head) * DV + column
-        tl.store(to_v + to, step * value, mask=column < DV)
-        tl.store(to_added + to, value * tl.load(steps.skip + head), mask=column < DV)
-    elif head < num_heads + num_groups:
-        group = head - num_heads
-        key = _convolved(b, row, read, write, group, feature, DK, TAPS, BT, HAS_BIAS)
-        tl.store(to_k + (row * num_groups + group) * DK + feature, key.to(to_k.dtype.element_ty), mask=feature < DK)
-    else:
-        group = head - num_heads - num_groups
-        query = _convolved(c, row, read, write, group, feature, DK, TAPS, BT, HAS_BIAS)
-        tl.store(to_q + (row * num_groups + group) * DK + feature, query.to(to_q.dtype.element_ty), mask=feature < DK)
+    start, count, read = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1), tl.load(reads + row)
+    for back in range(0, count):
+        token = start + count - 1 - back
+        write = tl.load(writes + token)
+        if head < num_heads:
+            value = _convolved(x, start, token, read, write, head, column, DV, TAPS, BT, HAS_BIAS)
+            step = tl.load(steps.dt + token * steps.token + head * steps.head).to(tl.float32)
+            step = softplus(step + tl.load(steps.bias + head))
+            step = tl.where(step < steps.low, steps.low, tl.where(step > steps.high, steps.high, step))
+            tl.store(to_g + token * num_heads + head, step * tl.load(steps.decay + head))
+            to = (token * num_heads + head) * DV + column
+            tl.store(to_v + to, step * value, mask=column < DV)
+            tl.store(to_added + to, value * tl.load(steps.skip + head), mask=column < DV)
+        elif head < num_heads + num_groups:
+            group = head - num_heads
+            key = _convolved(b, start, token, read, write, group, feature, DK, TAPS, BT, HAS_BIAS)
+            tl.store(
+                to_k + (token * num_groups + group) * DK + feature, key.to(to_k.dtype.element_ty), mask=feature < DK
+            )
+        else:
+            group = head - num_heads - num_groups
+            query = _convolved(c, start, token, read, write, group, feature, DK, TAPS, BT, HAS_BIAS)
+            tl.store(
+                to_q + (token * num_groups + group) * DK + feature, query.to(to_q.dtype.element_ty), mask=feature < DK
+            )
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize_on_alignment=["reads", "writes"]
+    do_not_specialize_on_alignment=["spans", "reads", "writes"]
 )
 def _prepare_delta_rule(
+    spans: tl.tensor,
     reads: tl.tensor,
     writes: tl.tensor,
     q: tl.tensor,
@@ -285,32 +298,36 @@ def _prepare_delta_rule(
     if IS_EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    read, write = tl.load(reads + row), tl.load(writes + row)
-    if head < num_heads:
-        value = _convolved(v, row, read, write, head, column, DV, TAPS, BT, False)
-        place = row * num_heads + head
-        tl.store(to_v + place * DV + column, value.to(to_v.dtype.element_ty), mask=column < DV)
-        if IS_PER_CHANNEL:
-            log_decay = _log_decay(gates, row, head, feature, feature < DK, DK, IS_BOUNDED)
-            tl.store(to_g + place * DK + feature, log_decay, mask=feature < DK)
+    start, count, read = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1), tl.load(reads + row)
+    for back in range(0, count):
+        token = start + count - 1 - back
+        write = tl.load(writes + token)
+        if head < num_heads:
+            value = _convolved(v, start, token, read, write, head, column, DV, TAPS, BT, False)
+            place = token * num_heads + head
+            tl.store(to_v + place * DV + column, value.to(to_v.dtype.element_ty), mask=column < DV)
+            if IS_PER_CHANNEL:
+                log_decay = _log_decay(gates, token, head, feature, feature < DK, DK, IS_BOUNDED)
+                tl.store(to_g + place * DK + feature, log_decay, mask=feature < DK)
+            else:
+                tl.store(to_g + place, _log_decay(gates, token, head, 0, True, 1, IS_BOUNDED))
+            beta = tl.load(gates.beta + token * gates.beta_token + head * gates.beta_head).to(tl.float32)
+            tl.store(to_beta + place, tl.sigmoid(beta))
+        elif head < num_heads + num_groups:
+            group = head - num_heads
+            key = _unit_length(_convolved(k, start, token, read, write, group, feature, DK, TAPS, BT, False), eps)
+            tl.store(to_k + (token * num_groups + group) * DK + feature, key, mask=feature < DK)
         else:
-            tl.store(to_g + place, _log_decay(gates, row, head, 0, True, 1, IS_BOUNDED))
-        beta = tl.load(gates.beta + row * gates.beta_row + head * gates.beta_head).to(tl.float32)
-        tl.store(to_beta + place, tl.sigmoid(beta))
-    elif head < num_heads + num_groups:
-        group = head - num_heads
-        key = _unit_length(_convolved(k, row, read, write, group, feature, DK, TAPS, BT, False), eps)
-        tl.store(to_k + (row * num_groups + group) * DK + feature, key, mask=feature < DK)
-    else:
-        group = head - num_heads - num_groups
-        query = _unit_length(_convolved(q, row, read, write, group, feature, DK, TAPS, BT, False), eps)
-        tl.store(to_q + (row * num_groups + group) * DK + feature, query * scale, mask=feature < DK)
+            group = head - num_heads - num_groups
+            query = _unit_length(_convolved(q, start, token, read, write, group, feature, DK, TAPS, BT, False), eps)
+            tl.store(to_q + (token * num_groups + group) * DK + feature, query * scale, mask=feature < DK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _convolved(
     part: tl.tensor,
-    row: tl.tensor,
+    start: tl.tensor,
+    token: tl.tensor,
     read: tl.tensor,
     write: tl.tensor,
     head: tl.tensor,
@@ -321,7 +338,7 @@ def _convolved(
     HAS_BIAS: tl.constexpr,
 ) -> tl.tensor:
     """silu of the convolution of a head, float32 [features] rounded to the dtype of its inputs; moves its window on."""
-    window = _window(part, row, read, head, feature, D, TAPS, BT)
+    window = _window(part, start, token, read, head, feature, D, TAPS, BT)
     tl.debug_barrier()  # all threads have read before one writes: windows may be updated in place
     _keep(part, window, write, head, feature, D, TAPS, BT)
     return _activated(part, window, head, feature, D, TAPS, BT, HAS_BIAS)
@@ -330,7 +347,8 @@ def _convolved(
 @triton.jit  # type: ignore[untyped-decorator]
 def _window(
     part: tl.tensor,
-    row: tl.tensor,
+    start: tl.tensor,
+    token: tl.tensor,
     read: tl.tensor,
     head: tl.tensor,
     feature: tl.tensor,
@@ -340,10 +358,13 @@ def _window(
 ) -> tl.tensor:
     """The last TAPS inputs of some channels, float32 [features, BT], the new one in column TAPS - 1."""
     tap = tl.arange(0, BT)[None, :]
-    stored = part.windows + read * part.slot + (head * D + feature)[:, None] * (TAPS - 1) + tap
-    old = tl.load(stored, mask=(feature < D)[:, None] & (tap < TAPS - 1) & (read >= 0), other=0.0)
-    new = tl.load(part.new + row * part.row + head * part.head + feature, mask=feature < D, other=0.0)
-    return tl.where(tap == TAPS - 1, new.to(tl.float32)[:, None], old.to(tl.float32))
+    source = token - start + tap - (TAPS - 1)  # in the row; negative ones are in column source + TAPS - 1 of the window
+    is_input = (feature < D)[:, None] & (tap < TAPS)
+    stored = part.windows + read * part.slot + (head * D + feature)[:, None] * (TAPS - 1) + source + TAPS - 1
+    old = tl.load(stored, mask=is_input & (source < 0) & (read >= 0), other=0.0)
+    inputs = part.new + (start + source) * part.token + head * part.head + feature[:, None]
+    new = tl.load(inputs, mask=is_input & (source >= 0), other=0.0)
+    return tl.where(source < 0, old.to(tl.float32), new.to(tl.float32))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -389,7 +410,7 @@ def _keep(
 @triton.jit  # type: ignore[untyped-decorator]
 def _log_decay(
     gates: tl.tensor,
-    row: tl.tensor,
+    token: tl.tensor,
     head: tl.tensor,
     feature: tl.tensor,
     is_in: tl.tensor,
@@ -397,7 +418,7 @@ def _log_decay(
     IS_BOUNDED: tl.constexpr,
 ) -> tl.tensor:
     """`DeltaRule.log_decay` of one token and some of the D features of a head."""
-    decay = tl.load(gates.decay + row * gates.row + head * gates.head + feature, mask=is_in, other=0.0)
+    decay = tl.load(gates.decay + token * gates.token + head * gates.head + feature, mask=is_in, other=0.0)
     shifted = decay.to(tl.float32) + tl.load(gates.bias + head * D + feature, mask=is_in, other=0.0)
     rate = tl.load(gates.rate + head)
     if IS_BOUNDED:

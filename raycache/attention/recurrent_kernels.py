@@ -8,8 +8,8 @@
 Rows that read what others of the step write are in the same launch as these where that is possible, see
 attention/row_order.py; else they are in one of their own behind it.
 
-Where there is no kernel, attention/states.py is used, which is logged once. A decode batch whose rows all have a state
-has only short rows and reads its slots from the tensors of the step's inputs, so it can be captured in a CUDA graph.
+Where there is no kernel, attention/states.py is used, which is logged once. A step that is captured in a CUDA graph has
+only short rows, and reads their spans and slots from tensors (`StepInputs.state_rows`), so a replay can have others.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from raycache.attention.layout import StepLayout
 from raycache.attention.recurrent_chunks import DeltaRows, has_library
 from raycache.attention.recurrent_decode import prepare_delta_rule, prepare_state_space
 from raycache.attention.recurrent_plain import MAX_KEY_DIM, scan_plain
-from raycache.attention.recurrent_triton import BLOCK_TOKENS, Activation, Blocks, Scanned, Slots, convolve, step
+from raycache.attention.recurrent_triton import BLOCK_TOKENS, Activation, Blocks, Scanned, convolve, step
 from raycache.attention.row_order import Chain, stages
 from raycache.attention.state_space import StateSpace
 from raycache.attention.states import Recurrence
 from raycache.memory.views import StateView
-from raycache.step.inputs import RowInputs
+from raycache.step.inputs import RowInputs, StateRows
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class KernelRecurrence:
     """Plan of all recurrent layers, with the methods of `Recurrence`.
 
     Args:
-        layout: may be that of a static step whose rows all have a state.
+        layout: may be that of a static step.
     """
 
     def __init__(self, layout: StepLayout) -> None:
@@ -180,13 +180,17 @@ class _Convolutions:
         blocks: their tokens.
     """
 
-    def __init__(self, chains: Sequence[Chain], layout: StepLayout, slots: Callable[[tuple[int, ...]], Slots]) -> None:
+    def __init__(
+        self, chains: Sequence[Chain], layout: StepLayout, slots: Callable[[tuple[int, ...]], StateRows]
+    ) -> None:
         all_rows = layout.inputs.rows
         behind = {i: len(all_rows[before].tokens) for chain in chains for before, i in pairwise(chain)}
         indices = sorted(i for chain in chains for i in chain)
         self.rows = slots(tuple(indices))
-        size = 1 if layout.inputs.is_decode else BLOCK_TOKENS
-        firsts = [(n, first) for n, i in enumerate(indices) for first in range(0, len(all_rows[i].tokens), size)]
+        static = layout.inputs.state_rows
+        lengths = [len(all_rows[i].tokens) if static is None else static.longest for i in indices]
+        size = 1 if layout.inputs.is_decode and max(lengths) == 1 else BLOCK_TOKENS
+        firsts = [(n, first) for n, length in enumerate(lengths) for first in range(0, length, size)]
         self.blocks = Blocks(
             _pairs(firsts, layout),
             size,
@@ -205,7 +209,9 @@ class _Scans:
         bounds: int64 [M, 2], the first row of each chain and their number.
     """
 
-    def __init__(self, chains: Sequence[Chain], layout: StepLayout, slots: Callable[[tuple[int, ...]], Slots]) -> None:
+    def __init__(
+        self, chains: Sequence[Chain], layout: StepLayout, slots: Callable[[tuple[int, ...]], StateRows]
+    ) -> None:
         rows = layout.inputs.rows
         short = [i for chain in chains for i in chain if _is_short(rows[i])]
         self.chains = [chain for chain in chains if not _is_short(rows[chain[0]])]
@@ -230,18 +236,20 @@ def _is_short(row: RowInputs) -> bool:
     return len(row.tokens) <= SHORT or len(row.draft_states) > 0
 
 
-def _slots(rows: Sequence[RowInputs], layout: StepLayout) -> Slots:
-    spans = _pairs([(row.tokens.start, len(row.tokens)) for row in rows], layout)
+def _slots(rows: Sequence[RowInputs], layout: StepLayout) -> StateRows:
     inputs = layout.inputs
-    kept = layout.on_device([1 + len(row.draft_states) for row in rows])
+    if inputs.state_rows is not None:
+        return inputs.state_rows
+    spans = _pairs([(row.tokens.start, len(row.tokens)) for row in rows], layout)
+    kept, longest = layout.on_device([1 + len(row.draft_states) for row in rows]), max(len(row.tokens) for row in rows)
     if inputs.is_decode and all(row.read_state >= 0 for row in rows):
-        # In a static step these change between replays; its spans do not, since token i belongs to row i.
-        return Slots(spans, inputs.read_states, inputs.write_states, kept)
+        return StateRows(spans, inputs.read_states, inputs.write_states, kept, longest)
     writes = [-1] * inputs.num_tokens
     for row in rows:
         after = (row.write_state, *row.draft_states)
         writes[row.tokens.stop - len(after) : row.tokens.stop] = after
-    return Slots(spans, layout.on_device([row.read_state for row in rows]), layout.on_device(writes), kept)
+    reads = layout.on_device([row.read_state for row in rows])
+    return StateRows(spans, reads, layout.on_device(writes), kept, longest)
 
 
 def _pairs(pairs: Sequence[tuple[int, int]], layout: StepLayout) -> Tensor:

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from raycache.attention.recurrent_triton import Scanned, Slots, side_by_side
+from raycache.attention.recurrent_triton import Scanned, side_by_side
+from raycache.step.inputs import StateRows
 
 CHUNK = 64
 MAX_KEY_DIM = 256
@@ -34,7 +35,7 @@ _HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def scan_plain(
-    states: Tensor, rows: Slots, chains: Tensor, scanned: Scanned, *, half: torch.dtype, out: Tensor
+    states: Tensor, rows: StateRows, chains: Tensor, scanned: Scanned, *, half: torch.dtype, out: Tensor
 ) -> None:
     """Process the tokens of rows like `attention.recurrence.scan`.
 

@@ -18,7 +18,6 @@ Imports Triton: only what runs on CUDA may import this module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,25 +27,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from raycache.step.inputs import StateRows
+
 BLOCK_TOKENS = 32
 """Tokens per program of the convolution; at least K - 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """Rows of a launch, int64 on the device. No row reads what another one writes, except for padding.
-
-    Attributes:
-        spans: [N, 2], first token and number of tokens.
-        reads: [N], slots of the states before; negative for a state of zeros.
-        writes: [T], slots of the states after each token of the step, where they are kept.
-        kept: [N], number of tokens at the end of the row after which the state is kept: 1, or all of a row with drafts.
-    """
-
-    spans: Tensor
-    reads: Tensor
-    writes: Tensor
-    kept: Tensor
 
 
 class Scanned(NamedTuple):
@@ -95,7 +79,7 @@ class Blocks(NamedTuple):
     behind: Tensor | None
 
 
-def step(states: Tensor, rows: Slots, scanned: Scanned, *, out: Tensor) -> None:
+def step(states: Tensor, rows: StateRows, scanned: Scanned, *, out: Tensor) -> None:
     """Process the tokens of rows in float32, like `attention.recurrence.scan`.
 
     Args:
@@ -137,7 +121,7 @@ def step(states: Tensor, rows: Slots, scanned: Scanned, *, out: Tensor) -> None:
 
 def convolve(
     states: Tensor,
-    rows: Slots,
+    rows: StateRows,
     blocks: Blocks,
     x: Tensor,
     weight: Tensor,

@@ -222,6 +222,7 @@ class LoadedRank:
             pool,
             records=() if draft_config is None else draft_config.recorded,
             has_all_tokens=self._decode_model is not None,
+            longest=1 + self.deployment.config.most_drafts,
         )
         start_s = time.monotonic()
         sizes, draft_sizes = self._graph_sizes

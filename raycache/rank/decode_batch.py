@@ -1,12 +1,13 @@
 """A decode batch whose inputs stay at fixed device addresses, as CUDA graphs require.
 
-    rows of the plan    [ row 0 ] ... [ row n - 1 ]                     one new token each
-    rows of the batch   [ row 0 ] ... [ row n - 1 ][ padding ] ...      `size` of them
+    rows of the plan    [ row 0 ] ... [ row with drafts          ]                  n new tokens in all
+    rows of the batch   [ row 0 ] ... [ token ][ draft ][ draft  ][ padding ] ...   `size` of them, of one token each
+    recurrent layers    [ row 0 ] ... [ row with drafts          ][ padding ] ...   as many, the last ones empty
 
 Padding rows read and write the pool's scratch unit. All inputs are copied to the device at once.
 
-Shapes in this file: B rows of the batch, n of the plan, L that this rank computes: B / cp, or all with weights split
-over cp.
+Shapes in this file: B rows of the batch, n tokens of the plan, L that this rank computes: B / cp, or all with weights
+split over cp.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raycache.memory.component import STATE
 from raycache.memory.device import DevicePool
 from raycache.parallel.context import ParallelContext
 from raycache.step.exchange import HeadExchange, TokenExchange
-from raycache.step.inputs import Pages, Places, RowInputs, StepInputs
+from raycache.step.inputs import Pages, Places, RowInputs, StateRows, StepInputs
 from raycache.step.page_tables import PageTables
+from raycache.step.single_rows import in_single_rows
 from raycache.wire.plan import StepPlan
 
-_IDS, _POSITIONS, _SLOTS, _READS, _WRITES = "ids", "positions", "slots", "read states", "write states"
+_IDS, _POSITIONS, _SLOTS = "ids", "positions", "slots"
+_SPANS, _READS, _WRITES, _KEPT = "spans", "read states", "write states", "kept states"
 
 
 class DecodeBatch:
@@ -35,18 +39,22 @@ class DecodeBatch:
     Args:
         size: B, a multiple of cp.
         pool: must have scratch units.
+        longest: most tokens of a row.
         has_all_tokens: see `build_inputs`.
     Attributes:
         inputs: of the last `fill`; initially all rows are padding.
         slots: int64 [L]; slot of each of this rank's tokens, 0 for padding.
-        num_local: number of rows of the plan whose tokens this rank computes.
+        num_local: number of the plan's tokens that this rank computes.
     """
 
-    def __init__(self, size: int, pool: DevicePool, ctx: ParallelContext, *, has_all_tokens: bool = False) -> None:
+    def __init__(
+        self, size: int, pool: DevicePool, ctx: ParallelContext, *, longest: int = 1, has_all_tokens: bool = False
+    ) -> None:
         self._size, self._pool, self._ctx, self._has_all_tokens = size, pool, ctx, has_all_tokens
+        self._longest = longest
         self._mine = np.arange(size) if has_all_tokens else np.arange(ctx.cp.rank, size, ctx.cp.size)
         lengths = dict.fromkeys((_IDS, _POSITIONS, _SLOTS), len(self._mine))
-        lengths |= dict.fromkeys((_READS, _WRITES, *pool.windows), size)
+        lengths |= {_SPANS: 2 * size} | dict.fromkeys((_READS, _WRITES, _KEPT, *pool.windows), size)
         self._host = torch.zeros(sum(lengths.values()), dtype=torch.int64, pin_memory=ctx.device.type == "cuda")
         self._device = self._host.to(ctx.device)
         at_host = self._host.split(list(lengths.values()))
@@ -61,10 +69,10 @@ class DecodeBatch:
         """Set the inputs from a plan. The copy to the device of the previous call must have ended.
 
         Args:
-            plan: at most `size` rows, each with one new token.
+            plan: at most `size` tokens; rows with drafts, or of one token.
             tables: page tables, including the plan's new pages.
         """
-        rows, columns = plan.rows, self._columns
+        rows, columns = in_single_rows(plan).rows, self._columns
         self.num_local = int((self._mine < len(rows)).sum())
         starts = np.array([row.start for row in rows], np.int64)
         slots = np.array([row.slot for row in rows], np.int64)
@@ -81,13 +89,24 @@ class DecodeBatch:
         self._device.copy_(self._host, non_blocking=True)
 
     def _fill_states(self, plan: StepPlan) -> None:
-        scratch = [size for space, size in self._pool.sizes.items() if space not in self._pool.windows]
-        for name, values in (
-            (_READS, [row.read_state for row in plan.rows]),
-            (_WRITES, [row.write_state for row in plan.rows]),
+        if STATE not in self._pool.sizes:
+            return
+        rows, columns, scratch = plan.rows, self._columns, self._pool.sizes[STATE]
+        counts, written = [row.num_tokens for row in rows], [(row.write_state, *row.draft_states) for row in rows]
+        assert counts == list(map(len, written)), "a state is kept after each token of a row with drafts"
+        num_tokens = sum(counts)
+        num_rows = len(rows) + self._size - num_tokens
+        counts += [1] * (self._size - num_tokens)
+        for name, values, rest in (
+            (_READS, [row.read_state for row in rows], scratch),
+            (_WRITES, [slot for slots in written for slot in slots], scratch),
+            (_KEPT, counts, 0),
         ):
-            self._columns[name][: len(plan.rows)] = values
-            self._columns[name][len(plan.rows) :] = max(scratch, default=0)
+            columns[name][: len(values)] = values
+            columns[name][len(values) :] = rest
+        columns[_READS][num_rows:] = -1
+        ends = columns[_KEPT].cumsum()
+        columns[_SPANS][0::2], columns[_SPANS][1::2] = ends - columns[_KEPT], columns[_KEPT]
 
     def _pages(
         self, starts: NDArray[np.int64], slots: NDArray[np.int64], table: NDArray[np.int32], *, space: str, window: int
@@ -148,4 +167,11 @@ class DecodeBatch:
             write_states=self._tensors[_WRITES],
             logits=torch.arange(len(self._mine), device=device),
             is_decode=True,
+            state_rows=StateRows(
+                self._tensors[_SPANS].view(-1, 2),
+                self._tensors[_READS],
+                self._tensors[_WRITES],
+                self._tensors[_KEPT],
+                self._longest,
+            ),
         )

@@ -5,7 +5,7 @@ all at once. It reads and writes fixed addresses: its inputs (decode_batch.py), 
 pool, and its outputs, which the next replay overwrites.
 
 A row with draft tokens runs as one row per token: each is written to the cache before attention and attends only up to
-itself.
+itself. Recurrent layers take it as one row and keep a state behind each token.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class GraphLayers:
         records: layers to record for a draft model (see `ForwardPass`).
         features: empty tensor [0, F] with the width and dtype of the target features that the layers take, or None.
         has_all_tokens: whether every cp rank computes all rows, see `build_inputs`.
+        longest: most tokens of a row.
     """
 
     forward: Layers
@@ -53,6 +54,7 @@ class GraphLayers:
     records: Sequence[int] = ()
     features: Tensor | None = None
     has_all_tokens: bool = False
+    longest: int = 1
 
 
 def whole_model(model: Model) -> Layers:
@@ -149,14 +151,15 @@ class DecodeGraphs:
         return list(self._recorded)
 
     def can_run(self, plan: StepPlan) -> bool:
-        """Whether a plan can be replayed once its rows are split (`in_single_rows`)."""
+        """Whether a plan can be replayed."""
         if plan.loads or sum(row.num_tokens for row in plan.rows) > max(self._recorded, default=0):
             return False
         return all(self._is_plain(row) for row in plan.rows)
 
     def prepare(self, plan: StepPlan, tables: Mapping[str, PageTables]) -> None:
-        """Set the inputs of the next replay from a plan with one token per row."""
-        self._next = self._recorded[min(size for size in self._recorded if size >= len(plan.rows))]
+        """Set the inputs of the next replay."""
+        num_tokens = sum(row.num_tokens for row in plan.rows)
+        self._next = self._recorded[min(size for size in self._recorded if size >= num_tokens)]
         self._next.batch.fill(plan, tables)
         self._next.step.replan(self._next.batch.inputs)
 
@@ -186,15 +189,15 @@ class DecodeGraphs:
     def _is_plain(self, row: Row) -> bool:
         if row.first_sampled or row.output_position < 0 or row.targets:
             return False
-        is_single = row.num_tokens == 1
-        if self._has_states:  # which cannot be kept after each token of a row that is split
-            return is_single and row.read_state >= 0
+        if self._has_states and row.read_state < 0:
+            return False
         # Splitting a row changes which cp rank computes which token, unless each computes all of them.
-        return is_single or self.ctx.cp.size == 1 or self.has_all_tokens
+        return row.num_tokens == 1 or self.ctx.cp.size == 1 or self.has_all_tokens
 
     def _record(self, size: int, memory: Any, target: DecodeGraphs | None) -> _Recorded:
         if target is None:
-            batch = DecodeBatch(size, self._pool, self.ctx, has_all_tokens=self._layers.has_all_tokens)
+            longest, has_all = self._layers.longest, self._layers.has_all_tokens
+            batch = DecodeBatch(size, self._pool, self.ctx, longest=longest, has_all_tokens=has_all)
             step = self._backend.plan_static(batch.inputs)
         else:
             batch, step = target._recorded[size].batch, target._recorded[size].step

@@ -172,7 +172,7 @@ class Rank:
         # makes them at the first layer of each kind, so it must have ended.
         self._planned.synchronize()
         if self.graphs is not None and self.graphs.can_run(plan):
-            self.graphs.prepare(in_single_rows(plan), self._tables)
+            self.graphs.prepare(plan, self._tables)
             self._planned = after_compute(self.ctx.device)
             logits, features = self.graphs.replay()
             if self.graphs.has_all_tokens:

@@ -124,6 +124,25 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
+class StateRows:
+    """Rows as recurrent layers take them, int64 on the device. No row reads what another one writes, but for padding.
+
+    Attributes:
+        spans: [N, 2], first token and number of tokens.
+        reads: [N], slots of the states before; negative for a state of zeros.
+        writes: [T], slots of the states after each token of the step, where they are kept.
+        kept: [N], number of tokens at the end of the row after which the state is kept: 1, or all of a row with drafts.
+        longest: most tokens of a row.
+    """
+
+    spans: Tensor
+    reads: Tensor
+    writes: Tensor
+    kept: Tensor
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """Everything that a forward pass on one rank needs of a plan.
 
@@ -135,6 +154,7 @@ class StepInputs:
         read_states, write_states: int64 [rows]; as in `rows`, with 0 for none.
         logits: int64 [N]; local indices of the tokens whose logits are computed.
         is_decode: whether every row has one new token.
+        state_rows: those of a CUDA graph, where `rows` has a row per token also for rows with drafts; else None.
     """
 
     ctx: ParallelContext
@@ -148,6 +168,7 @@ class StepInputs:
     write_states: Tensor
     logits: Tensor
     is_decode: bool
+    state_rows: StateRows | None = None
 
 
 def step_inputs(

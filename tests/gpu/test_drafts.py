@@ -11,6 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from raycache import LLM, SamplingParams
+from raycache.decider.drafts import PromptLookup
+from raycache.rank.graphs import DecodeGraphs
+from raycache.wire.plan import StepPlan
 from tests.oracle.families import make_family
 from tests.oracle.half import make_half
 from tests.oracle.tiny_tokenizers import byte_level
@@ -29,6 +32,15 @@ def complete(llm: LLM, asked: list[list[int]], sampling: SamplingParams = GREEDY
     found = [list(one.token_ids) for one in llm.generate(asked, sampling)]
     llm.check()
     return found
+
+
+def assert_likeliest(oracle: Any, asked: list[list[int]], outputs: list[list[int]]) -> None:
+    """Every token is the likeliest behind those before it, but where rounding decides."""
+    for prompt, output in zip(asked, outputs, strict=True):
+        with torch.no_grad():
+            logits = oracle(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        behind = logits.amax(-1) - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        assert float((behind / logits.std(-1)).median()) == 0.0 and float((behind / logits.std(-1)).max()) < 0.5
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
@@ -66,11 +78,35 @@ def test_a_model_drafts_what_it_says_itself_in_bfloat16(tmp_path: Path, family: 
         stats = llm.stats()
     # Its own passes are of other sizes than the rows that check them, and sum in another order.
     assert sum(stats.accepted.values()) > 0.85 * sum(stats.drafted.values()) > 0
-    for prompt, output in zip(asked, outputs, strict=True):
-        with torch.no_grad():
-            logits = oracle(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        behind = logits.amax(-1) - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
-        assert float((behind / logits.std(-1)).median()) == 0.0 and float((behind / logits.std(-1)).max()) < 0.5
+    assert_likeliest(oracle, asked, outputs)
+
+
+@pytest.mark.parametrize("is_right", [True, False], ids=["itself", "wrong guesses"])
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next"])
+def test_recorded_steps_of_recurrent_models_check_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, is_right: bool
+) -> None:
+    model = byte_level(make_half(tmp_path / family, family))
+    lengths: list[int] = []
+    prepare = DecodeGraphs.prepare
+
+    def noted(self: DecodeGraphs, plan: StepPlan, tables: Any) -> None:
+        lengths.extend(row.num_tokens for row in plan.rows)
+        prepare(self, plan, tables)
+
+    monkeypatch.setattr(DecodeGraphs, "prepare", noted)
+    monkeypatch.setattr(PromptLookup, "draft", lambda self, tokens, most: bytes(tokens[-4:]) * most)
+    settings: dict[str, Any] = {"draft": str(model) if is_right else "ngram", "draft_tokens": 3}
+    settings |= {"adaptive_drafts": False, "max_running": 8, "max_model_len": 512}
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    asked = prompts(oracle.config.vocab_size)
+    with LLM(str(model), device="cuda", dtype="bfloat16", page_size=16, num_pages=64, **settings) as llm:
+        outputs = complete(llm, asked)
+        stats = llm.stats()
+    assert max(lengths) == 4, "rows with drafts are recorded"
+    share = sum(stats.accepted.values()) / sum(stats.drafted.values())
+    assert share > 0.85 if is_right else share < 0.5
+    assert_likeliest(oracle, asked, outputs)
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "bailing_hybrid"])

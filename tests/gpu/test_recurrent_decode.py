@@ -24,6 +24,7 @@ from raycache.memory.component import recurrent
 from raycache.memory.views import StateView
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
+from raycache.step.inputs import RowInputs, StateRows
 from tests.oracle.attention import Batch, Case, Seat
 
 pytestmark = pytest.mark.gpu
@@ -239,6 +240,70 @@ def test_a_recorded_step_reads_and_writes_other_slots_when_replayed(name: str) -
         real = [i for i, write in enumerate(writes) if write != padding]
         assert distance(found[real], right[real]) <= EXACT[dtype]
         assert_same(view, before, [writes[i] for i in real], error=EXACT[dtype])
+        for new in layer.inputs.values():
+            new.normal_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_shape
+@torch.inference_mode()
+def test_a_recorded_step_keeps_a_state_behind_each_draft(shape: Shape, dtype: torch.dtype) -> None:
+    """Rows have other lengths in each replay; behind them are padding, whose rows share a slot, and rows of nothing."""
+    from raycache.attention.recurrent_kernels import KernelRecurrence
+
+    size = 12
+    seat = seat_of(shape, [(5, 1)] * size, dtype)
+    view = seat.pool.state(1)
+    for states in (view.state, *view.conv.values()):
+        states.nan_to_num_(0.5)
+    tables = [torch.zeros(count, dtype=torch.int64, device=DEVICE) for count in (2 * size, size, size, size)]
+    rows = StateRows(tables[0].view(-1, 2), *tables[1:], longest=5)
+    inputs = replace(seat.inputs, state_rows=rows)
+    layer, plan = draw(shape, size, dtype=dtype), KernelRecurrence(StepLayout(inputs))
+    padding = len(view.state) - 1
+
+    def fill(plan_rows: Sequence[tuple[int, Sequence[int]]]) -> list[RowInputs]:
+        num_tokens = sum(len(writes) for _, writes in plan_rows)
+        every = [*plan_rows, *[(padding, [padding])] * (size - num_tokens)]
+        every += [(-1, [])] * (size - len(every))
+        firsts = [sum(len(writes) for _, writes in every[:i]) for i in range(size)]
+        counts = [len(writes) for _, writes in every]
+        for table, numbers in zip(
+            tables,
+            (
+                [number for pair in zip(firsts, counts, strict=True) for number in pair],
+                [read for read, _ in every],
+                [write for _, writes in every for write in writes],
+                counts,
+            ),
+            strict=True,
+        ):
+            table.copy_(torch.tensor(numbers))
+        return [
+            RowInputs(5, range(first, first + count), range(first, first + count), (), read, writes[0], writes[1:])
+            for first, count, (read, writes) in zip(firsts, counts, plan_rows, strict=False)
+        ]
+
+    batches: list[list[tuple[int, list[int]]]] = [
+        [(0, [0]), (1, [2])],
+        [(3, [3, 4, 5, 6, 7]), (0, [1]), (8, [9, 10, 11])],  # the first token of a row writes where the row reads
+        [(6, [12, 13]), (7, [14, 15]), (8, [16, 17]), (9, [9, 8, 3, 2]), (1, [1, 0])],
+        [(5, [5])] + [(0, [slot]) for slot in range(8, 19)],
+    ]
+    fill(batches[1])
+    replay, found = recorded(lambda: layer.run(plan, view))
+    for batch in batches:
+        right_rows = fill(batch)
+        before = copy_of(view)
+        replay()
+        count = sum(len(row.tokens) for row in right_rows)
+        only = Layer(layer.weights, {part: new[:count] for part, new in layer.inputs.items()})
+        alone = replace(seat.inputs, rows=tuple(right_rows), num_tokens=count, is_decode=False)
+        right = only.run(Recurrence(StepLayout(alone)), before)
+        assert distance(found[:count], right) <= EXACT[dtype]
+        written = [slot for _, writes in batch for slot in writes]
+        assert_same(view, before, written, error=EXACT[dtype])
+        assert_untouched(view, before, {*written, padding})
         for new in layer.inputs.values():
             new.normal_()
 

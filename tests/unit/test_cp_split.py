@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raycache.attention.torch_ref import TorchBackend
+from raycache.attention.layout import StepLayout
+from raycache.attention.states import Recurrence
+from raycache.attention.torch_ref import TorchBackend, TorchStep
 from raycache.config import Config
 from raycache.deployment.decode_split import decode_obstacle, model_obstacle
 from raycache.deployment.deployment import Deployment
@@ -23,7 +27,7 @@ from raycache.layers.embedding import VocabHead
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.linear import ColumnLinear, RowLinear
 from raycache.layers.quantised import Fp8Matrix
-from raycache.memory.component import FULL, CacheFormat
+from raycache.memory.component import FULL, STATE, CacheFormat
 from raycache.memory.device import DevicePool
 from raycache.models.base import components, load_model, read_config
 from raycache.parallel.collectives import Group
@@ -32,8 +36,9 @@ from raycache.parallel.sharding import Split
 from raycache.rank.decode_batch import DecodeBatch
 from raycache.rank.graphs import whole_model
 from raycache.rank.rank import Rank
+from raycache.step.inputs import RowInputs
 from raycache.step.page_tables import PageTables
-from raycache.step.single_rows import emitted_tokens, in_single_rows, is_decode
+from raycache.step.single_rows import emitted_tokens, is_decode
 from raycache.types import SamplingParams
 from raycache.wire.plan import Admit, Row, StepPlan
 from tests.oracle.families import make_family
@@ -113,7 +118,7 @@ def test_a_rank_with_the_share_of_another_is_noticed(
 # --- draft tokens, and what CUDA graphs record ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "nemotron_h", "qwen3_next"])
 @pytest.mark.parametrize("split", [Split(cp=2), Split(tp=2, cp=2)], ids=str)
 def test_steps_with_drafts_and_recorded_ones_give_what_others_do(
     tiny: Callable[[str], Path], family: str, split: Split
@@ -121,7 +126,7 @@ def test_steps_with_drafts_and_recorded_ones_give_what_others_do(
     """The recorded function is run instead, with padding rows and with other rows than at first."""
     config = read_config(tiny(family))
     parts = components(config, CacheFormat("float32"))
-    spaces = {FULL: 0, **{part.space: part.window for part in parts}}
+    spaces = {FULL: 0, **{part.space: part.window for part in parts if part.space != STATE}}
     pages = {slot: [6 * slot + page for page in range(6)] for slot in range(3)}
     tables = {space: PageTables() for space in spaces}
     for table in tables.values():
@@ -129,19 +134,19 @@ def test_steps_with_drafts_and_recorded_ones_give_what_others_do(
             table.begin(slot, ids)
     sampling = SamplingParams(temperature=0)
     admits = [Admit(slot, dict.fromkeys(spaces, ids), sampling, seed=0) for slot, ids in pages.items()]
-    prefill = StepPlan(1, [_row(slot, 0, ids[:29]) for slot, ids in enumerate(IDS)], admits)
+    prefill = StepPlan(1, [_row(slot, 0, ids[:29], -1, [slot]) for slot, ids in enumerate(IDS)], admits)
     decodes = [
-        StepPlan(2, [_row(slot, 29, IDS[slot][29:30]) for slot in (0, 1, 2)]),
-        StepPlan(3, [_row(2, 30, IDS[0][:4], num_drafts=3), _row(0, 30, IDS[0][30:31])]),
-        StepPlan(4, [_row(1, 30, IDS[1][30:33], num_drafts=2), _row(2, 31, IDS[1][:4], num_drafts=3)]),
-        StepPlan(5, [_row(1, 31, IDS[1][31:32])]),
+        StepPlan(2, [_row(slot, 29, IDS[slot][29:30], slot, [3 + slot]) for slot in (0, 1, 2)]),
+        StepPlan(3, [_row(2, 30, IDS[0][:4], 5, [5, 6, 7, 8]), _row(0, 30, IDS[0][30:31], 3, [3])]),
+        StepPlan(4, [_row(1, 30, IDS[1][30:33], 4, [4, 0, 1]), _row(2, 31, IDS[1][:4], 5, [9, 10, 11, 6])]),
+        StepPlan(5, [_row(1, 31, IDS[1][31:32], 4, [2])]),
     ]
 
     def work(ctx: ParallelContext) -> None:
         source = open_weights(tiny(family), dtype=torch.float32, device=ctx.device)
         model = load_model(config, source, ctx, torch.float32, on_progress=quiet)
         decode_model = model.over_cp(CpSplit.of(ctx))
-        sizes = dict.fromkeys(spaces, 18)
+        sizes = dict.fromkeys(spaces, 18) | ({STATE: 12} if any(part.space == STATE for part in parts) else {})
         pools = [
             DevicePool(parts, num_layers=config.num_layers, sizes=sizes, page_size=8, ctx=ctx, has_scratch=True)
             for _ in range(3)
@@ -149,7 +154,7 @@ def test_steps_with_drafts_and_recorded_ones_give_what_others_do(
         backend = TorchBackend()
         whole = Rank(ctx, config, model, pools[0], backend, torch.float32)
         split = Rank(ctx, config, model, pools[1], backend, torch.float32, decode_model=decode_model)
-        recorded, batch = whole_model(decode_model), DecodeBatch(8, pools[2], ctx, has_all_tokens=True)
+        recorded, batch = whole_model(decode_model), DecodeBatch(8, pools[2], ctx, longest=4, has_all_tokens=True)
         Rank(ctx, config, model, pools[2], backend, torch.float32).forward(prefill)
         torch.testing.assert_close(whole.forward(prefill), split.forward(prefill), rtol=0, atol=0)
         for plan in decodes:
@@ -158,8 +163,8 @@ def test_steps_with_drafts_and_recorded_ones_give_what_others_do(
             torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5)
             if any(spaces.values()):  # windows under cp are not recorded
                 continue
-            batch.fill(in_single_rows(plan), tables)
-            run = ForwardPass(backend.plan(batch.inputs), pools[2], batch.inputs.positions)
+            batch.fill(plan, tables)
+            run = ForwardPass(_StaticStep(batch.inputs, expanded_bytes=0), pools[2], batch.inputs.positions)
             logits, _ = recorded(batch.inputs.ids, None, run)
             assert len(logits) == 8 and batch.num_local == sum(row.num_tokens for row in plan.rows)
             own = emitted_tokens(plan, cp_rank=ctx.cp.rank, cp_size=ctx.cp.size)
@@ -185,8 +190,36 @@ def test_which_rows_are_computed_whole_on_every_rank(row: Row, has_states: bool,
     assert is_decode(plan, has_states=has_states) == is_split
 
 
-def _row(slot: int, start: int, ids: list[int], *, num_drafts: int = 0) -> Row:
-    return Row(slot, start, np.asarray(ids, np.int32).tobytes(), output_position=0, num_drafts=num_drafts)
+class _StaticStep(TorchStep):
+    """A step with the recurrent rows of a CUDA graph, read from its tensors."""
+
+    @cached_property
+    def recurrent(self) -> Recurrence:
+        inputs = self._layout.inputs
+        assert inputs.state_rows is not None
+        spans, reads, writes = (getattr(inputs.state_rows, name).tolist() for name in ("spans", "reads", "writes"))
+        rows = [
+            RowInputs(
+                1, range(first, first + count), range(0), (), read, writes[first], writes[first + 1 :][: count - 1]
+            )
+            for (first, count), read in zip(spans, reads, strict=True)
+            if count
+        ]
+        return Recurrence(StepLayout(replace(inputs, rows=tuple(rows), is_decode=False)))
+
+
+def _row(slot: int, start: int, ids: list[int], read: int, writes: list[int]) -> Row:
+    """A row that leaves a state behind each token from the first that is sampled on."""
+    return Row(
+        slot,
+        start,
+        np.asarray(ids, np.int32).tobytes(),
+        output_position=0,
+        num_drafts=len(writes) - 1,
+        read_state=read,
+        write_state=writes[0],
+        draft_states=tuple(writes[1:]),
+    )
 
 
 # --- weights are views ------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from raycache.rank.graphs import batch_sizes
 from raycache.rank.last_tokens import LastTokens
 from raycache.step.inputs import build_inputs
 from raycache.step.page_tables import PageTables
+from raycache.step.single_rows import in_single_rows
 from raycache.wire.plan import Row, StepPlan
 
 SIZE, WINDOW, NUM_PAGES, NUM_STATES = 8, 11, 60, 9
@@ -109,6 +110,43 @@ def test_last_tokens_are_kept_by_the_slots_of_the_batch_as_by_those_of_the_plan(
         other.keep(plan, tokens, slots=batch.slots[: batch.num_local])
         assert [one.tokens[row.slot] for row in plan.rows] == tokens.tolist()
         assert torch.equal(one.tokens, other.tokens)
+
+
+@given(
+    batches=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_recurrent_layers_take_a_row_with_drafts_as_one(batches: list[list[int]], seed: int) -> None:
+    """Every token of the batch belongs to one row: those of the plan, then padding, then rows without tokens."""
+    size = 20
+    pool, ctx = seat(1, 0)
+    batch = DecodeBatch(size, pool, ctx, longest=4)
+    for turn, drafts in enumerate(batches):
+        random = np.random.default_rng(seed + turn)
+        plan, tables = plan_of(random.integers(0, 30, len(drafts)).tolist(), seed + turn)
+        rows = []
+        for row, count in zip(plan.rows, drafts, strict=True):
+            for of_space in tables.values():
+                of_space.begin(row.slot, random.permutation(NUM_PAGES)[: (row.start + count) // SIZE + 1].tolist())
+            kept, tokens = tuple(random.integers(0, NUM_STATES, count).tolist()), random.integers(0, 99, 1 + count)
+            known = tokens.astype(np.int32).tobytes()
+            rows.append(replace(row, tokens=known, num_drafts=count, draft_states=kept))
+        plan = replace(plan, rows=rows)
+        batch.fill(plan, tables)
+        single = DecodeBatch(size, pool, ctx)
+        single.fill(in_single_rows(plan), tables)
+        for mine, right in ((batch.inputs.ids, single.inputs.ids), (batch.inputs.positions, single.inputs.positions)):
+            assert torch.equal(mine, right)
+        found = batch.inputs.state_rows
+        assert found is not None and found.longest == 4
+        spans, reads, writes, kept = (x.tolist() for x in (found.spans, found.reads, found.writes, found.kept))
+        num_tokens = sum(1 + count for count in drafts)
+        wanted = [(row.read_state, (row.write_state, *row.draft_states)) for row in rows]
+        wanted += [(NUM_STATES, (NUM_STATES,))] * (size - num_tokens)
+        wanted += [(-1, ())] * (size - len(wanted))
+        assert [(read, tuple(writes[i : i + n])) for read, (i, n) in zip(reads, spans, strict=True)] == wanted
+        assert kept == [n for _, n in spans]
+        assert [token for i, n in spans for token in range(i, i + n)] == list(range(size))
 
 
 def test_padding_lies_behind_the_pool() -> None:
