@@ -96,7 +96,7 @@ class DraftGraphs:
     """CUDA graphs of a draft model.
 
     Attributes:
-        passes: draft a token per sequence.
+        passes: draft a token per sequence; their second output are the likeliest tokens, [G_local].
         following: follow the target's graphs.
     """
 
@@ -123,9 +123,13 @@ class DraftGraphs:
         def forward(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, ...]:
             return (model.forward(ids, features, run),)
 
-        layers = GraphLayers(forward, pool.behind(), features=features)
-        graphs = partial(DecodeGraphs, layers, pool=pool, backend=backend, ctx=target.ctx, has_states=has_states)
-        return cls(graphs(sizes=sizes), graphs(sizes=target.sizes, target=target))
+        def draft(ids: Tensor, features: Tensor | None, run: ForwardPass) -> tuple[Tensor, ...]:
+            found = model.forward(ids, features, run)
+            return found, _likeliest(model.logits(found))
+
+        graphs = partial(DecodeGraphs, pool=pool, backend=backend, ctx=target.ctx, has_states=has_states)
+        passes, following = (GraphLayers(layers, pool.behind(), features=features) for layers in (draft, forward))
+        return cls(graphs(passes, sizes=sizes), graphs(following, sizes=target.sizes, target=target))
 
     @property
     def num_bytes(self) -> int:
@@ -189,8 +193,8 @@ class Drafter:
             left = [start for start in starts if start.row.num_next_drafts > turn]
             count = len(left[cp.rank :: cp.size])
             features = found[:count] if self.model.num_features else None
-            found = self._pass(self._next_plan(left, turn), ids[:count], features, step.tables)
-            ids = self._choose(found, mine[:count], turn, row_of)
+            found, likeliest = self._pass(self._next_plan(left, turn), ids[:count], features, step.tables)
+            ids = self._choose(found, mine[:count], turn, row_of, likeliest=likeliest)
             drafted.append(ids)
         order = [(turn, i) for i, start in enumerate(mine) for turn in range(start.row.num_next_drafts)]
         return torch.cat([step.tokens[:0], *(drafted[turn][i : i + 1] for turn, i in order)])
@@ -297,12 +301,14 @@ class Drafter:
             ],
         )
 
-    def _pass(self, plan: StepPlan, ids: Tensor, features: Tensor | None, tables: Mapping[str, PageTables]) -> Tensor:
-        """Run a plan of one token per row; returns [G_local, F]."""
+    def _pass(
+        self, plan: StepPlan, ids: Tensor, features: Tensor | None, tables: Mapping[str, PageTables]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a plan of one token per row; returns [G_local, F], and the likeliest tokens [G_local] if recorded."""
         if self.graphs is not None and self.graphs.passes.can_run(plan):
             return self._replay(self.graphs.passes, plan, ids, features, tables)
         inputs = step_inputs(plan, tables, self.windows, page_size=self.pool.page_size, ctx=self.ctx)
-        return self._run(ids, features, inputs)
+        return self._run(ids, features, inputs), None
 
     def _run(self, ids: Tensor, features: Tensor | None, inputs: StepInputs) -> Tensor:
         self.planned.synchronize()  # the next plan overwrites the buffer that the last one is copied from
@@ -318,17 +324,33 @@ class Drafter:
         ids: Tensor,
         features: Tensor | None,
         tables: Mapping[str, PageTables],
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         self.planned.synchronize()
         graphs.prepare(plan, tables)
         self.planned = after_compute(self.ctx.device)
-        (found,) = graphs.replay(ids=ids, features=features)
-        return found
+        found, likeliest = graphs.replay(ids=ids, features=features)
+        return found, likeliest
 
-    def _choose(self, found: Tensor, starts: Sequence[_Start], turn: int, row_of: DraftRow) -> Tensor:
+    def _choose(
+        self,
+        found: Tensor,
+        starts: Sequence[_Start],
+        turn: int,
+        row_of: DraftRow,
+        *,
+        likeliest: Tensor | None = None,
+    ) -> Tensor:
         """Sample with the request's parameters and seed: logits equal to the target's give equal tokens."""
-        logits = self.model.logits(found).nan_to_num()  # of a failed load; the decider discards such rows
-        return sample(logits, [row_of(start.row, start.num_accepted + 1 + turn) for start in starts])
+        rows = [row_of(start.row, start.num_accepted + 1 + turn) for start in starts]
+        if likeliest is not None and all(row.is_plain for row in rows):
+            return likeliest.clone()  # the next pass overwrites it
+        return sample(self.model.logits(found).nan_to_num(), rows)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """What `sample` gives for plain rows, [G_local]."""
+    # After a failed load logits can be anything; the decider discards such rows.
+    return logits.nan_to_num().argmax(-1)
 
 
 def _by_position(plan: StepPlan, tokens: NDArray[np.int64]) -> dict[tuple[int, int], int]:

@@ -91,6 +91,12 @@ class SampleRow:
     token_counts: TokenCounts | None = None
     mask: bytes = b""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is sampled, whatever came before."""
+        plain = self.sampling.is_greedy and not self.sampling.logit_bias
+        return plain and self.token_counts is None and not self.mask
+
 
 class Logprobs(NamedTuple):
     """Log-probabilities (natural logarithm) under the model's own distribution, before temperature and filters.
