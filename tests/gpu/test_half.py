@@ -229,17 +229,21 @@ def other_page(model: Path, plans: list[StepPlan]) -> list[StepPlan]:
 
 
 def stale_state(model: Path, plans: list[StepPlan]) -> list[StepPlan]:
-    """One decode row goes on from the state that it had a page earlier."""
+    """Decode rows go on from the state that their sequence had a page earlier, while that is kept."""
     before: dict[int, int] = {}
-    for i, plan in enumerate(plans):
+    found, num_damaged = [], 0
+    for plan in plans:
+        rows = []
         for row in plan.rows:
-            older = before.get(row.slot, row.read_state)
-            if row.num_tokens == 1 and older not in (-1, row.read_state) and row.start > SHARED:
-                rows = [replace(one, read_state=older) if one is row else one for one in plan.rows]
-                return [*plans[:i], replace(plan, rows=rows), *plans[i + 1 :]]
+            older = before.get(row.slot, -1)
             if row.write_state != row.read_state:
                 before[row.slot] = row.read_state
-    raise AssertionError("no row has an older state")
+            elif row.num_tokens == 1 and older >= 0 and row.start > SHARED:
+                row, num_damaged = replace(row, read_state=older), num_damaged + 1
+            rows.append(row)
+        found.append(replace(plan, rows=rows))
+    assert num_damaged > 0, "no row has an older state"
+    return found
 
 
 Damage = Callable[[Path, list[StepPlan]], list[StepPlan]]
