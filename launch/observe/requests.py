@@ -46,7 +46,10 @@ def observe(config: Config) -> Iterator[Observed]:
     Raises:
         ConfigError: the endpoint is invalid, or the tracing packages are not installed.
     """
-    tracer = Tracer(config.otlp_endpoint, model=config.model_name) if config.otlp_endpoint else None
+    kept_page_size = config.page_size if config.prefix_cache else 0
+    tracer = None
+    if config.otlp_endpoint:
+        tracer = Tracer(config.otlp_endpoint, model=config.model_name, kept_page_size=kept_page_size)
     try:
         yield Observed(Metrics(config.model_name, observer=tracer), tracer, has_access_log=config.log_format == "json")
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 
 from launch.http.app import build_app
 from launch.observe.requests import observe
@@ -77,9 +78,20 @@ def facts(span: Any) -> dict[str, Any]:
     return {name: value.string_value or value.int_value for name, value in values.items()}
 
 
+def genai_facts(span: Any) -> dict[str, Any]:
+    """Those of OpenTelemetry's GenAI conventions, 0 included."""
+    found: dict[str, Any] = {}
+    for item in span.attributes:
+        if item.key.startswith("gen_ai."):
+            kind = item.value.WhichOneof("value")
+            value = getattr(item.value, kind)
+            found[item.key] = [each.string_value for each in value.values] if kind == "array_value" else value
+    return found
+
+
 async def ask(engine: ScriptedEngine, tokenizer: Tokenizer, collector: Collector, **body: Any) -> httpx.Response:
     """Post a completion to a server that traces; returns when all spans are sent."""
-    config = Config(otlp_endpoint=collector.endpoint)
+    config = Config(otlp_endpoint=collector.endpoint, served_model_name="tiny", page_size=16)
     with observe(config) as observed:
         app = build_app(engine, config=config, info=await engine.info(), tokenizer=tokenizer, observed=observed)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -141,14 +153,46 @@ def test_a_request_is_a_trace_of_queue_prefill_and_decode(
     assert decode.end_time_unix_nano - decode.start_time_unix_nano >= 3 * 20_000_000
     assert facts(prefill) | {"raycache.request_id": ""} == {
         "raycache.request_id": "",
-        "gen_ai.usage.input_tokens": 30,
+        "raycache.prompt_tokens": 30,
         "raycache.cached_tokens": 24,
         "raycache.cached_tokens.device": 16,
         "raycache.cached_tokens.host": 8,
         "raycache.miss": "evicted_host",
     }
-    assert facts(decode)["gen_ai.usage.output_tokens"] == 4
-    assert facts(decode)["gen_ai.response.finish_reason"] == "length"
+    assert facts(decode)["raycache.output_tokens"] == 4
+    assert facts(decode)["raycache.finish_reason"] == "length"
+    assert genai_facts(server) == {
+        gen_ai.GEN_AI_OPERATION_NAME: "text_completion",
+        gen_ai.GEN_AI_PROVIDER_NAME: "raycache",
+        gen_ai.GEN_AI_REQUEST_MODEL: "tiny",
+        gen_ai.GEN_AI_USAGE_INPUT_TOKENS: 30,
+        gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS: 4,
+        gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: 24,
+        gen_ai.GEN_AI_USAGE_CACHE_CREATION_INPUT_TOKENS: 0,  # no whole page
+        gen_ai.GEN_AI_RESPONSE_FINISH_REASONS: ["length"],
+    }
+    assert not any(genai_facts(child) for child in (queue, prefill, decode))
+
+
+def test_a_prompt_of_several_choices_is_counted_once(tokenizer: Tokenizer, collector: Collector) -> None:
+    engine = ScriptedEngine(tokenizer)
+    engine.reuse = {"cached_tokens": 16, "cached_by_tier": {"device": 16}}
+
+    async def scenario() -> dict[str, Any]:
+        prompts = [[5] * 50, [6] * 34]
+        usage: dict[str, Any] = (
+            await ask(engine, tokenizer, collector, prompt=prompts, n=2, max_tokens=3, ignore_eos=True)
+        ).json()["usage"]
+        return usage
+
+    usage = asyncio.run(scenario())
+    found = genai_facts(collector.named("POST /v1/completions"))
+    assert found[gen_ai.GEN_AI_USAGE_INPUT_TOKENS] == usage["prompt_tokens"] == 84
+    assert found[gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS] == usage["completion_tokens"] == 12
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert found[gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS] == cached == 32
+    assert found[gen_ai.GEN_AI_USAGE_CACHE_CREATION_INPUT_TOKENS] == (48 - 16) + (32 - 16)
+    assert found[gen_ai.GEN_AI_RESPONSE_FINISH_REASONS] == ["length"] * 4
 
 
 def test_errors_and_new_starts_are_told(tokenizer: Tokenizer, collector: Collector) -> None:
