@@ -19,7 +19,7 @@ test: $(INSTALLED)
 	VENV=$(VENV) scripts/check
 
 test-all: $(INSTALLED)
-	@scripts/lab_tools
+	@scripts/lab_tools --all
 	VENV=$(VENV) scripts/check --all
 
 fast: $(INSTALLED)

@@ -79,7 +79,7 @@ setup(
     package_data={
         "raycache": ["py.typed", "api/chat_templates/*.jinja"],
         "actors": ["py.typed"],
-        "launch": ["py.typed", "clusters/*.yaml"],
+        "launch": ["py.typed", "clusters/*.yaml", "http/ui/*"],
     },
     install_requires=REQUIRES,
     extras_require={

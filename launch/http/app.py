@@ -26,6 +26,7 @@ from launch.http.auth import Authentication, Keys, keys_of, owned
 from launch.http.cache import CacheApi
 from launch.http.messages import MessagesApi
 from launch.http.openapi import openapi
+from launch.http.page import UiPage
 from launch.http.responses import ResponsesApi
 from launch.http.tokens import TokensApi
 from launch.http.tree import TreeApi
@@ -96,6 +97,7 @@ def build_app(
             *why.routes(),
             *achievable.routes(),
             *tree.routes(),
+            *UiPage(config).routes(),
             *cache.routes(),
             *tokens.routes(),
             *messages.routes(),

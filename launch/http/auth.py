@@ -45,7 +45,9 @@ _MAX_RUNNING = re.compile(r"requests=([1-9][0-9]{0,8})")
 _NO_REPAIRS = "repairs=off"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]*))(?::[0-9]*)?")
 _TENANT = "raycache.tenant"  # in the ASGI scope
-_OPEN_TO_ALL = frozenset({"/", "/health", "/openapi.json", "/ping", "/version"})
+_OPEN_TO_ALL = frozenset(
+    {"/", "/health", "/openapi.json", "/ping", "/version", "/ui", "/ui/", "/ui/app.js", "/ui/style.css"}
+)
 _OPEN_TO_KEYS = frozenset({"/v1", "/tokenize", "/detokenize", "/cache/why", "/cache/tree", "/cache/achievable"})
 
 _log = logging.getLogger(__name__)

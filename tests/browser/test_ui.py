@@ -1,0 +1,196 @@
+"""The page at /ui in a real browser: what it shows, by mouse and keyboard, narrow and dark, and under attack."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from raycache.api.tokenizer import Tokenizer
+from raycache.types import Miss
+from tests.browser.cached import PAGE, CachedEngine, served
+from tests.browser.driver import Browser, browser, needs_browser
+from tests.oracle import tiny_tokenizers
+
+pytestmark = [needs_browser, pytest.mark.long]
+
+_HOSTILE = (
+    "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>",
+    "</pre></button><svg onload=window.hacked=1><iframe srcdoc='<script>parent.hacked=1</script>'>",
+    "javascript:window.hacked=1 \" onfocus=window.hacked=1 autofocus x='\u202egnp.exe",
+)
+_FILLER = " and then a long text that fills a page of the cache or two." * 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(tiny_tokenizers.byte_level(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture
+def engine(tokenizer: Tokenizer) -> CachedEngine:
+    """Three conversations after one system message, and one of its own; a prompt with another salt."""
+    engine = CachedEngine(tokenizer)
+    for number in range(3):
+        engine.put("You are an agent." + _FILLER, f"{number} Question {number}" + _FILLER * (1 + number))
+    engine.put("Another system message" + _FILLER)
+    engine.put("Of somebody else" + _FILLER, salt="theirs")
+    return engine
+
+
+def show(window: Browser, endpoint: str, *, width: int = 1280, is_dark: bool = False) -> None:
+    window.open(f"{endpoint}/ui", width=width, is_dark=is_dark)
+    window.until("document.querySelector('#map button') !== null")
+
+
+def labels(window: Browser) -> list[str]:
+    found: list[str] = window.run(
+        "[...document.querySelectorAll('#map button')].map(b => b.getAttribute('aria-label'))"
+    )
+    return found
+
+
+def test_it_opens_prefixes_with_the_keyboard(window: Browser, engine: CachedEngine, tokenizer: Tokenizer) -> None:
+    with served(engine, tokenizer) as endpoint:
+        show(window, endpoint)
+        tenants = labels(window)
+        assert [label.partition(",")[0] for label in tenants] == ["without a cache_salt", "with a cache_salt"]
+        window.run("document.querySelector('#map button').focus()")
+        window.press("Enter")
+        window.until("document.querySelectorAll('#crumbs button').length === 2")
+        first, second = labels(window)
+        assert first.startswith("You are an agent.") and second.startswith("Another system")
+        assert window.run("document.activeElement.getAttribute('aria-label')") == first
+        assert "You are an agent." in window.run("document.querySelector('#detail pre').textContent")
+        window.press("ArrowDown", "ArrowRight")  # one of them leads to the other, wherever it lies
+        assert window.run("document.activeElement.getAttribute('aria-label')") == second
+        window.run("document.querySelector('#map button').focus()")
+        window.press("Enter")
+        below = window.until("document.querySelectorAll('#crumbs button').length === 3") and labels(window)
+        assert len(below) == 4 and any("the part that these share" in label for label in below)
+        pages = engine.trees["device"].num_cached
+        assert pages * PAGE > 100
+        window.press("Escape")
+        window.until("document.querySelectorAll('#crumbs button').length === 2")
+        assert labels(window) == [first, second]
+        window.run("[...document.querySelectorAll('#tiers button')].find(b => b.textContent === 'host').click()")
+        window.until("document.querySelector('#tiers [aria-pressed=true]').textContent === 'host'")
+        assert window.log() == []
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_it_fits_and_follows_the_colour_scheme(
+    window: Browser, engine: CachedEngine, tokenizer: Tokenizer, width: int
+) -> None:
+    with served(engine, tokenizer) as endpoint:
+        grounds = []
+        for is_dark in (False, True):
+            show(window, endpoint, width=width, is_dark=is_dark)
+            window.until("document.querySelectorAll('#ranks tbody tr').length === 4")
+            assert window.run("document.documentElement.scrollWidth <= window.innerWidth")
+            grounds.append(window.run("getComputedStyle(document.body).backgroundColor"))
+            outside = window.run(
+                "[...document.querySelectorAll('#map .cell')].filter(c => c.offsetLeft + c.offsetWidth > "
+                "document.querySelector('#map').clientWidth + 1).length"
+            )
+            assert outside == 0
+        assert len(set(grounds)) == 2
+        asked = window.run("performance.getEntriesByType('resource').map(entry => entry.name)")
+        assert asked and all(name.startswith(f"{endpoint}/") for name in asked)
+
+
+def test_prompts_full_of_markup_are_text(window: Browser, tokenizer: Tokenizer) -> None:
+    engine = CachedEngine(tokenizer)
+    engine.reuse = {"cached_tokens": 0, "miss": Miss.NEVER_SEEN}
+    engine.figures = {"warnings": _HOSTILE, "misses": {_HOSTILE[0]: 3}}
+    for text in _HOSTILE:
+        engine.put(text + _FILLER)
+    with served(engine, tokenizer) as endpoint:
+        for clock in ("10:15:02", "11:48:59"):  # lines and tools whose names are markup, in /cache/why
+            system = f"<img/src=x/onerror=window.hacked=1>: {clock}\n{_FILLER}"
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": "hi"}]
+            body = {"model": "tiny", "max_tokens": 1, "messages": messages}
+            assert httpx.post(f"{endpoint}/v1/chat/completions", json=body).status_code == 200
+        show(window, endpoint)
+        window.until("document.querySelectorAll('#largest tbody tr').length === 3")
+        window.until("document.querySelectorAll('#why tbody tr').length > 0")
+        shown = []
+        for number in range(len(_HOSTILE)):
+            window.run("document.querySelectorAll('#map button')[arguments[0]].focus()", number)
+            shown.append(window.run("document.querySelector('#detail pre').textContent"))
+        heads = [tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:PAGE]) for text in _HOSTILE]
+        assert sorted(shown) == sorted(head.replace("\u202e", "·") for head in heads)
+        assert window.run("[...document.querySelectorAll('#warnings li')].map(li => li.textContent)") == list(_HOSTILE)
+        assert window.run("document.querySelectorAll('img, iframe, svg[onload], [onfocus], [onerror]').length") == 0
+        assert window.run("document.scripts.length") == 1
+        assert window.run("typeof window.hacked") == "undefined"
+        assert window.log() == []  # the policy had nothing to stop
+
+
+def test_the_policy_stops_what_escaping_might_miss(window: Browser, engine: CachedEngine, tokenizer: Tokenizer) -> None:
+    with served(engine, tokenizer) as endpoint, served(engine, tokenizer) as elsewhere:
+        show(window, endpoint)
+        tried = {
+            "markup": "document.body.innerHTML = '<img src=x onerror=window.hacked=1>'",
+            "handler": "document.body.setAttribute('onclick', 'window.hacked=1')",
+            "script": "document.createElement('script').text = 'window.hacked=1'",
+        }
+        for name, script in tried.items():
+            failed = window.run(
+                f"(() => {{ try {{ {script}; return ''; }} catch (error) {{ return error.name; }} }})()"
+            )
+            assert failed == "TypeError", name
+        sent = "fetch(arguments[0]).then(() => 'sent', error => error.name)"
+        assert window.run(sent, f"{elsewhere}/health") == "TypeError"
+        assert window.run(sent, f"{endpoint}/health") == "sent"
+        assert window.run("typeof window.hacked") == "undefined"
+
+
+def test_a_tenant_enters_a_key_and_sees_its_own(
+    window: Browser, engine: CachedEngine, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path, keys = tmp_path / "tenants", {"alice": "alice's key", "operator": "the operator's key"}
+    digests: dict[str, Any] = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in keys.items()}
+    path.write_text(f"alice {digests['alice']}\noperator {digests['operator']} admin\n")
+    path.chmod(0o600)
+    with served(engine, tokenizer, api_keys=str(path)) as endpoint:
+        ask = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+        headers = {"Authorization": f"Bearer {keys['alice']}"}
+        assert httpx.post(f"{endpoint}/v1/completions", json=ask, headers=headers).status_code == 200
+        engine.put("Alice asks" + _FILLER, salt=engine.requests[0].cache_salt)
+
+        def enter(key: str) -> None:
+            window.until("!document.querySelector('#key-form').hidden")
+            window.run("document.querySelector('#key').focus()")
+            window.press(*key, "Enter")
+
+        window.open(f"{endpoint}/ui", width=1280)
+        enter("nobody's")
+        window.until("document.querySelector('#key-note').textContent === 'This key is not valid.'")
+        enter(keys["alice"])
+        window.until("document.querySelector('#map button') !== null")
+        crumbs = "[...document.querySelectorAll('#crumbs button')].map(button => button.textContent)"
+        assert window.run(crumbs) == ["all", "alice"]  # a single tenant is opened
+        assert [label[:10] for label in labels(window)] == ["Alice asks"]
+        assert window.run("document.querySelector('#streams-card').hidden && !document.querySelector('#note').hidden")
+        window.run("document.querySelector('#key-change').click()")
+        enter(keys["operator"])
+        window.until("document.querySelectorAll('#map button').length === 3")
+        assert any(label.startswith("alice,") for label in labels(window))
+        window.until("!document.querySelector('#streams-card').hidden")
+        assert (
+            "key" not in window.run("location.href") and window.run("sessionStorage.length + localStorage.length") == 0
+        )
+        assert window.run("document.cookie") == ""
+        urls = window.run("performance.getEntriesByType('resource').map(entry => decodeURIComponent(entry.name))")
+        assert not any(key in url for key in keys.values() for url in urls)
