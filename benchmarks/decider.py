@@ -35,6 +35,7 @@ from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.config import Config
 from raycache.decider.batch import Batch
+from raycache.decider.budget import StepBudget
 from raycache.decider.drafts import Drafts
 from raycache.decider.engine import Engine
 from raycache.decider.scheduler import Scheduler
@@ -343,7 +344,7 @@ def _engine(executor: Any, spent: Spent, *, options: argparse.Namespace) -> Engi
     scheduler = TimedScheduler(
         spent,
         cache=SequenceCache(SpaceSizes(num_pages=num_pages, page_size=_PAGE_SIZE), is_kept=True),
-        max_step_tokens=8192,
+        budget=StepBudget(8192),
         max_running=options.batch,
         micro_batches=options.pp,
         eos_token_ids=(),

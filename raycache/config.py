@@ -69,6 +69,7 @@ class Config(Settings):
                 parse_bytes(known.name, value, words=words)
         if self.placement != "auto":
             parse_rank_map(self.placement, world_size=self.world_size)
+        _check_shares(self)
         _check_tiers(self)
         if self.event_address is not None and not self.prefix_cache:
             raise ConfigError(
@@ -214,10 +215,14 @@ def _check_origins(config: Config) -> None:
             )
 
 
+def _check_shares(config: Config) -> None:
+    for name, share in {"prefetch_share": config.prefetch_share, "prompt_share": config.prompt_share}.items():
+        if share > 1:
+            raise ConfigError(f"{name} must be above 0 and at most 1, got {share}")
+
+
 def _check_tiers(config: Config) -> None:
     """What the tiers beside the device need of each other."""
-    if config.prefetch_share > 1:
-        raise ConfigError(f"prefetch_share must be above 0 and at most 1, got {config.prefetch_share}")
     if config.has_storage and "://" not in config.storage:
         near = f"file://{os.path.abspath(config.storage)}?size=50GiB"
         raise ConfigError(f"storage={config.storage!r} is not a URL or none; for a directory write {near}")

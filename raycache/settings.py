@@ -213,6 +213,12 @@ class Settings:
     max_step_tokens: int | Literal["auto"] = _scheduling(
         "auto", "token budget of one step; auto: 512 on cpu, 8192 on cuda", words=("auto",), unit="TOKENS"
     )
+    prompt_share: float = _scheduling(
+        0.25,
+        "part of max_step_tokens that prompts may take in a step while other requests generate; the smaller it is, the "
+        "sooner their tokens come; above 0, and 1 for no limit",
+        unit="FRACTION",
+    )
     overlap: str = _scheduling(
         "auto",
         "plan the next step while one runs; auto: on cuda with pp=1",

@@ -83,7 +83,7 @@ class Admission:
         set_aside: list[Request] = []
         fetching: list[Request] = []
         computing = self._pages_being_computed()
-        while not batch.is_full and self.queues.has_slot and len(set_aside) < _MAX_SET_ASIDE:
+        while not batch.is_full and batch.takes_prompts and self.queues.has_slot and len(set_aside) < _MAX_SET_ASIDE:
             request = waiting.first()
             if request is None:
                 break
@@ -91,10 +91,7 @@ class Admission:
                 fetching.append(waiting.set_aside())
                 continue
             holding = self._lock(request)
-            if self._next_page(request, holding) in computing or self.points.is_worth_waiting(
-                request, holding.handle.length, self.queues.running
-            ):
-                # A running request is computing what this one needs: wait and reuse it.
+            if self._is_being_computed(request, holding, computing):
                 self._unlock(request, holding)
                 set_aside.append(waiting.set_aside())
                 continue
@@ -107,6 +104,24 @@ class Admission:
             if (page := self._next_page(request, holding)) is not None:
                 computing.add(page)
         waiting.put_back(set_aside + fetching)
+
+    def next_len(self) -> int:
+        """Tokens to compute of the first waiting request, if it can start in the next step; 0 if not."""
+        request = self.queues.waiting.first()
+        if request is None or not self.queues.has_slot or self._is_awaited(request):
+            return 0
+        holding = self._lock(request)
+        is_ready = self._fits(request, holding)
+        is_ready = is_ready and not self._is_being_computed(request, holding, self._pages_being_computed())
+        length = request.num_tokens - holding.handle.length
+        self._unlock(request, holding)
+        return length if is_ready else 0
+
+    def _is_being_computed(self, request: Request, holding: Holding, computing: set[_Page]) -> bool:
+        """Whether a running request is computing what this one needs, which then waits to reuse it."""
+        return self._next_page(request, holding) in computing or self.points.is_worth_waiting(
+            request, holding.handle.length, self.queues.running
+        )
 
     def _has_on_device(self, request: Request) -> bool:
         """Whether no part of its prompt would be fetched from a lower tier."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 from raycache.decider.drafts import DraftStep
@@ -15,6 +16,10 @@ class Batch:
 
     Attributes:
         budget: tokens that may still be added.
+        prompt_budget: tokens of prompts that may still be added.
+        longest_chunk: tokens that one prompt may have in this step.
+        least_chunk: smallest number of tokens that a prompt beside others gets in this step.
+        prompt_tokens: slot of each prompt in this step -> its tokens.
         scored_budget: scored tokens that may still be added, draft tokens included: each needs logits.
         draft_budget, next_draft_budget: draft tokens that this step may still verify, and still request for the next.
         runs: one per row, in the same order; rows of the same run follow each other in its sequence.
@@ -30,6 +35,10 @@ class Batch:
     budget: int
     max_rows: int
     drafting: DraftStep
+    prompt_budget: int = sys.maxsize
+    longest_chunk: int = sys.maxsize
+    least_chunk: int = 1
+    prompt_tokens: dict[int, int] = field(default_factory=dict)
     scored_budget: int = MAX_SCORED_TOKENS
     draft_budget: int = 0
     next_draft_budget: int = 0
@@ -50,6 +59,21 @@ class Batch:
         """Whether the row or token budget is used up."""
         return self.budget <= 0 or len(self.rows) >= self.max_rows
 
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether there is room for another prompt."""
+        least = self.least_chunk if self.prompt_tokens else 1
+        return min(self.budget, self.prompt_budget) >= least
+
+    def bound_prompts(self, tokens: int, *, longest_chunk: int, least_chunk: int) -> None:
+        """Limit the prompts of this step, which has no rows yet."""
+        self.prompt_budget, self.longest_chunk, self.least_chunk = tokens, longest_chunk, least_chunk
+
+    def chunk_room(self, run: Run) -> int:
+        """Tokens that the next row of a prompt may have; 0: it waits for the next step."""
+        room = min(self.budget, self.prompt_budget, self.longest_chunk - self.prompt_tokens.get(run.slot, 0))
+        return room if not self.prompt_tokens or room >= min(self.least_chunk, run.num_next) else 0
+
     def add(self, run: Run, row: Row) -> None:
         """Append a row, which is in flight from now on."""
         self.rows.append(row)
@@ -59,6 +83,9 @@ class Batch:
         self.num_tokens += num_tokens
         self.is_decode &= num_tokens == 1 + num_drafts
         self.budget -= num_tokens
+        if row.output_position < 0 or num_tokens > 1 + num_drafts:
+            self.prompt_budget -= num_tokens
+            self.prompt_tokens[run.slot] = self.prompt_tokens.get(run.slot, 0) + num_tokens
         self.scored_budget -= row.num_targets + num_drafts
         self.draft_budget -= num_drafts
         self.next_draft_budget -= row.num_next_drafts

@@ -28,16 +28,23 @@ class RowPlanner:
     drafted: DraftedRows
     points: RestorePointPlanner
 
-    def continue_running(self, batch: Batch) -> None:
-        """Add rows for running requests: decode first, then prompt chunks."""
+    def ready(self) -> tuple[list[Run], list[Run]]:
+        """Running requests that can get a row: those that decode, and prompts."""
         ready = self.ahead.ready(self.queues.running)
-        ready.sort(key=lambda run: run.num_next > 1)
+        prompts = [run for run in ready if run.num_next > 1]
+        return ([run for run in ready if run.num_next == 1] if prompts else ready), prompts
+
+    def continue_running(self, batch: Batch, decodes: list[Run], prompts: list[Run]) -> None:
+        """Add rows for running requests: decode first, then prompt chunks."""
+        ready = decodes + prompts
         batch.draft_budget = max(0, batch.budget - len(ready)) // 2  # the rest is for waiting requests
         batch.next_draft_budget = batch.draft_budget
         is_short = False
-        for run in ready:
+        for number, run in enumerate(ready):
             if batch.is_full:
                 break
+            if number >= len(decodes) and not batch.chunk_room(run):
+                continue
             # A request planned earlier may have taken its pages. When pages are short, rows in flight must complete
             # first: only then can their pages be taken.
             if run.request.run is run and not (is_short and run.num_in_flight):
@@ -81,7 +88,7 @@ class RowPlanner:
             return False
         # Behind a page boundary a row writes another state than it reads, so the one before it keeps its own.
         is_whole = run.next_start % self.cache.page_size == 0
-        return is_whole and batch.budget >= min(run.num_next, self.cache.page_size)
+        return is_whole and batch.chunk_room(run) >= min(run.num_next, self.cache.page_size)
 
     def _spare_units(self) -> dict[str, int]:
         """Units of each space beyond those that running requests hold or may claim."""
@@ -166,7 +173,7 @@ class RowPlanner:
         wanted, start = run.num_next, run.next_start
         if wanted == 1:
             return 1
-        count = min(wanted, batch.budget, max(batch.scored_budget, 1) if run.request.is_scored else wanted)
+        count = min(wanted, batch.chunk_room(run), max(batch.scored_budget, 1) if run.request.is_scored else wanted)
         return count if count == 1 else self.points.end(run, reach=start + count) - start
 
     def _reserve(self, run: Run, count: int, batch: Batch) -> Capacity | None:

@@ -23,11 +23,12 @@ from raycache.decider.admin import CommandResult, carry_out
 from raycache.decider.admission import Admission
 from raycache.decider.ahead import PlanAhead
 from raycache.decider.batch import Batch
+from raycache.decider.budget import MAX_PARTS, StepBudget, least_chunk, longest_chunk
 from raycache.decider.drafted_rows import DraftedRows
 from raycache.decider.drafts import Drafts, DraftStep
 from raycache.decider.grammar import Grammars
 from raycache.decider.queues import Clock, RequestQueues
-from raycache.decider.request import Phase, Request, RequestSpec
+from raycache.decider.request import Phase, Request, RequestSpec, Run
 from raycache.decider.restore_points import RestorePointPlanner
 from raycache.decider.results import Results
 from raycache.decider.rows import RowPlanner
@@ -60,7 +61,7 @@ class Scheduler:
         self,
         *,
         cache: SequenceCache,
-        max_step_tokens: int,
+        budget: StepBudget,
         max_running: int,
         micro_batches: int,
         eos_token_ids: tuple[int, ...],
@@ -73,7 +74,7 @@ class Scheduler:
         self._clock = clock = Clock()
         self.queues = queues = RequestQueues(cache, clock, max_running=max_running)
         self.ahead = PlanAhead(num_stages=micro_batches)
-        self._max_step_tokens, self._micro_batches = max_step_tokens, micro_batches
+        self._budget, self._micro_batches = budget, micro_batches
         self._num_computed = self._num_decodes = 0
         self._drafting = DraftStep(drafts)
         drafted = DraftedRows(drafts, cache, eos_token_ids=eos_token_ids)
@@ -153,11 +154,13 @@ class Scheduler:
         max_rows = max(1, -(-queues.num_busy // self._micro_batches))
         if queues.running:
             self._drafting = self.drafts.step(min(len(queues.running), max_rows), num_decodes=self._num_decodes)
-        batch = Batch(budget=self._max_step_tokens, max_rows=max_rows, drafting=self._drafting)
+        batch = Batch(budget=self._budget.tokens, max_rows=max_rows, drafting=self._drafting)
         queues.running.sort(key=lambda run: run.request.spec.order)
         if not self._admission.make_way(batch):
             return None
-        self._rows.continue_running(batch)
+        decodes, prompts = self._rows.ready()
+        self._bound_prompts(batch, decodes, prompts)
+        self._rows.continue_running(batch, decodes, prompts)
         self._admission.admit(batch)
         self._rows.follow_up(batch)
         saves, loads, is_saved_first = self.cache.transfers.take_moves()
@@ -178,6 +181,20 @@ class Scheduler:
         batch.needs_masks = batch.plan.mask_len > 0
         self._num_decodes += batch.is_decode
         return batch
+
+    def _bound_prompts(self, batch: Batch, decodes: list[Run], prompts: list[Run]) -> None:
+        """Leave prompts their share of the step, if others generate."""
+        if not self._budget.is_bounded or not (prompts or len(self.queues.waiting)):
+            return
+        # With several stages, those that generate may be in flight.
+        if not (decodes or any(run.wants_row and run.num_next == 1 for run in self.queues.running)):
+            return
+        tokens = self._budget.prompt_tokens(self.cache.page_size)
+        wanted = [run.num_next for run in prompts]
+        if 0 < len(wanted) < MAX_PARTS and (waiting_len := self._admission.next_len()):
+            wanted.append(waiting_len)
+        least = min(least_chunk(tokens), self.cache.page_size)
+        batch.bound_prompts(tokens, longest_chunk=longest_chunk(wanted, tokens), least_chunk=least)
 
     def _mask_len(self, batch: Batch) -> int:
         if self._grammars is None or not any(row.is_masked for row in batch.rows):

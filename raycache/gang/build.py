@@ -21,6 +21,7 @@ from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.storage_tier import StorageTier
 from raycache.config import Config
+from raycache.decider.budget import StepBudget
 from raycache.decider.drafts import Drafts, PromptLookup
 from raycache.decider.engine import Engine, Executor
 from raycache.decider.grammar import Grammars, SameThread
@@ -87,7 +88,7 @@ def build_engine(
     _warn(deployment)
     scheduler = Scheduler(
         cache=_sequence_cache(deployment, spaces, host=host, layout=layout, events=events),
-        max_step_tokens=deployment.max_step_tokens,
+        budget=StepBudget(deployment.max_step_tokens, config.prompt_share),
         max_running=config.max_running,
         micro_batches=config.pp,
         eos_token_ids=model.eos_token_ids,

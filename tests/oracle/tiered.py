@@ -17,6 +17,7 @@ from raycache.cache.prefetches import Waiting
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
 from raycache.cache.storage_tier import StorageTier
+from raycache.decider.budget import StepBudget
 from raycache.decider.drafts import Drafts
 from raycache.decider.engine import Engine
 from raycache.decider.scheduler import Scheduler
@@ -253,7 +254,7 @@ class Tiered:
             ),
             scheduler=Scheduler(
                 cache=self.cache,
-                max_step_tokens=setup.max_step_tokens,
+                budget=StepBudget(setup.max_step_tokens),
                 max_running=setup.max_running,
                 micro_batches=setup.stages,
                 eos_token_ids=(EOS,),

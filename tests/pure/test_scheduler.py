@@ -17,6 +17,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from raycache.cache.keys import Identity
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
+from raycache.decider.budget import StepBudget
 from raycache.decider.drafts import Drafts
 from raycache.decider.engine import Engine
 from raycache.decider.grammar import Grammars, SameThread
@@ -45,6 +46,7 @@ def make_engine(
     num_pages: int = 64,
     page_size: int = 4,
     max_step_tokens: int = 32,
+    prompt_share: float = 1.0,
     max_running: int = 8,
     max_queue: int = 100,
     stages: int = 1,
@@ -75,7 +77,7 @@ def make_engine(
     )
     scheduler = Scheduler(
         cache=SequenceCache(sizes, is_kept=prefix_cache),
-        max_step_tokens=max_step_tokens,
+        budget=StepBudget(max_step_tokens, prompt_share),
         max_running=max_running,
         micro_batches=stages,
         eos_token_ids=(EOS,),
@@ -178,6 +180,7 @@ class Service(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 3, 4]),
         num_pages=st.integers(3, 14),
         max_step_tokens=st.sampled_from([1, 2, 3, 5, 7, 16]),
+        prompt_share=st.sampled_from([1.0, 0.1, 0.5]),
         max_running=st.integers(1, 5),
         flow=st.sampled_from([(1, False), (1, True), (1, True), (3, False)]),
         prefix_cache=st.sampled_from([True, True, False]),
@@ -192,6 +195,7 @@ class Service(RuleBasedStateMachine):
         page_size: int,
         num_pages: int,
         max_step_tokens: int,
+        prompt_share: float,
         max_running: int,
         flow: tuple[int, bool],
         prefix_cache: bool,
@@ -215,6 +219,7 @@ class Service(RuleBasedStateMachine):
             num_pages=num_pages,
             page_size=page_size,
             max_step_tokens=max_step_tokens,
+            prompt_share=prompt_share,
             max_running=max_running,
             max_queue=6,
             stages=flow[0],

@@ -72,6 +72,8 @@ def test_what_is_no_size_is_refused_with_the_settings_name(text: str) -> None:
         ("prefetch_timeout_s", math.nan),
         ("prefetch_share", 0.0),
         ("prefetch_share", 1.1),
+        ("prompt_share", 0.0),
+        ("prompt_share", 1.1),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:

@@ -1,0 +1,62 @@
+"""How many tokens a step may have, and how many of them prompts may take while other requests generate.
+
+A step lasts as long as its prompts take, and each request that generates gets one token of it. So while there are such
+requests, prompts share a part of the budget:
+
+    nobody generates     [ prompt .............................. ]    the whole budget, one prompt after the other
+    others generate      [ d d d | prompt ... | prompt ... |     ]    `prompt_share` of it, in equal parts
+
+A part is not made smaller than a quarter of that: every chunk of a prompt reads all of the prompt's cached state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_PARTS = 4
+"""Prompts among which a step's share is divided; others wait for the next steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """Limits of every step.
+
+    Attributes:
+        tokens: of all rows.
+        prompt_share: part of `tokens` for prompts while other requests generate; 1 sets no limit.
+    """
+
+    tokens: int
+    prompt_share: float = 1.0
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether prompts are limited at all."""
+        return self.prompt_share < 1
+
+    def prompt_tokens(self, page_size: int) -> int:
+        """Tokens of prompts in a step in which others generate: whole pages, at least one."""
+        return max(1, int(self.tokens * self.prompt_share) // page_size) * page_size
+
+
+def least_chunk(tokens: int) -> int:
+    """Smallest part of a step's tokens for prompts that is worth a chunk of one."""
+    return max(1, tokens // MAX_PARTS)
+
+
+def longest_chunk(wanted: Sequence[int], tokens: int) -> int:
+    """Divide a step's tokens for prompts evenly; what short ones leave goes to the others.
+
+    Args:
+        wanted: tokens that each prompt has left to compute.
+    Returns:
+        The limit of each chunk, not below `least_chunk`.
+    """
+    left = tokens
+    for number, length in enumerate(sorted(wanted)):
+        part = left // (len(wanted) - number)
+        if length > part:
+            return max(part, least_chunk(tokens))
+        left -= length
+    return tokens
