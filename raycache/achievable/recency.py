@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 
 class Use:
     """One use of a path of pages: a request, or the end of one.
@@ -66,13 +68,13 @@ class Recency:
 
     def renumber(self, uses: Iterable[Use]) -> None:
         """Start over with these uses, in their order and with their numbers of pages."""
-        tree, size = [0] * (self._max_uses + 1), self._max_uses
-        self.num_pages = self._next = 0
-        for use in sorted(uses, key=lambda use: use.place):
-            use.place, self._next = self._next, self._next + 1
-            self.num_pages += use.pages
-            tree[self._next] = use.pages
-        for at in range(1, size + 1):
-            if (above := at + (at & -at)) <= size:
-                tree[above] += tree[at]
-        self._tree = tree
+        before = np.zeros(self._max_uses + 1, np.int64)  # pages of the uses up to each place
+        ordered = sorted(uses, key=lambda use: use.place)
+        for place, use in enumerate(ordered):
+            use.place = place
+        self._next = len(ordered)
+        before[1 : self._next + 1] = np.cumsum([use.pages for use in ordered], dtype=np.int64)
+        before[self._next + 1 :] = before[self._next]
+        self.num_pages = int(before[-1])
+        at = np.arange(self._max_uses + 1)
+        self._tree = (before - before[at & (at - 1)]).tolist()
