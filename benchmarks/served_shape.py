@@ -9,6 +9,8 @@ Flags behind `--` go to `raycache launch`. Kinds of lines:
     stream      one stream behind 1,024 tokens: between tokens, and the first token
     long        65,536 new tokens, and 48 new ones behind 65,536 cached ones: the first token
     streams     64 streams, and 256, each of 1,024 tokens in and 256 out: tokens per second, between tokens
+    mixed       32 streams, beside which two prompts of 24,576 tokens come, and then three of 1,024: between tokens of
+                the streams while prompts are computed, and the first tokens of the prompts
     chats       64 chats of six turns, 32 at a time: tokens per second, and the first token
     documents   48 documents of 8,192 tokens twice, with a device pool for a third of them and a host tier for all: the
                 second round in turns of eight
@@ -35,7 +37,7 @@ from benchmarks.model_shape import SHAPES, ModelShape
 from benchmarks.server import launched, status
 from benchmarks.trace import Prompt
 
-_KINDS = ("stream", "long", "streams", "chats", "documents")
+_KINDS = ("stream", "long", "streams", "mixed", "chats", "documents")
 _PAGE_SIZE = 64
 _ROUNDS = 5
 _TIMEOUT_S = 600.0
@@ -50,6 +52,10 @@ class Sizes:
     long: int = 65_536
     new: int = 48
     streams: tuple[int, ...] = (64, 256)
+    mixed: int = 32
+    mixed_output: int = 600
+    mixed_long: int = 24_576
+    mixed_apart_s: float = 0.3
     chats: int = 64
     chats_at_once: int = 32
     turns: int = 6
@@ -63,7 +69,8 @@ class Sizes:
     def longest(self) -> int:
         """Tokens of the longest sequence, with room for what follows a prompt."""
         chat = self.context + self.turns * (self.question + self.answer)
-        return max(self.long + self.new, self.context + self.output, chat, self.document + self.new) + 64
+        alone = max(self.output, self.mixed_output)
+        return max(self.long + self.new, self.mixed_long, self.context + alone, chat, self.document + self.new) + 64
 
     @property
     def document_pages(self) -> int:
@@ -72,8 +79,8 @@ class Sizes:
 
 
 _TINY = Sizes(
-    context=96, output=8, long=512, new=8, streams=(2, 4), chats=3, chats_at_once=2, turns=2, question=16, answer=6,
-    documents=6, document=192, documents_at_once=2,
+    context=96, output=8, long=512, new=8, streams=(2, 4), mixed=2, mixed_output=60, mixed_long=256, chats=3,
+    chats_at_once=2, turns=2, question=16, answer=6, documents=6, document=192, documents_at_once=2,
 )  # fmt: skip
 
 
@@ -136,6 +143,33 @@ class Load:
             name = f"{count} streams, {sizes.context:,} in, {sizes.output} out"
             yield Line(f"{name}: tokens per second", count * sizes.output / seconds, "1/s")
             yield Line(f"{name}: between tokens", 1e3 * statistics.median(_later_gaps(replies)), "ms")
+
+    async def mixed(self) -> AsyncIterator[Line]:
+        """Prompts that come while others are answered."""
+        sizes = self._sizes
+        begun = [await self._ask(self._draw(sizes.context), 1) for _ in range(2)]  # how long a prompt takes
+        prompts = [self._draw(sizes.context) for _ in range(sizes.mixed)]
+        running = asyncio.ensure_future(self._together(prompts, sizes.mixed_output))
+        await asyncio.sleep(sizes.mixed * begun[-1].first_token_s)
+        coming = [asyncio.ensure_future(self._ask(self._draw(sizes.mixed_long), 2)) for _ in range(2)]
+        for _ in range(3):
+            await asyncio.sleep(sizes.mixed_apart_s)
+            coming.append(asyncio.ensure_future(self._ask(self._draw(sizes.context), 2)))
+        replies, streams = await asyncio.gather(*coming), await running
+        begin_s = min(reply.start_s for reply in replies)
+        end_s = max(reply.token_times_s[0] for reply in replies)
+        gaps = [
+            after - before
+            for stream in streams
+            for before, after in zip(stream.token_times_s, stream.token_times_s[1:], strict=False)
+            if begin_s < after <= end_s
+        ]
+        name = f"{sizes.mixed} streams beside prompts"
+        for percent in (50, 99):
+            yield Line(f"{name}: between tokens, p{percent}", 1e3 * percentile(gaps, percent), "ms")
+        yield Line(f"{name}: first token of {sizes.mixed_long:,} new ones", _first_ms(replies[:2]), "ms")
+        yield Line(f"{name}: first token of {sizes.context:,} new ones behind them", _first_ms(replies[2:]), "ms")
+        yield Line(f"{name}: all first tokens", end_s - begin_s, "s")
 
     async def chats(self) -> AsyncIterator[Line]:
         """Conversations whose prompts grow by answers and questions."""
