@@ -109,6 +109,24 @@ def test_it_fits_and_follows_the_colour_scheme(
         assert asked and all(name.startswith(f"{endpoint}/") for name in asked)
 
 
+def test_it_shows_what_could_have_been_reused(window: Browser, engine: CachedEngine, tokenizer: Tokenizer) -> None:
+    engine.reuse = {"cached_tokens": 0, "miss": Miss.EVICTED_HOST}
+    with served(engine, tokenizer) as endpoint:
+        for number in (1, 2, 3, 1, 2, 3):
+            body = {"model": "tiny", "max_tokens": 1, "prompt": f"{number}{_FILLER * number}"}
+            assert httpx.post(f"{endpoint}/v1/completions", json=body).status_code == 200
+        answer = httpx.get(f"{endpoint}/cache/achievable").json()
+        assert answer["total"]["achievable"] > 0.4
+        show(window, endpoint)
+        window.until("document.querySelector('#gap polyline') !== null")
+        tiles = window.run("[...document.querySelectorAll('.tile')].map(tile => tile.textContent)")
+        assert any(tile.startswith(f"{100 * answer['total']['achievable']:.0f} %achievable") for tile in tiles)
+        points = window.run("document.querySelector('#gap polyline').points.length")
+        assert points == len(answer["curve"]) + 1  # to the edge
+        assert window.run("document.querySelector('#lost tbody td').textContent") == answer["total"]["lost"][0]["cause"]
+        window.until("document.querySelector('#moves th:last-child').textContent === 'twice as large'")
+
+
 def test_prompts_full_of_markup_are_text(window: Browser, tokenizer: Tokenizer) -> None:
     engine = CachedEngine(tokenizer)
     engine.reuse = {"cached_tokens": 0, "miss": Miss.NEVER_SEEN}

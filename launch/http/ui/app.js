@@ -237,9 +237,27 @@ function drawHits() {
   }
   if (reach) chart.append(svg("line", { class: "dashed", x1: LEFT, x2: WIDTH, y1: y(reach.achievable), y2: y(reach.achievable) }));
   $("hits").replaceChildren(chart, el("div", { class: "legend" }, key("c0", "reused"), ...(reach ? [key("dashes", "achievable")] : [])));
-  const lost = (reach?.lost ?? []).slice(0, 5).map((row) => [words(row.cause), row.kind, short(row.tokens), percent(row.share, 1, 1)]);
-  $("gap").replaceChildren(...(lost.length ? [el("div", { class: "scroll" }, el("table", { id: "lost" }))] : []));
+  const lost = (reach?.lost ?? []).slice(0, 5).map((row) => [words(row.cause), words(row.kind), short(row.tokens), percent(row.share, 1, 1)]);
+  $("gap").replaceChildren(...drawCurve(), ...(lost.length ? [el("div", { class: "scroll" }, el("table", { id: "lost" }))] : []));
   if (lost.length) table("lost", "Between reused and achievable", ["cause", "kind", "tokens", "of prompts"], lost, [1]);
+}
+
+// What caches of other sizes would have reused; the sizes of the tiers are marked.
+function drawCurve() {
+  const points = (state.achievable?.curve ?? []).filter((point) => point.tokens > 0), tiers = Object.entries(state.achievable?.tiers ?? {});
+  if (points.length < 2) return [];
+  const sizes = [...points, ...tiers.map(([, tier]) => tier)].map(({ tokens }) => Math.log(Math.max(1, tokens)));
+  const [low, high] = [Math.min(...sizes), Math.max(...sizes) + 0.01], most = Math.max(...points.map(({ share }) => share), 0.01);
+  const x = (tokens) => LEFT + 4 + (WIDTH - LEFT - 8) * (Math.log(Math.max(1, tokens)) - low) / (high - low), y = (share) => 6 + (HEIGHT - FOOT - 6) * (1 - share / most);
+  const chart = frame("Share that caches of other sizes would have reused", [[0, "0 %"], [most, percent(most, 1)]], y, "");
+  for (const [i, [name, { tokens }]] of tiers.entries()) {
+    chart.append(svg("line", { class: "dashed", x1: x(tokens), x2: x(tokens), y1: 6, y2: HEIGHT - FOOT }, svg("title", {}, `${name}: ${short(tokens)} tokens`)),
+      svg("text", { x: x(tokens) - 4, y: HEIGHT - FOOT - 6 - 13 * i, "text-anchor": x(tokens) > WIDTH / 3 ? "end" : "start" }, name));
+  }
+  const line = [...points, { tokens: Math.exp(high), share: points.at(-1).share }];
+  chart.append(svg("polyline", { class: "line", points: line.map(({ tokens, share }) => `${x(tokens).toFixed(1)},${y(share).toFixed(1)}`).join(" ") }),
+    svg("text", { x: LEFT, y: HEIGHT - 2 }, `${short(Math.round(Math.exp(low)))} tokens`), svg("text", { x: WIDTH, y: HEIGHT - 2, "text-anchor": "end" }, short(Math.round(Math.exp(high)))));
+  return [el("p", { class: "empty" }, "Reused by a cache of another size (LRU)"), chart];
 }
 
 function frame(label, marks, y, span) {
@@ -247,7 +265,7 @@ function frame(label, marks, y, span) {
   for (const [value, text] of marks) {
     chart.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: y(value), y2: y(value) }), svg("text", { x: 0, y: y(value) + 4 }, text));
   }
-  chart.append(svg("text", { x: LEFT, y: HEIGHT - 2 }, `${span} ago`), svg("text", { x: WIDTH, y: HEIGHT - 2, "text-anchor": "end" }, "now"));
+  if (span) chart.append(svg("text", { x: LEFT, y: HEIGHT - 2 }, `${span} ago`), svg("text", { x: WIDTH, y: HEIGHT - 2, "text-anchor": "end" }, "now"));
   return chart;
 }
 
@@ -291,7 +309,12 @@ function drawMoves(now, rate) {
     const stored = tiers.storage;
     rows.push(["storage", meter(at(stored, "bytes_used"), at(stored, "bytes_limit")), bytes(at(stored, "bytes_limit")), hits("storage"), short(at(stored, "evicted"))]);
   }
-  table("moves", "", ["tier", "used", "of", "hits", "evicted"], rows);
+  const gains = state.achievable?.tiers ?? {}, head = ["tier", "used", "of", "hits", "evicted"];
+  if (Object.keys(gains).length) {
+    head.push("twice as large");
+    for (const row of rows) row.push(row[0] in gains ? `+${percent(gains[row[0]].gain_if_doubled, 1, 1)}` : "–");
+  }
+  table("moves", "", head, rows);
   const lanes = Object.values(LANES).filter(([tier, , busy]) => busy in (tiers[tier] ?? {})).map(([tier, moved, busy, name]) => {
     const share = rate("tiers", tier, busy);
     return [name, share === null ? "–" : `${bytes(rate("tiers", tier, moved))}/s`, meter(Math.min(1, share ?? 0), 1), bytes(at(tiers, tier, moved))];
@@ -543,7 +566,7 @@ async function once(work) {
 }
 
 async function look(isNow) {
-  if (!isNow && (state.isPaused || document.hidden || !$("key-form").hidden)) return;
+  if (!isNow && (state.isPaused || state.isLimited || document.hidden || !$("key-form").hidden)) return;
   await once(lookFast);
 }
 
