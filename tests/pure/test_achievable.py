@@ -129,7 +129,7 @@ def test_sampled_estimates_are_unbiased_and_their_stated_error_is_right() -> Non
         missed += stack.missed(prompt, size)
         stack.use(prompt)
     deviations, z_scores, missed_estimates = [], [], []
-    for seed in range(100):
+    for seed in range(60):
         reuse = Reuse(page_size=_SIZE, sizes=[size], max_pages=200, source=PrefixHasher(_SIZE, seed=seed))
         for prompt in prompts:
             follow(reuse, prompt)
@@ -138,19 +138,19 @@ def test_sampled_estimates_are_unbiased_and_their_stated_error_is_right() -> Non
         deviations.append(1 - total.new / total.prompt - wanted)
         z_scores.append(1.96 * deviations[-1] / total.error)
         missed_estimates.append(reuse.curve.missed_at(size))
-    assert abs(np.mean(deviations)) < 4 * np.std(deviations) / 100**0.5
-    assert 0.8 < np.std(z_scores) < 1.2
-    assert abs(np.mean(missed_estimates) - missed) < 4 * np.std(missed_estimates) / 100**0.5
+    assert abs(np.mean(deviations)) < 4 * np.std(deviations) / 60**0.5
+    assert 0.75 < np.std(z_scores) < 1.25
+    assert abs(np.mean(missed_estimates) - missed) < 4 * np.std(missed_estimates) / 60**0.5
     assert np.std(missed_estimates) < 0.15 * missed
 
 
 def test_memory_is_bounded_whatever_requests_say() -> None:
-    draw, max_pages = np.random.default_rng(0), 4096
+    draw, max_pages = np.random.default_rng(0), 1024
     reuse = Reuse(page_size=16, max_pages=max_pages)
     follow(reuse, range(16 * 1000), tenant="warm")
     tracemalloc.start()
     for number in range(300):
-        follow(reuse, draw.integers(0, 1000, 16 * 60).tolist(), tenant=str(number), salt=str(number % 7))
+        follow(reuse, draw.integers(0, 1000, 16 * 30).tolist(), tenant=str(number), salt=str(number % 7))
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(reuse.sample) <= max_pages < reuse.tallies.total.prompt / 16
