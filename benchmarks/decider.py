@@ -146,9 +146,15 @@ class TimedGroup(Group):
         with self._spent.on("broadcast"):
             return self._group.ibroadcast(tensor, root=root)
 
-    def recv(self, tensor: Tensor, *, source: int) -> Tensor:
+    def irecv(self, tensor: Tensor, *, source: int) -> Callable[[], None]:
         with self._spent.on("wait for ranks"):
-            return self._group.recv(tensor, source=source)
+            received = self._group.irecv(tensor, source=source)
+
+        def wait() -> None:
+            with self._spent.on("wait for ranks"):
+                received()
+
+        return wait
 
 
 class TimedExecutor(GangExecutor):

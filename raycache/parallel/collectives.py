@@ -76,6 +76,10 @@ class Group:
         """Receive into the tensor from a member; returns it."""
         raise AssertionError("a group of one has nobody to receive from")
 
+    def irecv(self, tensor: Tensor, *, source: int) -> Callable[[], None]:
+        """Start to receive; the tensor must not be read, written or freed before the result was called."""
+        raise AssertionError("a group of one has nobody to receive from")
+
     def close(self) -> None:
         """Leave the group; peers waiting for this rank fail."""
 
@@ -135,8 +139,12 @@ class TorchGroup(Group):
         return lambda: self._call(work.wait)
 
     def recv(self, tensor: Tensor, *, source: int) -> Tensor:
-        self._wait(lambda: self._backend.recv([tensor], source, 0))
+        self.irecv(tensor, source=source)()
         return tensor
+
+    def irecv(self, tensor: Tensor, *, source: int) -> Callable[[], None]:
+        work = self._call(lambda: self._backend.recv([tensor], source, 0))
+        return lambda: self._call(work.wait)
 
     def close(self) -> None:
         self._backend = None

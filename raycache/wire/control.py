@@ -112,11 +112,14 @@ def receive_results(plan: StepPlan, control: Group, *, split: Split) -> list[NDA
     Raises:
         RankLostError: a rank is gone, late, or sends the result of another step.
     """
-    results = []
-    width = result_width(plan)
-    for rank, count in zip(result_ranks(split), result_lens(plan, cp_size=split.cp), strict=True):
-        result = control.recv(torch.empty(1 + count * width, dtype=torch.int64), source=rank + 1).numpy()
+    ranks, width = result_ranks(split), result_width(plan)
+    results = [np.empty(1 + count * width, np.int64) for count in result_lens(plan, cp_size=split.cp)]
+    # All are started before the first is waited for: gloo's sender waits until its receiver is ready.
+    started = [
+        control.irecv(torch.from_numpy(result), source=rank + 1) for rank, result in zip(ranks, results, strict=True)
+    ]
+    for rank, result, wait in zip(ranks, results, started, strict=True):
+        wait()
         if result[0] != plan.step:
             raise RankLostError(rank, str(split.coords(rank)), plan.step, f"it sent the result of step {result[0]}")
-        results.append(result[1:].reshape(count, width))
-    return results
+    return [result[1:].reshape(-1, width) for result in results]

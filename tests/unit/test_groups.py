@@ -234,6 +234,26 @@ def test_messages_of_a_pair_arrive_in_order(store: Store) -> None:
     assert together(world_handle(store, (0, 1)), work)[1] == list(range(20))
 
 
+def test_messages_of_several_peers_can_be_waited_for_in_any_order(store: Store) -> None:
+    def work(group: Group, rank: int) -> list[list[int]]:
+        if rank:
+            for turn in range(5):
+                group.send(torch.tensor([rank, turn]), to=0)
+            return []
+        found = []
+        for order in ((1, 2, 3), (3, 2, 1), (2, 3, 1), (1, 3, 2), (3, 1, 2)):
+            parts = {source: torch.zeros(2, dtype=torch.int64) for source in (1, 2, 3)}
+            waits = {source: group.irecv(part, source=source) for source, part in parts.items()}
+            for source in order:
+                waits[source]()
+                found.append(parts[source].tolist())
+        return found
+
+    expected = [[1, 0], [2, 0], [3, 0], [3, 1], [2, 1], [1, 1], [2, 2], [3, 2], [1, 2]]
+    expected += [[1, 3], [3, 3], [2, 3], [3, 4], [1, 4], [2, 4]]
+    assert together(world_handle(store, (0, 1, 2, 3)), work)[0] == expected
+
+
 def test_a_peer_that_leaves_is_noticed_long_before_the_deadline(store: Store) -> None:
     start = time.monotonic()
 
