@@ -26,6 +26,7 @@ from actors.placement import Placement
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
 from raycache.observe import logs
+from raycache.observe.kv_events import check_installed
 from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
 
 if TYPE_CHECKING:
@@ -200,6 +201,8 @@ class EngineActor:
         self._gangs.end(has_last_plan=failure is None and self._has_closed())
 
     def _start(self) -> Engine:
+        if self._config.event_address is not None:
+            check_installed()
         self._gangs.start_ranks(on_progress=self._note_progress)
 
         from raycache.checkpoint.hub_models import located

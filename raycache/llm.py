@@ -32,6 +32,7 @@ from raycache.host.directory import SHARED_MEMORY, new_name
 from raycache.host.link import HostLink
 from raycache.host.nodes import open_all
 from raycache.host.service import HostService
+from raycache.observe.kv_events import check_installed
 from raycache.parallel.devices import GpuModel
 from raycache.rank.build import load
 from raycache.rank.member import alone
@@ -98,6 +99,8 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         # The caller waits for all prompts anyway: no queue limit by default.
         wanted = pinned(Config.from_mapping({"model": str(model), "max_queue": 2**31 - 1, **settings}))
+        if wanted.event_address is not None:
+            check_installed()
         with ProgressBar() as bar:
             fetch(wanted, on_progress=bar.show)
         self.config = located(wanted)

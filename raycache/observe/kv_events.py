@@ -75,6 +75,20 @@ def block_removed(hashes: Sequence[int], *, medium: Medium) -> Event:
     return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium.value}
 
 
+def check_installed() -> None:
+    """Check that events can be published, before ranks start.
+
+    Raises:
+        ConfigError: pyzmq is not installed.
+    """
+    try:
+        import zmq  # noqa: F401
+    except ModuleNotFoundError as cause:
+        raise ConfigError(
+            "kv_events needs the package pyzmq, which is not installed: pip install 'raycache[events]'"
+        ) from cause
+
+
 def pack(events: Sequence[Event], *, rank: int) -> bytes:
     """Encode a batch, with the time of now."""
     packed: bytes = msgpack.packb([time.time(), events, rank])
@@ -99,12 +113,9 @@ class KvEventPublisher:
     def __init__(
         self, address: EventAddress, *, rank: int = 0, most_queued: int = 4096, most_bytes: int = 1 << 26
     ) -> None:
-        try:
-            import zmq
-        except ModuleNotFoundError as cause:
-            raise ConfigError(
-                "kv_events needs the package pyzmq, which is not installed: pip install 'raycache[events]'"
-            ) from cause
+        check_installed()
+        import zmq
+
         self._zmq, self._topic, self._rank = zmq, address.topic.encode(), rank
         self._most_bytes = most_bytes
         self._lock = threading.Lock()  # of the five below

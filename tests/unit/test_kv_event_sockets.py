@@ -152,6 +152,8 @@ def test_without_pyzmq_the_error_names_the_command(address: EventAddress, monkey
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"pip install 'raycache\[events\]'"):
         KvEventPublisher(address)
+    with pytest.raises(ConfigError, match="pyzmq"):  # before it looks for the model
+        LLM("/nowhere", kv_events="tcp://127.0.0.1:5557")
 
 
 @pytest.mark.parametrize(
