@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
 import ray
 from ray.job_config import JobConfig
 
@@ -64,6 +66,7 @@ def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({
     if temp_dir is not None:
         options.update(include_dashboard=config.dashboard, dashboard_host="127.0.0.1", _temp_dir=str(temp_dir))
         options.update(_system_config=_SETTINGS)
+    before = _descendants()
     try:
         context = ray.init(
             **options,
@@ -74,9 +77,11 @@ def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({
             runtime_env={"env_vars": dict(variables)} if variables and not is_local else None,
         )
     except Exception as cause:  # of no other class when Ray's processes take longer than the 30 s that it gives them
+        _end(_descendants() - before)
         disconnect(temp_dir)
         raise ConfigError(_explain(config.address, f"{type(cause).__name__}: {cause}")) from cause
     except KeyboardInterrupt:
+        _end(_descendants() - before)
         disconnect(temp_dir)
         raise
     address: dict[str, Any] = context.address_info  # type: ignore[attr-defined]  # a base class lacks it
@@ -84,6 +89,17 @@ def connect(config: Config, *, variables: Mapping[str, str] = MappingProxyType({
         _require_token(str(address["gcs_address"]), config)
     url = address.get("webui_url") or ""
     return Cluster(address=str(address["gcs_address"]), dashboard_url=f"http://{url}" if url else "", temp_dir=temp_dir)
+
+
+def _descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _end(processes: Iterable[psutil.Process]) -> None:
+    """Kill the processes of a half-started Ray: it would do so at exit, but not to agents that have not registered."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _require_token(address: str, config: Config) -> None:

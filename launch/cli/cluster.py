@@ -1,7 +1,7 @@
 """`raycache launch`: starts a service, runs it until a signal, and stops it.
 
-bind port -> check model -> Ray -> replicas (placement, engine actor, ranks) -> HTTP server -> table -> ... -> stop in
-reverse order. With ingress=serve, Ray Serve runs replicas and HTTP server (ray_serve.py).
+bind port -> Ray, and beside it: import torch, check model -> replicas (placement, engine actor, ranks) -> HTTP server
+-> table -> ... -> stop in reverse order. With ingress=serve, Ray Serve runs replicas and HTTP server (ray_serve.py).
 """
 
 from __future__ import annotations
@@ -10,32 +10,28 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from actors.cluster import Cluster, connect, device_type, disconnect
-from actors.metrics import publishing
-from actors.replicas import Replicas
-from actors.starter import Starter
 from launch import table
 from launch.cli import cache, signals
+from launch.cli.beside import Beside
 from launch.environment import hub_variables, keep_job_variables
-from launch.http.app import build_app
-from launch.http.replicas import ReplicasApi
-from launch.http.serve import bind, serve
+from launch.http.serve import bind
 from launch.observe.requests import Observed, observe
 from launch.service import register
-from raycache.api.chat import ChatTemplate
-from raycache.api.defaults import Defaults
-from raycache.api.repairs import Repairs
-from raycache.api.tokenizer import Tokenizer
-from raycache.checkpoint.hub_models import outlined, pinned, pinned_models
+from raycache.checkpoint.hub_id import hub_id
 from raycache.config import Config
-from raycache.deployment.deployment import check_model
 from raycache.observe import logs
-from raycache.routing.totals import total_info
 from raycache.types import EngineInfo
 
+if TYPE_CHECKING:
+    from launch.cli.builtin import Checked
+
+_CHECK_END_S = 10.0
+"""For the model's check to end when the start has failed."""
 _TOKEN_HINT = " (`ray get-auth-token` prints its token, if it asks for one)"
 
 
@@ -72,76 +68,48 @@ def run(config: Config) -> int:
         sock = cleanup.enter_context(contextlib.closing(bind(config)))
         progress = cleanup.enter_context(_Progress())
         progress.show("checking the model", 0.0)
-        config = pinned(config)
-        with outlined(config) as here:
-            tokenizer = Tokenizer.of(here, vocab_size=check_model(here).vocab_size)
-            defaults = Defaults.of(here)
-        ChatTemplate.load(tokenizer, path=config.chat_template)  # fails now instead of after the weights are loaded
-        Repairs.of(config)
-        progress.show("starting Ray", 0.0)
+        checking = Beside(partial(_checked, config, progress))
+        cleanup.callback(checking.end, _CHECK_END_S)
+        if config.address != "local":
+            checking.result()  # joining takes no time, and a cluster in use should not see what cannot be served
         keep_job_variables()
-        cluster = connect(config, variables=hub_variables() if pinned_models(config) else {})
+        with checking.interrupting():
+            cluster = connect(config, variables=hub_variables() if any(map(hub_id, config.directories)) else {})
         cleanup.callback(disconnect, cluster.temp_dir)
-        if config.ingress == "serve":
-            from launch.ray_serve import serving
-
-            service: Service = cleanup.enter_context(serving(config, sock=sock, on_progress=progress.show))
-        else:
-            starter = Starter(config, device=device_type(config))
-            cleanup.callback(starter.stop)
-            service = _Builtin(
-                config,
-                sock,
-                starter=starter,
-                tokenizer=tokenizer,
-                defaults=defaults,
-                seen=seen,
-                progress=progress,
-            )
+        checked = checking.result()
+        service = cleanup.enter_context(_service(checked, sock, seen=seen, progress=progress))
         progress.close()
         cleanup.callback(signals.ignore)
-        asyncio.run(_serve(service, config=config, cluster=cluster))
+        asyncio.run(_serve(service, config=checked.config, cluster=cluster))
     return 0
 
 
-class _Builtin:
-    """Engines driven by this process, and its own HTTP server."""
+def _checked(config: Config, progress: _Progress) -> Checked:
+    from launch.cli.builtin import check
 
-    def __init__(
-        self,
-        config: Config,
-        sock: socket.socket,
-        *,
-        starter: Starter,
-        tokenizer: Tokenizer,
-        defaults: Defaults,
-        seen: Observed,
-        progress: _Progress,
-    ) -> None:
-        self._config, self._sock, self._seen = config, sock, seen
-        started = starter.start_all(on_progress=progress.show)
-        self._engine = Replicas(config, starter, started)
-        self.info = total_info({name: facts for name, (_, facts) in started.items()})
-        routes = ReplicasApi(self._engine, config=config).routes()
-        self._app = build_app(
-            self._engine,
-            config=config,
-            info=self.info,
-            tokenizer=tokenizer,
-            defaults=defaults,
-            routes=routes,
-            observed=seen,
-        )
+    checked = check(config)
+    progress.show("starting Ray", 0.0)  # which has begun, but is only now what the start waits for
+    return checked
 
-    async def run(self, *, stop: asyncio.Event, on_started: Callable[[str], None]) -> None:
-        watch = asyncio.create_task(self._engine.watch())
-        # Exit, so that a supervisor can restart the service, instead of responding only 503.
-        watch.add_done_callback(lambda ended: stop.set())
-        async with publishing(self._engine, self._seen.metrics):
-            await serve(self._app, sock=self._sock, stop=stop, on_started=on_started, config=self._config)
-        if watch.done():
-            watch.result()
-        watch.cancel()
+
+@contextlib.contextmanager
+def _service(checked: Checked, sock: socket.socket, *, seen: Observed, progress: _Progress) -> Iterator[Service]:
+    config = checked.config
+    if config.ingress == "serve":
+        from launch.ray_serve import serving
+
+        with serving(config, sock=sock, on_progress=progress.show) as served:
+            yield served
+        return
+
+    from actors.starter import Starter
+    from launch.cli.builtin import Builtin
+
+    starter = Starter(config, device=device_type(config))
+    try:
+        yield Builtin(config, sock, starter=starter, checked=checked, seen=seen, on_progress=progress.show)
+    finally:
+        starter.stop()
 
 
 async def _serve(service: Service, *, config: Config, cluster: Cluster) -> None:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from launch import environment
 from launch.cli.signals import unwinding
 from raycache import __version__
-from raycache.checkpoint.hub_models import hub_id
+from raycache.checkpoint.hub_id import hub_id
 from raycache.config import Config
 from raycache.errors import ConfigError
 

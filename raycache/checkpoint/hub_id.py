@@ -41,6 +41,11 @@ class HubId:
         return replace(self, revision=revision)
 
 
+def hub_id(text: str) -> HubId | None:
+    """The model of the Hub that a setting names; None for a directory, or a text of another form."""
+    return None if Path(text).is_dir() else HubId.parse(text)
+
+
 def name_of(directory: Path) -> str:
     """Name of the model in a directory: ORG/NAME in huggingface_hub's cache, elsewhere the directory's name."""
     kind, _, repo = directory.parent.parent.name.partition("--")

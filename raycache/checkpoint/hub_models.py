@@ -18,7 +18,7 @@ from typing import Any
 from raycache.checkpoint.hub import Hub
 from raycache.checkpoint.hub_download import OnProgress
 from raycache.checkpoint.hub_files import descriptions
-from raycache.checkpoint.hub_id import HubId
+from raycache.checkpoint.hub_id import HubId, hub_id
 from raycache.config import Config
 from raycache.errors import CheckpointError, ConfigError
 
@@ -151,11 +151,6 @@ def located(config: Config, *, hub: Hub | None = None) -> Config:
     """
     changes: dict[str, Any] = {name: _directory(hub or Hub(), each) for name, each in pinned_models(config).items()}
     return replace(config, **changes)
-
-
-def hub_id(text: str) -> HubId | None:
-    """The model of the Hub that a setting names; None for a directory, or a text of another form."""
-    return None if Path(text).is_dir() else HubId.parse(text)
 
 
 def pinned_models(config: Config) -> dict[str, HubId]:

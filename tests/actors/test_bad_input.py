@@ -62,7 +62,7 @@ def broken_template(model: Path) -> None:
         (lambda model: None, ["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
     ],
 )
-def test_a_mistake_is_refused_before_ray_starts(
+def test_a_mistake_is_refused_while_ray_starts(
     model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -73,6 +73,8 @@ def test_a_mistake_is_refused_before_ray_starts(
 ) -> None:
     # It is for a process that starts its own Ray; here it would keep the nodes of later tests from their cluster.
     monkeypatch.setattr("launch.cli.main.keep_ray_on_loopback", lambda: None)
+    # Ray's own start takes seconds, too, and would leave processes to this one.
+    monkeypatch.setattr("launch.cli.cluster.connect", lambda *_, **__: time.sleep(300))
     copy = shutil.copytree(model, tmp_path / "copy")
     damage(copy)
     assert main(["launch", str(copy), "--port", "auto", *flags]) == 2

@@ -50,6 +50,24 @@ def test_interrupt_while_starting_leaves_nothing(model: Path, scratch: Path, pha
         process.kill()
 
 
+@pytest.mark.long
+def test_a_mistake_that_is_found_while_ray_starts_leaves_nothing(model: Path, scratch: Path) -> None:
+    process = start(model, scratch, "--chat-template", "nowhere.jinja", "--no-dashboard")
+    below: set[psutil.Process] = set()
+    try:
+        while process.poll() is None:
+            below.update(psutil.Process(process.pid).children(recursive=True))
+            time.sleep(0.1)
+        output, _ = process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode == 2
+    assert "nowhere.jinja" in output and "Traceback" not in output
+    assert below, "Ray was starting"
+    assert is_gone(list(below), within_s=30)
+    assert traces(scratch, list(below)) == set()
+
+
 def test_a_port_in_use_is_refused_before_anything_starts(model: Path, scratch: Path) -> None:
     import socket
 

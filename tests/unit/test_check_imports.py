@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.oracle.tiny import make_tiny
 
 _CODE = """
@@ -27,7 +29,8 @@ def test_a_rank_and_the_check_of_a_model_leave_compilers_and_servers_alone(tmp_p
     assert done.stdout.split() == []
 
 
-def test_an_engine_starts_its_ranks_before_it_imports_torch() -> None:
-    code = "import sys, actors.engine; print('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["actors.engine", "launch.cli.job", "launch.cli.cluster"])
+def test_ray_and_ranks_are_started_before_torch_is_imported(module: str) -> None:
+    code = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["False"]
