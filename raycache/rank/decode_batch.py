@@ -26,7 +26,6 @@ from raycache.parallel.context import ParallelContext
 from raycache.step.exchange import HeadExchange, TokenExchange
 from raycache.step.inputs import Pages, Places, RowInputs, StateRows, StepInputs
 from raycache.step.page_tables import PageTables
-from raycache.step.single_rows import in_single_rows
 from raycache.wire.plan import StepPlan
 
 _IDS, _POSITIONS, _SLOTS = "ids", "positions", "slots"
@@ -72,11 +71,14 @@ class DecodeBatch:
             plan: at most `size` tokens; rows with drafts, or of one token.
             tables: page tables, including the plan's new pages.
         """
-        rows, columns = in_single_rows(plan).rows, self._columns
-        self.num_local = int((self._mine < len(rows)).sum())
-        starts = np.array([row.start for row in rows], np.int64)
-        slots = np.array([row.slot for row in rows], np.int64)
+        rows, columns = plan.rows, self._columns
+        counts = np.array([row.num_tokens for row in rows], np.int64)
         ids = np.frombuffer(b"".join(row.tokens for row in rows), np.int32)
+        self.num_local = int((self._mine < len(ids)).sum())
+        first = np.array([row.start for row in rows], np.int64).repeat(counts)
+        behind: NDArray[np.int64] = np.arange(len(ids)) - (counts.cumsum() - counts).repeat(counts)
+        starts = first + behind
+        slots = np.array([row.slot for row in rows], np.int64).repeat(counts)
         for name, values in ((_IDS, ids), (_POSITIONS, starts), (_SLOTS, slots)):
             columns[name][: self.num_local] = values[self._mine[: self.num_local]]
             columns[name][self.num_local :] = 0
