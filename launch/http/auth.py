@@ -155,7 +155,10 @@ def owned(body: Body, request: Request) -> Body:
 
 
 def check_operator(request: Request, config: Config) -> None:
-    """Without API keys, accept commands only from programs on this machine, and not from browsers.
+    """Without API keys, accept only programs on this machine, and browsers' requests that no web page caused.
+
+    The name of a web page's server may be made to lead here, and to a browser that page and this server are then one.
+    So the server has to be called by its address or as localhost.
 
     Raises:
         ProblemError: 403.
@@ -164,26 +167,23 @@ def check_operator(request: Request, config: Config) -> None:
         return  # checked by Authentication
     if not _is_from_here(request):
         text = "without an API key, commands are accepted only from the server's own machine; set RAYCACHE_API_KEY"
-        raise ProblemError(Problem(403, text, code="api_key_needed"))
-    if "origin" in request.headers:  # sent by a web page in a browser on this machine
-        raise ProblemError(Problem(403, "commands from web pages need an API key", code="api_key_needed"))
-
-
-def check_host(request: Request, config: Config) -> None:
-    """Without API keys, show prompts only under an address or the name localhost.
-
-    The name of a web page's own server may be made to lead here; to a browser, that page and this server are then one.
-
-    Raises:
-        ProblemError: 403.
-    """
-    if config.api_key or config.api_keys:
-        return
-    sent = _HOST.fullmatch(request.headers.get("host", ""))
-    name = (sent[1] or sent[2]).lower() if sent else ""
-    if name != "localhost" and not name.endswith(".localhost") and not _is_address(name):
+    elif "origin" in request.headers:  # sent by a web page in a browser on this machine
+        text = "commands from web pages need an API key"
+    elif not _is_local(name := _host_name(request)):
         text = f"without an API key, use http://127.0.0.1 or http://localhost instead of the name {name!r}"
-        raise ProblemError(Problem(403, text, code="api_key_needed"))
+    else:
+        return
+    raise ProblemError(Problem(403, text, code="api_key_needed"))
+
+
+def _host_name(request: Request) -> str:
+    """Name or address by which the client calls this server, without the port; "" if the header is none."""
+    sent = _HOST.fullmatch(request.headers.get("host", ""))
+    return (sent[1] or sent[2]).lower() if sent else ""
+
+
+def _is_local(name: str) -> bool:
+    return name == "localhost" or name.endswith(".localhost") or _is_address(name)
 
 
 def new_key(name: str, *, rights: tuple[str, ...] = ()) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from launch.http.auth import check_host, check_operator
+from launch.http.auth import check_operator
 from raycache.config import Config
 
 UI_PATH = "/ui"
@@ -60,7 +60,6 @@ class UiPage:
 
         async def show(request: Request) -> Response:
             check_operator(request, self._config)
-            check_host(request, self._config)
             return Response(content, headers=_HEADERS, media_type=kind)
 
         return show

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from launch.http.auth import ADMIN, Keys, check_host, check_operator, tenant_of
+from launch.http.auth import ADMIN, Keys, check_operator, tenant_of
 from launch.http.wire import json_response
 from raycache.api.engine import AsyncEngine
 from raycache.api.tokenizer import Tokenizer
@@ -57,7 +57,6 @@ class TreeApi:
     async def show(self, request: Request) -> Response:
         """Return the prefixes of one replica, by default the first."""
         check_operator(request, self._config)
-        check_host(request, self._config)
         replicas = list((await self._engine.stats()).replicas)
         replica = request.query_params.get("replica") or next(iter(replicas), "")
         key = (self._query(request), replica)

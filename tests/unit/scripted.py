@@ -141,7 +141,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 async def over_asgi(engine: ScriptedEngine, tokenizer: Tokenizer, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = build_app(engine, config=Config(**settings), info=await engine.info(), tokenizer=tokenizer)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client
 
 

@@ -23,7 +23,7 @@ SMALL = 100
 def run(server: CachedServer, **options: Any) -> Result:
     settings = {"budget": 400, "prompt_tokens": 60, "output_tokens": 6, **options}
     transport = httpx2.ASGITransport(server.app)
-    connection = Connection("http://test", transport=transport, clock=server.clock)
+    connection = Connection("http://127.0.0.1", transport=transport, clock=server.clock)
     return asyncio.run(check(connection, Options(**settings)))
 
 
@@ -69,7 +69,7 @@ def test_a_claimed_hit_that_was_computed_is_found_by_nothing_but_time() -> None:
     server = CachedServer(Planted.CLAIMS_COMPUTED)
     stopped = httpx2.ASGITransport(server.app)
     options = Options(budget=150, prompt_tokens=60, output_tokens=6)
-    result = asyncio.run(check(Connection("http://test", transport=stopped, clock=lambda: 0.0), options))
+    result = asyncio.run(check(Connection("http://127.0.0.1", transport=stopped, clock=lambda: 0.0), options))
     assert result.exit_code == 0 and result.timing is not None
     assert "too fast to tell" in result.timing.text
 

@@ -327,6 +327,12 @@ def test_a_command_without_a_body_needs_no_content_type(engine: ScriptedEngine, 
             # A web page can send it without asking the server first, but not without its origin.
             for origin in ("https://example.com", "null"):
                 assert (await client.post("/cache/clear", headers={"Origin": origin})).status_code == 403
+            # Nor under a name that a page's server has made lead here, which is the page's own origin then.
+            for path in ("/cache/why", "/cache/tree"):
+                assert (await client.get(path, headers={"Host": "evil.example"})).status_code == 403, path
+            answer = await client.post("/cache/clear", headers={"Host": "evil.example:8000"})
+            assert answer.status_code == 403
+            assert "http://127.0.0.1" in answer.json()["error"]["message"]
             for options in ({"content": b"{}"}, {"content": _parts()}, {"headers": {"Content-Type": "text/plain"}}):
                 assert (await client.post("/cache/clear", **options)).status_code == 415
             assert engine.commands == commands
@@ -372,7 +378,7 @@ def test_without_a_key_commands_are_taken_from_this_machine_only(
         app = build_app(engine, config=Config(api_key=key), info=await engine.info(), tokenizer=tokenizer)
         transport = httpx.ASGITransport(app, client=(host, 999))
         headers = {"Authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as client:
             assert (await client.post("/cache/clear", json={})).status_code == status
             assert (await client.get("/cache")).status_code == 200
 

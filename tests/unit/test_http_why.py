@@ -139,7 +139,7 @@ def test_without_keys_only_this_machine_may_ask(engine: ScriptedEngine, tokenize
     async def scenario() -> None:
         app = build_app(engine, config=Config(), info=await engine.info(), tokenizer=tokenizer)
         transport = httpx.ASGITransport(app, client=("192.0.2.1", 4321))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             assert (await client.get("/cache/why")).status_code == 403
 
     run(scenario())

@@ -63,7 +63,7 @@ def ask(
     async def run() -> httpx.Response:
         app, _ = await app_over(tokenizer, replicas, **settings)
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.request(method, path, json=body)
 
     return asyncio.run(run())

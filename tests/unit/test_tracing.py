@@ -95,7 +95,7 @@ async def ask(engine: ScriptedEngine, tokenizer: Tokenizer, collector: Collector
     with observe(config) as observed:
         app = build_app(engine, config=config, info=await engine.info(), tokenizer=tokenizer, observed=observed)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             headers = {"traceparent": f"00-{_TRACE}-{_PARENT}-01"}
             answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"} | body, headers=headers)
             assert (await client.get("/v1/models")).status_code == 200
