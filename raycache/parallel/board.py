@@ -83,8 +83,8 @@ class AckBoard:
         """
         path = directory / f"raycache-{os.getpid()}-{secrets.token_hex(4)}"
         try:
-            with path.open("xb") as file:
-                file.truncate(num_ranks * len(Lane) * 8)
+            path.touch(mode=0o600, exist_ok=False)
+            os.truncate(path, num_ranks * len(Lane) * 8)
         except OSError as cause:
             raise ConfigError(f"cannot make the ack board {path}: {cause}; make {directory} writable") from cause
         return cls(path, num_ranks=num_ranks)

@@ -95,7 +95,7 @@ def test_only_what_the_document_lists_listens_and_on_loopback(served: Served) ->
 def test_shared_memory_is_open_to_the_services_user_only(served: Served) -> None:
     seen = []
     for process in (served.process, *served.process.children(recursive=True)):
-        for path in Path("/dev/shm").glob(f"raycache*{process.pid}*"):
+        for path in Path("/dev/shm").glob(f"raycache-{process.pid}-*"):
             found = path.stat()
             assert found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077, path
             seen.append(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ def board(tmp_path: Path) -> Iterator[AckBoard]:
     made = AckBoard.create(4, directory=tmp_path)
     yield made
     made.unlink()
+
+
+def test_only_its_user_can_open_a_board(board: AckBoard) -> None:
+    assert stat.S_IMODE(board.path.stat().st_mode) == 0o600
 
 
 def test_a_new_board_says_that_nobody_has_done_anything(board: AckBoard) -> None:
