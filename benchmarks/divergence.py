@@ -161,18 +161,20 @@ class _PageCache:
 
 def cost(trace: Sequence[TraceRequest], *, history_mib: int) -> int:
     """CPU time of what is done for each request, at full length."""
-    blocks: OrderedDict[int, list[int]] = OrderedDict()
+    blocks: OrderedDict[int, array[int]] = OrderedDict()
 
-    def tokens_of(request: TraceRequest) -> list[int]:
+    def tokens_of(request: TraceRequest) -> array[int]:
+        tokens = array("i")
         for block in request.blocks:
             if block not in blocks:
-                blocks[block] = block_of(block, TRACE_BLOCK, range(_VOCAB))
+                blocks[block] = array("i", block_of(block, TRACE_BLOCK, range(_VOCAB)))
             blocks.move_to_end(block)
+            tokens += blocks[block]
         while len(blocks) > 20_000:
             blocks.popitem(last=False)
-        return [token for block in request.blocks for token in blocks[block]][: request.prompt_len]
+        return tokens[: request.prompt_len]
 
-    prompts = ((array("i", tokens_of(request)), _OUTPUT_LEN) for request in trace)
+    prompts = ((tokens_of(request), _OUTPUT_LEN) for request in trace)
     _measure("conversations", prompts, history_mib=history_mib)
     return 0
 

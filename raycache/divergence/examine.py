@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,13 +57,16 @@ class Examiner:
     def __init__(self, text: TokenText) -> None:
         self._text = text
 
-    def examine(self, prompt: Tokens, match: Match, asked: Asked, *, is_wanted: bool) -> Examined:
+    def examine(
+        self, prompt: Tokens, match: Match, rest: Sequence[Tokens], asked: Asked, *, is_wanted: bool
+    ) -> Examined:
         """Look at a prompt that leaves a known one.
 
         Args:
+            rest: how the known one goes on, in pieces.
             is_wanted: read the texts, even if both share nothing behind the place where they part.
         """
-        at, rest = match.length, match.rest
+        at = match.length
         other = rest[0] if len(rest) == 1 else np.concatenate(rest)
         this = prompt[at:]
         if not is_wanted and rejoin(this, other, least=max(LEAST_SHARED, len(prompt) // LEAST_SHARE)) is None:
@@ -145,7 +149,7 @@ class Examiner:
 
 def _is_resent(match: Match, asked: Asked, place: Place) -> bool:
     """Whether a message has the length that it had before; its text is not kept."""
-    if match.source is None or place.message is None or not place.line:
+    if match.source is None or match.source.sizes is None or place.message is None or not place.line:
         return False
     size = match.source.sizes.get(place.message)
     return size is not None and size == asked.size(place.message)

@@ -8,7 +8,9 @@ with history.begin(prompt, salt=salt, tenant="alice", asked=asked) as watch:
 
 from __future__ import annotations
 
+import random
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -19,25 +21,28 @@ from raycache.divergence.cause import Cause, shortfall
 from raycache.divergence.examine import LEAST_SHARE, Examined, Examiner
 from raycache.divergence.finding import Finding
 from raycache.divergence.place import Asked
-from raycache.divergence.seen import Match, SeenPrompts, Source, Tokens
-from raycache.divergence.sums import Sums
+from raycache.divergence.seen import Match, Node, SeenPrompts, Source
+from raycache.divergence.sums import Sums, TenantSums
 from raycache.divergence.text import TokenText
 from raycache.types import RequestOutput
 
 _NEVER = float("inf")
 _MOST_SALTS, _MOST_TENANTS = 4, 256
+_FIRST_PARTINGS, _SAMPLE = 64, 8
+"""Of a tenant, examined one by one; of those that follow, one in _SAMPLE, which counts as many times in the sums."""
 
 
 class _Known:
     """What was found where prompts part, kept with the tree, since most prompts that part there do so for one reason.
 
     Examined anew at the 1st, 2nd, 4th, 8th ... time. It has no texts: those are shown of requests that are still known.
+    None: the first time was not in the sample.
     """
 
     __slots__ = ("count", "examined")
 
-    def __init__(self, examined: Examined) -> None:
-        self.count, self.examined = 1, examined.without_texts()
+    def __init__(self, examined: Examined | None) -> None:
+        self.count, self.examined = 1, examined and examined.without_texts()
 
 
 class PromptHistory:
@@ -48,17 +53,25 @@ class PromptHistory:
         page_size: tokens of a cache page.
         max_bytes: for known prompts.
         clock: seconds.
+        draw: uniform in [0, 1).
     Attributes:
         sums: what was found so far.
     """
 
     def __init__(
-        self, text: TokenText, *, page_size: int, max_bytes: int, clock: Callable[[], float] = time.monotonic
+        self,
+        text: TokenText,
+        *,
+        page_size: int,
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
     ) -> None:
         self._examiner = Examiner(text)
         self.page_size = page_size
         self.seen = SeenPrompts(max_bytes)
         self.clock = clock
+        self._draw = draw
         self.sums = Sums()
         self._salts: OrderedDict[str, list[str]] = OrderedDict()  # of the tenants seen last
 
@@ -82,19 +95,18 @@ class PromptHistory:
             is_wanted: the client asks for the finding, so its texts are read in any case.
         """
         now = self.clock()
-        sizes = asked.last_sizes() if asked.messages else {}
-        source = Source(now, expires_s=now + ttl_s if ttl_s else _NEVER, sizes=sizes)
-        tokens = np.asarray(prompt, dtype=np.int32)
+        sizes = asked.last_sizes() if asked.messages else None
+        source = Source(now, _NEVER, now + ttl_s if ttl_s else _NEVER, sizes)
+        tokens = prompt if isinstance(prompt, array) else array("i", prompt)
         match = self.seen.add(salt, tokens, source)
-        examined = None
+        watch = Watch(self, tokens, match=match, source=source, sums=self.sums.of(tenant))
         if match.node is not None:
-            examined = self._examined(match, tokens, asked, is_wanted=is_wanted)
-        watch = Watch(self, tokens, match=match, examined=examined, source=source, tenant=tenant)
+            self._look(watch, match.node, asked, is_wanted=is_wanted)
         if tenant:  # without names, salts may divide users who must not learn of each other
             watch.other_salt_len = self._other_salt_len(tenant, salt, tokens, match)
         return watch
 
-    def _other_salt_len(self, tenant: str, salt: str, tokens: Tokens, match: Match) -> int:
+    def _other_salt_len(self, tenant: str, salt: str, tokens: array[int], match: Match) -> int:
         """Tokens of an unknown prompt that are known under another of the tenant's last salts."""
         salts = self._salts.setdefault(tenant, [])
         self._salts.move_to_end(tenant)
@@ -107,53 +119,66 @@ class PromptHistory:
             return 0
         return max((self.seen.known_length(other, tokens) for other in salts if other != salt), default=0)
 
-    def _examined(self, match: Match, tokens: Tokens, asked: Asked, *, is_wanted: bool) -> Examined | None:
-        assert match.node is not None
-        known = match.node.note
+    def _look(self, watch: Watch, node: Node, asked: Asked, *, is_wanted: bool) -> None:
+        """Find out what stands where a prompt parts from the known one, or take what is known of others there."""
+        known, match, prompt = node.note, watch.match, watch.prompt
         if isinstance(known, _Known):
             known.count += 1
             if not is_wanted and known.count & (known.count - 1):
-                return known.examined
-        if not is_wanted and not self._is_much(match, len(tokens)):
-            return None
-        examined = self._examiner.examine(tokens, match, asked, is_wanted=is_wanted)
+                watch.examined = known.examined
+                return
+        rest = self.seen.rest(match)
+        if not is_wanted:
+            at_stake = min(len(prompt) - match.length, sum(map(len, rest)))
+            if at_stake * LEAST_SHARE < len(prompt):
+                return
+            if known is None and not self._is_chosen(watch):
+                node.note = _Known(None)
+                return
+        examined = self._examiner.examine(np.frombuffer(prompt, np.int32), match, rest, asked, is_wanted=is_wanted)
+        watch.examined = examined
         if isinstance(known, _Known):
             known.examined = examined.without_texts()
         else:
-            match.node.note = _Known(examined)
-        return examined
+            node.note = _Known(examined)
 
-    @staticmethod
-    def _is_much(match: Match, prompt_len: int) -> bool:
-        """Whether so much could have been reused that it is worth a look."""
-        at_stake = min(prompt_len - match.length, sum(map(len, match.rest)))
-        return at_stake * LEAST_SHARE >= prompt_len
+    def _is_chosen(self, watch: Watch) -> bool:
+        """Whether a place where no prompt has parted before is in the sample."""
+        watch.sums.partings += 1
+        if watch.sums.partings <= _FIRST_PARTINGS:
+            return True
+        watch.weight = _SAMPLE
+        return self._draw() * _SAMPLE < 1
 
 
 class Watch:
     """One request. Use it as a context manager around the whole request.
 
     Attributes:
+        prompt, match: its tokens, and what was known of them.
+        sums: of its tenant.
+        examined: what stands where it leaves a known prompt, or None.
+        weight: requests for which it stands in the sums.
         finding: why no more of the prompt was reused; None: not known yet, or nothing known was missed.
         other_salt_len: tokens known under another salt of the tenant; counts in the sums only.
     """
 
+    __slots__ = (
+        "_expires_s", "_history", "_is_computed", "_is_in_flight", "_output", "_source", "examined", "finding",
+        "match", "other_salt_len", "prompt", "sums", "weight",
+    )  # fmt: skip
+
     def __init__(
-        self,
-        history: PromptHistory,
-        prompt: Tokens,
-        *,
-        match: Match,
-        examined: Examined | None,
-        source: Source,
-        tenant: str,
+        self, history: PromptHistory, prompt: array[int], *, match: Match, source: Source, sums: TenantSums
     ) -> None:
-        self._history, self._prompt, self._match, self._examined = history, prompt, match, examined
-        self._source, self._tenant = source, tenant
-        self._is_in_flight = match.source is not None and match.source.computed_s == _NEVER
-        self._expires_s = _NEVER if match.source is None else match.source.expires_s
+        self._history, self.prompt, self.match, self._source, self.sums = history, prompt, match, source, sums
+        known = match.source
+        self._is_in_flight = known is not None and known.computed_s == _NEVER
+        self._expires_s = _NEVER if known is None else known.expires_s
         self._output: list[int] = []
         self._is_computed = False
+        self.examined: Examined | None = None
+        self.weight = 1
         self.other_salt_len = 0
         self.finding: Finding | None = None
 
@@ -163,8 +188,8 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._match.leaf is not None:
-            self._history.seen.extend(self._match.leaf, self._output, self._source)
+        if self.match.leaf is not None:
+            self._history.seen.extend(self.match.leaf, self._output, self._source)
 
     def take(self, output: RequestOutput) -> None:
         """Called with each increment."""
@@ -175,26 +200,34 @@ class Watch:
             self._explain(output, prefill_s=max(0.0, now - self._source.seen_s - output.queued_s))
 
     def _explain(self, output: RequestOutput, *, prefill_s: float) -> None:
-        computed = len(self._prompt) - output.cached_tokens
-        known, examined = self._match.source, self._examined
-        if known is not None:
-            cause, kind, lost = self._shortfall(output)
-            at_place = examined is not None and (lost <= examined.shared or not lost)
-            if examined is not None and at_place:
-                cause, kind = examined.verdict.cause, examined.verdict.kind
-                lost = min(examined.shared, len(self._prompt) - self._match.length)
-            if lost or at_place:
-                lost_s = prefill_s * min(1.0, lost / max(1, computed))
-                token = self._match.length if at_place else output.cached_tokens
-                age_s = self._source.seen_s - known.seen_s
-                self.finding = Finding(cause, kind, token, lost, age_s, lost_s, examined if at_place else None)
-        counted = self.finding
-        if (lost := self.other_salt_len // self._history.page_size * self._history.page_size) > 0:
+        prompt_len = len(self.prompt)
+        computed = prompt_len - output.cached_tokens
+        if self.match.source is not None:
+            self.finding = self._find(output, self.match.source, per_token_s=prefill_s / max(1, computed))
+        counted, weight = self.finding, self.weight
+        if self.other_salt_len >= self._history.page_size:
+            lost = self.other_salt_len // self._history.page_size * self._history.page_size
             lost_s = prefill_s * min(1.0, lost / max(1, computed))
-            counted = Finding(Cause.SALT, "", 0, lost, age_s=0.0, lost_s=lost_s)
-        self._history.sums.add(
-            self._tenant, counted, prompt_tokens=len(self._prompt), computed_tokens=computed, prefill_s=prefill_s
-        )
+            counted, weight = Finding(Cause.SALT, "", 0, lost, age_s=0.0, lost_s=lost_s), 1
+        self.sums.count(prompt_tokens=prompt_len, computed_tokens=computed, prefill_s=prefill_s)
+        if counted is not None:
+            self.sums.add(counted, weight=weight)
+
+    def _find(self, output: RequestOutput, known: Source, *, per_token_s: float) -> Finding | None:
+        cause, kind, lost = self._shortfall(output)
+        token, examined = output.cached_tokens, self.examined
+        if examined is not None and (lost <= examined.shared or not lost):
+            cause, kind = examined.verdict.cause, examined.verdict.kind
+            token = self.match.length
+            lost = min(examined.shared, len(self.prompt) - token)
+        elif lost:
+            examined = None
+            self.weight = 1  # of what the engine has lost, each request is counted
+        else:
+            return None
+        computed = len(self.prompt) - output.cached_tokens
+        lost_s = per_token_s * min(lost, computed)
+        return Finding(cause, kind, token, lost, self._source.seen_s - known.seen_s, lost_s, examined)
 
     def _shortfall(self, output: RequestOutput) -> tuple[Cause, str, int]:
         """Cause, kind and number of the known tokens that were not reused; 0 for none.
@@ -202,10 +235,10 @@ class Watch:
         Of prompts that part, those behind the last whole page do not count.
         """
         size, cached = self._history.page_size, output.cached_tokens
-        reusable = min(self._match.length, len(self._prompt) - 1)
+        reusable = min(self.match.length, len(self.prompt) - 1)
         lost = reusable // size * size - cached
         if lost <= 0:
-            return Cause.GRANULARITY, "page", max(0, reusable - cached) if self._match.node is None else 0
+            return Cause.GRANULARITY, "page", max(0, reusable - cached) if self.match.node is None else 0
         is_expired = self._source.seen_s > self._expires_s
         cause = shortfall(output.miss, is_in_flight=self._is_in_flight, is_expired=is_expired)
         return cause, output.cut_by or output.miss.value, lost

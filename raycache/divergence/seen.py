@@ -5,26 +5,34 @@
     root - [system] - [question 1, answer 1, question 2]  one that leaves it splits the edge where it does
                     ` [question 3]
 
-The least recently used leaf goes first. Comparisons are numpy's, so a long prompt costs about as much as reading it.
+The least recently used leaf goes first. Edges are bytes, which are compared as fast as memory is read. What was
+generated waits at its leaf until a prompt goes on there: most never does.
 """
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raycache.types import packed
+
+Edge = bytes | memoryview
 Tokens = NDArray[np.int32]
 
 NODE_BYTES = 2048
 """At least what a node takes beside its tokens, with its source and note."""
+_TOKEN_BYTES = 4
 _MOST_TIMES = 4
 """A leaf that is longer than this many times what continues it is not copied, but gets a child."""
-_MOST_MERGED = 4096
+_MOST_MERGED = 4096 * _TOKEN_BYTES
+"""Bytes of an edge that is joined with another one."""
 _FIRST_LOOK = 1024
 """Tokens compared first, then eight times as many: what is compared grows with what is shared, not with the edge."""
 
@@ -37,28 +45,33 @@ class Source:
         seen_s: its arrival.
         computed_s: when its prompt was computed; inf until then.
         expires_s: end of its cache_ttl_s; inf without one.
-        sizes: characters of its last messages, by their index.
+        sizes: characters of its last messages, by their index; None: a plain prompt.
     """
 
     seen_s: float
     computed_s: float = float("inf")
     expires_s: float = float("inf")
-    sizes: Mapping[int, int] = field(default_factory=dict)
+    sizes: Mapping[int, int] | None = None
 
 
 class Node:
     """An edge of the tree and what is below it.
 
     Attributes:
-        num_bytes: of the array that holds the tokens, which may be larger than they are.
+        edge: its tokens, packed; a view of a prompt's array, or copied.
+        num_bytes: of what holds the edge.
+        tail: of a leaf, what was generated behind it, packed; not yet part of the tree.
+        latest: the child that was used last; it is also the last one to go.
         note: for whoever looks at prompts that part at its end.
     """
 
-    __slots__ = ("children", "note", "num_bytes", "parent", "source", "tokens")
+    __slots__ = ("children", "edge", "latest", "note", "num_bytes", "parent", "source", "tail")
 
-    def __init__(self, tokens: Tokens, num_bytes: int, parent: Node | None, source: Source) -> None:
-        self.tokens, self.num_bytes, self.parent, self.source = tokens, num_bytes, parent, source
-        self.children: dict[int, Node] = {}  # by their first token, the last used one last
+    def __init__(self, edge: Edge, num_bytes: int, parent: Node | None, source: Source) -> None:
+        self.edge, self.num_bytes, self.parent, self.source = edge, num_bytes, parent, source
+        self.children: dict[int, Node] = {}  # by their first token
+        self.latest: Node | None = None
+        self.tail = b""
         self.note: object = None
 
 
@@ -68,15 +81,15 @@ class Match(NamedTuple):
     Attributes:
         length: its tokens.
         source: the request that had it last; None if the length is 0.
-        rest: how that request went on, in pieces; empty if it ended there.
         node: ends where the prompts part; None if they share nothing, or if one is the beginning of the other.
+        other: how the known prompt goes on there, the one used last of several; None as `node` is.
         leaf: ends with the prompt; None if a known one goes on there.
     """
 
     length: int
     source: Source | None
-    rest: tuple[Tokens, ...]
     node: Node | None
+    other: Node | None
     leaf: Node | None
 
 
@@ -95,109 +108,141 @@ class SeenPrompts:
         self._leaves: OrderedDict[Node, str] = OrderedDict()  # leaf -> salt, the least recently used first
         self.num_bytes = 0
 
-    def add(self, salt: str, tokens: Sequence[int] | Tokens, source: Source) -> Match:
+    def add(self, salt: str, tokens: Sequence[int], source: Source) -> Match:
         """Find the longest known prefix of a prompt, then remember the prompt.
 
         Args:
-            tokens: at least one. An array may be kept, so it must not change; of a prompt that would take more than a
-                quarter of the bound, the beginning is.
+            tokens: at least one; those of an `array("i")` are read where they are, and must not change. Of a prompt
+                that would take more than a quarter of the bound, the beginning is kept.
         """
-        prompt = np.asarray(tokens, dtype=np.int32)
+        prompt = memoryview(tokens if isinstance(tokens, array) else array("i", tokens))
         if 16 * len(prompt) > self._max_bytes:
-            prompt = prompt[: self._max_bytes // 16].copy()
+            prompt = memoryview(array("i", prompt[: self._max_bytes // 16].tobytes()))
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(prompt[:0].copy(), 0, None, source)
+            root = self._roots[salt] = Node(b"", 0, None, source)
             self.num_bytes += NODE_BYTES
-        node, within, length = self._descend(root, prompt)
-        rest = self._rest(node, within)
-        found = None if length == 0 else node.source
-        if length < len(prompt):
-            if within < len(node.tokens):
+        data, size = prompt.cast("B"), _TOKEN_BYTES * len(prompt)
+        node, within, at = self._descend(root, prompt, data)
+        goes_on = within < len(node.edge) or bool(node.children) or bool(node.tail)
+        known = node.source if at else None
+        parted = other = None
+        if at < size:
+            if within < len(node.edge):
                 node = self._split(node, within)
-            leaf = self._grow(node, prompt[length:], prompt, source, salt)
+            if at and goes_on:
+                parted, other = node, node.latest
+            # Copying most of a prompt costs more than keeping all of it.
+            held: tuple[Edge, int] = (bytes(data[at:]), size - at) if 4 * at > size else (data[at:], size)
+            leaf: Node | None = self._grow(node, *held, source, salt)
+            assert leaf is not None
+            node = leaf
         else:
-            leaf = node
-        self._touch(leaf, source)
-        self._evict()
-        parted = node if 0 < length < len(prompt) and rest else None
-        return Match(
-            length, found, rest, parted, leaf if leaf in self._leaves and not (parted is None and rest) else None
-        )
+            leaf = None if goes_on else node
+        self._touch(node, source)
+        if self.num_bytes > self._max_bytes:
+            self._evict()
+            if leaf is not None and leaf not in self._leaves:
+                leaf = None
+        return Match(at // _TOKEN_BYTES, known, parted, other, leaf)
+
+    def rest(self, match: Match) -> tuple[Tokens, ...]:
+        """How the known prompt goes on where one that was just added leaves it, in pieces."""
+        node, pieces = match.other, []
+        while node is not None:
+            pieces.append(np.frombuffer(node.edge, np.int32))
+            if node.tail:
+                pieces.append(np.frombuffer(node.tail, np.int32))
+            node = node.latest
+        return tuple(pieces)
 
     def extend(self, leaf: Node, tokens: Sequence[int], source: Source) -> None:
-        """Add what was generated behind a prompt, unless another request has had the leaf since.
+        """Note what was generated behind a prompt, unless another request has had the leaf since.
 
         Args:
             leaf, source: of the prompt.
         """
-        if leaf in self._leaves and leaf.source is source and tokens:
-            added = np.array(tokens, dtype=np.int32)
-            grown = self._grow(leaf, added, added, source, self._leaves[leaf])
-            self._leaves.move_to_end(grown)
-            self._evict()
+        if leaf.source is source and not leaf.tail and tokens and leaf in self._leaves:
+            leaf.tail = packed(tokens)
+            self.num_bytes += len(leaf.tail)
+            if self.num_bytes > self._max_bytes:
+                self._evict()
 
-    def known_length(self, salt: str, tokens: Tokens) -> int:
-        """Tokens of the longest known prefix under a salt; changes nothing."""
+    def known_length(self, salt: str, tokens: Sequence[int]) -> int:
+        """Tokens of the longest known prefix under a salt; changes nothing that is known."""
         root = self._roots.get(salt)
-        return 0 if root is None else self._descend(root, tokens)[2]
+        if root is None:
+            return 0
+        prompt = memoryview(tokens if isinstance(tokens, array) else array("i", tokens))
+        return self._descend(root, prompt, prompt.cast("B"))[2] // _TOKEN_BYTES
 
-    def _descend(self, root: Node, prompt: Tokens) -> tuple[Node, int, int]:
-        """Return the deepest node reached, the tokens that agree of it, and of the whole prompt."""
-        node, length, size = root, 0, len(prompt)
-        while length < size:
-            child = node.children.get(prompt.item(length))
+    def _descend(self, root: Node, prompt: memoryview, data: memoryview) -> tuple[Node, int, int]:
+        """Return the deepest node reached, the bytes that agree of it, and of the whole prompt.
+
+        Args:
+            prompt, data: the same tokens, as numbers and as bytes.
+        """
+        node, at, size = root, 0, len(data)
+        while at < size:
+            if node.tail:
+                node, at = self._settle(node, at)
+            child = node.children.get(prompt[at // _TOKEN_BYTES])
             if child is None:
                 break
-            node, edge = child, child.tokens
-            end = length + len(edge)
-            # Most edges are short and agree: as bytes, they are compared in a fifth of the time.
-            if len(edge) > _FIRST_LOOK or edge.tobytes() != prompt[length:end].tobytes():
-                same = common(edge, prompt[length:])
+            edge = child.edge
+            end = at + len(edge)
+            if end > size or isinstance(edge, memoryview) or not edge.startswith(data[at:end]):
+                same = _num_equal(edge, data[at:end])
                 if same < len(edge):
-                    return node, same, length + same
-            length = end
-        return node, len(node.tokens), length
+                    return child, same, at + same
+            node, at = child, end
+        return node, len(node.edge), at
 
-    def _rest(self, node: Node, within: int) -> tuple[Tokens, ...]:
-        """What follows on the most recently used path."""
-        pieces = [node.tokens[within:]] if within < len(node.tokens) else []
-        while node.children:
-            node = next(reversed(node.children.values()))
-            pieces.append(node.tokens)
-        return tuple(pieces)
+    def _settle(self, leaf: Node, at: int) -> tuple[Node, int]:
+        """Make what was generated behind a leaf a part of the tree; returns where to go on, and at which byte."""
+        tail, leaf.tail = leaf.tail, b""
+        self.num_bytes -= len(tail)
+        length = len(leaf.edge)
+        if self._grow(leaf, tail, len(tail), leaf.source, self._leaves[leaf]) is not leaf:
+            return leaf, at
+        assert leaf.parent is not None
+        return leaf.parent, at - length
 
     def _split(self, node: Node, within: int) -> Node:
         """Divide an edge; returns the upper part, which takes the place of the whole."""
-        assert node.parent is not None
-        whole, num_bytes = node.tokens, node.num_bytes
-        upper = Node(*_held(whole[:within], num_bytes), node.parent, node.source)
-        node.tokens, node.num_bytes = _held(whole[within:], num_bytes)
-        self.num_bytes += upper.num_bytes + node.num_bytes - num_bytes
-        node.parent.children[int(upper.tokens[0])] = upper
+        parent, whole = node.parent, node.edge
+        assert parent is not None
+        upper = Node(bytes(whole[:within]), within, parent, node.source)
+        self._hold(node, memoryview(whole)[within:])
         node.parent = upper
-        upper.children[int(node.tokens[0])] = node
-        self.num_bytes += NODE_BYTES
+        parent.children[_first(upper.edge)] = upper
+        if parent.latest is node:
+            parent.latest = upper
+        upper.children[_first(node.edge)] = upper.latest = node
+        self.num_bytes += within + NODE_BYTES
         return upper
 
-    def _grow(self, node: Node, tokens: Tokens, whole: Tokens, source: Source, salt: str) -> Node:
-        """Put tokens, a part of `whole`, below a node or at the end of a leaf; returns the leaf."""
-        is_leaf = node in self._leaves
-        if is_leaf and len(node.tokens) <= _MOST_TIMES * len(tokens):
-            self._set(node, np.concatenate((node.tokens, tokens)))
-            node.note = None
-            return node
-        if is_leaf:
+    def _grow(self, node: Node, tokens: Edge, num_bytes: int, source: Source, salt: str) -> Node:
+        """Put tokens, which hold some bytes, below a node or at the end of a leaf; returns the leaf."""
+        if node in self._leaves:
+            if len(node.edge) <= _MOST_TIMES * len(tokens):
+                self._hold(node, b"".join((node.edge, tokens)))
+                node.note = None
+                return node
             del self._leaves[node]
-        leaf = Node(*_held(tokens, whole.nbytes), node, source)
-        node.children[int(tokens[0])] = leaf
+        leaf = Node(tokens, num_bytes, node, source)
+        node.children[_first(tokens)] = node.latest = leaf
         self._leaves[leaf] = salt
-        self.num_bytes += leaf.num_bytes + NODE_BYTES
+        self.num_bytes += num_bytes + NODE_BYTES
         return leaf
 
-    def _set(self, node: Node, tokens: Tokens) -> None:
-        self.num_bytes += tokens.nbytes - node.num_bytes
-        node.tokens, node.num_bytes = tokens, tokens.nbytes
+    def _hold(self, node: Node, edge: Edge) -> None:
+        """Give a node another edge, which may be a part of the array that it holds: most of that, or it is copied."""
+        if isinstance(edge, bytes) or 4 * len(edge) < 3 * node.num_bytes:
+            edge = bytes(edge)
+            self.num_bytes += len(edge) - node.num_bytes
+            node.num_bytes = len(edge)
+        node.edge = edge
 
     def _touch(self, node: Node, source: Source) -> None:
         """Make a node and those above it the last used ones."""
@@ -205,10 +250,7 @@ class SeenPrompts:
             self._leaves.move_to_end(node)
         while (parent := node.parent) is not None:
             node.source = source
-            siblings = parent.children
-            if len(siblings) > 1:
-                first = node.tokens.item(0)
-                siblings[first] = siblings.pop(first)
+            parent.latest = node
             node = parent
 
     def _evict(self) -> None:
@@ -219,8 +261,10 @@ class SeenPrompts:
     def _remove(self, leaf: Node, salt: str) -> None:
         node: Node = leaf
         while node.parent is not None and not node.children:
-            self.num_bytes -= node.num_bytes + NODE_BYTES
-            del node.parent.children[int(node.tokens[0])]
+            self.num_bytes -= node.num_bytes + len(node.tail) + NODE_BYTES
+            del node.parent.children[_first(node.edge)]
+            if node.parent.latest is node:
+                node.parent.latest = None
             node = node.parent
         if node.parent is None:
             if not node.children:
@@ -233,19 +277,25 @@ class SeenPrompts:
         """Join a node with its only child, which keeps the tree flat, unless that would copy much."""
         (child,) = node.children.values()
         assert node.parent is not None
-        if len(node.tokens) + len(child.tokens) > _MOST_MERGED:
+        if len(node.edge) + len(child.edge) > _MOST_MERGED:
             return
         self.num_bytes -= node.num_bytes
-        self._set(child, np.concatenate((node.tokens, child.tokens)))
+        self._hold(child, b"".join((node.edge, child.edge)))
         child.parent = node.parent
-        # In place: the order of the children is that of their last use.
-        node.parent.children[int(node.tokens[0])] = child
+        node.parent.children[_first(child.edge)] = child
+        if node.parent.latest is node:
+            node.parent.latest = child
         self.num_bytes -= NODE_BYTES
 
 
-def _held(tokens: Tokens, num_bytes: int) -> tuple[Tokens, int]:
-    """Tokens to keep, and the bytes that they hold: most of an array may keep it, a smaller part is copied."""
-    return (tokens, num_bytes) if 4 * tokens.nbytes >= 3 * num_bytes else (tokens.copy(), tokens.nbytes)
+def _first(edge: Edge) -> int:
+    """The first token."""
+    return int.from_bytes(edge[:_TOKEN_BYTES], sys.byteorder)
+
+
+def _num_equal(edge: Edge, data: memoryview) -> int:
+    """Bytes of whole tokens at the beginning that an edge and a prompt share."""
+    return _TOKEN_BYTES * common(np.frombuffer(edge, np.int32), np.frombuffer(data, np.int32))
 
 
 def common(one: Tokens, other: Tokens) -> int:

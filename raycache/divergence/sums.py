@@ -31,13 +31,39 @@ class TenantSums:
     Attributes:
         computed_tokens: prompt tokens that were not reused.
         computed_s: time that they took.
+        partings: places where its prompts left known ones, each counted once.
     """
 
     requests: int = 0
     prompt_tokens: int = 0
     computed_tokens: int = 0
     computed_s: float = 0.0
+    partings: int = 0
     rows: dict[Key, Row] = field(default_factory=dict)
+
+    def count(self, *, prompt_tokens: int, computed_tokens: int, prefill_s: float) -> None:
+        """Count a request."""
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.computed_tokens += computed_tokens
+        self.computed_s += prefill_s
+
+    def add(self, finding: Finding, *, weight: int) -> None:
+        """Count what was found of a request.
+
+        Args:
+            weight: requests for which it stands.
+        """
+        place = finding.examined and finding.examined.place
+        key: Key = (finding.cause, finding.kind, place.label if place else "")
+        row = self.rows.get(key)
+        if row is None:
+            if len(self.rows) >= _MOST_ROWS:
+                key = (finding.cause, "", _OTHERS)
+            row = self.rows.setdefault(key, Row())
+        row.requests += weight
+        row.lost_tokens += weight * finding.lost_tokens
+        row.lost_s += weight * finding.lost_s
 
     def facts(self) -> dict[str, Any]:
         """For JSON, the most expensive causes first."""
@@ -54,7 +80,7 @@ class TenantSums:
                     "place": place,
                     "requests": row.requests,
                     "lost_tokens": row.lost_tokens,
-                    "lost_share": round(row.lost_tokens / max(1, self.computed_tokens), 4),
+                    "lost_share": round(min(1.0, row.lost_tokens / max(1, self.computed_tokens)), 4),
                     "lost_s": round(row.lost_s, 3),
                 }
                 for (cause, kind, place), row in ordered
@@ -68,29 +94,14 @@ class Sums:
     def __init__(self) -> None:
         self._tenants: dict[str, TenantSums] = {}
 
-    def add(
-        self, tenant: str, finding: Finding | None, *, prompt_tokens: int, computed_tokens: int, prefill_s: float
-    ) -> None:
-        """Count a request."""
-        if tenant not in self._tenants and len(self._tenants) >= _MOST_TENANTS:
-            tenant = _OTHERS
-        if (sums := self._tenants.get(tenant)) is None:
-            sums = self._tenants[tenant] = TenantSums()
-        sums.requests += 1
-        sums.prompt_tokens += prompt_tokens
-        sums.computed_tokens += computed_tokens
-        sums.computed_s += prefill_s
-        if finding is None:
-            return
-        place = "" if finding.place is None else finding.place.label
-        key: Key = (finding.cause, finding.kind, place)
-        if key not in sums.rows and len(sums.rows) >= _MOST_ROWS:
-            key = (finding.cause, "", _OTHERS)
-        if (row := sums.rows.get(key)) is None:
-            row = sums.rows[key] = Row()
-        row.requests += 1
-        row.lost_tokens += finding.lost_tokens
-        row.lost_s += finding.lost_s
+    def of(self, tenant: str) -> TenantSums:
+        """Those of a tenant."""
+        sums = self._tenants.get(tenant)
+        if sums is None:
+            if len(self._tenants) >= _MOST_TENANTS:
+                tenant = _OTHERS
+            sums = self._tenants.setdefault(tenant, TenantSums())
+        return sums
 
     def facts(self, tenant: str | None = None) -> dict[str, Any]:
         """Tenant -> sums, for JSON; of one tenant only if it is named."""

@@ -40,9 +40,12 @@ def test_the_longest_known_prefix_and_how_it_went_on(seed: int) -> None:
         match = seen.add(salt, prompt, source)
         longest = max((shared(prompt, other) for other in before[salt]), default=0)
         assert match.length == longest
-        rest = np.concatenate(match.rest).tolist() if match.rest else []
         ways_on = [other[longest:] for other in before[salt] if shared(prompt, other) == longest]
-        assert (match.length == 0) or (rest in ways_on if rest else any(not way for way in ways_on))
+        if match.node is not None:
+            assert np.concatenate(seen.rest(match)).tolist() in ways_on
+        elif 0 < match.length < len(prompt):
+            assert not any(ways_on)
+        assert (match.leaf is None) == (match.length == len(prompt) and any(ways_on))
         if match.leaf is not None and draw.random() < 0.5:
             output = [draw.randrange(3) for _ in range(draw.randint(1, 9))]
             seen.extend(match.leaf, output, source)
@@ -98,12 +101,13 @@ def check(seen: SeenPrompts) -> None:
     pending = list(seen._roots.values())
     while pending:
         node = pending.pop()
-        size += node.num_bytes + NODE_BYTES
-        held = node.tokens if node.tokens.base is None else node.tokens.base
-        assert node.parent is None or node.num_bytes >= held.nbytes
+        size += node.num_bytes + len(node.tail) + NODE_BYTES
+        assert node.num_bytes >= len(node.edge)
         leaves += not node.children
         assert (not node.children) == (node in seen._leaves)
+        assert not (node.children and node.tail)
+        assert (node.latest in node.children.values()) if node.children else node.latest is None
         for first, child in node.children.items():
-            assert child.parent is node and int(child.tokens[0]) == first
+            assert child.parent is node and np.frombuffer(child.edge, np.int32)[0] == first
         pending += node.children.values()
     assert (size, leaves) == (seen.num_bytes, len(seen._leaves))
