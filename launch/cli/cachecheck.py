@@ -21,7 +21,7 @@ MIN_BUDGET = 100  # that of raycache.cachecheck.check, which needs httpx2
 SCENARIOS = ("repeated", "branched", "grown", "tenants", "tools", "cut", "drafts", "load", "needle", "evicted")
 _EPILOG = """\
 exit codes:
-  0  answers from the cache are the answers without it
+  0  no fault was found
   1  a fault was found
   2  could not be tested
 
@@ -56,10 +56,10 @@ def add_cachecheck_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cold",
-        choices=("auto", "salt", "flush", "line"),
+        choices=("auto", "salt", "off", "flush", "line"),
         default="auto",
-        help="how a prompt avoids the cache: cache_salt, emptying the cache (for all users), or a first line of its "
-        "own; auto: salt if the server honours it, else line (default: %(default)s)",
+        help="how a prompt avoids the cache: cache_salt, cache_prompt (llama.cpp), emptying the cache (for all users), "
+        "or a first line of its own; auto: the first of salt, off and line that works (default: %(default)s)",
     )
     parser.add_argument(
         "--salts",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from raycache.cachecheck import pressure, scenarios
 from raycache.cachecheck.client import BudgetSpentError, CannotTestError, Client, Connection, RefusedError
 from raycache.cachecheck.floor import measure
 from raycache.cachecheck.lab import Comparison, Lab, Scenario, Violation
-from raycache.cachecheck.noise import Noise
+from raycache.cachecheck.noise import Noise, Rounds
 from raycache.cachecheck.target import Cold, Probe, Target
 from raycache.cachecheck.text import Writer
 
@@ -31,6 +31,9 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 MIN_BUDGET = 100
 """Requests that probe, noise floor and one round need."""
+
+ALL = "all scenarios"
+"""Name of all scenarios together, where none alone has shown the fault."""
 
 _MIN_HITS = 10
 
@@ -67,11 +70,11 @@ class Fault:
     """Something wrong with the server's cache.
 
     Attributes:
-        scenario: that found it.
+        scenario: that found it; `ALL`: rounds of several.
         test: "gross", "repeated" or "claim".
         what: in a sentence.
         number: requests sent until it was found.
-        comparison: that shows it; None: it is a claim that cannot be.
+        comparison: that shows it; None: a claim that cannot be, or rounds before the last one.
     """
 
     scenario: str
@@ -136,8 +139,7 @@ class _Run:
         self._client, self._tell = client, on_progress
         options = result.options
         self._writer = Writer(options.seed, output_tokens=options.output_tokens)
-        self._counts: Counter[str] = Counter()
-        self._exceeded: Counter[str] = Counter()
+        self._rounds: defaultdict[str, Rounds] = defaultdict(Rounds)
         self._faulty: set[str] = set()
 
     async def all(self) -> None:
@@ -180,11 +182,14 @@ class _Run:
         """Run a scenario once, until it has found a fault."""
         self._tell(f"{name} ({self._client.sent} of {self._client.budget} requests)")
         lab = Lab(name, client=self._client, target=target, writer=self._writer)
+        before = len(self.result.comparisons)
         try:
             async for found in SCENARIOS[name](lab):
                 self._add(found)
         except RefusedError as refusal:
             self.result.refused.append(f"{name}: {refusal}")
+        finally:
+            self._judge(name, self.result.comparisons[before:])
 
     @property
     def _is_over(self) -> bool:
@@ -192,7 +197,7 @@ class _Run:
 
     def _skipped(self, target: Target) -> Mapping[str, str]:
         reasons = {
-            "tenants": "" if target.cold is Cold.SALT else f"prompts are made cold by {target.cold}",
+            "tenants": "" if target.cold is Cold.SALT else "needs --cold salt",
             "tools": "" if target.tool_choice else "the server takes no tools",
             "drafts": "" if target.has_drafts else "usage shows no draft tokens",
         }
@@ -228,20 +233,28 @@ class _Run:
                 self._fail(Fault("tenants", "claim", what, found.number))
             return
         self.result.comparisons.append(found)
-        name, apart = found.scenario, found.difference
-        self._counts[name] += 1
-        is_without_numbers = noise.some == 0.0
-        self._exceeded[name] += (
-            apart.diverged_at is not None if is_without_numbers else apart.nats is not None and apart.nats > noise.some
-        )
-        if name in self._faulty:
-            return
-        if noise.is_gross(apart.nats):
-            text = f"{found.what}: a log-probability moved by {apart.nats:.3g} nats, noise explains {noise.gross:.3g}"
+        name, nats = found.scenario, found.difference.nats
+        if name not in self._faulty and noise.is_gross(nats):
+            text = f"{found.what}: a log-probability moved by {nats:.3g} nats, noise explains at most {noise.gross:.3g}"
             self._fail(Fault(name, "gross", text, found.number, found))
-        elif noise.is_repeated(exceeded=self._exceeded[name], of=self._counts[name]):
-            text = f"{self._exceeded[name]} of {self._counts[name]} answers differ by more than {noise.some:.3g} nats"
-            self._fail(Fault(name, "repeated", text, found.number, found))
+
+    def _judge(self, name: str, found: Sequence[Comparison]) -> None:
+        """Count a round of a scenario, for the scenario and for all of them.
+
+        Answers of a round are to prompts that have much in common, so they are one trial.
+        """
+        noise = self.result.noise
+        assert noise is not None, "scenarios run after the noise floor"
+        found = [one for one in found if noise.can_judge(one.difference.nats)]
+        if not found or name in self._faulty:
+            return
+        over = [noise.is_over(nats=one.difference.nats, place=one.difference.diverged_at) for one in found]
+        for key in (name, ALL):
+            rounds = self._rounds[key]
+            if rounds.add(over, noise=noise) and key not in self._faulty:
+                text = f"in {rounds.exceeded} of {rounds.count} rounds {noise.rule}"
+                shown = next((one for one, is_over in zip(found, over, strict=True) if is_over), None)
+                self._fail(Fault(key, "repeated", text, found[-1].number, shown))
 
     def _fail(self, fault: Fault) -> None:
         self._faulty.add(fault.scenario)
@@ -259,7 +272,7 @@ class _Run:
 def _is_cold(found: Comparison, target: Target) -> bool:
     """Whether the reference was computed. Texts of a chat template are shared by all prompts."""
     cached, length = found.reference.cached_tokens or 0, found.reference.prompt_tokens or 0
-    return cached <= (length // 4 if target.cold is Cold.LINE else 0)
+    return cached <= (length // 4 if target.cold in (Cold.LINE, Cold.OFF) else 0)
 
 
 def figures(result: Result) -> dict[str, dict[str, Any]]:

@@ -19,10 +19,10 @@ _SHARE = 8
 """One of so many requests of the budget is for the noise floor, times the five of each question."""
 
 _LEAST_QUESTIONS, _MOST_QUESTIONS = 6, 16
-_ALONE, _PIECES, _BATCH = "twice alone", "in other pieces", "alone and in a batch"
+_ALONE, _PIECES, _BATCH = "alone", "in other pieces", "in batches"
 
-Pair = tuple[float | None, bool]
-"""Largest change in nats, and whether the tokens differ."""
+Pair = tuple[float | None, int | None]
+"""Largest change in nats, and the first place that differs."""
 
 
 async def measure(lab: Lab, *, budget: int) -> Noise:
@@ -34,34 +34,45 @@ async def measure(lab: Lab, *, budget: int) -> Noise:
         CannotTestError: the answers differ so much that no fault could be seen.
     """
     write = lab.writer
+    has_numbers = bool((lab.target.forms or {}).get(lab.target.path))
     count = min(_MOST_QUESTIONS, max(_LEAST_QUESTIONS, budget // _SHARE // 5))
+    if not has_numbers:  # texts say less
+        count = min(2 * _MOST_QUESTIONS, max(_MOST_QUESTIONS, budget // 20))
     lengths = [write.length() for _ in range(count - 2)] + [4 * write.num_records] * 2
     questions = [write.question(length) for length in lengths]
-    pairs: dict[str, list[Pair]] = defaultdict(list)
-    firsts = []
+    firsts, alone, pieces = [], [], []
     for question in questions:
         first = await lab.cold(question)
         firsts.append(first)
-        pairs[_ALONE].append(_pair(first, await lab.cold(question)))
-        pairs[_PIECES] += await _in_other_pieces(lab, question, first)
-    pairs[_PIECES] = _of_one_tokenisation(pairs[_PIECES])
+        alone.append(_pair(first, await lab.cold(question)))
+        pieces += await _in_other_pieces(lab, question, first)
+    batched: dict[str, list[Pair]] = defaultdict(list)
     asked = list(zip(questions, firsts, strict=True))
     for batch in (*_batches(asked), *_batches(asked[::-1])):
-        spaces = [await lab.space() for _ in batch]
+        spaces = [await lab.cold_space() for _ in batch]
         answers = await lab.together([(question, space) for (question, _), space in zip(batch, spaces, strict=True)])
-        pairs[_BATCH] += [_pair(first, answer) for (_, first), answer in zip(batch, answers, strict=False)]
+        for (question, first), answer in zip(batch, answers, strict=False):
+            batched[question.topic].append(_pair(first, answer))
+    twice = [_largest(batched[question.topic]) for question in questions if question.topic in batched]
+    pairs = {_ALONE: alone, _PIECES: _of_one_tokenisation(pieces), _BATCH: twice}
     samples = {kind: [nats for nats, _ in found if nats is not None] for kind, found in pairs.items()}
     noise = noise_of(samples, looks=budget)
     if noise is None:
-        noise = noise_of_texts([differs for kind in (_ALONE, _BATCH) for _, differs in pairs[kind]], looks=budget)
+        noise = noise_of_texts([_largest(both)[1] for both in zip(alone, twice, strict=False)], looks=budget)
     if noise is None or not noise.is_usable:
         raise CannotTestError(_too_noisy(noise, lab.target.cold))
     return noise
 
 
+def _largest(pairs: Sequence[Pair]) -> Pair:
+    """Of pairs of the same question, which are one sample: the largest change, and the first place."""
+    changes = [nats for nats, _ in pairs if nats is not None]
+    return max(changes, default=None), min((place for _, place in pairs if place is not None), default=None)
+
+
 def _pair(first: Answer, second: Answer, *, skip: int = 0) -> Pair:
     found = difference(first, second, skip=skip)
-    return found.nats, found.diverged_at is not None
+    return found.nats, found.diverged_at
 
 
 async def _in_other_pieces(lab: Lab, question: Question, first: Answer) -> list[Pair]:
@@ -96,7 +107,7 @@ def _batches(asked: Sequence[tuple[Question, Answer]]) -> list[Sequence[tuple[Qu
 
 
 def _too_noisy(noise: Noise | None, cold: Cold) -> str:
-    hint = "; try --cold flush, on a server that nobody else uses" if cold is Cold.LINE else ""
+    hint = "; try --cold flush, if the server can empty its cache and nobody else uses it" if cold is Cold.LINE else ""
     if noise is None:
         return f"too few cold answers could be compared{hint}"
     if noise.scale == 0.0:

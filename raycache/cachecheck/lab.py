@@ -24,10 +24,12 @@ class Space:
     Attributes:
         salt: empty: none.
         line: first line of all prompts in it; empty: their own.
+        is_off: whether its requests turn the cache off.
     """
 
     salt: str = ""
     line: str = ""
+    is_off: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,17 @@ class Lab:
             case Cold.FLUSH:
                 await self._client.command(self.target.flush)
                 return Space()
+            case Cold.OFF:
+                return Space()  # each question has a topic of its own
+
+    async def cold_space(self) -> Space:
+        """A space for one request, which finds nothing in the cache."""
+        return Space(is_off=True) if self.target.cold is Cold.OFF else await self.space()
 
     async def ask(self, question: Question, space: Space) -> Answer:
         """Ask a question in a space."""
-        path, body = self.target.request(question, line=space.line or question.topic, salt=space.salt)
+        line = space.line or question.topic
+        path, body = self.target.request(question, line=line, salt=space.salt, is_off=space.is_off)
         return await self._client.ask(path, body)
 
     async def cut(self, question: Question, space: Space, *, after: int) -> None:
@@ -125,7 +134,7 @@ class Lab:
 
     async def cold(self, question: Question) -> Answer:
         """Ask a question in a space of its own."""
-        return await self.ask(question, await self.space())
+        return await self.ask(question, await self.cold_space())
 
     def compare(self, what: str, *, reference: Answer, observed: Answer, skip: int = 0) -> Comparison:
         """Compare answers to the same question; see `difference` for `skip`."""
@@ -143,7 +152,7 @@ class Lab:
         if length is not None and cached > length:
             found.append(f"{what}: usage claims {cached} cached tokens of a prompt of {length}")
         elif shared is not None and cached > shared + _SLACK:
-            found.append(f"{what}: usage claims {cached} cached tokens, but only {shared} were ever sent before")
+            found.append(f"{what}: usage claims {cached} cached tokens, but only {shared} had been sent before")
         if self.target.cold is not Cold.LINE and length is not None and reference.prompt_tokens not in (None, length):
             found.append(f"{what}: the prompt has {length} tokens, and {reference.prompt_tokens} without the cache")
         return [Violation(self.name, one, self._client.sent) for one in found]

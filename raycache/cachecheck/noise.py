@@ -15,12 +15,17 @@ for kinds of rounding that no cold pair shows. Kinds of pairs that never differ 
 the spread. To the others come PRIOR degrees of freedom with a spread of PRIOR_SPREAD, which is more than that of a
 maximum of normal errors (a moderated t), so that a few samples that happen to agree do not make a narrow bound.
 
-A run looks at its comparisons at most once per request of its budget, k. Two tests, each with ALPHA / 2k per look:
+A run looks at most k times, once per request of its budget. Two tests, each with ALPHA / 2k per look:
 
     gross       one comparison exceeds the bound of p = ALPHA / 2k
-    repeated    so many comparisons of a scenario exceed the bound of p = SOME, that Binomial(n, CHANCE) reaches that
-                many with a probability of at most ALPHA / 2k; CHANCE is five times SOME, because the few samples may
-                be smaller than most
+    repeated    in so many rounds most comparisons exceed the bound of p = SOME, that Binomial(n, CHANCE) reaches that
+                many with a probability of at most ALPHA / 2k
+
+A round is one pass of a scenario. Its prompts have much in common, and one that rounding changes much has large changes
+each time; so a round is one trial, and so is a question of the samples. The prompts of two rounds are drawn apart. That
+most comparisons of a round exceed the bound has a probability of at most 2 SOME (Markov), however they depend on each
+other; CHANCE is more, because the few samples may be smaller than most. Rounds are counted per scenario and for all
+scenarios together; each takes two requests or more, so that both counts are looked at k times at most.
 
 By the union bound, a right server is called faulty in at most ALPHA of all runs.
 """
@@ -50,6 +55,12 @@ RESOLUTION = 1e-4
 MAX_FLOOR = 3.0
 """Nats; where the lower threshold is above this, nothing can be said."""
 
+PAIRS = 3
+"""Cold pairs of a question: twice alone, and twice in a batch."""
+
+_CHARACTERS = (None, 24, 12, 6)
+"""Lengths of texts to choose from, the whole text first."""
+
 _MIN_SAMPLES = 6
 _LEAST = math.log(RESOLUTION)
 
@@ -66,6 +77,7 @@ class Noise:
         gross: threshold that in no comparison of a run may be exceeded, nats.
         chance: see `some`.
         looks: number of looks that the error is divided by.
+        characters: of two texts that are compared, where there are no log-probabilities; None: all.
     """
 
     samples: Mapping[str, Sequence[float]]
@@ -75,6 +87,7 @@ class Noise:
     gross: float
     chance: float
     looks: int
+    characters: int | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -90,9 +103,57 @@ class Noise:
         """Whether one comparison alone shows a fault."""
         return nats is not None and nats > self.gross
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether log-probabilities are compared, and not texts."""
+        return not math.isinf(self.gross)
+
+    @property
+    def rule(self) -> str:
+        """What is counted of a round, in words."""
+        if self.has_numbers:
+            return f"most answers differ by more than {self.some:.3g} nats"
+        part = "" if self.characters is None else f"the first {self.characters} characters of "
+        return f"{part}one of the first {PAIRS} answers differ{'s' if self.characters is None else ''}"
+
+    def can_judge(self, nats: float | None) -> bool:
+        """Whether a comparison has what is compared."""
+        return nats is not None or not self.has_numbers
+
+    def is_over(self, *, nats: float | None, place: int | None) -> bool:
+        """Whether a comparison exceeds the lower threshold; without log-probabilities, whether the texts differ.
+
+        Args:
+            place: where the texts part; None: nowhere.
+        """
+        if self.has_numbers:
+            return nats is not None and nats > self.some
+        return _differ(place, self.characters)
+
     def is_repeated(self, *, exceeded: int, of: int) -> bool:
-        """Whether so many comparisons of a scenario above the lower threshold show a fault."""
+        """Whether so many rounds above the lower threshold show a fault."""
         return binomial_tail(exceeded, of, self.chance) <= self.per_look
+
+
+class Rounds:
+    """Counts rounds, and those that exceed the lower threshold: most of their comparisons do.
+
+    Without log-probabilities it is enough if one of the first PAIRS does, as many as a question of the samples has.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.exceeded = 0
+
+    def add(self, over: Sequence[bool], *, noise: Noise) -> bool:
+        """Count a round; whether all rounds so far show a fault.
+
+        Args:
+            over: of each comparison, whether it exceeds the threshold; not empty.
+        """
+        self.count += 1
+        self.exceeded += 2 * sum(over) > len(over) if noise.has_numbers else any(over[:PAIRS])
+        return noise.is_repeated(exceeded=self.exceeded, of=self.count)
 
 
 def noise_of(samples: Mapping[str, Sequence[float]], *, looks: int) -> Noise | None:
@@ -122,21 +183,39 @@ def noise_of(samples: Mapping[str, Sequence[float]], *, looks: int) -> Noise | N
     return Noise(samples, math.exp(means[noisiest]), spread, bound(SOME), gross, CHANCE, looks)
 
 
-def noise_of_texts(diverged: Sequence[bool], *, looks: int) -> Noise | None:
+def noise_of_texts(places: Sequence[int | None], *, looks: int) -> Noise | None:
     """The same for a server without log-probabilities: how often two cold answers differ, None: too few.
 
-    The chance is the upper limit of Clopper and Pearson for the share of cold pairs that differ, at 1 - ALPHA / 2; the
-    other half of ALPHA is for the binomial test.
+    The chance is the upper limit of Clopper and Pearson for the share of cold pairs that differ, at 1 - ALPHA / 2 for
+    all lengths together; the other half of ALPHA is for the binomial test. Greedy texts that part once stay apart, so
+    the shorter the beginnings that are compared, the fewer differ: of several lengths, the one with the lowest limit.
+
+    Args:
+        places: where the first of the PAIRS of each question parts, in characters; None: nowhere.
+        looks: number of comparisons that a run can have.
     """
-    if len(diverged) < _MIN_SAMPLES:
+    if len(places) < _MIN_SAMPLES:
         return None
-    count, seen = len(diverged), sum(diverged)
+    differ = {length: [_differ(place, length) for place in places] for length in _CHARACTERS}
+    length = min(_CHARACTERS, key=lambda length: sum(differ[length]))
+    found = differ[length]
+    chance = _upper_limit(sum(found), len(found), error=ALPHA / 2 / len(_CHARACTERS))
+    samples = {"texts that differ": [float(one) for one in found]}
+    return Noise(samples, 0.0, 0.0, 0.0, math.inf, chance, looks, length)
+
+
+def _differ(place: int | None, length: int | None) -> bool:
+    return place is not None and (length is None or place < length)
+
+
+def _upper_limit(seen: int, count: int, *, error: float) -> float:
+    """Of Clopper and Pearson: the largest chance with which at most `seen` of `count` have a probability of `error`."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        is_likely = 1 - binomial_tail(seen + 1, count, middle) > ALPHA / 2
+        is_likely = 1 - binomial_tail(seen + 1, count, middle) > error
         low, high = (middle, high) if is_likely else (low, middle)
-    return Noise({"texts that differ": [float(one) for one in diverged]}, 0.0, 0.0, 0.0, math.inf, high, looks)
+    return high
 
 
 def _logs(values: Sequence[float]) -> list[float]:

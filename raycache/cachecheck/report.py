@@ -11,12 +11,16 @@ from raycache.cachecheck.compare import as_json as difference_as_json
 from raycache.cachecheck.lab import Comparison
 from raycache.cachecheck.noise import ALPHA, FACTOR, Noise
 
-_VERDICTS = ("answers from the cache are the answers without it", "the cache is at fault", "could not be tested")
-
 
 def verdict(result: Result) -> str:
     """In one sentence."""
-    return f"{result.url}: {_VERDICTS[result.exit_code]}" + (f": {result.untested}" if result.exit_code == 2 else "")
+    if result.faults:
+        names = ", ".join(dict.fromkeys(fault.scenario for fault in result.faults))
+        return f"{result.url}: {_count(len(result.faults), 'fault')} found ({names})"
+    if result.untested:
+        return f"{result.url}: could not be tested: {result.untested}"
+    hits = sum(one.is_hit for one in result.comparisons)
+    return f"{result.url}: no fault found, {_count(hits, 'answer')} from the cache compared with those without it"
 
 
 def as_text(result: Result) -> str:
@@ -31,36 +35,43 @@ def as_text(result: Result) -> str:
     if result.faults:
         parts.append("")
     parts += facts(result)
-    rows = [(name, row) for name, row in figures(result).items() if row["skipped"] != "not asked for"]
-    parts += ["", f"{'scenario':10} {'compared':>8} {'hits':>5} {'texts differ':>12} {'largest, nats':>13}"]
-    for name, row in rows:
-        if row["skipped"]:
-            parts.append(f"{name:10} skipped: {row['skipped']}")
-            continue
-        largest = "-" if row["largest_nats"] is None else f"{row['largest_nats']:.3g}"
-        fault_note = "  FAULT" if row["faults"] else ""
-        parts.append(
-            f"{name:10} {row['comparisons']:8} {row['hits']:5} {row['texts_differ']:12} {largest:>13}{fault_note}"
-        )
+    if result.comparisons:
+        parts += ["", *_table(result)]
     # What a server says must not control the terminal.
     return "\n".join("".join(char if char.isprintable() else "?" for char in part) for part in parts)
 
 
+def _table(result: Result) -> list[str]:
+    lines = [f"{'scenario':10} {'compared':>8} {'hits':>5} {'texts differ':>12} {'largest, nats':>13}"]
+    for name, row in figures(result).items():
+        if row["skipped"] == "not asked for":
+            continue
+        fault_note = "  FAULT" if row["faults"] else ""
+        if row["skipped"] or not row["comparisons"]:
+            lines.append(f"{name:10} {'skipped: ' + row['skipped'] if row['skipped'] else 'not run'}{fault_note}")
+            continue
+        largest = "-" if row["largest_nats"] is None else f"{row['largest_nats']:.3g}"
+        lines.append(
+            f"{name:10} {row['comparisons']:8} {row['hits']:5} {row['texts_differ']:12} {largest:>13}{fault_note}"
+        )
+    return lines
+
+
 def facts(result: Result) -> list[str]:
     """What was done, and how it was judged."""
-    lines = [f"{result.requests} requests, seed {result.options.seed}"]
+    lines = [f"{_count(result.requests, 'request')}, seed {result.options.seed}"]
     if target := result.target:
-        lines.append(f"model {target.model}, API {target.path}, cold by {target.cold}")
+        lines.append(f"model {target.model}, API {target.path}, --cold {target.cold}")
         lines += target.notes
     if result.noise is not None:
         lines += _statistics(result.noise)
     if result.timing is not None:
-        lines.append(f"time to the first token: {result.timing.text}")
+        lines.append(f"median time to the first token: {result.timing.text}")
     if facts_asked := [one.recalled for one in result.comparisons if one.recalled]:
         cold, cached = (sum(each) for each in zip(*facts_asked, strict=True))
-        lines.append(f"facts in long prompts: of {len(facts_asked)}, {cold} recalled cold, {cached} from the cache")
+        lines.append(f"facts recalled from {len(facts_asked)} long prompts: {cold} cold, {cached} from the cache")
     if result.refused:
-        lines.append(f"{len(result.refused)} scenarios ended early; the first: {result.refused[0]}")
+        lines.append(f"{_count(len(result.refused), 'scenario')} ended early; the first: {result.refused[0]}")
     return lines
 
 
@@ -129,21 +140,29 @@ def _noise_as_json(noise: Noise) -> dict[str, Any]:
 
 def _statistics(noise: Noise) -> list[str]:
     """Tests and thresholds, in words."""
-    count = sum(map(len, noise.samples.values()))
-    kinds = ", ".join(f"{len(values)} {kind}" for kind, values in noise.samples.items())
-    if math.isinf(noise.gross):
+    rarely = f"a right server is called faulty in less than 1 of {1 / ALPHA:,.0f} runs"
+    repeated = (
+        f"so many rounds in which {noise.rule}, that Binomial(rounds, {noise.chance:.2g}) reaches as many with p <= "
+        f"{noise.per_look:.1g}"
+    )
+    if not noise.has_numbers:
+        (found,) = noise.samples.values()
+        part = "texts" if noise.characters is None else f"first {noise.characters} characters"
         return [
-            f"noise: no log-probabilities; of {count} pairs of cold answers, at most {noise.chance:.0%} would differ "
-            "(Clopper-Pearson)",
-            f"tests: a binomial test per scenario on texts that differ; a right server is called faulty in less than "
-            f"1 of {1 / ALPHA:,.0f} runs (Bonferroni over {noise.looks} looks)",
+            f"noise: no log-probabilities; asked again, {sum(found):.0f} of {len(found)} cold prompts give other "
+            f"{part}, so up to {noise.chance:.0%} may (Clopper-Pearson)",
+            f"tests: a fault is {repeated}",
+            f"error: {rarely} (Bonferroni over {noise.looks} looks)",
         ]
+    kinds = ", ".join(f"{len(values)} {kind}" for kind, values in noise.samples.items() if values)
     return [
-        f"noise: {count} pairs of cold answers ({kinds}); typical change {noise.scale:.2g} nats, log-spread "
-        f"{noise.spread:.2g}",
-        f"tests: a fault is one change above {noise.gross:.3g} nats, or as many above {noise.some:.3g} nats in one "
-        f"scenario as Binomial(n, {noise.chance:g}) reaches with p <= {noise.per_look:.1g}",
-        f"thresholds: log-normal prediction bounds (Student's t) of the noisiest kind, times {FACTOR:g}; a right "
-        f"server is called faulty in less than 1 of {1 / ALPHA:,.0f} runs (Bonferroni over {noise.looks} looks and two "
-        "tests)",
+        f"noise: log-probabilities of cold prompts asked again ({kinds}) change by {noise.scale:.2g} nats, with a "
+        f"log-spread of {noise.spread:.2g}",
+        f"tests: a fault is one change above {noise.gross:.3g} nats, or {repeated}",
+        f"thresholds: log-normal prediction bounds (Student's t) of the noisiest kind, times {FACTOR:g}",
+        f"error: {rarely} (Bonferroni over {noise.looks} looks and two tests)",
     ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

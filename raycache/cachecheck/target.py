@@ -15,6 +15,9 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FLUSHES = ("/reset_prefix_cache", "/flush_cache", "/cache/clear")
 """Of vLLM, SGLang and RayCache."""
 
+_OFF = {"cache_prompt": False}
+"""Field of llama.cpp's server: the whole prompt is computed."""
+
 _TOP = 5
 _MAX_RECORDS = 400
 _UNKNOWN_FIELD = "cachecheck_unknown_field"
@@ -24,6 +27,7 @@ class Cold(enum.StrEnum):
     """A way to ask a prompt without what is cached."""
 
     SALT = "salt"
+    OFF = "off"
     FLUSH = "flush"
     LINE = "line"
 
@@ -61,12 +65,13 @@ class Target:
     tokens_per_record: float = 20.0
     notes: tuple[str, ...] = ()
 
-    def request(self, question: Question, *, line: str, salt: str) -> tuple[str, dict[str, Any]]:
+    def request(self, question: Question, *, line: str, salt: str, is_off: bool = False) -> tuple[str, dict[str, Any]]:
         """Path and body of a request for greedy tokens.
 
         Args:
             line: first line of the prompt.
             salt: empty: none.
+            is_off: whether the request turns the cache off.
         """
         path = CHAT if question.is_chat else self.path
         text = f"{line} is the topic.\n{question.text}"
@@ -81,6 +86,8 @@ class Target:
             body |= {"tools": list(question.tools), "tool_choice": self.tool_choice}
         if salt:
             body["cache_salt"] = salt
+        if is_off:
+            body |= _OFF
         return path, body | dict((self.forms or {}).get(path, {}))
 
 
@@ -89,7 +96,7 @@ class Probe:
 
     Args:
         model: empty: the first that the server lists.
-        wanted: how to ask cold; None: with salts if they work, else by the first line.
+        wanted: how to ask cold; None: the first of salt, off and line that works.
         has_salts: whether `cache_salt` must be honoured; None: if the server shows that it knows the field.
     """
 
@@ -201,6 +208,11 @@ class Probe:
                 return replace(target, cold=Cold.SALT)
             if self._wanted is Cold.SALT:
                 raise CannotTestError("--cold salt: the server does not honour cache_salt; try --cold line")
+        if self._wanted in (None, Cold.OFF):
+            if await self._off_works(target):
+                return replace(target, cold=Cold.OFF)
+            if self._wanted is Cold.OFF:
+                raise CannotTestError("--cold off: cache_prompt does not turn the cache off; try --cold line")
         if self._wanted is Cold.FLUSH:
             question = self._writer.question(self._writer.num_records)
             for path in FLUSHES:
@@ -224,6 +236,19 @@ class Probe:
         except RefusedError:
             return False
         return not first.cached_tokens and bool(second.cached_tokens)
+
+    async def _off_works(self, target: Target) -> bool:
+        """Whether a repeated prompt has cached tokens, and none if the request turns the cache off."""
+        if not target.shows_cached:
+            return False
+        question = self._writer.question(self._writer.num_records)
+        path, body = target.request(question, line=question.topic, salt="", is_off=True)
+        try:
+            await self.ask(target, question)
+            off = await self._client.ask(path, body)
+        except RefusedError:
+            return False
+        return not off.cached_tokens and bool((await self.ask(target, question)).cached_tokens)
 
     async def _chatting(self, target: Target) -> Target:
         """Whether chats with tools work, and draft tokens are shown."""

@@ -215,7 +215,8 @@ class CachedServer:
     Args:
         fault: None: it is right.
         pages: of the cache.
-        has_logprobs, has_usage, has_salts, has_completions: what it offers.
+        has_logprobs, has_usage, has_completions: what it offers.
+        cold_field: by which a request is cold: "cache_salt", "cache_prompt" as in llama.cpp's server, or none.
         model: its name.
         honours_salts: whether salts that it takes divide the cache.
     """
@@ -227,14 +228,14 @@ class CachedServer:
         pages: int = 4000,
         has_logprobs: bool = True,
         has_usage: bool = True,
-        has_salts: bool = True,
         has_completions: bool = True,
+        cold_field: str = "cache_salt",
         honours_salts: bool = True,
         model: str = "tiny",
     ) -> None:
         self._name = model
         self._model, self._cache, self._fault = Model(), Cache(pages=pages, fault=fault), fault
-        self._has_logprobs, self._has_usage, self._has_salts = has_logprobs, has_usage, has_salts
+        self._has_logprobs, self._has_usage, self._cold_field = has_logprobs, has_usage, cold_field
         self._honours_salts = honours_salts
         self._running = self._hits = 0
         self._tools: dict[tuple[str, str], str] = {}
@@ -271,7 +272,7 @@ class CachedServer:
 
     async def _answer(self, body: dict[str, Any], text: str, *, is_chat: bool) -> Response:
         known = {"model", "prompt", "messages", "tools", "tool_choice", "max_tokens", "temperature", "logprobs"}
-        known |= {"top_logprobs", "stream"} | ({"cache_salt"} if self._has_salts else set())
+        known |= {"top_logprobs", "stream", self._cold_field}
         if unknown := body.keys() - known:
             return JSONResponse({"error": {"message": f"unknown field {min(unknown)}"}}, 400)
         self.requests += 1
@@ -294,7 +295,7 @@ class CachedServer:
         salt = str(body.get("cache_salt", "")) if self._honours_salts else ""
         if self._fault is Planted.OTHER_TENANT and salt:
             salt = str(zlib.crc32(salt.encode()) % 8)
-        past, pages = self._cache.find(salt, ids)
+        past, pages = self._cache.find(salt, ids) if body.get("cache_prompt", True) else (empty(), 0)
         hit = pages * PAGE
         self._hits += bool(pages)
         past = self._damaged(past, pages, is_loaded=is_loaded)

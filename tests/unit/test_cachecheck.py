@@ -38,7 +38,7 @@ def test_a_right_server_is_right(cold: Cold | None, pages: int) -> None:
     assert {name for name in SCENARIOS if not rows[name]["comparisons"]} == skipped
     assert all(rows[name]["hits"] for name in SCENARIOS if name not in skipped | {"evicted"})
     assert result.requests == 160
-    assert "facts in long prompts: of " in as_text(result)
+    assert "facts recalled from " in as_text(result)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_claimed_hit_that_was_computed_is_found_by_nothing_but_time() -> None:
     options = Options(budget=150, prompt_tokens=60, output_tokens=6)
     result = asyncio.run(check(Connection("http://127.0.0.1", transport=stopped, clock=lambda: 0.0), options))
     assert result.exit_code == 0 and result.timing is not None
-    assert "too fast to tell" in result.timing.text
+    assert "too close to that of short prompts to tell" in result.timing.text
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,21 @@ def test_servers_that_show_less_can_be_tested(missing: str, told: str) -> None:
 
 
 def test_without_salts_first_lines_are_too_noisy_for_this_model_and_flushes_are_not() -> None:
-    result = run(CachedServer(has_salts=False), budget=150)
+    result = run(CachedServer(cold_field=""), budget=150)
     assert result.exit_code == 2 and "try --cold flush" in as_text(result)
-    result = run(CachedServer(Planted.WRONG_POSITION, has_salts=False), cold=Cold.FLUSH, stops=True)
+    result = run(CachedServer(Planted.WRONG_POSITION, cold_field=""), cold=Cold.FLUSH, stops=True)
     assert result.exit_code == 1
+
+
+def test_where_requests_can_turn_the_cache_off_they_do() -> None:
+    result = run(CachedServer(cold_field="cache_prompt"), budget=160)
+    assert result.exit_code == 0 and result.target is not None and result.target.cold is Cold.OFF, as_text(result)
+    rows = as_json(result)["scenarios"]
+    assert {name for name in SCENARIOS if not rows[name]["hits"]} == {"tenants", "drafts"}
+    faulty = run(CachedServer(Planted.WRONG_POSITION, cold_field="cache_prompt"), stops=True)
+    assert [fault.scenario for fault in faulty.faults] == ["repeated"]
+    result = run(CachedServer(cold_field=""), cold=Cold.OFF, budget=100)
+    assert result.exit_code == 2 and "try --cold line" in as_text(result)
 
 
 def test_salts_that_are_promised_and_not_honoured_are_a_fault() -> None:

@@ -1,0 +1,159 @@
+"""How often `raycache cachecheck` finds faults, and how often it calls a right server faulty, over many seeds.
+
+    python -m benchmarks.cachecheck faults                          # faults planted in a small server
+    python -m benchmarks.cachecheck right MODEL [-- --tp 2 ...]     # raycache launch MODEL with these flags
+    python -m benchmarks.cachecheck right llama                     # the same with a tiny random model of a family
+    python -m benchmarks.cachecheck right http://127.0.0.1:8000     # a running server, which is known to be right
+
+Each seed is a run of its own, with other prompts. For right servers it also shows how close they came: the share of
+comparisons above the lower threshold, of which the test assumes at most 5 %, and the largest change as a part of the
+upper threshold. Prompts of random families have few tokens, as their tokens are bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from benchmarks.server import launched
+from raycache.cachecheck.check import Options, Result, check
+from raycache.cachecheck.client import Connection
+from raycache.cachecheck.report import verdict
+
+_SMALL = 100
+"""Pages of a cache that long prompts fill."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all seeds.
+
+    Returns:
+        1: a fault was not found, or a right server was called faulty.
+    """
+    options = _parser().parse_args(argv)
+    figures = _faults(options) if options.command == "faults" else _right(options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1))
+    return figures["exit_code"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    faults = commands.add_parser("faults")
+    right = commands.add_parser("right")
+    right.add_argument("target", help="URL, directory of a model, or family in tests/oracle/families.py")
+    right.add_argument("flags", nargs="*", help="of raycache launch")
+    for command, budget in ((faults, 400), (right, 120)):
+        command.add_argument("--seeds", type=int, default=20, help="runs")
+        command.add_argument("--first-seed", type=int, default=0)
+        command.add_argument("--budget-requests", type=int, default=budget)
+        command.add_argument("--prompt-tokens", type=int, default=60)
+        command.add_argument("--output-tokens", type=int, default=6)
+        command.add_argument("--json", type=Path, help="keep the figures")
+    return parser
+
+
+def _seeds(options: argparse.Namespace) -> range:
+    return range(options.first_seed, options.first_seed + options.seeds)
+
+
+def _options(options: argparse.Namespace, seed: int, **others: Any) -> Options:
+    return Options(
+        seed=seed,
+        budget=options.budget_requests,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        **others,
+    )
+
+
+def _faults(options: argparse.Namespace) -> dict[str, Any]:
+    """How many requests each planted fault takes until it is found."""
+    from tests.oracle.cached_server import CachedServer, Planted
+
+    rows: dict[str, Any] = {}
+    print(f"{'planted fault':40} {'found':>9}  requests: median, most   found by")
+    for fault in Planted:
+        taken, by = [], collections.Counter[str]()
+        for seed in _seeds(options):
+            server = CachedServer(fault, pages=_SMALL if fault is Planted.STALE_PAGE else 4000)
+            connection = Connection("http://127.0.0.1", transport=httpx2.ASGITransport(server.app), clock=server.clock)
+            result = asyncio.run(check(connection, _options(options, seed, stops=True)))
+            if result.faults:
+                taken.append(result.faults[0].number)
+                by[f"{result.faults[0].scenario} ({result.faults[0].test})"] += 1
+        rows[fault] = {"runs": options.seeds, "requests": taken, "by": by}
+        middle = f"{statistics.median(taken):8.0f}, {max(taken)}" if taken else "-"
+        ways = ", ".join(f"{count} {way}" for way, count in by.most_common())
+        print(f"{fault:40} {len(taken):3} of {options.seeds:2}  {middle:24} {ways}", flush=True)
+    missed = sum(row["runs"] - len(row["requests"]) for row in rows.values())
+    return {"exit_code": min(1, missed), "faults": rows}
+
+
+def _right(options: argparse.Namespace) -> dict[str, Any]:
+    """How often a right server is called faulty, and how close it came."""
+    runs = []
+    with _served(options.target, options.flags) as url:
+        for seed in _seeds(options):
+            result = asyncio.run(check(Connection(url), _options(options, seed)))
+            runs.append(_figures(result, seed))
+            print(json.dumps(runs[-1]), flush=True)
+    codes = collections.Counter(run["exit_code"] for run in runs)
+    compared, over = (sum(run[name] for run in runs) for name in ("compared", "over"))
+    closest = max((run["closest"] for run in runs), default=0.0)
+    print(
+        f"{len(runs)} runs: {codes[0]} right, {codes[1]} called faulty, {codes[2]} could not be tested; {compared} "
+        f"answers compared, {over} above the lower threshold; largest change {closest:.0%} of the upper threshold"
+    )
+    return {"exit_code": min(1, codes[1]), "runs": runs}
+
+
+@contextmanager
+def _served(target: str, flags: Sequence[str]) -> Iterator[str]:
+    if target.startswith(("http://", "https://")):
+        yield target
+        return
+    with tempfile.TemporaryDirectory() as work:
+        model, more = target, list(flags)
+        if not Path(target).is_dir():
+            from tests.oracle import tiny_tokenizers
+            from tests.oracle.families import make_family
+
+            made = make_family(Path(work) / "model", target, vocab_size=400)
+            tiny_tokenizers.byte_level(made)
+            model, more = str(made), ["--page-size", "16", "--num-pages", "400", *flags]
+        with launched(model, *more) as url:
+            yield url
+
+
+def _figures(result: Result, seed: int) -> dict[str, Any]:
+    noise = result.noise
+    changes = [one.difference.nats for one in result.comparisons if one.difference.nats is not None]
+    return {
+        "seed": seed,
+        "exit_code": result.exit_code,
+        "requests": result.requests,
+        "compared": len(result.comparisons),
+        "hits": sum(one.is_hit for one in result.comparisons),
+        "over": 0 if noise is None else sum(change > noise.some for change in changes),
+        "closest": max(changes, default=0.0) / noise.gross if noise is not None else 0.0,
+        "scale": None if noise is None else noise.scale,
+        "said": verdict(result) if result.exit_code else "",
+        "faults": [fault.what for fault in result.faults],
+        "refused": result.refused,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
