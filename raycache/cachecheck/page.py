@@ -17,7 +17,7 @@ h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margi
 .right { border-color: var(--good); } .fault { border-color: var(--bad); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid var(--dim); }
-th:first-child, td:first-child { text-align: left; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+th:first-child, td:first-child, td[colspan] { text-align: left; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 svg text { fill: currentColor; font-size: 12px; } svg line { stroke: var(--dim); }
 .dot { fill: currentColor; fill-opacity: .45; } .over { fill: var(--bad); }
 .some, .gross { stroke: var(--bad); stroke-dasharray: 4 3; } .some { stroke-opacity: .5; }
@@ -48,7 +48,7 @@ def _body(result: Result) -> Iterator[str]:
     yield "<h2>What was done</h2><ul>"
     yield from (f"<li>{escape(line)}</li>" for line in facts(result))
     yield "</ul>"
-    if result.comparisons:
+    if any(one.difference.nats is not None for one in result.comparisons):
         yield "<h2>Changes of log-probabilities</h2>"
         yield '<p>A dot per compared answer, in nats; dashed: the thresholds.</p><div class="wide">'
         yield from _plot(result)

@@ -69,7 +69,8 @@ def facts(result: Result) -> list[str]:
         lines.append(f"median time to the first token: {result.timing.text}")
     if facts_asked := [one.recalled for one in result.comparisons if one.recalled]:
         cold, cached = (sum(each) for each in zip(*facts_asked, strict=True))
-        lines.append(f"facts recalled from {len(facts_asked)} long prompts: {cold} cold, {cached} from the cache")
+        prompts = _count(len(facts_asked), "long prompt")
+        lines.append(f"facts recalled from {prompts}: {cold} cold, {cached} from the cache")
     if result.refused:
         lines.append(f"{_count(len(result.refused), 'scenario')} ended early; the first: {result.refused[0]}")
     return lines
@@ -156,7 +157,7 @@ def _statistics(noise: Noise) -> list[str]:
         ]
     kinds = ", ".join(f"{len(values)} {kind}" for kind, values in noise.samples.items() if values)
     return [
-        f"noise: log-probabilities of cold prompts asked again ({kinds}) change by {noise.scale:.2g} nats, with a "
+        f"noise: log-probabilities of cold prompts asked again ({kinds}) change by about {noise.scale:.2g} nats, with a "
         f"log-spread of {noise.spread:.2g}",
         f"tests: a fault is one change above {noise.gross:.3g} nats, or {repeated}",
         f"thresholds: log-normal prediction bounds (Student's t) of the noisiest kind, times {FACTOR:g}",
