@@ -61,7 +61,7 @@ PAIRS = 3
 _CHARACTERS = (None, 24, 12, 6)
 """Lengths of texts to choose from, the whole text first."""
 
-_MIN_SAMPLES = 6
+_MIN_SAMPLES, _MIN_CHANGED = 6, 3
 _LEAST = math.log(RESOLUTION)
 
 
@@ -164,8 +164,7 @@ def noise_of(samples: Mapping[str, Sequence[float]], *, looks: int) -> Noise | N
         looks: number of comparisons that a run can have.
     """
     kinds = {kind: _logs(values) for kind, values in samples.items() if len(values) >= 2}
-    count = sum(map(len, kinds.values()))
-    if count < _MIN_SAMPLES:
+    if sum(len(samples[kind]) for kind in kinds) < _MIN_SAMPLES:
         return None
     largest = max(max(values) for values in samples.values() if values)
     means = {kind: statistics.fmean(values) for kind, values in kinds.items()}
@@ -219,9 +218,14 @@ def _upper_limit(seen: int, count: int, *, error: float) -> float:
 
 
 def _logs(values: Sequence[float]) -> list[float]:
-    """Logarithms. Values far below the largest are raised: answers without any change must not widen the upper tail."""
+    """Logarithms, of which answers without any change must not widen the upper tail.
+
+    They are left out if enough others have changed: a bound for those that change is one for all. What is far below the
+    largest is raised.
+    """
+    changed = [value for value in values if value > RESOLUTION]
     least = max(RESOLUTION, max(values) / 10)
-    return [math.log(max(value, least)) for value in values]
+    return [math.log(max(value, least)) for value in (changed if len(changed) >= _MIN_CHANGED else values)]
 
 
 def binomial_tail(least: int, of: int, chance: float) -> float:

@@ -184,6 +184,13 @@ def test_thresholds_follow_the_noise() -> None:
     assert quiet.is_gross(0.2) and not loud.is_gross(0.2)
 
 
+def test_answers_without_any_change_do_not_widen_the_thresholds() -> None:
+    changes = [0.37, 0.39, 0.32, 0.41]
+    some, more = (noise_of({"in batches": [*changes, *[0.0] * zeros], "b": [0.1] * 6}, looks=100) for zeros in (0, 4))
+    assert some is not None and more is not None
+    assert more.gross == pytest.approx(some.gross) and more.some == pytest.approx(some.some)
+
+
 def test_without_noise_differences_below_the_resolution_are_no_fault() -> None:
     noise = noise_of({"a": [0.0] * 20}, looks=400)
     assert noise is not None
