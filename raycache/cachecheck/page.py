@@ -17,7 +17,8 @@ h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margi
 .right { border-color: var(--good); } .fault { border-color: var(--bad); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid var(--dim); }
-th:first-child, td:first-child, td[colspan] { text-align: left; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+th:first-child, td:first-child, td[colspan] { text-align: left; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 svg text { fill: currentColor; font-size: 12px; } svg line { stroke: var(--dim); }
 .dot { fill: currentColor; fill-opacity: .45; } .over { fill: var(--bad); }
 .some, .gross { stroke: var(--bad); stroke-dasharray: 4 3; } .some { stroke-opacity: .5; }

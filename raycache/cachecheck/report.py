@@ -8,6 +8,7 @@ from typing import Any
 
 from raycache.cachecheck.check import Fault, Result, figures
 from raycache.cachecheck.compare import as_json as difference_as_json
+from raycache.cachecheck.floor import ASSUMED, ASSUMED_NATS
 from raycache.cachecheck.lab import Comparison
 from raycache.cachecheck.noise import ALPHA, FACTOR, Noise
 
@@ -155,10 +156,12 @@ def _statistics(noise: Noise) -> list[str]:
             f"tests: a fault is {repeated}",
             f"error: {rarely} (Bonferroni over {noise.looks} looks)",
         ]
-    kinds = ", ".join(f"{len(values)} {kind}" for kind, values in noise.samples.items() if values)
+    kinds = ", ".join(f"{len(values)} {kind}" for kind, values in noise.samples.items() if values and kind != ASSUMED)
+    assumed = f"noise: no cold prompt was computed in pieces as a hit is, so changes of {ASSUMED_NATS} nats are assumed"
     return [
-        f"noise: log-probabilities of cold prompts asked again ({kinds}) change by about {noise.scale:.2g} nats, with a "
-        f"log-spread of {noise.spread:.2g}",
+        *([assumed] if ASSUMED in noise.samples else []),
+        f"noise: log-probabilities of cold prompts asked again ({kinds}) change by about {noise.scale:.2g} nats, with "
+        f"a log-spread of {noise.spread:.2g}",
         f"tests: a fault is one change above {noise.gross:.3g} nats, or {repeated}",
         f"thresholds: log-normal prediction bounds (Student's t) of the noisiest kind, times {FACTOR:g}",
         f"error: {rarely} (Bonferroni over {noise.looks} looks and two tests)",
