@@ -71,7 +71,7 @@ def report(trace: Sequence[TraceRequest], *, num_seeds: int) -> None:
         f"stated +-{100 * totals[0].error:.2f} (95 %)"
     )
     print(
-        f"sample of one page in {reuses[0].sample.weight}, {bytes_of(reuses[0].sample) / 2**20:.1f} MiB; "
+        f"sample of one page in {reuses[0].sample.weight:.0f}, {bytes_of(reuses[0].sample) / 2**20:.1f} MiB; "
         f"CPU time per request: {_mean_us(given_us)} where prompts have digests, otherwise {_mean_us(hashed_us)}"
     )
     print("| cache, tokens | LRU list | estimates: mean | largest error | radix tree |")

@@ -57,7 +57,7 @@ class AchievableApi:
                 "tenants": {name: tally.facts() for name, tally in sorted(reuse.tallies.tenants.items())},
                 "tiers": by_tier(reuse, self._capacity(stats)),
                 "curve": by_size(reuse),
-                "sample": {"pages": len(reuse.sample), "one_in": reuse.sample.weight},
+                "sample": {"pages": len(reuse.sample), "one_in": round(reuse.sample.weight)},
             }
         )
 

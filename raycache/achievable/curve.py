@@ -55,7 +55,7 @@ class Curve:
             # Of sampled pages used since, each stands for `weight`; the page itself is one.
             slot = bisect_left(self.sizes, (num_newer + at - begin) * weight + 1)
             most = self.sizes[slot] if slot < len(self.sizes) else _LARGEST * weight
-            following = min(stop, begin + (most - 1) // weight - num_newer + 1)
+            following = min(stop, max(at, begin + int((most - 1) / weight) - num_newer) + 1)
             is_last = following == len(places) or places[following] >= end
             behind = end + weight - 1 if is_last else places[following]
             self._hits[slot] += behind - places[at]

@@ -11,8 +11,7 @@ the same one with a probability of 2 ** -29 (pages of 16 tokens). What is cached
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +28,8 @@ _FIRST_PAGES = 1024
 _DIGEST_BYTES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Prefixes:
-    """The page prefixes of one sequence.
+class Prefixes(NamedTuple):
+    """The page prefixes of one sequence. A tuple, as there is one for each request.
 
     Attributes:
         hashes: one per whole page.
@@ -71,7 +69,7 @@ class ChainedDigests:
 
     def of(self, prompt: Sequence[int] | Tokens, *, salt: str, chain: bytes) -> Prefixes:
         assert chain, "the prompt has no chain of digests"
-        return Prefixes(_first_words(chain)[1:], chain[-_DIGEST_BYTES:])
+        return Prefixes(_first_words(chain, first=1), chain[-_DIGEST_BYTES:])
 
     def extended(self, before: Prefixes, tokens: Sequence[int]) -> Prefixes:
         assert isinstance(before.end, bytes), "not made here"
@@ -81,9 +79,9 @@ class ChainedDigests:
         return Prefixes(np.concatenate((before.hashes, _first_words(digests))), digests[-_DIGEST_BYTES:])
 
 
-def _first_words(digests: bytes) -> Hashes:
-    """The first 8 bytes of each digest."""
-    return np.frombuffer(digests, np.uint64)[:: _DIGEST_BYTES // 8]
+def _first_words(digests: bytes, *, first: int = 0) -> Hashes:
+    """The first 8 bytes of each digest from the one numbered `first`."""
+    return np.frombuffer(digests, np.uint64)[first * _DIGEST_BYTES // 8 :: _DIGEST_BYTES // 8]
 
 
 class PrefixHasher:

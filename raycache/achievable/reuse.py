@@ -15,13 +15,13 @@ from types import TracebackType
 from raycache.achievable.curve import Curve
 from raycache.achievable.prefixes import Prefixes, PrefixHasher, PrefixSource
 from raycache.achievable.recency import Use
-from raycache.achievable.sample import PageSample, Reference
+from raycache.achievable.sample import MOST_USES, PageSample, Reference
 from raycache.achievable.tally import Counted, Tallies
 from raycache.divergence.cause import shortfall
 from raycache.types import GenerateRequest, RequestOutput
 
-MOST_PAGES = 16_384
-"""Pages in the sample; they take about 2 MiB, with the order of their use."""
+MOST_PAGES = 14_336
+"""Pages in the sample; they take about 3 MiB, with the order of their use."""
 
 
 class Reuse:
@@ -31,6 +31,7 @@ class Reuse:
         page_size: tokens of a cache page.
         sizes: of caches in pages, at which the curve is to be exact while all pages are in the sample.
         max_pages: in the sample.
+        max_uses: after which a page that was not used again is forgotten. A request has one or two.
         source: of prefixes; default: they are hashed with unpredictable keys.
         clock: seconds.
     Attributes:
@@ -44,14 +45,16 @@ class Reuse:
         page_size: int,
         sizes: Sequence[int] = (),
         max_pages: int = MOST_PAGES,
+        max_uses: int = MOST_USES,
         source: PrefixSource | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.page_size = page_size
         self.source = source or PrefixHasher(page_size)
-        self.sample = PageSample(max_pages)
+        self.sample = PageSample(max_pages, max_uses=max_uses)
         self.curve = Curve(sizes)
         self.tallies = Tallies()
+        self._prompt_len = 0
         self.clock = clock
 
     def follow(self, request: GenerateRequest, *, tenant: str) -> ReuseWatch:
@@ -65,7 +68,7 @@ class Reuse:
     def share_at(self, num_tokens: int) -> float:
         """Share of prompt tokens that an LRU cache of this size would have reused."""
         reused = self.curve.num_pages - self.curve.missed_at(num_tokens / self.page_size)
-        return min(1.0, max(0.0, reused) * self.page_size / max(1, self.tallies.total.prompt))
+        return min(1.0, max(0.0, reused) * self.page_size / max(1, self._prompt_len))
 
     def count(
         self, request: GenerateRequest, output: RequestOutput, *, prefixes: Prefixes, seen_s: float, use: Use
@@ -83,20 +86,19 @@ class Reuse:
         end = 0 if request.sampling.prompt_logprobs is not None else (prompt_len - 1) // size
         found = self.sample.use(prefixes.hashes, use)
         self.curve.add(found, end)
+        self._prompt_len += prompt_len
         cached = min(output.cached_tokens, end * size)
-        new = found.behind(cached // size, end)
-        return Counted(
-            prompt=prompt_len,
-            cached=cached,
-            reusable=end * size,
-            new=new * size,
-            variance=float(found.weight * (found.weight - 1) * size * size) if new else 0.0,
-            why=_why(found, output, first=cached // size, seen_s=seen_s),
-        )
+        new = found.behind(cached // size, end) * size
+        variance = found.weight * (found.weight - 1) * size * size if new else 0.0
+        is_lost = variance > 0 or cached + new != end * size
+        why = _why(found, output, first=cached // size, seen_s=seen_s) if is_lost else None
+        return Counted(prompt_len, cached, end * size, new, variance, why)
 
 
 class ReuseWatch:
     """One request. Use it as a context manager around the whole request."""
+
+    __slots__ = ("_expires_s", "_output", "_prefixes", "_request", "_reuse", "_seen_s", "_tenant")
 
     def __init__(self, reuse: Reuse, request: GenerateRequest, *, tenant: str) -> None:
         self._reuse, self._request, self._tenant = reuse, request, tenant
@@ -141,4 +143,4 @@ def _why(found: Reference, output: RequestOutput, *, first: int, seen_s: float) 
     is_in_flight = last is not None and last.used_s > seen_s
     is_expired = last is not None and last.expires_s < seen_s
     cause = shortfall(output.miss, is_in_flight=is_in_flight, is_expired=is_expired)
-    return cause.value, output.cut_by or output.miss.value
+    return str(cause), output.cut_by or str(output.miss)

@@ -1,8 +1,9 @@
 """A sample of all page prefixes that requests have used, with their order of use.
 
-A page is in the sample if the hash of its prefix begins with `shift` zero bits: one in 2 ** shift, the same ones in
-all requests (spatial sampling; SHARDS, Waldspurger et al., FAST 2015). At first that is all of them. When the sample
-exceeds its bound, half of it goes and one bit more must be zero.
+A page is in the sample if the hash of its prefix is below a limit: one in 2 ** 64 / limit, the same ones in all
+requests (spatial sampling; SHARDS, Waldspurger et al., FAST 2015). At first that is all of them. When the sample
+exceeds its bound, the limit is lowered so that an eighth of it goes. Pages that none of the last MOST_USES uses has had
+are forgotten, so the limit does not fall forever.
 
 Of a request, the known pages are a prefix, and what follows is new. The sample shows where that is up to the next
 sampled page, so what lies behind a boundary of any kind is estimated from the first sampled page behind it:
@@ -19,6 +20,7 @@ over the requests that have a sampled one is an unbiased estimate of the varianc
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,7 +29,10 @@ import numpy as np
 from raycache.achievable.prefixes import Hashes
 from raycache.achievable.recency import Recency, Use
 
-_HASH_BITS = 64
+MOST_USES = 2**17
+_ALL = 2**64
+_KEPT, _OF = 7, 8
+"""Share of the sample that stays when the limit is lowered: less often is cheaper, more often takes less at once."""
 
 
 class Run(NamedTuple):
@@ -58,13 +63,13 @@ class Reference(NamedTuple):
     places: Sequence[int]
     num_known: int
     runs: Sequence[Run]
-    weight: int
+    weight: float
 
-    def behind(self, boundary: int, end: int) -> int:
+    def behind(self, boundary: int, end: int) -> float:
         """Estimate the new pages in [boundary, end); pages before the boundary are known for another reason."""
         index = max(self.num_known, bisect_left(self.places, boundary))
         if index == len(self.places) or self.places[index] >= end:
-            return 0
+            return 0.0
         return end - self.places[index] + self.weight - 1
 
 
@@ -73,24 +78,22 @@ class PageSample:
 
     Args:
         max_pages: in it.
+        max_uses: after which a page that was not used again is forgotten.
     Attributes:
-        shift: zero bits with which the hashes in it begin.
+        weight: pages for which a sampled one stands.
     """
 
-    def __init__(self, max_pages: int) -> None:
+    def __init__(self, max_pages: int, *, max_uses: int = MOST_USES) -> None:
         assert max_pages >= 2, "a sample needs pages"
         self._max_pages = max_pages
         self._last_use: dict[int, Use] = {}
-        self._recency = Recency(2 * max_pages)
-        self.shift = 0
+        self._recency = Recency(max_uses)
+        self._num_forgotten = 0  # pages that may still be in _last_use
+        self._limit: np.uint64 | None = None
+        self.weight = 1.0
 
     def __len__(self) -> int:
-        return len(self._last_use)
-
-    @property
-    def weight(self) -> int:
-        """Pages for which a sampled one stands."""
-        return 1 << self.shift
+        return self._recency.num_pages
 
     def use(self, prefixes: Hashes, use: Use) -> Reference:
         """Look up the pages of a request, then count them as used, those at its end before those at its beginning.
@@ -99,19 +102,16 @@ class PageSample:
             use: a new one.
         """
         listed: Sequence[int] = range(len(prefixes))
-        if self.shift:
-            (places,) = (prefixes < np.uint64(1 << _HASH_BITS - self.shift)).nonzero()
+        if self._limit is not None:
+            (places,) = (prefixes < self._limit).nonzero()
             prefixes, listed = prefixes[places], places.tolist()
         keys: list[int] = prefixes.tolist()
-        if not keys:
-            return Reference((), 0, (), self.weight)
-        last = list(map(self._last_use.get, keys))
-        runs = self._runs(last)
+        runs = self._runs(list(map(self._last_use.get, keys)))
         num_known = runs[-1].begin + runs[-1].length if runs else 0
         found = Reference(listed, num_known, runs, self.weight)
-        self._move(keys, runs, use)
+        self._move(keys, found, use)
         if len(self._last_use) > self._max_pages:
-            self._thin()
+            self._shrink()
         return found
 
     def _runs(self, last: list[Use | None]) -> list[Run]:
@@ -120,10 +120,8 @@ class PageSample:
         A page is used whenever one behind it is, so uses do not become more recent along a path.
         """
         runs: list[Run] = []
-        if last[0] is None:
-            return runs
         begin, num_pages = 0, len(last)
-        while begin < num_pages and (use := last[begin]) is not None:
+        while begin < num_pages and (use := last[begin]) is not None and use.place >= 0:
             end = begin + 1
             while end < num_pages and last[end] is use:
                 end += 1
@@ -131,26 +129,23 @@ class PageSample:
             begin = end
         return runs
 
-    def _move(self, keys: list[int], runs: Sequence[Run], use: Use) -> None:
-        for run in runs:
+    def _move(self, keys: list[int], found: Reference, use: Use) -> None:
+        for run in found.runs:
             self._recency.add(run.use, -run.length)
         self._last_use.update(dict.fromkeys(keys, use))
-        if self._recency.is_full:
-            self._recency.renumber(use for use in self._uses() if use.place >= 0)
-        self._recency.append(use, len(keys))
+        self._num_forgotten += self._recency.append(use, len(keys))
 
-    def _thin(self) -> None:
-        """Halve the sample until it is within its bound."""
-        while len(self._last_use) > self._max_pages:
-            self.shift += 1
-            limit = 1 << _HASH_BITS - self.shift
-            self._last_use = {key: use for key, use in self._last_use.items() if key < limit}
-        uses = self._uses()
-        for use in uses:
-            use.pages = 0
-        for use in self._last_use.values():
-            use.pages += 1
-        self._recency.renumber(uses)
-
-    def _uses(self) -> set[Use]:
-        return set(self._last_use.values())
+    def _shrink(self) -> None:
+        """Give up the pages that are forgotten; if those are few, lower the limit to the hash of a page that goes."""
+        if self._num_forgotten:
+            self._num_forgotten = 0
+            self._last_use = {key: use for key, use in self._last_use.items() if use.place >= 0}
+        kept = self._max_pages * _KEPT // _OF
+        if len(self._last_use) <= kept:
+            return
+        keys = np.fromiter(self._last_use, np.uint64, len(self._last_use))
+        self._limit = limit = np.partition(keys, kept)[kept]
+        self.weight = _ALL / int(limit)
+        uses = map(self._last_use.pop, keys[keys >= limit].tolist())
+        for use, num_pages in Counter(uses).items():
+            self._recency.add(use, -num_pages)

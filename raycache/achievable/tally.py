@@ -23,15 +23,15 @@ class Counted(NamedTuple):
         reusable: whole pages of the prompt, without its last token.
         new: estimate of those of `reusable` that no request before has used.
         variance: of `new`, in tokens squared.
-        why: why not all of what was known was reused.
+        why: why not all of what was known was reused; None: all was.
     """
 
     prompt: int
     cached: int
     reusable: int
-    new: int
+    new: float
     variance: float
-    why: Key
+    why: Key | None
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Tally:
     requests: int = 0
     prompt: int = 0
     cached: int = 0
-    new: int = 0
+    new: float = 0.0
     variance: float = 0.0
     lost: dict[Key, Lost] = field(default_factory=dict)
 
@@ -71,14 +71,26 @@ class Tally:
         self.cached += one.cached
         self.new += one.prompt - one.reusable + one.new
         self.variance += one.variance
-        lost = one.reusable - one.cached - one.new
-        if lost or one.variance:
+        if one.why is not None:
             row = self.lost.get(one.why)
             if row is None:
                 row = self.lost[one.why] = Lost()
-            row.tokens += lost
+            row.tokens += one.reusable - one.cached - one.new
             row.variance += one.variance
             row.most = max(row.most, row.tokens)
+
+    def add_all(self, other: Tally) -> None:
+        """Add the requests of another one."""
+        self.requests += other.requests
+        self.prompt += other.prompt
+        self.cached += other.cached
+        self.new += other.new
+        self.variance += other.variance
+        for why, lost in list(other.lost.items()):
+            row = self.lost.setdefault(why, Lost())
+            row.tokens += lost.tokens
+            row.variance += lost.variance
+            row.most += lost.most
 
     @property
     def achieved(self) -> float:
@@ -130,15 +142,24 @@ class Tallies:
     """All tenants. Beyond _MOST_TENANTS, further ones are counted as "(others)"."""
 
     def __init__(self) -> None:
-        self.total = Tally()
         self.tenants: dict[str, Tally] = {}
+
+    @property
+    def total(self) -> Tally:
+        """Of all tenants, as of now."""
+        found = Tally()
+        for tally in list(self.tenants.values()):
+            found.add_all(tally)
+        return found
 
     def add(self, tenant: str, one: Counted) -> None:
         """Add a request."""
-        if tenant not in self.tenants and len(self.tenants) >= _MOST_TENANTS:
-            tenant = _OTHERS
-        self.tenants.setdefault(tenant, Tally()).add(one)
-        self.total.add(one)
+        tally = self.tenants.get(tenant)
+        if tally is None:
+            if len(self.tenants) >= _MOST_TENANTS:
+                tenant = _OTHERS
+            tally = self.tenants.setdefault(tenant, Tally())
+        tally.add(one)
 
     def facts(self, tenant: str) -> dict[str, Any]:
         """Those of one tenant, for JSON."""

@@ -158,11 +158,37 @@ def test_memory_is_bounded_whatever_requests_say() -> None:
     assert num_bytes < 200 * max_pages + 257 * 2000
 
 
-def test_places_of_uses_are_given_back() -> None:
-    reuse = Reuse(page_size=1, max_pages=8)
-    for number in range(200):
-        follow(reuse, (number % 3, 7))
-    assert reuse.tallies.total.prompt - reuse.tallies.total.new == 200 - 3
+@given(requests=st.lists(_TOKENS, max_size=40), max_uses=st.integers(1, 9))
+def test_pages_that_were_not_used_for_long_are_forgotten(requests: list[Path], max_uses: int) -> None:
+    reuse = Reuse(page_size=_SIZE, max_pages=1000, max_uses=max_uses)
+    last_use: dict[Path, int] = {}
+    wanted = 0
+    for number, prompt in enumerate(requests):
+        ends = range(_SIZE, len(prompt) + 1, _SIZE)
+        known = (end for end in ends if end < len(prompt) and number - last_use.get(prompt[:end], -99) <= max_uses)
+        wanted += max(known, default=0)
+        last_use.update((prompt[:end], number) for end in ends)
+        follow(reuse, prompt)
+        kept = [path for path, use in last_use.items() if number - use < max_uses]
+        assert len(reuse.sample) == len(kept)
+    assert reuse.tallies.total.prompt - reuse.tallies.total.new == wanted
+
+
+def test_the_sample_neither_grows_nor_gets_sparser_while_traffic_goes_on() -> None:
+    """Its memory too: nothing of what was forgotten stays."""
+    draw = np.random.default_rng(0)
+    reuse = Reuse(page_size=16, max_pages=256, max_uses=100)
+    held, weights = list[int](), list[float]()
+    tracemalloc.start()
+    for number in range(900):
+        follow(reuse, draw.integers(0, 1000, 16 * 30).tolist())
+        if number % 300 == 299:
+            held.append(tracemalloc.get_traced_memory()[0])
+            weights.append(reuse.sample.weight)
+    tracemalloc.stop()
+    assert max(held) < 1.1 * min(held)
+    assert weights[0] > 8 and weights[-1] < 1.5 * weights[0]
+    assert len(reuse.sample) > 150
 
 
 # --- causes and tenants
@@ -255,18 +281,20 @@ def test_hashes_are_spread_evenly() -> None:
         assert abs(sampled - 10_000 / 64) < 5 * (10_000 / 64) ** 0.5
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(-3, 5)), max_size=40))
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(-3, 5)), max_size=60))
 def test_recency_counts_as_a_list_does(changes: list[tuple[int, int]]) -> None:
-    recency, uses = Recency(8), list[Use]()
+    recency, uses = Recency(8), list[Use | None]()
     for which, change in changes:
-        if which < len(uses):
-            recency.add(uses[which], max(change, -uses[which].pages))
+        use = uses[which] if which < len(uses) else None
+        if use is not None:
+            recency.add(use, max(change, -use.pages))
+            uses[which] = use if use.pages else None
         else:
-            if recency.is_full:
-                uses = [use for use in uses if use.pages][-4:]
-                recency.renumber(uses)
-            uses.append(Use(0.0, 0.0))
-            recency.append(uses[-1], abs(change))
-        assert recency.num_pages == sum(use.pages for use in uses)
+            oldest = uses[-8] if len(uses) >= 8 else None
+            forgotten, new = oldest.pages if oldest else 0, Use(0.0, 0.0)
+            assert recency.append(new, abs(change)) == forgotten
+            uses = [None if one is oldest else one for one in uses] + [new if change else None]
+        assert recency.num_pages == sum(use.pages for use in uses if use)
         for index, use in enumerate(uses):
-            assert recency.num_after(use) == sum(later.pages for later in uses[index + 1 :])
+            if use is not None:
+                assert recency.num_after(use) == sum(later.pages for later in uses[index + 1 :] if later)
