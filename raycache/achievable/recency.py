@@ -10,6 +10,7 @@ steps, and summed up in three short sums.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 
 _BITS = 6
 _SPAN = 1 << _BITS
@@ -78,6 +79,22 @@ class Recency:
         if not use.pages:
             use.place = -1
             del self._uses[place]
+
+    def remove(self, pages: Mapping[Use, int]) -> None:
+        """Take pages from many uses: what `add` does, without a call for each."""
+        ones, spans, wholes, end = self._ones, self._spans, self._wholes, self._next
+        for use, num_pages in pages.items():
+            place = use.place
+            use.pages -= num_pages
+            self.num_pages -= num_pages
+            ones[place] -= num_pages
+            spans[place >> _BITS] -= num_pages
+            wholes[place >> 2 * _BITS] -= num_pages
+            if place < end:
+                self._num_before_next -= num_pages
+            if not use.pages:
+                use.place = -1
+                del self._uses[place]
 
     def num_after(self, use: Use) -> int:
         """Pages that were used after those of a use."""

@@ -146,6 +146,4 @@ class PageSample:
         keys = np.fromiter(self._last_use, np.uint64, len(self._last_use))
         self._limit = limit = np.partition(keys, kept)[kept]
         self.weight = _ALL / int(limit)
-        uses = map(self._last_use.pop, keys[keys >= limit].tolist())
-        for use, num_pages in Counter(uses).items():
-            self._recency.add(use, -num_pages)
+        self._recency.remove(Counter(map(self._last_use.pop, keys[keys >= limit].tolist())))
