@@ -13,7 +13,7 @@ queries' plain and rotary part, Dv of values.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -136,10 +136,15 @@ class SelectedKernels:
     def _planned(self, lengths: Ints) -> list[_Block]:
         token_bytes = self._layers.heads.dtype.itemsize * self._layers.heads.queries * self._layers.rank
         most = len(lengths) if self._recorded else max(1, min(MAX_QUERIES, BLOCK_BYTES // token_bytes))
-        return [
-            self._block(number, slice(first, min(first + most, len(lengths))), lengths)
-            for number, first in enumerate(range(0, len(lengths), most))
-        ]
+        blocks: list[_Block] = []
+        for first in range(0, len(lengths), most):
+            tokens = slice(first, min(first + most, len(lengths)))
+            # Behind the first top_k tokens of a sequence all blocks are alike. They run one after another.
+            if blocks and np.array_equal(lengths[blocks[-1].tokens], lengths[tokens]):
+                blocks.append(replace(blocks[-1], tokens=tokens))
+            else:
+                blocks.append(self._block(len(blocks), tokens, lengths))
+        return blocks
 
     def _block(self, number: int, tokens: slice, lengths: Ints) -> _Block:
         kernels, lens = self._kernels, lengths[tokens].astype(np.int32)
@@ -151,7 +156,7 @@ class SelectedKernels:
         else:
             kernel = kernels.kernel((self._layers, "selected", number), functools.partial(LatentKernel, kernels, None))
             indptr, on_device = kernels.on_device(table.indptr), kernels.on_device(lens)
-            ids = torch.empty(len(lens) * self._width + 1, dtype=torch.int32, device=kernels.device)
+            ids = kernel.room_for(len(lens) * self._width + 1)
             where = torch.empty(len(lens) * self._width, dtype=torch.int64, device=kernels.device)
         kernel.plan(table, self._heads, ids, is_causal=False, has_lse=not self._is_alone)
         torch.add(indptr[:-1, None], self._steps, out=where.view(-1, self._width))

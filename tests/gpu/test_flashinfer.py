@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from raycache.attention.base import (
     NotRecordableError,
     StaticStep,
 )
+from raycache.attention.flashinfer_kernels import LatentKernel
 from raycache.attention.flashinfer_selected import SlotChoice
 from raycache.errors import ConfigError
 from raycache.memory.component import FULL, Component, kv, latent
@@ -268,8 +270,25 @@ def test_chosen_latents(backend: AttentionBackend, sizes: latents.Sizes, cp: int
 
 def test_more_queries_than_one_plan_has_room_for(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_selected, "MAX_QUERIES", 5)
-    sequences = Chosen(case_of(MIXED, page_size=16), SIZES, top_k=8)
-    near(sequences.found(backend), sequences.exact(), LATENT_ERROR)
+    # Blocks of the same lengths share a plan, and later steps plan others with its buffers.
+    for rows in (MIXED, [(40, 23)], [(0, 23)], [(3, 20)], [(70, 25)]):
+        sequences = Chosen(case_of(rows, page_size=16), SIZES, top_k=8)
+        near(sequences.found(backend), sequences.exact(), LATENT_ERROR)
+
+
+def test_plans_of_chosen_latents_are_made_with_the_buffers_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    new, by_wrapper = OnePerRank(new_backend), []
+    plan = LatentKernel._plan_by_wrapper
+
+    def noted(*args: Any, **how: Any) -> Sequence[int]:
+        by_wrapper.append(args)
+        return plan(*args, **how)
+
+    monkeypatch.setattr(LatentKernel, "_plan_by_wrapper", noted)
+    for rows in ([(40, 23)], [(0, 23)], [(3, 20)]):
+        sequences = Chosen(case_of(rows, page_size=16), SIZES, top_k=8)
+        near(sequences.found(new), sequences.exact(), LATENT_ERROR)
+    assert len(by_wrapper) == 1
 
 
 # --- recorded steps ---------------------------------------------------------------------------------------------------
