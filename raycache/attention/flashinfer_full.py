@@ -9,7 +9,8 @@
 With cp=1 nothing needs to be merged. Rows as long as a window are special, since only their last new tokens stay in
 pages. With more ranks the parts are merged as in layout.py.
 
-Rows with few and with many queries use different kernels, since neither kernel is fast for both.
+Rows with few and with many queries use different kernels, since neither kernel is fast for both. Recorded decode steps
+attend to short windows in one launch of a Triton kernel.
 
 Shapes in this file: T_local new tokens of this rank, T of all cp ranks, H heads, D head size.
 """
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from raycache.attention.flashinfer_kernels import Heads, KernelCache, LseBase, PagedKernel, RaggedKernel, Writer
-from raycache.attention.flashinfer_replans import StaticRows
+from raycache.attention.flashinfer_replans import StaticRows, StaticTable
 from raycache.attention.flashinfer_tables import (
     Ints,
     Segments,
@@ -40,12 +41,16 @@ from raycache.attention.flashinfer_tables import (
 from raycache.attention.layout import Chunk, StepLayout
 from raycache.attention.merge import Part, no_keys
 from raycache.attention.sinks import apply_sinks
+from raycache.attention.triton_works import triton_works
 from raycache.memory.views import KVView
 from raycache.step.inputs import Places
 
 FEW_QUERIES = 128
 """Rows with fewer queries use the kernel for few: that for many has tiles of 128 queries per head. On an H200, one row
 of 128 after 8192 takes 83 us with the kernel for few and 120 us with the other, eight rows 402 and 246 us."""
+
+SHORT_WINDOW = 256
+"""Longest window whose keys one program takes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,27 @@ class _Copies:
         return self._kernel.run(q[self.tokens], keys, values, lse_base="log2")
 
 
+class _ShortWindow:
+    """One query per row of a CUDA graph to a short window."""
+
+    def __init__(self, kernels: KernelCache, layers: Layers, static: StaticRows) -> None:
+        # It needs Triton, which is there on GPU machines only.
+        from raycache.attention.window_kernels import attend_window
+
+        self.table = StaticTable(static, kernels.device)
+        self._attend, self._layers = attend_window, layers
+
+    @staticmethod
+    def fits(layers: Layers) -> bool:
+        """Whether there is a kernel."""
+        return 0 < layers.window <= SHORT_WINDOW and layers.heads.dim <= 128 and triton_works()
+
+    def run(self, view: KVView, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """Queries [T, Hq, D] -> [T, Hq, D]."""
+        window, scale = self._layers.window, self._layers.heads.scale
+        return self._attend(q, view.k, view.v, self.table, window=window, scale=scale, sinks=sinks)
+
+
 class FullKernels:
     """Plan of the layers of one kind; `static` is for a CUDA graph."""
 
@@ -112,7 +138,13 @@ class FullKernels:
     ) -> None:
         places = layout.inputs.places[layers.space]
         self._kernels, self._layers, self._layout = kernels, layers, layout
-        self._recorded = PagedKernel(kernels, "fa2", static) if static is not None else None
+        self._recorded: PagedKernel | None = None
+        self._short: _ShortWindow | None = None
+        if static is not None:
+            if layout.inputs.ctx.cp.size == 1 and _ShortWindow.fits(layers):
+                self._short = _ShortWindow(kernels, layers, static)
+            else:
+                self._recorded = PagedKernel(kernels, "fa2", static)
         self._writer = Writer(kernels, places.slots)
         tokens = layers.window if layers.window else layout.inputs.num_tokens + 1
         copied = [chunk for chunk in layout.chunks if len(layout.inputs.rows[chunk.row].tokens) >= tokens]
@@ -131,6 +163,8 @@ class FullKernels:
         owned = inputs.places[view.space].owned
         if inputs.ctx.cp.size == 1:
             self._writer.write_kv(owned, k, v, to=(view.k, view.v))
+            if self._short is not None:
+                return self._short.run(view, q, sinks)
             out, lse = self._cached(view, q, lse_base=None if sinks is None else "log2")
             if self._copies is not None:
                 assert lse is not None
@@ -176,6 +210,9 @@ class FullKernels:
         lens = places.pages.total if is_alone else places.pages.cached
         rows, page_len = self._layout.inputs.rows, places.page_size // places.cp_size
         heads, window = self._layers.heads, self._layers.window
+        if self._short is not None:
+            self._short.table.fill(decode_table(places.pages, lens, page_len=page_len))
+            return []
         if self._recorded is not None:
             # All rows: a CUDA graph may change which of them have keys.
             table = decode_table(places.pages, lens, page_len=page_len)

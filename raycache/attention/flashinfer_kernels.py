@@ -22,6 +22,7 @@ from torch import Tensor
 
 from raycache.attention.flashinfer_replans import Planner, Replans, Shortcut, StaticRows, StaticTable
 from raycache.attention.flashinfer_tables import Ints, Segments, Table, Tokens
+from raycache.attention.triton_works import triton_works
 from raycache.errors import ConfigError
 
 PARTIAL_BYTES = 256 << 20
@@ -379,7 +380,8 @@ class LatentKernel:
 class Writer:
     """Writes new rows of one component space to its pages, in one launch per layer.
 
-    FlashInfer's function appends to sequences of pages. Here every slot is a page of one token in its own sequence.
+    Keys and values are written by a Triton kernel. FlashInfer's functions, which write latents, append to sequences of
+    pages: here every slot is a page of one token in its own sequence.
 
     Args:
         slots: int64 [T].
@@ -399,7 +401,15 @@ class Writer:
 
     def write_kv(self, owned: Tensor, k: Tensor, v: Tensor, *, to: tuple[Tensor, Tensor]) -> None:
         """Write the `owned` ones of k, v [T, Hkv, D] to pages [P, R, Hkv, D] each."""
-        self._write(self._lib.append_paged_kv_cache, owned, k, v, to)
+        if triton_works():
+            # It needs Triton, which is there on GPU machines only.
+            from raycache.attention.page_kernels import write_rows
+
+            if len(owned) < len(k):
+                k, v = k[owned], v[owned]
+            write_rows(k, v, self._slots, to=(to[0].flatten(0, 1), to[1].flatten(0, 1)))
+        else:
+            self._write(self._lib.append_paged_kv_cache, owned, k, v, to)
 
     def write_latents(self, owned: Tensor, latent: Tensor, rope: Tensor, *, to: tuple[Tensor, Tensor]) -> None:
         """Write the `owned` ones of latent [T, Rank], rope [T, Dr] to pages [P, R, Rank], [P, R, Dr]."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from functools import cache
-from subprocess import SubprocessError
-from typing import Any
 
 import torch
 from torch import Tensor
 
-_log = logging.getLogger(__name__)
+from raycache.attention.triton_works import triton_works
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -24,24 +20,10 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         lse: [T, H] float32, log-sum-exp of the scores, to base 2.
         sinks: [H], scores of the sinks.
     """
-    if out.is_cuda and out.dtype in (torch.bfloat16, torch.float16) and out.numel() and (kernels := _kernels()):
-        kernels.apply_sinks(out, lse, sinks)
+    if out.is_cuda and out.dtype in (torch.bfloat16, torch.float16) and out.numel() and triton_works():
+        from raycache.attention import sink_kernels
+
+        sink_kernels.apply_sinks(out, lse, sinks)
         return out
     share = torch.sigmoid(lse * math.log(2) - sinks)
     return out.mul_(share[..., None])
-
-
-@cache
-def _kernels() -> Any:
-    """The kernel, or None where Triton or its compiler is missing, which is logged once."""
-    try:
-        from raycache.attention import sink_kernels
-
-        # Compiling shows whether Triton works. This must not first happen while a graph is captured.
-        one = torch.ones(1, 1, 16, dtype=torch.bfloat16, device="cuda")
-        sink_kernels.apply_sinks(one, one[..., 0].float(), one[0, :, 0])
-    except (ImportError, OSError, RuntimeError, SubprocessError) as cause:
-        lines = str(cause).strip().splitlines() or [type(cause).__name__]
-        _log.warning("attention sinks use torch, which is slower: Triton: %s", lines[0])
-        return None
-    return sink_kernels

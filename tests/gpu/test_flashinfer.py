@@ -335,11 +335,15 @@ class Recorded:
 REPLAYED = [DECODES, [(5, 1)], [(290, 1), (1, 1), (16, 1), (130, 1)]]
 
 
-@pytest.mark.parametrize(("window", "kv_heads"), [(0, 2), (20, 2), (0, 40)], ids=["plain", "window", "no-split"])
+@pytest.mark.parametrize(
+    ("window", "kv_heads"),
+    [(0, 2), (20, 2), (200, 5), (270, 2), (0, 40)],
+    ids=["plain", "window", "longer-window", "long-window", "no-split"],
+)
 def test_a_recorded_decode_step_is_replayed_with_other_rows(
     backend: AttentionBackend, kv_heads: int, window: int
 ) -> None:
-    """With 40 heads the rows fill a device, so that keys are not split."""
+    """With 40 heads the rows fill a device, so that keys are not split. Up to 256 keys have a kernel of their own."""
     heads = full.Heads(kv=kv_heads, group=4, dim=64, has_sinks=window > 0)
     cases = [case_of(rows, page_size=16, window=window) for rows in REPLAYED]
     component = kv("window" if window else "kv", (0,), heads=kv_heads, dim=64, fmt=cases[0].fmt, window=window)
