@@ -8,8 +8,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Before torch is imported, and inherited by the processes that tests start: tiny models are many times slower with more
-# threads than free cores.
+# threads than free cores. A rank of a service sets its number of threads to that of the cores, and one thread burns a
+# core while it waits for another; the limit holds all the same.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_THREAD_LIMIT", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -67,6 +67,7 @@ class WhyApi:
                 asked=_asked(generation, choice),
                 ttl_s=sent.cache_ttl_s,
                 is_wanted=generation.body.return_cache_info,
+                chain=sent.page_chain,
             )
             return choice.text.comparison
 

@@ -18,8 +18,12 @@ from typing import Any
 
 from raycache.cachecheck.answers import Answer, Token
 
-_LEAST = -7.0
-"""Less likely tokens than 1 in 1,100 are not compared: their rounding errors say little about the answer."""
+_LEAST = -20.0
+"""Less likely tokens are not compared, as some servers show -9999 for what cannot be.
+
+Unlikely ones are: a trained model is sure of most of its tokens, and rounding shows in the others only, so that without
+them the noise floor would be too low.
+"""
 
 
 @dataclass(frozen=True)

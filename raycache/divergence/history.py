@@ -21,12 +21,15 @@ from raycache.divergence.cause import Cause, shortfall
 from raycache.divergence.examine import LEAST_SHARE, Examined, Examiner
 from raycache.divergence.finding import Finding
 from raycache.divergence.place import Asked
+from raycache.divergence.prefixes import NOT_SEEN, SeenPrefixes
 from raycache.divergence.seen import Match, Node, SeenPrompts, Source
 from raycache.divergence.sums import Sums, TenantSums
 from raycache.divergence.text import TokenText
 from raycache.types import RequestOutput
 
 _NEVER = float("inf")
+_PREFIX_SHARE = 8
+"""Of the memory, for digests of prompts that have left the history."""
 _MOST_SALTS, _MOST_TENANTS = 4, 256
 _FIRST_PARTINGS, _SAMPLE = 64, 8
 """Of a tenant, examined one by one; of those that follow, one in _SAMPLE, which counts as many times in the sums."""
@@ -69,7 +72,8 @@ class PromptHistory:
     ) -> None:
         self._examiner = Examiner(text)
         self.page_size = page_size
-        self.seen = SeenPrompts(max_bytes)
+        self.seen = SeenPrompts(max_bytes - max_bytes // _PREFIX_SHARE)
+        self._prefixes = SeenPrefixes(max_bytes // _PREFIX_SHARE, page_size=page_size)
         self.clock = clock
         self._draw = draw
         self.sums = Sums()
@@ -84,6 +88,7 @@ class PromptHistory:
         asked: Asked,
         ttl_s: float = 0.0,
         is_wanted: bool = False,
+        chain: bytes = b"",
     ) -> Watch:
         """Compare a prompt that arrives.
 
@@ -93,6 +98,7 @@ class PromptHistory:
             asked: where its text comes from.
             ttl_s: its cache_ttl_s; 0: none.
             is_wanted: the client asks for the finding, so its texts are read in any case.
+            chain: its `GenerateRequest.page_chain`, by which it is known once its tokens have been given up.
         """
         now = self.clock()
         sizes = asked.last_sizes() if asked.messages else None
@@ -100,7 +106,11 @@ class PromptHistory:
         tokens = prompt if isinstance(prompt, array) else array("i", prompt)
         match = self.seen.add(salt, tokens, source)
         watch = Watch(self, tokens, match=match, source=source, sums=self.sums.of(tenant))
-        if match.node is not None:
+        if chain:
+            behind = match.length + len(tokens) // LEAST_SHARE
+            found = self._prefixes.add(chain, prompt_len=len(tokens), now=now, known=match.length, behind=behind)
+            watch.long_ago = found
+        if match.node is not None and not watch.long_ago.length:
             self._look(watch, match.node, asked, is_wanted=is_wanted)
         if tenant:  # without names, salts may divide users who must not learn of each other
             watch.other_salt_len = self._other_salt_len(tenant, salt, tokens, match)
@@ -159,13 +169,14 @@ class Watch:
         sums: of its tenant.
         examined: what stands where it leaves a known prompt, or None.
         weight: requests for which it stands in the sums.
+        long_ago: what is known of a prompt that has left the history, if it is more than the match.
         finding: why no more of the prompt was reused; None: not known yet, or nothing known was missed.
         other_salt_len: tokens known under another salt of the tenant; counts in the sums only.
     """
 
     __slots__ = (
         "_expires_s", "_history", "_is_computed", "_is_in_flight", "_output", "_source", "examined", "finding",
-        "match", "other_salt_len", "prompt", "sums", "weight",
+        "long_ago", "match", "other_salt_len", "prompt", "sums", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -178,6 +189,7 @@ class Watch:
         self._output: list[int] = []
         self._is_computed = False
         self.examined: Examined | None = None
+        self.long_ago = NOT_SEEN
         self.weight = 1
         self.other_salt_len = 0
         self.finding: Finding | None = None
@@ -202,8 +214,10 @@ class Watch:
     def _explain(self, output: RequestOutput, *, prefill_s: float) -> None:
         prompt_len = len(self.prompt)
         computed = prompt_len - output.cached_tokens
-        if self.match.source is not None:
-            self.finding = self._find(output, self.match.source, per_token_s=prefill_s / max(1, computed))
+        known = self.long_ago if self.long_ago.length else self.match.source
+        if known is not None:
+            age_s = self._source.seen_s - known.seen_s
+            self.finding = self._find(output, age_s=age_s, per_token_s=prefill_s / max(1, computed))
         counted, weight = self.finding, self.weight
         if self.other_salt_len >= self._history.page_size:
             lost = self.other_salt_len // self._history.page_size * self._history.page_size
@@ -213,7 +227,7 @@ class Watch:
         if counted is not None:
             self.sums.add(counted, weight=weight)
 
-    def _find(self, output: RequestOutput, known: Source, *, per_token_s: float) -> Finding | None:
+    def _find(self, output: RequestOutput, *, age_s: float, per_token_s: float) -> Finding | None:
         cause, kind, lost = self._shortfall(output)
         token, examined = output.cached_tokens, self.examined
         if examined is not None and (lost <= examined.shared or not lost):
@@ -227,18 +241,21 @@ class Watch:
             return None
         computed = len(self.prompt) - output.cached_tokens
         lost_s = per_token_s * min(lost, computed)
-        return Finding(cause, kind, token, lost, self._source.seen_s - known.seen_s, lost_s, examined)
+        return Finding(cause, kind, token, lost, age_s, lost_s, examined)
 
     def _shortfall(self, output: RequestOutput) -> tuple[Cause, str, int]:
         """Cause, kind and number of the known tokens that were not reused; 0 for none.
 
         Of prompts that part, those behind the last whole page do not count.
         """
-        size, cached = self._history.page_size, output.cached_tokens
-        reusable = min(self.match.length, len(self.prompt) - 1)
+        size, cached, is_long_ago = self._history.page_size, output.cached_tokens, self.long_ago.length > 0
+        reusable = min(max(self.match.length, self.long_ago.length), len(self.prompt) - 1)
         lost = reusable // size * size - cached
         if lost <= 0:
-            return Cause.GRANULARITY, "page", max(0, reusable - cached) if self.match.node is None else 0
-        is_expired = self._source.seen_s > self._expires_s
-        cause = shortfall(output.miss, is_in_flight=self._is_in_flight, is_expired=is_expired)
+            is_end = self.match.node is None and not is_long_ago
+            return Cause.GRANULARITY, "page", max(0, reusable - cached) if is_end else 0
+        # Of a prompt that has left the history, it is not known when its cache_ttl_s ended.
+        is_expired = self._source.seen_s > self._expires_s and not is_long_ago
+        is_in_flight = self._is_in_flight and not is_long_ago
+        cause = shortfall(output.miss, is_in_flight=is_in_flight, is_expired=is_expired)
         return cause, output.cut_by or output.miss.value, lost

@@ -297,6 +297,7 @@ def _environment(added: Mapping[str, str]) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
+        "OMP_THREAD_LIMIT": "1",  # as in tests/conftest.py
         "PYTHONUNBUFFERED": "1",  # what goes into a file can be waited for
         "RAY_worker_niceness": "0",  # or it waits for whatever else runs on this machine
         **added,

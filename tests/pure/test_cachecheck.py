@@ -89,8 +89,13 @@ def test_another_token_that_was_not_close_is_a_large_difference() -> None:
     assert difference(one, answer(token("z", z=-0.01, y=-6.0))).nats == pytest.approx((4.99 + 5.99) / 2)
 
 
-def test_unlikely_tokens_are_not_compared() -> None:
-    one, other = (answer(token("a", a=-0.1, b=least)) for least in (-9.0, -12.0))
+def test_where_the_model_is_sure_rounding_shows_in_unlikely_tokens() -> None:
+    one, other = (answer(token("a", a=-0.0001, b=least)) for least in (-9.0, -9.0625))
+    assert difference(one, other).nats == pytest.approx(0.0625)
+
+
+def test_tokens_that_cannot_be_are_not_compared() -> None:
+    one, other = (answer(token("a", a=-0.1, b=least)) for least in (-9999.0, -30.0))
     assert difference(one, other).nats == 0
 
 

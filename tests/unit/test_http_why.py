@@ -143,3 +143,32 @@ def test_without_keys_only_this_machine_may_ask(engine: ScriptedEngine, tokenize
             assert (await client.get("/cache/why")).status_code == 403
 
     run(scenario())
+
+
+def test_with_tiers_a_prompt_is_known_after_its_tokens_are_given_up(
+    engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    engine.chained_weights = "weights"
+
+    async def scenario() -> None:
+        async with over_asgi(engine, tokenizer, prompt_history="32KiB") as client:
+
+            async def send(first: int) -> dict[str, Any]:
+                body = {
+                    "model": "tiny",
+                    "prompt": [first, *range(200), *range(200)] * 2,
+                    "max_tokens": 1,
+                    "return_cache_info": True,
+                }
+                response = await client.post("/v1/completions", json=body)
+                return response.json()["raycache"]
+
+            for number in range(10):
+                assert "divergence" not in await send(number)
+            engine.reuse = {"cached_tokens": 0, "miss": Miss.EVICTED_DEVICE}
+            assert "divergence" not in await send(10)
+            found = (await send(0))["divergence"]
+        assert (found["cause"], found["kind"], found["lost_tokens"]) == ("capacity", "evicted_device", 512)
+        assert "place" not in found and "this" not in found
+
+    run(scenario())
