@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +27,7 @@ from raycache.config import Config
 from raycache.errors import EngineStoppedError, RankLostError, RayCacheError
 from raycache.observe import logs
 from raycache.observe.kv_events import check_installed
-from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput, StreamState
 
 if TYPE_CHECKING:
     from raycache.decider.engine import Engine
@@ -97,6 +97,11 @@ class EngineActor:
     def stats(self) -> EngineStats:
         """Current counters and gauges."""
         return replace(self._ready().stats(), epoch=self._gangs.epoch, rebuilds=self._gangs.rebuilds)
+
+    @ray.method(concurrency_group="ask")
+    def stream_states(self, request_ids: Sequence[str]) -> Mapping[str, StreamState]:
+        """States of those of the requests that are in progress; does not wait for a step."""
+        return self._ready().stream_states(request_ids)
 
     @ray.method(concurrency_group="ask")
     def check(self) -> None:
@@ -198,7 +203,7 @@ class EngineActor:
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
-        self._gangs.end(has_last_plan=failure is None and self._has_closed())
+        self._gangs.end(has_last_plan=failure is None and _has_closed(self._engine))
 
     def _start(self) -> Engine:
         if self._config.event_address is not None:
@@ -257,15 +262,16 @@ class EngineActor:
             self._outbox += messages
             self._changed.notify_all()
 
-    def _has_closed(self) -> bool:
-        """Stop the engine gracefully; returns whether that worked."""
-        assert self._engine is not None, "it has run"
-        try:
-            self._engine.close()
-        except RankLostError as error:
-            _log.warning("ranks were gone before the end: %s", error)
-            return False
-        return True
+
+def _has_closed(engine: Engine | None) -> bool:
+    """Stop an engine gracefully; returns whether that worked."""
+    assert engine is not None, "it has run"
+    try:
+        engine.close()
+    except RankLostError as error:
+        _log.warning("ranks were gone before the end: %s", error)
+        return False
+    return True
 
 
 def _within(found: Future[T], *, timeout_s: float) -> T:

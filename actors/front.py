@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,15 @@ from actors.supervisor import Supervisor
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RayCacheError
 from raycache.host.commands import STORAGE_FIRST, is_for_storage, with_storage
-from raycache.types import CacheAction, CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.types import (
+    CacheAction,
+    CacheCommand,
+    EngineInfo,
+    EngineStats,
+    GenerateRequest,
+    RequestOutput,
+    StreamState,
+)
 
 _log = logging.getLogger(__name__)
 _FIGURES_TIMEOUT_S = 60.0
@@ -79,6 +87,10 @@ class RayEngine:
         stats: EngineStats = await self._ask("stats")
         tiers = with_storage(stats.tiers, await self._supervisor.arenas.status())
         return replace(stats, tiers=tiers, engines_lost=self._supervisor.num_lost)
+
+    async def stream_states(self, request_ids: Sequence[str]) -> Mapping[str, StreamState]:
+        found: Mapping[str, StreamState] = await self._ask("stream_states", request_ids)
+        return found
 
     async def check(self) -> None:
         """Assert that the engine's pages, slots and locks balance."""
@@ -188,9 +200,9 @@ class RayEngine:
         error = None if task.cancelled() else task.exception()
         self.streams.fail(EngineStoppedError(str(error or "the server is stopping")))
 
-    async def _ask(self, method: str) -> Any:
+    async def _ask(self, method: str, *arguments: object) -> Any:
         self._require_engine()
-        return await self._supervisor.engine.ask(method)
+        return await self._supervisor.engine.ask(method, *arguments)
 
     def _require_engine(self) -> None:
         if self.away:

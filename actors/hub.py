@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ from raycache.api.replicas import ReplicaCommand
 from raycache.config import Config
 from raycache.errors import EngineStoppedError, RayCacheError
 from raycache.observe.metrics import Metrics
-from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput, StreamState
 
 Message = tuple[str, RequestOutput | RayCacheError]
 """Request id, and an increment or the error that ended the request."""
@@ -117,6 +117,9 @@ class HubActor:
 
     async def stats(self) -> EngineStats:
         return await self._ready().stats()
+
+    async def stream_states(self, request_ids: Sequence[str]) -> Mapping[str, StreamState]:
+        return await self._ready().stream_states(request_ids)
 
     async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
         return await self._ready().admin(command)
@@ -215,6 +218,10 @@ class HubClient:
     async def stats(self) -> EngineStats:
         stats: EngineStats = await self._ask(self._hub.stats)
         return stats
+
+    async def stream_states(self, request_ids: Sequence[str]) -> Mapping[str, StreamState]:
+        found: Mapping[str, StreamState] = await self._ask(self._hub.stream_states, request_ids)
+        return found
 
     async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
         timeout_s = command.timeout_s + _COMMAND_TIMEOUT_S

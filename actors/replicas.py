@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -25,7 +25,16 @@ from raycache.config import Config
 from raycache.errors import ConfigError, EngineStoppedError, QueueFullError, RayCacheError, RequestTimeoutError
 from raycache.routing.choice import Router
 from raycache.routing.totals import total_answer, total_info, total_stats
-from raycache.types import TIERS, CacheAction, CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.types import (
+    TIERS,
+    CacheAction,
+    CacheCommand,
+    EngineInfo,
+    EngineStats,
+    GenerateRequest,
+    RequestOutput,
+    StreamState,
+)
 
 T = TypeVar("T")
 
@@ -65,6 +74,16 @@ class Replicas:
 
     async def stats(self) -> EngineStats:
         return total_stats(await self._ask(lambda engine: engine.stats()))
+
+    async def stream_states(self, request_ids: Sequence[str]) -> Mapping[str, StreamState]:
+        replies = await self._ask(lambda engine: engine.stream_states(request_ids))
+        if list(replies) == ["0"]:
+            return replies["0"]
+        return {
+            request_id: replace(state, replica=name)
+            for name, states in replies.items()
+            for request_id, state in states.items()
+        }
 
     async def check(self) -> None:
         """Assert that pages, slots and locks of all engines balance."""

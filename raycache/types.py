@@ -351,6 +351,33 @@ class EngineStats:
     replicas: Mapping[str, EngineStats] = field(default_factory=dict)
 
 
+class StreamPhase(StrEnum):
+    """Where a request in progress is."""
+
+    WAITING = "waiting"  # for its first turn
+    LOADING = "loading"  # its prefix is being fetched from storage, or loaded to the device
+    RUNNING = "running"  # its prompt is being computed, or it generates
+    PREEMPTED = "preempted"  # it ran, lost its pages to others or its ranks, and waits to continue
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """A request in progress, as its engine sees it.
+
+    Attributes:
+        computed_tokens: tokens whose state is there, reused or computed; 0 while it waits.
+        output_tokens: tokens generated.
+        cached_by_tier: tier (of TIERS) -> prompt tokens reused from it, as of its first start.
+        replica: name of the replica that has it; "" if there is only one.
+    """
+
+    phase: StreamPhase
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
+    replica: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Facts about an engine for its front end.

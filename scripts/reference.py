@@ -68,7 +68,9 @@ fit the context is cut to what fits). Defaults below are those of the API.
 `prompt`.
 
 `GET /cache/achievable` compares what the cache reused with what caches of other sizes would have:
-[Monitoring](../monitoring.md#achieved-and-achievable).
+[Monitoring](../monitoring.md#achieved-and-achievable). `GET /streams` lists the
+[requests in progress](../monitoring.md#live-streams), `GET /history` the
+[last ten minutes](../monitoring.md#history) of what `/ui` plots.
 
 Operators have further endpoints: `/status`, [`/cache`](../tiers.md#changing-the-tiers-of-a-running-server) and
 [`/replicas`](../replicas.md). Who may call what is in [Security](../security.md#keys-and-tenants).

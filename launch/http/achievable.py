@@ -67,8 +67,8 @@ class AchievableApi:
         if reuse is None:
             return None
 
-        def begin(generation: Generation, choice: Choice) -> ReuseWatch:
-            return reuse.follow(choice.request, tenant=tenant)
+        def begin(generation: Generation, choice: Choice) -> ReuseWatch | None:
+            return reuse.follow(choice.request, tenant=tenant) if choice.is_first else None
 
         return begin
 

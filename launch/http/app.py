@@ -21,16 +21,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from launch.http.achievable import AchievableApi
 from launch.http.auth import Authentication, Keys, keys_of, owned
 from launch.http.cache import CacheApi
+from launch.http.followers import Followers
 from launch.http.messages import MessagesApi
 from launch.http.openapi import openapi
 from launch.http.page import UiPage
 from launch.http.responses import ResponsesApi
 from launch.http.tokens import TokensApi
 from launch.http.tree import TreeApi
-from launch.http.why import WhyApi
 from launch.http.wire import Bodies, ProblemError, compute, json_response, problem_response
 from launch.observe.requests import Observed
 from raycache import __version__
@@ -79,10 +78,9 @@ def build_app(
     """
     observed = observed or Observed(Metrics(info.model))
     served = Served.of(config, tokenizer=tokenizer, info=info, defaults=defaults or Defaults.of(config))
-    why = WhyApi(config, tokenizer=tokenizer, page_size=info.page_size)
-    achievable = AchievableApi(engine, config=config, info=info)
-    observed.metrics.read_reuse(achievable.samples)
-    api = _Api(engine, config=config, served=served, metrics=observed.metrics, why=why, achievable=achievable)
+    followers = Followers(engine, config=config, info=info, tokenizer=tokenizer)
+    observed.metrics.read_reuse(followers.achievable.samples)
+    api = _Api(engine, config=config, served=served, metrics=observed.metrics, followers=followers)
     cache = CacheApi(engine, config=config, model=info.model, prepare=api.prepare)
     tokens = TokensApi(served, bodies=api.bodies)
     keys = keys_of(config)
@@ -94,8 +92,7 @@ def build_app(
         routes=[
             *api.routes(),
             *responses.routes(),
-            *why.routes(),
-            *achievable.routes(),
+            *followers.routes(),
             *tree.routes(),
             *UiPage(config).routes(),
             *cache.routes(),
@@ -147,10 +144,9 @@ class _Api:
         config: Config,
         served: Served,
         metrics: Metrics,
-        why: WhyApi,
-        achievable: AchievableApi,
+        followers: Followers,
     ) -> None:
-        self._engine, self._why, self._achievable = engine, why, achievable
+        self._engine, self._followers = engine, followers
         self._info, self._tokenizer, self._served = served.info, served.tokenizer, served
         self._description = to_json(openapi(served.info, served.defaults))
         self._grammars = GrammarChecker(served.tokenizer, served.info)
@@ -218,7 +214,7 @@ class _Api:
 
     async def status(self, request: Request) -> Response:
         info, stats = await self._engine.info(), await self._engine.stats()
-        return json_response({**_plain(info), **_plain(stats), **self._achievable.summary(stats)})
+        return json_response({**_plain(info), **_plain(stats), **self._followers.achievable.summary(stats)})
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._description, media_type="application/json")
@@ -262,7 +258,7 @@ class _Api:
         headers = {"X-Request-Id": generation.generation_id}
         if generation.repairs:
             headers[REPAIRS_HEADER] = ", ".join(generation.repairs)
-        follow = [each for each in (self._why.compare(request), self._achievable.follow(request)) if each is not None]
+        follow = self._followers.of(request)
         if not generation.body.stream:
             whole = answer(self._engine, generation, form=form, metrics=self._metrics, follow=follow)
             return Response(await _unless_gone(request.receive, whole), headers=headers, media_type="application/json")

@@ -48,7 +48,9 @@ _TENANT = "raycache.tenant"  # in the ASGI scope
 _OPEN_TO_ALL = frozenset(
     {"/", "/health", "/openapi.json", "/ping", "/version", "/ui", "/ui/", "/ui/app.js", "/ui/style.css"}
 )
-_OPEN_TO_KEYS = frozenset({"/v1", "/tokenize", "/detokenize", "/cache/why", "/cache/tree", "/cache/achievable"})
+_OPEN_TO_KEYS = frozenset(
+    {"/v1", "/tokenize", "/detokenize", "/cache/why", "/cache/tree", "/cache/achievable", "/streams", "/history"}
+)
 
 _log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=GenerationBody)

@@ -1,6 +1,7 @@
 """GET /openapi.json: the OpenAPI description, generated from the schemas that validate requests.
 
-It covers the endpoints for clients and GET /cache/achievable; those for operators are described in docs/security.md.
+It covers the endpoints for clients, GET /cache/achievable, /streams and /history; those for operators are described in
+docs/security.md.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from launch.http.streams import MAX_STREAMS
 from raycache import __version__
 from raycache.api.defaults import Defaults
 from raycache.api.messages_body import CountTokensBody, MessagesBody
@@ -25,7 +27,7 @@ from raycache.api.schema import (
 )
 from raycache.api.tokenize_body import DetokenizeBody, TokenizeBody
 from raycache.api.tools import MAX_TOOLS
-from raycache.types import MAX_TOP_LOGPROBS, EngineInfo
+from raycache.types import MAX_TOP_LOGPROBS, EngineInfo, StreamPhase
 
 _ERRORS = {
     "400": "a field is invalid; `param` names it",
@@ -43,6 +45,13 @@ _ERRORS = {
 }
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
+_AMOUNT = {"type": "number", "minimum": 0}
+_STREAMS_LIMIT = {
+    "name": "limit",
+    "in": "query",
+    "schema": {"type": "integer", "minimum": 1, "maximum": MAX_STREAMS},
+    "description": "most streams to list",
+}
 _LOGPROBS = {"type": ["object", "null"]}
 _FINISH = {"type": ["string", "null"]}
 
@@ -73,6 +82,8 @@ def openapi(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
             "/cache/achievable": {
                 "get": _get("Compare what the cache reused with caches of other sizes.", "Achievable")
             },
+            "/streams": {"get": _get("List the requests in progress.", "Streams", parameters=[_STREAMS_LIMIT])},
+            "/history": {"get": _get("Return the last ten minutes of what /ui plots.", "History")},
             "/metrics": {"get": _text("Metrics in Prometheus' text format.", errors=("401", "403", "503"))},
         },
         "components": {
@@ -127,7 +138,9 @@ def _tokens(summary: str, kind: type[StrictBody], answer: str) -> dict[str, Any]
 def _get(summary: str, answer: str, *, parameters: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     responses = {
         "200": {"description": "The response.", "content": _json(answer)},
-        **_errors(("401", "403", "404", "431", "503")),
+        **_errors(
+            (*(("400",) if "query" in {each["in"] for each in parameters} else ()), "401", "403", "404", "431", "503")
+        ),
     }
     return {"summary": summary, "parameters": list(parameters), "responses": responses}
 
@@ -173,6 +186,8 @@ def _schemas(info: EngineInfo, defaults: Defaults) -> dict[str, Any]:
         **_message_schemas(info),
         **_response_schemas(info),
         "Achievable": _achievable_schema(),
+        "Streams": _streams_schema(),
+        "History": _history_schema(),
         "Version": _object(version=_TEXT),
         "Models": _object(object={"const": "list"}, data={"type": "array", "items": card}),
         "Error": _object(error={**error, "additionalProperties": False}),
@@ -199,6 +214,27 @@ def _achievable_schema() -> dict[str, Any]:
         sample=_object(pages=_COUNT, one_in={"type": "integer", "minimum": 1}),
     )
     return {**found, "required": ["tenants"]}
+
+
+def _streams_schema() -> dict[str, Any]:
+    """Answer of /streams."""
+    tokens = {"type": "object", "additionalProperties": _COUNT}
+    row = _object(
+        **dict.fromkeys(("id", "tenant", "replica"), _TEXT),
+        state={"enum": [*StreamPhase, None], "description": "null: the engine has not replied"},
+        **dict.fromkeys(("age_s", "tokens_per_s"), _AMOUNT),
+        **dict.fromkeys(("prompt_tokens", "computed_tokens", "output_tokens"), _COUNT),
+        cached_by_tier=tokens,
+    )
+    return _object(model=_TEXT, streams={"type": "array", "items": row}, others=_COUNT)
+
+
+def _history_schema() -> dict[str, Any]:
+    """Answer of /history; without the right "admin", samples have only their age and `lost_tokens`."""
+    tokens = {"type": "object", "additionalProperties": _COUNT}
+    figures = dict.fromkeys(("steps", "running", "waiting", "prompt_tokens", "cached_tokens"), _COUNT)
+    sample = {**_object(age_s=_AMOUNT, lost_tokens=tokens, **figures), "required": ["age_s", "lost_tokens"]}
+    return _object(interval_s=_AMOUNT, samples={"type": "array", "items": sample})
 
 
 def _message_schemas(info: EngineInfo) -> dict[str, Any]:

@@ -11,13 +11,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from launch.http.auth import ADMIN, Keys, check_operator, tenant_of
-from launch.http.wire import json_response
+from launch.http.wire import json_response, number
 from raycache.api.engine import AsyncEngine
 from raycache.api.tokenizer import Tokenizer
 from raycache.config import Config
@@ -73,7 +72,8 @@ class TreeApi:
         is_all = ADMIN in own.rights
         tenants = [own, *(self._keys.tenants() if self._keys is not None and is_all else ())]
         named = {tenant.salt(""): tenant.name for tenant in tenants[:_MOST_NAMED]}
-        limit, depth = (_number(request.query_params, name) for name in _LIMITS)
+        params = request.query_params
+        limit, depth = (number(params, name, default=low, most=most) for name, (low, most) in _LIMITS.items())
         return TreeQuery(limit, depth, tuple(named.items()), is_all)
 
     async def _ask(self, query: TreeQuery, replica: str) -> dict[str, Any]:
@@ -104,11 +104,3 @@ class TreeApi:
         facts: Mapping[str, Any] = self._info.tiers.get(tier, {})
         pages = facts.get("tokens", 0) // self._info.page_size
         return facts["components"]["full"] // pages if pages and "components" in facts else None
-
-
-def _number(params: QueryParams, name: str) -> int:
-    default, most = _LIMITS[name]
-    text = params.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= most):
-        raise RequestError(f"{name} must be a number from 1 to {most}, got {text!r}", field=name)
-    return int(text)

@@ -52,13 +52,19 @@ class WhyApi:
             return json_response({"tenants": self._history.sums.facts(tenant.name)})
         return json_response({"history_bytes": self._history.seen.num_bytes, "tenants": self._history.sums.facts()})
 
+    def lost(self) -> dict[str, dict[str, int]]:
+        """Tenant -> cause -> prompt tokens that were computed again, since the start."""
+        return {} if self._history is None else self._history.sums.lost()
+
     def compare(self, request: Request) -> Follow | None:
         """What compares the prompts of an HTTP request; None: they are not compared."""
         history, tenant = self._history, tenant_of(request).name
         if history is None:
             return None
 
-        def begin(generation: Generation, choice: Choice) -> Watch:
+        def begin(generation: Generation, choice: Choice) -> Watch | None:
+            if not choice.is_first:
+                return None
             sent = choice.request
             choice.text.comparison = history.begin(
                 sent.prompt,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import psutil
 from starlette._utils import get_route_path
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -18,6 +19,7 @@ from raycache.api.completions_form import to_json
 from raycache.api.messages_form import error_body
 from raycache.api.problem import Problem
 from raycache.config import Config, parse_bytes
+from raycache.errors import RequestError
 from raycache.observe.logs import REQUEST_ID
 
 BODY_TIMEOUT_S = 10.0
@@ -121,6 +123,18 @@ async def read_body(
 
 def _has_no_body(request: Request) -> bool:
     return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+
+
+def number(params: QueryParams, name: str, *, default: int, most: int) -> int:
+    """Read a query parameter.
+
+    Raises:
+        RequestError: it is not a number from 1 to `most`.
+    """
+    text = params.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= most):
+        raise RequestError(f"{name} must be a number from 1 to {most}, got {text!r}", field=name)
+    return int(text)
 
 
 def json_response(value: dict[str, Any]) -> Response:

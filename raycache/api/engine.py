@@ -5,10 +5,10 @@ Two implementations exist: over the engine actor of a Ray cluster, and in this p
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput, StreamState
 
 
 class AsyncEngine(Protocol):
@@ -24,6 +24,14 @@ class AsyncEngine(Protocol):
 
     async def stats(self) -> EngineStats:
         """Counters and balances now.
+
+        Raises:
+            EngineStoppedError: it is stopped or has failed.
+        """
+        ...
+
+    async def stream_states(self, request_ids: Sequence[str]) -> Mapping[str, StreamState]:
+        """States of those of the requests that the engine has at the moment.
 
         Raises:
             EngineStoppedError: it is stopped or has failed.

@@ -65,10 +65,10 @@ class Follower(Protocol):
 
 
 class Follow(Protocol):
-    """Follows the request for the first choice of a prompt."""
+    """Follows the request of a choice."""
 
-    def __call__(self, generation: Generation, choice: Choice) -> AbstractContextManager[Follower]:
-        """Follows it while the context is open."""
+    def __call__(self, generation: Generation, choice: Choice) -> AbstractContextManager[Follower] | None:
+        """Follows it while the context is open; None: it is of no interest."""
         ...
 
 
@@ -153,8 +153,8 @@ async def _run(
     """One request. Leaving it before the engine has ended the request cancels it."""
     with ExitStack() as stack:
         followers: list[Follower] = [stack.enter_context(metrics.watch(choice.request))]
-        if choice.is_first:
-            followers += [stack.enter_context(each(generation, choice)) for each in follow]
+        contexts = [each(generation, choice) for each in follow]
+        followers += [stack.enter_context(each) for each in contexts if each is not None]
         async with aclosing(engine.generate(choice.request)) as outputs:
             async for output in outputs:
                 for follower in followers:

@@ -32,6 +32,7 @@ from raycache.types import (
     FinishReason,
     GenerateRequest,
     RequestOutput,
+    StreamState,
     packed,
 )
 from raycache.wire.plan import Masks, RowResult, StepPlan
@@ -292,6 +293,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """Current counters and gauges."""
         return replace(self._scheduler.stats(), refused=self._refused, rebuilds=self._rebuilds)
+
+    def stream_states(self, request_ids: Sequence[str]) -> dict[str, StreamState]:
+        """States of those of the requests that are in progress; may be called by another thread than the engine's."""
+        return self._scheduler.queues.states(request_ids)
 
     def check(self) -> None:
         """Assert that pages, slots and locks balance."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raycache.cache.holding import Holding
 from raycache.cache.sequences import SequenceCache
 from raycache.decider.request import Phase, Request, Run
 from raycache.decider.waiting import WaitingQueue
-from raycache.types import FinishReason, RequestOutput
+from raycache.types import FinishReason, RequestOutput, StreamState
 
 
 @dataclass(slots=True)
@@ -71,6 +72,11 @@ class RequestQueues:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
+
+    def states(self, request_ids: Iterable[str]) -> dict[str, StreamState]:
+        """States of those of the requests that are here; may be called by another thread than the engine's."""
+        found = ((request_id, self._by_id.get(request_id)) for request_id in request_ids)
+        return {request_id: request.state() for request_id, request in found if request is not None}
 
     def add(self, request: Request) -> None:
         """Queue a request; its id must not be in use."""

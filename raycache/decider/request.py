@@ -22,6 +22,8 @@ from raycache.types import (
     PackedTokens,
     RequestOutput,
     SamplingParams,
+    StreamPhase,
+    StreamState,
     TokenLogprob,
 )
 from raycache.wire.plan import NO_PAGES, UNKNOWN, Row
@@ -173,6 +175,23 @@ class Request:
         """Matcher of the next tokens; None if all are allowed, or there is no next one."""
         is_over = self.phase is Phase.FINISHED
         return None if self.grammar is None or is_over else self.grammar.at(self.tokens)
+
+    def state(self) -> StreamState:
+        """Where it is now; may be called by another thread than the engine's."""
+        run, prefetch = self.run, self.prefetch
+        is_fetching = prefetch is not None and not (prefetch.is_done or prefetch.is_abandoned)
+        if run is not None:
+            phase = StreamPhase.RUNNING if run.holding.load is None else StreamPhase.LOADING
+        elif is_fetching:
+            phase = StreamPhase.LOADING
+        else:
+            phase = StreamPhase.PREEMPTED if self.num_admissions or self.num_output else StreamPhase.WAITING
+        return StreamState(
+            phase=phase,
+            computed_tokens=0 if run is None else run.num_computed,
+            output_tokens=self.num_output,
+            cached_by_tier=self.report.by_tier,
+        )
 
     def packed(self, start: int, stop: int) -> bytes:
         """Tokens [start, stop), packed."""

@@ -103,6 +103,15 @@ class Sums:
             sums = self._tenants.setdefault(tenant, TenantSums())
         return sums
 
+    def lost(self) -> dict[str, dict[str, int]]:
+        """Tenant -> cause -> lost tokens."""
+        found: dict[str, dict[str, int]] = {}
+        for name, sums in self._tenants.items():
+            causes = found[name] = {}
+            for (cause, _, _), row in sums.rows.items():
+                causes[cause] = causes.get(cause, 0) + row.lost_tokens
+        return found
+
     def facts(self, tenant: str | None = None) -> dict[str, Any]:
         """Tenant -> sums, for JSON; of one tenant only if it is named."""
         chosen = self._tenants if tenant is None else {tenant: self._tenants.get(tenant, TenantSums())}

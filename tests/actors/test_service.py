@@ -89,6 +89,20 @@ async def the_tree_shows_them(service: Service, cases: list[list[int]], outputs:
     assert {each["text"] for each in shared["prefixes"]} == texts
 
 
+async def watch_streams(service: Service) -> set[str]:
+    """The states that /streams shows until nothing is in progress any more."""
+    states: set[str] = set()
+    async with httpx.AsyncClient() as client:
+        while True:
+            found = (await client.get(f"{service.endpoint}/streams?limit=200")).json()
+            if states and not found["streams"]:
+                return states
+            ages = [each["age_s"] for each in found["streams"]]
+            assert ages == sorted(ages, reverse=True)
+            states |= {each["state"] for each in found["streams"]}
+            await asyncio.sleep(0.01)
+
+
 def test_64_streams_with_random_cancellations_leave_no_page_in_use(cluster: Cluster, model: Path) -> None:
     draw = random.Random(64)
 
@@ -107,7 +121,9 @@ def test_64_streams_with_random_cancellations_leave_no_page_in_use(cluster: Clus
         # 64 sequences of up to 9 pages want far more than 120 pages, so requests are preempted too.
         async with serving(model, cp=2, page_size=_PAGE, num_pages=120, max_running=32) as service:
             cases = prompts(64, shared=40, length=40)
+            listed = asyncio.create_task(watch_streams(service))
             await asyncio.gather(*(one(service, prompt, draw.choice([1, 5, 20, 10**6])) for prompt in cases))
+            assert {"waiting", "running"} <= await listed
             while (stats := await service.engine.stats()).running or stats.waiting:
                 await asyncio.sleep(0.1)
             assert (stats.running, stats.waiting, stats.pages_in_use, stats.pages_locked) == (0, 0, 0, 0)

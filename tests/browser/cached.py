@@ -39,8 +39,8 @@ class CachedEngine(ScriptedEngine):
         trees: tier -> prefixes, by salt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, per_s: float = 0.0) -> None:
-        super().__init__(tokenizer, context=100_000)
+    def __init__(self, tokenizer: Tokenizer, *, per_s: float = 0.0, delay_s: float = 0.0) -> None:
+        super().__init__(tokenizer, context=100_000, delay_s=delay_s)
         self._tokenizer = tokenizer
         self.trees = {tier: RadixTree(PAGE) for tier in ("device", "host")}
         self._step = self._page = 0
@@ -91,8 +91,7 @@ class CachedEngine(ScriptedEngine):
             "persist_s": load(30) / 100,
         }
         host = {"pages_total": 4096, "pages_free": 4096 - self.trees["host"].num_cached, **moved}
-        return replace(
-            await super().stats(),
+        shown: dict[str, Any] = dict(
             steps=self._step,
             running=int(load.per_s * (9 + 4 * np.sin(time.monotonic() / 5))),
             waiting=int(load.per_s * max(0, 3 * np.sin(time.monotonic() / 5))),
@@ -105,8 +104,8 @@ class CachedEngine(ScriptedEngine):
             pages_free=4096 - cached,
             pages_cached=cached,
             tiers={"host": host, "storage": {**stored, "prefetched_bytes": load(4e6), "prefetch_s": load(9) / 100}},
-            **self.figures,
         )
+        return replace(await super().stats(), **(shown | self.figures))
 
     async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
         query = command.tree

@@ -18,7 +18,14 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver; scripts/lab_tools --all installs them"
 )
-KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004", "ArrowRight": "\ue014", "ArrowDown": "\ue015"}
+KEYS = {
+    "Enter": "\ue007",
+    "Escape": "\ue00c",
+    "Tab": "\ue004",
+    "ArrowRight": "\ue014",
+    "ArrowDown": "\ue015",
+    "End": "\ue010",
+}
 _WITHIN_S = 60.0
 
 

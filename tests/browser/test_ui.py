@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import httpx
 import pytest
 
 from raycache.api.tokenizer import Tokenizer
-from raycache.types import Miss
+from raycache.types import Miss, StreamPhase, StreamState
 from tests.browser.cached import PAGE, CachedEngine, served
 from tests.browser.driver import Browser, browser, needs_browser
 from tests.oracle import tiny_tokenizers
@@ -53,6 +56,11 @@ def show(window: Browser, endpoint: str, *, width: int = 1280, is_dark: bool = F
     window.until("document.querySelector('#map button') !== null")
 
 
+def complaints(window: Browser, endpoint: str) -> list[str]:
+    """What the page of this server wrote to the console; an earlier one may have asked a server that was gone."""
+    return [line for line in window.log() if line.startswith(endpoint)]
+
+
 def labels(window: Browser) -> list[str]:
     found: list[str] = window.run(
         "[...document.querySelectorAll('#map button')].map(b => b.getAttribute('aria-label'))"
@@ -85,7 +93,7 @@ def test_it_opens_prefixes_with_the_keyboard(window: Browser, engine: CachedEngi
         assert labels(window) == [first, second]
         window.run("[...document.querySelectorAll('#tiers button')].find(b => b.textContent === 'host').click()")
         window.until("document.querySelector('#tiers [aria-pressed=true]').textContent === 'host'")
-        assert window.log() == []
+        assert complaints(window, endpoint) == []
 
 
 @pytest.mark.parametrize("width", [400, 1280])
@@ -127,6 +135,140 @@ def test_it_shows_what_could_have_been_reused(window: Browser, engine: CachedEng
         window.until("document.querySelector('#moves th:last-child').textContent === 'twice as large'")
 
 
+@contextmanager
+def streaming(endpoint: str, engine: CachedEngine, *, count: int, key: str = "") -> Iterator[list[str]]:
+    """Requests that run in the block; their ids, the oldest first."""
+    body = {"model": "tiny", "prompt": "A prompt that the list must not show", "stream": True, "ignore_eos": True}
+    headers, before = {"Authorization": f"Bearer {key}"} if key else {}, len(engine.requests)
+    with httpx.Client(timeout=60, limits=httpx.Limits(max_connections=count)) as client, ExitStack() as stack:
+        for number in range(count):
+            body |= {"max_tokens": 5000, "prompt": f"{number} {_FILLER * (1 + number)}"}
+            answer = stack.enter_context(
+                client.stream("POST", f"{endpoint}/v1/completions", json=body, headers=headers)
+            )
+            assert answer.status_code == 200
+        yield [request.request_id for request in engine.requests[before:]]
+
+
+_ROWS = "[...document.querySelectorAll('#live tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_live_streams_are_listed_and_scrolled_with_the_keyboard(
+    window: Browser, tokenizer: Tokenizer, width: int, is_dark: bool
+) -> None:
+    engine = CachedEngine(tokenizer, delay_s=0.05)
+    engine.put("Something" + _FILLER)
+    with served(engine, tokenizer) as endpoint, streaming(endpoint, engine, count=24) as ids:
+        phases = list(StreamPhase)
+        for number, name in enumerate(ids[:4]):
+            engine.states[name] = StreamState(phases[number], 9, 0, {"device": 512, "host": 128} if number else {})
+        show(window, endpoint, width=width, is_dark=is_dark)
+        window.until("document.querySelectorAll('#live tbody tr').length === 20")
+        rows = window.run(_ROWS)
+        assert [row[0] for row in rows] == ids[:20]
+        heads = window.run("[...document.querySelectorAll('#live th')].map(head => head.textContent)")
+        assert heads == ["request", "state", "age", "prompt", "cached", "output", "tokens/s"]
+        assert [row[1] for row in rows[:4]] == phases
+        assert [row[3] for row in rows[:3]] == [str(len(request.prompt)) for request in engine.requests[:3]]
+        assert rows[1][4] == "512 device + 128 host" and rows[0][4] == "\u2013"
+        window.until("Number(document.querySelector('#live tbody tr').cells[5].textContent) > 1")
+        assert "4 more are not listed" in window.run("document.querySelector('#live caption').textContent")
+        assert "long text" not in window.run("document.querySelector('#live-card').textContent")
+        # It fits, whole words and all, and the keyboard gets to its end.
+        assert window.run("document.documentElement.scrollWidth <= window.innerWidth")
+        list_ = "document.querySelector('#live-list')"
+        assert window.run(f"{list_}.scrollWidth <= {list_}.clientWidth + 1")
+        assert window.run(
+            "[...document.querySelectorAll('#live td')].every(cell => cell.getClientRects().length === 1)"
+        )
+        window.run("document.querySelector('#pause').click()")
+        window.run(f"{list_}.focus()")
+        assert window.run(f"document.activeElement === {list_}")
+        window.press("End")
+        window.until(f"{list_}.scrollTop + {list_}.clientHeight >= {list_}.scrollHeight - 2")
+        tree = window.devtools("Accessibility.getFullAXTree")["nodes"]
+        roles = [node["role"]["value"] for node in tree if not node["ignored"]]
+        names = [node.get("name", {}).get("value") for node in tree if node["role"]["value"] == "table"]
+        assert "Live streams" in names and roles.count("columnheader") >= len(heads)
+        colours = window.run(
+            "(cell => [getComputedStyle(cell).color, getComputedStyle(document.querySelector('#live-card'))"
+            ".backgroundColor])(document.querySelector('#live td'))"
+        )
+        assert contrast(*colours) >= 4.5  # WCAG 2.2, 1.4.3
+        assert complaints(window, endpoint) == []
+    window.run("document.querySelector('#pause').click()")
+
+
+def contrast(*colours: str) -> float:
+    """Contrast ratio of two CSS colours (WCAG 2.2)."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted(map(luminance, colours))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_streams_that_end_leave_the_list(window: Browser, tokenizer: Tokenizer) -> None:
+    engine = CachedEngine(tokenizer, delay_s=0.05)
+    engine.put("Something" + _FILLER)
+    with served(engine, tokenizer) as endpoint:
+        with streaming(endpoint, engine, count=2):
+            show(window, endpoint)
+            window.until("document.querySelectorAll('#live tbody tr').length === 2")
+            assert window.run("document.querySelector('#live-none').hidden")
+        window.until("!document.querySelector('#live-none').hidden")
+        assert window.run("document.querySelector('#live').hidden")
+
+
+def test_a_page_opened_late_plots_what_was_before(
+    window: Browser, engine: CachedEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.http.history.INTERVAL_S", 0.2)
+    engine.reuse = {"cached_tokens": 0, "miss": Miss.EVICTED_DEVICE}
+    with served(engine, tokenizer) as endpoint:
+        shares = (0.25, 0.5, 1.0)
+        engine.figures = {"prompt_tokens": 0, "cached_tokens": 0}
+        ask = {"model": "tiny", "max_tokens": 1, "prompt": _FILLER}
+        for number, share in enumerate(shares):
+            before = engine.figures
+            assert httpx.post(f"{endpoint}/v1/completions", json=ask).status_code == 200
+            engine.figures = {
+                "running": number,
+                "prompt_tokens": before["prompt_tokens"] + 1000,
+                "cached_tokens": before["cached_tokens"] + int(1000 * share),
+            }
+            wanted = engine.figures["prompt_tokens"]
+
+            def kept(wanted: int = wanted) -> bool:
+                samples = httpx.get(f"{endpoint}/history").json()["samples"]
+                return any(sample["prompt_tokens"] == wanted and sample["age_s"] > 0 for sample in samples)
+
+            wait_until(kept)
+        show(window, endpoint)
+        window.until("document.querySelector('#hits polyline.line') !== null")
+        points = window.run("document.querySelector('#hits polyline.line').getAttribute('points')").split()
+        assert len(points) >= len(shares)
+        heights = [float(point.split(",")[1]) for point in points]
+        assert heights[-3:] == sorted(heights[-3:], reverse=True) and len(set(heights[-3:])) == 3
+        window.until("document.querySelector('#causes rect') !== null")
+        assert "capacity" in window.run("document.querySelector('#causes .legend').textContent")
+        peaks = window.run("document.querySelector('#streams polyline').getAttribute('points')").split()
+        assert len({point.split(",")[1] for point in peaks}) == 3  # running 0, 1 and 2
+        assert complaints(window, endpoint) == []
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_prompts_full_of_markup_are_text(window: Browser, tokenizer: Tokenizer) -> None:
     engine = CachedEngine(tokenizer)
     engine.reuse = {"cached_tokens": 0, "miss": Miss.NEVER_SEEN}
@@ -152,7 +294,7 @@ def test_prompts_full_of_markup_are_text(window: Browser, tokenizer: Tokenizer) 
         assert window.run("document.querySelectorAll('img, iframe, svg[onload], [onfocus], [onerror]').length") == 0
         assert window.run("document.scripts.length") == 1
         assert window.run("typeof window.hacked") == "undefined"
-        assert window.log() == []  # the policy had nothing to stop
+        assert complaints(window, endpoint) == []  # the policy had nothing to stop
 
 
 def test_the_policy_stops_what_escaping_might_miss(window: Browser, engine: CachedEngine, tokenizer: Tokenizer) -> None:
@@ -206,6 +348,10 @@ def test_a_tenant_enters_a_key_and_sees_its_own(
         window.until("document.querySelectorAll('#map button').length === 3")
         assert any(label.startswith("alice,") for label in labels(window))
         window.until("!document.querySelector('#streams-card').hidden")
+        engine.delay_s = 0.05
+        with streaming(endpoint, engine, count=1, key=keys["alice"]) as ids:
+            window.until("document.querySelectorAll('#live tbody tr').length === 1")
+            assert window.run(_ROWS)[0][:2] == [ids[0], "alice"]
         assert (
             "key" not in window.run("location.href") and window.run("sessionStorage.length + localStorage.length") == 0
         )

@@ -23,6 +23,7 @@ from raycache.types import (
     GenerateRequest,
     RequestOutput,
     SamplingParams,
+    StreamState,
     TokenLogprob,
 )
 
@@ -35,7 +36,7 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Tokenizer, *, text: str = TEXT, context: int = 200, delay_s: float = 0.0) -> None:
         self._script = tokenizer.encode(text, add_special_tokens=False)
         self._eos = tokenizer.eos_id or 0
-        self._delay_s = delay_s
+        self.delay_s = delay_s
         self._context = context
         self.vocab_size = tokenizer.vocab_size
         self.refusal: RayCacheError | None = None
@@ -46,6 +47,7 @@ class ScriptedEngine:
         self.reuse: dict[str, Any] = {}  # more fields of every output
         self.chained_weights = ""
         self.figures: dict[str, Any] = {}  # more fields of the stats
+        self.states: dict[str, StreamState] = {}  # by request id
         self.commands: list[CacheCommand] = []
         self.answer: Mapping[str, Any] | RayCacheError = {}  # to all commands
 
@@ -66,9 +68,19 @@ class ScriptedEngine:
     async def stats(self) -> EngineStats:
         if isinstance(self.refusal, EngineStoppedError):
             raise self.refusal
-        return EngineStats(
-            steps=7, running=len(self.running), finished={"stop": 3}, pages_total=64, pages_free=64, **self.figures
-        )
+        figures = {
+            "steps": 7,
+            "running": len(self.running),
+            "finished": {"stop": 3},
+            "pages_total": 64,
+            "pages_free": 64,
+        }
+        return EngineStats(**(figures | self.figures))
+
+    async def stream_states(self, request_ids: Sequence[str]) -> Mapping[str, StreamState]:
+        if isinstance(self.refusal, EngineStoppedError):
+            raise self.refusal
+        return {each: self.states[each] for each in request_ids if each in self.states}
 
     async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
         self.commands.append(command)
@@ -83,7 +95,7 @@ class ScriptedEngine:
         self.running.add(request.request_id)
         try:
             for output in self._outputs(request):
-                await asyncio.sleep(self._delay_s)
+                await asyncio.sleep(self.delay_s)
                 yield output
                 if output.finish_reason is not None:
                     self.running.discard(request.request_id)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from launch.http.serve import bind, serve
 from raycache import LLM
 from raycache.cachecheck.client import Client, Connection
 from raycache.config import Config
-from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput
+from raycache.types import CacheCommand, EngineInfo, EngineStats, GenerateRequest, RequestOutput, StreamState
 from tests.oracle import tiny_tokenizers
 from tests.oracle.families import make_family
 
@@ -37,6 +37,9 @@ class SteppedEngine:
 
     async def stats(self) -> EngineStats:
         return self._llm.stats()
+
+    async def stream_states(self, request_ids: Sequence[str]) -> Mapping[str, StreamState]:
+        return self._llm.engine.stream_states(request_ids)
 
     async def admin(self, command: CacheCommand) -> Mapping[str, Any]:
         return self._llm.cache(command)

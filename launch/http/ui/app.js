@@ -2,6 +2,7 @@
 "use strict";
 
 const STATUS_MS = 2000, SLOW_MS = 6000, KEPT = 180, TIMEOUT_MS = 40000;
+const LISTED = 20; // streams
 const KEY = "raycache-key";
 const LANES = {
   save: ["host", "saved_bytes", "save_s", "device to host"],
@@ -12,8 +13,8 @@ const LANES = {
 const state = {
   key: sessionStorage.getItem(KEY) || "", isPaused: false, isLimited: false, replica: "",
   samples: [], // {at, status}, oldest first
-  causes: [], // {cause: tokens lost since the sample before}
-  sums: null, why: null, tree: null, achievable: null, hasAchievable: true,
+  history: [], // {at, status, lost: {cause: tokens lost since the sample before}}, as the server keeps it
+  streams: null, why: null, tree: null, achievable: null, hasAchievable: true,
   tier: "device", path: null, // ids from the top; null: not chosen yet
 };
 
@@ -39,12 +40,15 @@ function svg(tag, attributes = {}, ...children) {
 }
 
 function table(id, caption, head, rows, texts = []) {
+  const stacks = $(id).classList.contains("stack"); // cells below each other where it is narrow, which hides the roles
+  const role = (name) => ({ role: stacks ? name : null });
   const cells = (tag, row) => row.map((cell, i) => el(tag, {
-    class: texts.includes(i) ? "text" : null, scope: tag === "th" ? "col" : null }, cell));
-  const body = rows.map((row) => el("tr", {}, ...cells("td", row)));
+    class: texts.includes(i) ? "text" : null, scope: tag === "th" ? "col" : null,
+    ...(tag === "th" ? role("columnheader") : { "data-label": stacks ? head[i] : null, ...role("cell") }) }, cell));
+  const body = rows.map((row) => el("tr", role("row"), ...cells("td", row)));
   $(id).hidden = !rows.length;
-  $(id).replaceChildren(el("caption", {}, caption), el("thead", {}, el("tr", {}, ...cells("th", head))),
-    el("tbody", {}, ...body));
+  $(id).replaceChildren(el("caption", {}, caption), el("thead", role("rowgroup"), el("tr", role("row"), ...cells("th", head))),
+    el("tbody", role("rowgroup"), ...body));
 }
 
 // --- numbers and words -----------------------------------------------------------------------------------------------
@@ -122,35 +126,42 @@ async function lookFast() {
 
 async function lookSlow() {
   const replica = state.replica ? `&replica=${encodeURIComponent(state.replica)}` : "";
-  const asked = [ask(`cache/tree?limit=400&depth=7${replica}`), ask("cache/why"), state.hasAchievable ? ask("cache/achievable") : null];
-  const [tree, why, achievable] = await Promise.allSettled(asked);
+  const asked = [ask(`cache/tree?limit=400&depth=7${replica}`), ask("cache/why"), state.hasAchievable ? ask("cache/achievable") : null, ask("history")];
+  const [tree, why, achievable, history] = await Promise.allSettled(asked);
   if (tree.status === "fulfilled") state.tree = tree.value;
   else told(tree.reason);
   if (why.status === "fulfilled") noteWhy(why.value.tenants);
   if (achievable.status === "fulfilled") state.achievable = achievable.value;
   else state.hasAchievable = achievable.reason.status >= 500; // other answers stay as they are
+  if (history.status === "fulfilled") noteHistory(history.value.samples);
   if (state.tree) drawTree();
   drawCauses();
-  if (state.isLimited) drawFast();
+  drawFast();
+}
+
+async function lookStreams() {
+  try { state.streams = await ask(`streams?limit=${LISTED}`); } catch { return; } // the other questions tell why
+  drawLive();
+}
+
+function noteHistory(samples) {
+  const now = performance.now() / 1000;
+  state.history = samples.map((status) => ({ at: now - status.age_s, status, lost: status.lost_tokens }));
+}
+
+// Samples of the server's figures: those that it keeps, and what this page has seen since.
+function series() {
+  const kept = state.isLimited ? [] : state.history, last = kept.at(-1)?.at ?? -Infinity;
+  return [...kept, ...state.samples.filter((sample) => sample.at > last)];
 }
 
 function noteWhy(tenants) {
-  const sums = {}, total = { prompt: 0, computed: 0, rows: [] };
+  const total = { prompt: 0, computed: 0, rows: [] };
   for (const [tenant, found] of Object.entries(tenants)) {
     total.prompt += found.prompt_tokens;
     total.computed += found.computed_tokens;
-    for (const row of found.causes) {
-      sums[row.cause] = (sums[row.cause] ?? 0) + row.lost_tokens;
-      total.rows.push({ ...row, tenant });
-    }
+    for (const row of found.causes) total.rows.push({ ...row, tenant });
   }
-  if (state.sums) {
-    const gains = {};
-    for (const [cause, tokens] of Object.entries(sums)) gains[cause] = Math.max(0, tokens - (state.sums[cause] ?? 0));
-    state.causes.push(gains);
-    state.causes.splice(0, state.causes.length - KEPT);
-  }
-  state.sums = sums;
   state.why = total;
 }
 
@@ -217,18 +228,23 @@ function reached() {
 const HEIGHT = 140, LEFT = 42, FOOT = 16;
 let WIDTH = 600;
 
+// Where a time lies, from the first of some samples to the last.
+function timeline(samples, left) {
+  const end = samples.at(-1)?.at ?? 1, start = Math.min(samples[0]?.at ?? 0, end - 60);
+  return { x: (time) => left + (WIDTH - left) * (time - start) / (end - start), span: end - start };
+}
+
 function drawHits() {
-  const shares = [];
-  state.samples.forEach(({ at: time, status }, i) => {
+  const shares = [], samples = series();
+  samples.forEach(({ at: time, status }, i) => {
     if (!i) return;
-    const before = state.samples[i - 1].status, asked = gain(status, before, "prompt_tokens");
+    const before = samples[i - 1].status, asked = gain(status, before, "prompt_tokens");
     if (asked) shares.push([time, Math.min(1, gain(status, before, "cached_tokens") / asked)]);
   });
   const reach = reached();
-  if (!shares.length && !reach) return $("hits").replaceChildren(el("p", { class: "empty" }, "No prompts since this page was opened."));
-  const end = state.samples.at(-1)?.at ?? 1, start = Math.min(state.samples[0]?.at ?? 0, end - 60);
-  const x = (time) => LEFT + (WIDTH - LEFT) * (time - start) / (end - start), y = (share) => 6 + (HEIGHT - FOOT - 6) * (1 - share);
-  const chart = frame("Share of prompt tokens from the cache over time", [[0, "0 %"], [0.5, "50 %"], [1, "100 %"]], y, seconds(end - start));
+  if (!shares.length && !reach) return $("hits").replaceChildren(el("p", { class: "empty" }, "No prompts in the last ten minutes."));
+  const { x, span } = timeline(samples, LEFT), y = (share) => 6 + (HEIGHT - FOOT - 6) * (1 - share);
+  const chart = frame("Share of prompt tokens from the cache over time", [[0, "0 %"], [0.5, "50 %"], [1, "100 %"]], y, seconds(span));
   if (shares.length) {
     const points = shares.map(([time, share]) => `${x(time).toFixed(1)},${y(share).toFixed(1)}`).join(" ");
     const [first, last] = [x(shares[0][0]), x(shares.at(-1)[0])];
@@ -273,20 +289,21 @@ const key = (kind, text) => el("span", {}, el("i", { class: `swatch ${kind}` }),
 const words = (name) => name.replaceAll("_", " ");
 
 function drawCauses() {
-  const totals = {};
-  for (const gains of state.causes) for (const [cause, tokens] of Object.entries(gains)) totals[cause] = (totals[cause] ?? 0) + tokens;
-  const causes = Object.keys(totals).filter((cause) => totals[cause]).sort((a, b) => totals[b] - totals[a]);
+  const totals = {}, samples = state.history;
+  for (const { lost } of samples) for (const [cause, tokens] of Object.entries(lost)) totals[cause] = (totals[cause] ?? 0) + tokens;
+  const causes = Object.keys(totals).sort((a, b) => totals[b] - totals[a]);
   const colour = (cause) => `c${Math.min(5, causes.indexOf(cause))}`;
-  const most = Math.max(1, ...state.causes.map((gains) => Object.values(gains).reduce((sum, each) => sum + each, 0)));
-  if (!causes.length) $("causes").replaceChildren(el("p", { class: "empty" }, state.why ? "Nothing known was computed again since this page was opened." : "The server keeps no history of prompts."));
+  const most = Math.max(1, ...samples.map(({ lost }) => Object.values(lost).reduce((sum, each) => sum + each, 0)));
+  if (!causes.length) $("causes").replaceChildren(el("p", { class: "empty" }, state.why ? "Nothing known was computed again in the last ten minutes." : "The server keeps no history of prompts."));
   else {
-    const y = (tokens) => 6 + (HEIGHT - FOOT - 6) * (1 - tokens / most), shown = Math.max(20, state.causes.length), width = (WIDTH - LEFT) / shown;
-    const chart = frame("Tokens computed again over time, by cause", [[0, "0"], [most, short(most)]], y, seconds(shown * SLOW_MS / 1000));
-    state.causes.forEach((gains, i) => {
+    const { x, span } = timeline(samples, LEFT), y = (tokens) => 6 + (HEIGHT - FOOT - 6) * (1 - tokens / most);
+    const chart = frame("Tokens computed again over time, by cause", [[0, "0"], [most, short(most)]], y, seconds(span));
+    samples.forEach(({ at: time, lost }, i) => {
+      const from = Math.max(LEFT, x(samples[i - 1]?.at ?? time - 5)), width = Math.max(2, x(time) - from - 1);
       let below = 0;
       for (const cause of causes) {
-        const tokens = gains[cause] ?? 0, x = WIDTH - (state.causes.length - i) * width;
-        if (tokens) chart.append(svg("rect", { class: colour(cause), x, y: y(below + tokens), width: Math.max(1, width - 1), height: y(below) - y(below + tokens) }, svg("title", {}, `${words(cause)}: ${short(tokens)} tokens`)));
+        const tokens = lost[cause] ?? 0;
+        if (tokens) chart.append(svg("rect", { class: colour(cause), x: from, y: y(below + tokens), width, height: y(below) - y(below + tokens) }, svg("title", {}, `${words(cause)}: ${short(tokens)} tokens`)));
         below += tokens;
       }
     });
@@ -322,10 +339,24 @@ function drawMoves(now, rate) {
   table("lanes", "Moves", ["", "now", "busy", "in all"], lanes);
 }
 
+// The oldest requests in progress.
+function drawLive() {
+  const { streams, others } = state.streams, tenants = streams.some(({ tenant }) => tenant), replicas = streams.some(({ replica }) => replica);
+  const cached = (tiers) => Object.entries(tiers).map(([tier, tokens]) => `${short(tokens)} ${tier}`).join(" + ") || "–";
+  const now = ({ state: name, computed_tokens: done, prompt_tokens: all, output_tokens: out }) => {
+    const what = name === "running" && !out && done < all ? `prompt ${percent(done, all)}` : name ?? "not known";
+    return el("span", { class: `phase ${name}` }, what);
+  };
+  const head = ["request", ...(tenants ? ["tenant"] : []), ...(replicas ? ["replica"] : []), "state", "age", "prompt", "cached", "output", "tokens/s"];
+  table("live", others ? `The ${streams.length} oldest; ${short(others)} more are not listed.` : "", head, streams.map((one) => [
+    visible(one.id), ...(tenants ? [visible(one.tenant)] : []), ...(replicas ? [one.replica] : []), now(one), seconds(one.age_s),
+    short(one.prompt_tokens), cached(one.cached_by_tier), short(one.output_tokens), one.tokens_per_s ? short(one.tokens_per_s) : "–"]), [0]);
+  $("live-none").hidden = streams.length > 0;
+}
+
 function drawStreams(now, rate, names) {
-  const most = Math.max(1, ...state.samples.map(({ status }) => status.running + status.waiting));
-  const count = state.samples.length, apart = WIDTH / Math.max(30, count);
-  const line = (of) => state.samples.map(({ status }, i) => `${(WIDTH - (count - 1 - i) * apart).toFixed(1)},${(44 - 40 * of(status) / most).toFixed(1)}`).join(" ");
+  const samples = series(), most = Math.max(1, ...samples.map(({ status }) => status.running + status.waiting)), { x } = timeline(samples, 0);
+  const line = (of) => samples.map(({ at: time, status }) => `${x(time).toFixed(1)},${(44 - 40 * of(status) / most).toFixed(1)}`).join(" ");
   const chart = svg("svg", { viewBox: `0 0 ${WIDTH} 48`, class: "spark", role: "img", "aria-label": "Streams over time" },
     svg("polyline", { class: "dashed line", points: line((status) => status.running + status.waiting) }), svg("polyline", { class: "line", points: line((status) => status.running) }));
   const counts = `${now.running} running, ${now.waiting} waiting; lately at most ${most}. Preempted ${short(now.preemptions)}, refused ${short(now.refused)}.`;
@@ -444,8 +475,8 @@ function ranked(tree) {
 function ago(step) {
   const now = state.tree.step;
   if (step >= now) return "now";
-  const seen = state.samples.find(({ status }) => status.steps >= step), last = state.samples.at(-1);
-  if (seen && seen !== state.samples[0]) return `${seconds(last.at - seen.at)} ago`;
+  const samples = series(), seen = samples.find(({ status }) => status.steps >= step), last = samples.at(-1);
+  if (seen && seen !== samples[0]) return `${seconds(last.at - seen.at)} ago`;
   return `${short(now - step)} steps ago`;
 }
 
@@ -541,10 +572,10 @@ $("key-form").addEventListener("submit", (event) => {
   $("key").value = "";
   if ($("key-kept").checked) sessionStorage.setItem(KEY, state.key);
   else sessionStorage.removeItem(KEY);
-  Object.assign(state, { samples: [], causes: [], sums: null, why: null, tree: null, achievable: null, hasAchievable: true, path: null });
+  Object.assign(state, { samples: [], history: [], streams: null, why: null, tree: null, achievable: null, hasAchievable: true, path: null });
   $("key-form").hidden = true;
   $("map").replaceChildren();
-  look(true).then(lookAround);
+  look(true).then(lookAround).then(lookOften);
 });
 $("key-cancel").addEventListener("click", () => { $("key-form").hidden = true; });
 $("key-change").addEventListener("click", () => showKeyForm("The key stays in this page's memory and is sent to this server only."));
@@ -565,6 +596,10 @@ async function once(work) {
   try { await work(); } finally { busy.delete(work); }
 }
 
+async function lookOften() {
+  if (!state.isPaused && !document.hidden && $("key-form").hidden) await once(lookStreams);
+}
+
 async function look(isNow) {
   if (!isNow && (state.isPaused || state.isLimited || document.hidden || !$("key-form").hidden)) return;
   await once(lookFast);
@@ -575,5 +610,7 @@ async function lookAround() {
 }
 
 look(true).then(lookAround);
+lookOften();
 setInterval(look, STATUS_MS);
+setInterval(lookOften, STATUS_MS);
 setInterval(lookAround, SLOW_MS);
