@@ -156,6 +156,11 @@ def object_keys(digests: Iterable[bytes], *, rows: bytes, box: Box) -> list[byte
     return [digest + coordinates for digest in digests]
 
 
+def split_key(key: bytes) -> tuple[bytes, bytes]:
+    """Digest and row format of a key of `object_keys`."""
+    return key[:DIGEST_BYTES], key[DIGEST_BYTES : DIGEST_BYTES + FORMAT_BYTES]
+
+
 def stored_boxes(suffixes: Iterable[bytes], *, rows: bytes, whole: Box) -> list[Box]:
     """Find the boxes into which writers have split a component's rows.
 

@@ -12,7 +12,9 @@ states only pages that lead to a restore point are reported, since nothing else 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,9 +23,13 @@ from raycache.cache.keys import DIGEST_BYTES, chain_digests, tag_of
 from raycache.cache.listener import NoListener, TreeListener
 from raycache.cache.node import Node, Root
 from raycache.cache.spaces import SpaceSizes
+from raycache.cache.storage_commands import Listed
 from raycache.memory.pages import PageIds
 from raycache.observe.kv_events import CLEARED, Event, Medium, block_removed, block_stored
 
+_MOST_PAGES = 1 << 14
+"""Pages that are being written to the storage whose tokens are kept; of others, events have the hashes only."""
+_MOST_PLACED = 4096
 _MOST_TOKENS = 1 << 16
 """Tokens after which a batch is handed over without waiting for the end of the step."""
 
@@ -46,6 +52,9 @@ class NoKvEvents:
     def tier(self, medium: Medium, sizes: SpaceSizes) -> TreeListener:
         """Return a listener that ignores a tier's changes."""
         return NoListener()
+
+    def storage(self, page_size: int) -> None:
+        """Return None."""
 
     def flush(self) -> None:
         """Do nothing."""
@@ -72,6 +81,10 @@ class KvEvents:
         """Return the listener to a tier's tree."""
         return TierEvents(self, medium, sizes)
 
+    def storage(self, page_size: int) -> StorageEvents:
+        """Return what reports the blocks of the storage."""
+        return StorageEvents(self, page_size)
+
     def stored(self, medium: Medium, root: bytes, parent: int | None, tokens: bytes, hashes: list[int]) -> None:
         """Record blocks that entered a tier.
 
@@ -86,6 +99,11 @@ class KvEvents:
         self._num_tokens += len(tokens) // 4
         if self._num_tokens >= _MOST_TOKENS:
             self.flush()
+
+    def placed(self, medium: Medium, hashes: list[int]) -> None:
+        """Record blocks that are in a tier, of which no more is known."""
+        for start in range(0, len(hashes), _MOST_PLACED):
+            self.stored(medium, self._plain_root, None, b"", hashes[start : start + _MOST_PLACED])
 
     def removed(self, medium: Medium, hashes: list[int]) -> None:
         """Record blocks that left a tier, continuations before what they continue."""
@@ -186,6 +204,95 @@ class TierEvents:
         """`tag_of` the pages' digests."""
         hashes: list[int] = np.ascontiguousarray(self._digests[pages, :8]).view("<u8")[:, 0].tolist()
         return hashes
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """What an event says of a stored page.
+
+    Attributes:
+        before: digest of the page before it; that of its root for the first one.
+        is_first: whether it begins a prefix.
+    """
+
+    before: bytes
+    is_first: bool
+    tokens: bytes
+
+
+class StorageEvents:
+    """Which blocks the storage has, by listings of their digests.
+
+    Of pages that this engine has written the tokens are known; of those that it found there, as after a restart, only
+    hashes are reported, which are those of the same block in every other tier.
+
+    Args:
+        log: gets the events.
+    """
+
+    def __init__(self, log: KvEvents, page_size: int) -> None:
+        self._log, self._page_bytes = log, 4 * page_size
+        self._reported: set[int] = set()
+        self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # written, and not listed yet
+
+    def note(self, node: Node, digests: Sequence[bytes], numbers: Iterable[int]) -> None:
+        """Note what pages consist of that are being written.
+
+        Args:
+            node: where their prefix ends.
+            digests: of all pages of the prefix.
+            numbers: which of them are written, ascending.
+        """
+        root, *runs = node.path()
+        assert isinstance(root, Root), "a path begins with a root"
+        tokens, size = b"".join(run.key for run in runs), self._page_bytes
+        for number in numbers:
+            before = digests[number - 1] if number else root.seed
+            page = _Page(before, number == 0, tokens[number * size : (number + 1) * size])
+            self._pages.pop(digests[number], None)
+            self._pages[digests[number]] = page
+        while len(self._pages) > _MOST_PAGES:
+            self._pages.popitem(last=False)
+
+    def take(self, listed: Listed) -> None:
+        """Report what a listing has changed."""
+        added = dict.fromkeys(listed.added)
+        tags = {tag_of(digest) for digest in added}
+        gone = self._reported - tags if listed.is_whole else {tag_of(digest) for digest in listed.removed}
+        self.remove(gone)
+        new = {digest: None for digest in added if tag_of(digest) not in self._reported}
+        self._reported |= tags
+        known = [digest for digest in self._pages if digest in new]
+        for run in self._runs(known):
+            first = self._pages[run[0]]
+            parent = None if first.is_first else tag_of(first.before)
+            tokens = b"".join(self._pages[digest].tokens for digest in run)
+            hashes = [tag_of(digest) for digest in run]
+            self._log.stored(Medium.STORAGE, first.before, parent, tokens, hashes)
+        for digest in known:
+            del new[digest]
+        for digest in added:
+            self._pages.pop(digest, None)
+        self._log.placed(Medium.STORAGE, [tag_of(digest) for digest in new])
+
+    def remove(self, tags: Set[int] | None = None) -> None:
+        """Report that blocks are gone; None: all."""
+        gone = sorted(self._reported if tags is None else self._reported & tags)
+        self._reported.difference_update(gone)
+        if gone:
+            self._log.removed(Medium.STORAGE, gone)
+
+    def _runs(self, digests: Iterable[bytes]) -> Iterator[list[bytes]]:
+        """Group pages that continue each other."""
+        run: list[bytes] = []
+        for digest in digests:
+            page = self._pages[digest]
+            if run and (page.is_first or page.before != run[-1]):
+                yield run
+                run = []
+            run.append(digest)
+        if run:
+            yield run
 
 
 def _path(node: Node) -> PageIds:

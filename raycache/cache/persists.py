@@ -11,6 +11,7 @@ import numpy as np
 
 from raycache.cache.host_tier import Entered, HostTier
 from raycache.cache.keys import unpacked
+from raycache.cache.kv_events import StorageEvents
 from raycache.cache.node import RestorePoint
 from raycache.cache.storage_commands import CommandKind, StorageClient, StorageResult, StoredUnit
 from raycache.cache.tree import PrefixHandle
@@ -37,13 +38,14 @@ class Persists:
     Args:
         host: the tier above.
         commands: sends commands to the storage.
+        events: told what the pages that are written consist of.
     Attributes:
         counts: counters, for status output and metrics.
         seconds: time that storage calls took.
     """
 
-    def __init__(self, host: HostTier, commands: StorageClient) -> None:
-        self._host, self._commands = host, commands
+    def __init__(self, host: HostTier, commands: StorageClient, *, events: StorageEvents | None = None) -> None:
+        self._host, self._commands, self._events = host, commands, events
         self._open: dict[int, _Persist] = {}
         self._storage = 1  # number of the storage
         self._is_stored = np.zeros(host.tier.pages.num_pages, np.bool_)  # by host page
@@ -108,6 +110,8 @@ class Persists:
         pages = path[missing]
         digests = unpacked(self._host.digests(handle))
         units = [StoredUnit(FULL, page, digests[i]) for page, i in zip(pages.tolist(), missing.tolist(), strict=True)]
+        if self._events is not None:
+            self._events.note(handle.node, digests, missing.tolist())
         self._is_stored[pages] = True  # or will be: later commands need not include it
         if point is not None:
             for space, ids in point.parts.items():

@@ -34,6 +34,8 @@ class CommandKind(StrEnum):
     """Copy units from storage to the host."""
     PERSIST = "persist"
     """Copy units from the host to storage."""
+    LIST = "list"
+    """List the stored pages, or what has changed since an earlier listing."""
 
 
 class Outcome(StrEnum):
@@ -84,6 +86,24 @@ class Found(NamedTuple):
 NOTHING_FOUND = Found()
 
 
+class Listed(NamedTuple):
+    """Pages whose "full" rows are all stored, by digest.
+
+    Attributes:
+        version: for the next LIST; empty: the storage cannot tell.
+        is_whole: whether `added` has all stored pages, instead of those changed since the version of the command.
+        added, removed: pages that are stored now, and that are not.
+    """
+
+    version: str = ""
+    is_whole: bool = False
+    added: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+
+
+NOTHING_LISTED = Listed()
+
+
 @dataclass(frozen=True, slots=True)
 class StorageCommand:
     """One command to the storage tier.
@@ -93,6 +113,7 @@ class StorageCommand:
         owner: for example a request id; commands are scheduled round-robin over owners.
         units: units to fetch or persist; parents before children.
         digests: for FIND: digests of a prefix's pages, from the first on.
+        version: for LIST: of the listing whose changes are wanted; empty: everything.
         deadline_s: latest start, on the sender's time.monotonic; later the command is dropped.
         epoch: the decider's epoch; commands of former deciders are refused.
     """
@@ -104,6 +125,7 @@ class StorageCommand:
     digests: tuple[bytes, ...] = ()
     deadline_s: float = math.inf
     epoch: int = 0
+    version: str = ""
 
     def sent(self) -> StorageCommand:
         """Convert for sending to another machine: deadline_s becomes the seconds remaining."""
@@ -134,6 +156,7 @@ class StorageResult:
         number, kind, owner: copied from the command.
         outcome: whether it was done; if not, the other fields say that nothing was found, fetched or stored.
         found: for FIND.
+        listed: for LIST.
         fetches: for FETCH, one per unit.
         stored: for PERSIST, one per unit: whether it is now in the storage.
         seconds: duration of the call, without queueing.
@@ -146,6 +169,7 @@ class StorageResult:
     owner: str
     outcome: Outcome
     found: Found = NOTHING_FOUND
+    listed: Listed = NOTHING_LISTED
     fetches: tuple[Fetch, ...] = ()
     stored: tuple[bool, ...] = ()
     seconds: float = 0.0
@@ -194,10 +218,13 @@ class StorageClient:
         units: Sequence[StoredUnit] = (),
         digests: Sequence[bytes] = (),
         deadline_s: float = math.inf,
+        version: str = "",
     ) -> int:
         """Post a command (arguments as in `StorageCommand`); returns its number."""
         self._num_posted += 1
-        command = StorageCommand(kind, self._num_posted, owner, tuple(units), tuple(digests), deadline_s, self._epoch)
+        command = StorageCommand(
+            kind, self._num_posted, owner, tuple(units), tuple(digests), deadline_s, self._epoch, version
+        )
         self._workers.post(command)
         return self._num_posted
 

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from raycache.cache.costs import Costs
 from raycache.cache.host_tier import HostTier
 from raycache.cache.keys import PackedDigests, chain_digests, unpacked
+from raycache.cache.kv_events import StorageEvents
 from raycache.cache.persists import Persists
 from raycache.cache.prefetches import Prefetch, Prefetches, Waiting
-from raycache.cache.storage_commands import CommandKind, Outcome, StorageClient, StorageWorkers
+from raycache.cache.storage_commands import CommandKind, Fetch, Outcome, StorageClient, StorageWorkers
+from raycache.cache.stored_blocks import StoredBlocks
 from raycache.cache.tree import PrefixHandle
 from raycache.types import PackedTokens
 
@@ -31,8 +33,10 @@ class StorageTier:
         lanes: execute the storage calls.
         waiting, timeout_s, share, costs: of `Prefetches`.
         epoch: the decider's epoch; commands of other epochs are refused.
+        events: told of the storage's content; None: nobody wants to know.
     Attributes:
         persists: writes to the storage.
+        blocks: what the storage has, for the events.
         is_attached: whether a storage is attached.
     """
 
@@ -48,10 +52,12 @@ class StorageTier:
         share: float,
         costs: Costs,
         epoch: int = 0,
+        events: StorageEvents | None = None,
     ) -> None:
         self._host, self._timeout_s, self._lanes = host, timeout_s, lanes
         self._commands = StorageClient(lanes, epoch=epoch)
-        self.persists = Persists(host, self._commands)
+        self.blocks = StoredBlocks(self._commands, events)
+        self.persists = Persists(host, self._commands, events=events)
         self._prefetches = Prefetches(
             host, self._commands, self.persists, waiting=waiting, timeout_s=timeout_s, share=share, costs=costs
         )
@@ -86,10 +92,11 @@ class StorageTier:
         deadline_s = time.monotonic() + self._timeout_s
         self._asked[self._commands.post(CommandKind.FIND, "operator", digests=digests, deadline_s=deadline_s)] = then
 
-    def attach(self, *, is_attached: bool) -> None:
-        """Note that the storage was attached, replaced, emptied or detached; forgets what is stored."""
+    def attach(self, *, is_attached: bool, is_emptied: bool = False) -> None:
+        """Note that the storage was attached, replaced, detached, or will be emptied; forgets what is stored."""
         self.is_attached = is_attached
         self.persists.forget()
+        self.blocks.forget(is_empty=is_emptied or not is_attached)
 
     def prefixes(self) -> Iterator[PrefixHandle]:
         """Iterate over handles of all host prefixes; release each before the next."""
@@ -109,7 +116,8 @@ class StorageTier:
     @property
     def num_open(self) -> int:
         """Number of commands and attended work in progress."""
-        return self._prefetches.num_open + len(self.persists.open) + len(self._asked) + len(self._attended)
+        num_asked = len(self._asked) + len(self._attended) + (self.blocks.num_open if self.is_attached else 0)
+        return self._prefetches.num_open + len(self.persists.open) + num_asked
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the next result."""
@@ -126,8 +134,15 @@ class StorageTier:
                 self._prefetches.take_found(result, now=now)
             elif result.kind is CommandKind.FETCH:
                 self._prefetches.take_fetched(result, now=now)
+                if any(fetch is not Fetch.HIT for fetch in result.fetches):
+                    self.blocks.want()
+            elif result.kind is CommandKind.LIST:
+                self.blocks.take(result)
             else:
                 self.persists.take(result)
+                self.blocks.want()
+        if self.is_attached:
+            self.blocks.poll(now_s=now_s)
         self._attended = [work for work in self._attended if not work(now_s)]
 
     def close(self, timeout_s: float) -> None:
@@ -166,7 +181,7 @@ class NoStorage:
     def abandon(self, prefetch: Prefetch) -> None:
         """Do nothing."""
 
-    def attach(self, *, is_attached: bool) -> None:
+    def attach(self, *, is_attached: bool, is_emptied: bool = False) -> None:
         """Do nothing."""
 
     def wait(self, timeout_s: float) -> None:

@@ -41,6 +41,8 @@ def carry_out(
             return _done({"tiers": {"device": _device(stats), **stats.tiers}, "warnings": list(stats.warnings)})
         case CacheAction.ATTACH | CacheAction.DETACH:
             _storage(cache).attach(is_attached=command.kind is CacheAction.ATTACH)
+        case CacheAction.RESIZE:
+            _storage(cache).blocks.want()
         case CacheAction.FLUSH:
             return _flush(command, cache)
     return _done({})
@@ -63,7 +65,7 @@ def _clear(command: CacheCommand, cache: SequenceCache) -> dict[str, Any]:
         cache.host.clear()
         cleared["host"] = cached - cache.host.counts()["pages_cached"]
     if "storage" in (command.tiers or TIERS):
-        cache.storage.attach(is_attached=cache.storage.is_attached)  # its owner empties the storage
+        cache.storage.attach(is_attached=cache.storage.is_attached, is_emptied=True)  # its owner empties it next
     return {"cleared_pages": cleared}
 
 

@@ -185,6 +185,7 @@ def _sequence_cache(
         share=config.prefetch_share,
         costs=costs,
         epoch=host.epoch,
+        events=events.storage(config.page_size),
     )
     storage.is_attached = host.has_storage
     return SequenceCache(

@@ -48,7 +48,7 @@ class AttachedStorage:
             OSError: the storage cannot be reached.
         """
         result = self._worker.work(command)
-        if command.kind is CommandKind.FIND and not self._storage.is_up:
+        if command.kind in (CommandKind.FIND, CommandKind.LIST) and not self._storage.is_up:
             raise OSError(f"storage {self.name} cannot be reached")  # not to be confused with finding nothing
         return result
 

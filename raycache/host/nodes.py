@@ -16,7 +16,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from raycache.cache.storage_commands import CommandKind, Fetch, Found, Outcome, StorageCommand, StorageResult
+from raycache.cache.storage_commands import (
+    NOTHING_LISTED,
+    CommandKind,
+    Fetch,
+    Found,
+    Outcome,
+    StorageCommand,
+    StorageResult,
+)
 from raycache.deployment.deployment import Deployment
 from raycache.errors import EngineStoppedError, RankLostError
 from raycache.host.plan import host_sizes
@@ -137,6 +145,8 @@ def _work_on_all(works: Sequence[Work], command: StorageCommand) -> StorageResul
         case CommandKind.FETCH:
             fetches = zip(*(result.fetches for result in results), strict=True)
             return replace(joined, fetches=tuple(max(each, key=_WORST_LAST.index) for each in fetches))
+        case CommandKind.LIST:
+            return replace(joined, listed=NOTHING_LISTED)  # versions of several storages cannot be told apart
         case CommandKind.PERSIST:
             stored = zip(*(result.stored for result in results), strict=True)
             return replace(joined, stored=tuple(all(each) for each in stored))

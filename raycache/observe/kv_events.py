@@ -31,6 +31,8 @@ Event = Mapping[str, Any]
 CLEARED: Event = {"type": "AllBlocksCleared"}
 """Nothing is cached."""
 
+_LOCAL = "LOCAL"
+"""Of the storage: this engine's own; blocks of shared ones have no events."""
 _MOST_KEPT = 10_000
 _END = (-1).to_bytes(8, "big", signed=True)
 _BIND_S = 10.0
@@ -42,6 +44,7 @@ class Medium(StrEnum):
 
     GPU = "GPU"  # the ranks' own memory, also where that is a CPU's
     CPU = "CPU"  # the host tier
+    STORAGE = "STORAGE"  # the storage tier, as vLLM (from 0.27) and Dynamo name it
 
 
 def block_stored(
@@ -52,7 +55,7 @@ def block_stored(
     Args:
         hashes: one per block, unsigned 64-bit; equal for equal prefixes in all tiers and on all replicas.
         parent: hash of the block before the first one, None at the start of a prefix.
-        tokens: packed token ids of all blocks.
+        tokens: packed token ids of all blocks; empty if they are not known: then the event has the hashes only.
         namespace: marks a prefix that requests without its salt do not share; only at the start of a prefix.
     """
     event: dict[str, Any] = {
@@ -65,6 +68,8 @@ def block_stored(
         "medium": medium.value,
         "lora_name": None,
     }
+    if medium is Medium.STORAGE:
+        event["locality"] = _LOCAL
     if namespace:
         event["extra_keys"] = [[namespace], *([None] * (len(hashes) - 1))]
     return event
@@ -72,7 +77,8 @@ def block_stored(
 
 def block_removed(hashes: Sequence[int], *, medium: Medium) -> Event:
     """Blocks are no longer cached; the list may grow until it is sent."""
-    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium.value}
+    locality = {"locality": _LOCAL} if medium is Medium.STORAGE else {}
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium.value, **locality}
 
 
 def check_installed() -> None:

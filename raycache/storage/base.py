@@ -91,6 +91,19 @@ class Scrub:
     is_whole: bool = True
 
 
+class Changes(NamedTuple):
+    """Keys that were stored or dropped.
+
+    Attributes:
+        version: to ask for the changes from here on.
+        is_whole: whether `keys` are all stored ones, instead of those changed.
+    """
+
+    version: str
+    is_whole: bool
+    keys: Sequence[bytes]
+
+
 class Storage(Protocol):
     """A backend. Thread safe; problems with single objects are returned, never raised.
 
@@ -135,6 +148,13 @@ class Storage(Protocol):
         """The distinct `suffix_of` of stored keys: all row formats and boxes, from any writer.
 
         May lag some seconds behind other processes, and may include suffixes whose objects have been evicted.
+        """
+
+    def changes(self, since: str) -> Changes | None:
+        """Keys that were stored or dropped since a version, each once or more; None if the medium does not tell.
+
+        Args:
+            since: version of earlier changes; those of another storage, or of too long ago, give all keys. Empty: all.
         """
 
     def stats(self) -> StorageStats:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.memory.checksum import Buffer
-from raycache.storage.base import Scrub, Storage, StorageStats, flat
+from raycache.storage.base import Changes, Scrub, Storage, StorageStats, flat
 
 _JUNK = b"\xaa"
 _AMOUNTS = ("error_calls", "delay_s")
@@ -117,6 +117,10 @@ class FaultyStorage:
     def suffixes(self) -> set[bytes]:
         self._begin()
         return self._inner.suffixes()
+
+    def changes(self, since: str) -> Changes | None:
+        self._begin()
+        return self._inner.changes(since)
 
     def stats(self) -> StorageStats:
         """Statistics of the wrapped storage, plus injected faults."""

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.memory.checksum import Buffer
-from raycache.storage.base import Header, Scrub, StorageStats, check_objects, flat
+from raycache.storage.base import Changes, Header, Scrub, StorageStats, check_objects, flat
 from raycache.storage.segment import Segment
 from raycache.storage.shelves import DISK_FULL, SLOT_MASK, Shelf, Shelves
 
@@ -127,6 +127,11 @@ class FileStorage:
         """Suffixes of all keys found at opening, or stored since it was opened or cleared."""
         with self._lock:
             return set(self._shelves.suffixes)
+
+    def changes(self, since: str) -> Changes:
+        """Keys stored or dropped since a version. The first call begins to note them."""
+        with self._lock:
+            return self._shelves.changes.since(since, self._shelves.keys)
 
     def stats(self) -> StorageStats:
         with self._lock:

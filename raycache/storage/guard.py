@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.memory.checksum import Buffer
-from raycache.storage.base import Scrub, Storage, StorageStats
+from raycache.storage.base import Changes, Scrub, Storage, StorageStats
 
 _LOG = logging.getLogger(__name__)
 _WARN_EVERY_S = 60.0
@@ -111,6 +111,17 @@ class Guarded:
                 return storage.suffixes()
         return set()
 
+    def changes(self, since: str) -> Changes | None:
+        """Changes.
+
+        Raises:
+            OSError: the storage is unreachable.
+        """
+        with self._ask() as storage:
+            if storage is not None:
+                return storage.changes(since)
+        raise OSError(f"storage {self.name} cannot be reached")
+
     def stats(self) -> StorageStats:
         """Statistics; the last known ones while the storage is unreachable."""
         with self._ask() as storage:
@@ -200,7 +211,7 @@ class Guarded:
         try:
             if self._opened is not None:
                 return
-            storage = self._open_resized()
+            storage = _open_resized(self._open, self._max_bytes)
             with self._lock:
                 if not self._is_closed:
                     self._opened = _Opened(storage)
@@ -210,16 +221,6 @@ class Guarded:
             self._pause(error)
         finally:
             self._opening.release()
-
-    def _open_resized(self) -> Storage:
-        storage = self._open()
-        try:
-            if self._max_bytes:
-                storage.resize(self._max_bytes)
-        except OSError:
-            _close(storage)
-            raise
-        return storage
 
     def _lose(self, opened: _Opened, error: OSError) -> None:
         with self._lock:
@@ -246,6 +247,17 @@ class Guarded:
                 error,
                 self._retry_s,
             )
+
+
+def _open_resized(open_storage: Callable[[], Storage], max_bytes: int) -> Storage:
+    storage = open_storage()
+    try:
+        if max_bytes:
+            storage.resize(max_bytes)
+    except OSError:
+        _close(storage)
+        raise
+    return storage
 
 
 def _close(storage: Storage) -> None:

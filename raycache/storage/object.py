@@ -176,6 +176,9 @@ class ObjectStorage:
             self._suffixes, self._suffixes_until_s = listed, time.monotonic() + _SUFFIXES_FOR_S
             return set(listed)
 
+    def changes(self, since: str) -> None:
+        """Return None: others store, and the server evicts, without telling."""
+
     def stats(self) -> StorageStats:
         """Statistics; the contents of the bucket are not counted."""
         with self._lock:

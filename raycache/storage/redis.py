@@ -207,6 +207,9 @@ class RedisStorage:
         (members,) = self._workers.run([partial(self._client.ask, "SMEMBERS", self._suffixes_key)])
         return set(members)
 
+    def changes(self, since: str) -> None:
+        """Return None: others store, and the server evicts, without telling."""
+
     def stats(self) -> StorageStats:
         """Statistics; `objects` counts the whole database, `bytes_*` and `evicted` the server. Raises OSError."""
         info = self._info()

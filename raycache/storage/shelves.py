@@ -18,6 +18,7 @@ from pathlib import Path
 
 from raycache.cache.storage_commands import Fetch
 from raycache.storage.base import Header, StorageStats, suffix_of
+from raycache.storage.change_log import ChangeLog
 from raycache.storage.segment import SUFFIX, UNFINISHED, Segment, segment_bytes_for, slot_bytes_for
 
 SLOT_MASK = (1 << 24) - 1
@@ -112,6 +113,7 @@ class Shelves:
         num_bytes: current size of all files.
         is_disk_full: whether the disk was too full for the latest new segment.
         suffixes: key suffixes (base.py) present at the start or stored since, up to the last `clear`.
+        changes: keys that entered or left an index.
     """
 
     def __init__(self, directory: Path, *, max_bytes: int, counts: StorageStats) -> None:
@@ -120,6 +122,7 @@ class Shelves:
         self.num_bytes = 0
         self.is_disk_full = False
         self.suffixes = set[bytes]()
+        self.changes = ChangeLog()
         self.uses = Uses(counts)
         self._grow_again_s = 0.0
         self._next_number = 1
@@ -169,7 +172,8 @@ class Shelves:
             return shelf, shelf.free.pop()
         if not shelf.index:
             return None  # nothing of this size can be evicted, and no segment of another size dropped
-        _, place = shelf.index.popitem(last=False)
+        key, place = shelf.index.popitem(last=False)
+        self.changes.note([key])
         segment, slot = shelf.at(place)
         segment.forget(slot)
         self._counts.evicted += 1
@@ -182,6 +186,7 @@ class Shelves:
         else:
             shelf.index[key] = place
             self.suffixes.add(suffix_of(key))
+            self.changes.note([key])
 
     def give_back(self, shelf: Shelf, place: int) -> None:
         """Free a place; does nothing if its segment has been dropped."""
@@ -193,6 +198,7 @@ class Shelves:
     def erase(self, shelf: Shelf, key: bytes) -> None:
         """Delete an object, on disk too."""
         place = shelf.index.pop(key)
+        self.changes.note([key])
         segment, slot = shelf.at(place)
         segment.erase(slot)
         shelf.free.append(place)
@@ -275,6 +281,7 @@ class Shelves:
         gone = [key for key, place in shelf.index.items() if place >> 24 == number]
         for key in gone:
             del shelf.index[key]
+        self.changes.note(gone)
         if is_eviction:
             self._counts.evicted += len(gone)
         shelf.free = [place for place in shelf.free if place >> 24 != number]

@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from raycache.cache.keys import longest_stored, object_keys
+from raycache.cache.keys import KEY_BYTES, longest_stored, object_keys, split_key
 from raycache.cache.storage_commands import (
+    NOTHING_LISTED,
     CommandKind,
     Fetch,
     Found,
+    Listed,
     Outcome,
     StorageCommand,
     StorageResult,
@@ -159,6 +161,25 @@ class StorageWorker:
         """Read units into their slots, from objects of any boxes; returns the worst result for each unit."""
         return self._reader.read(units)
 
+    def listed(self, version: str) -> Listed:
+        """List the stored pages, or those that have changed since a version.
+
+        Raises:
+            OSError: the storage cannot be reached.
+        """
+        changes = self._storage.changes(version)
+        if changes is None:
+            return NOTHING_LISTED
+        self._coverage.learn({suffix_of(key) for key in changes.keys})
+        rows = {group.rows for group in self._groups[FULL]}
+        names = {split_key(key) for key in changes.keys if len(key) == KEY_BYTES}
+        digests = sorted({digest for digest, row_format in names if row_format in rows})
+        lookup = Lookup(self._coverage, self._groups)
+        are_stored = lookup.are_stored((FULL, digest) for digest in digests)
+        added = tuple(digest for digest, is_stored in zip(digests, are_stored, strict=True) if is_stored)
+        gone = (digest for digest, is_stored in zip(digests, are_stored, strict=True) if not is_stored)
+        return Listed(changes.version, changes.is_whole, added, () if changes.is_whole else tuple(gone))
+
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _do(self, command: StorageCommand) -> StorageResult:
@@ -170,6 +191,8 @@ class StorageWorker:
                 fetches = self.fetch(command.units)
                 are_hits = [fetch is Fetch.HIT for fetch in fetches]
                 return replace(result, fetches=tuple(fetches), num_bytes=self._num_bytes(command.units, are_hits))
+            case CommandKind.LIST:
+                return replace(result, listed=self.listed(command.version))
             case CommandKind.PERSIST:
                 stored = self.persist(command.units)
                 return replace(result, stored=tuple(stored), num_bytes=self._num_bytes(command.units, stored))

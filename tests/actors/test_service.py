@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from actors.cluster import Cluster
 from raycache.api.tokenizer import Tokenizer
+from raycache.types import CacheAction, CacheCommand
 from tests.actors.serving import Service, serving
+from tests.oracle.kv_reader import Blocks, Reader
+from tests.unit.test_kv_event_sockets import free_ports
 
 _PAGE = 16
 _GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
@@ -131,6 +134,36 @@ def test_64_streams_with_random_cancellations_leave_no_page_in_use(cluster: Clus
             await service.engine.check()
 
     asyncio.run(asyncio.wait_for(run(), 500))
+
+
+def test_readers_of_events_know_what_the_storage_has_also_after_a_restart(
+    cluster: Cluster, model: Path, tmp_path: Path
+) -> None:
+    async def run(prompt: list[int]) -> Blocks:
+        port, replay_port = free_ports()
+        url = f"tcp://127.0.0.1:{port}?replay={replay_port}"
+        storage = f"file://{tmp_path}/storage?size=64MiB"
+        tiers = {"page_size": _PAGE, "num_pages": 64, "host_memory": "16MiB", "storage": storage}
+        async with serving(model, tp=2, kv_events=url, **tiers) as service:
+            await complete(service, prompt, 4)
+            await service.engine.admin(CacheCommand(CacheAction.FLUSH, timeout_s=30))
+            with Reader(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}") as reader:
+                async with asyncio.timeout(60):
+                    while tuple(prompt[48:64]) not in {
+                        block.tokens for block in reader.index.blocks["STORAGE"].values()
+                    }:
+                        reader.ask()
+                        await asyncio.sleep(0.05)
+                return reader.index.blocks["STORAGE"]
+
+    first, second = prompts(2, shared=50, length=20)
+    before = asyncio.run(asyncio.wait_for(run(first), 250))
+    assert {block.tokens for block in before.values()} == {
+        tuple(first[start : start + _PAGE]) for start in range(0, len(first) // _PAGE * _PAGE, _PAGE)
+    }
+    after = asyncio.run(asyncio.wait_for(run(second), 250))
+    assert before.keys() < after.keys() and len(after) == 5  # they share three
+    assert {after[name].tokens for name in before} == {()}  # only hashes: they were stored before the start
 
 
 def test_a_killed_rank_is_replaced_and_its_requests_go_on_with_the_same_tokens(cluster: Cluster, model: Path) -> None:

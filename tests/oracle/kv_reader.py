@@ -37,12 +37,14 @@ class BlockStored(KVCacheEvent):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
 
 
 class BlockRemoved(KVCacheEvent):
     block_hashes: list[bytes | int]
     medium: str | None
     group_idx: int | None = None
+    locality: str | None = None
 
 
 class AllBlocksCleared(KVCacheEvent):
@@ -77,7 +79,7 @@ class Index:
     """What is cached, as the events tell it: medium -> blocks."""
 
     def __init__(self) -> None:
-        self.blocks: dict[str | None, Blocks] = {"GPU": {}, "CPU": {}}
+        self.blocks: dict[str | None, Blocks] = {"GPU": {}, "CPU": {}, "STORAGE": {}}
         self.num_stored = self.num_removed = self.num_cleared = 0
 
     def take(self, payload: bytes) -> EventBatch:
@@ -91,20 +93,22 @@ class Index:
                 case BlockRemoved():
                     self._remove(event)
                 case AllBlocksCleared():
-                    self.blocks = {"GPU": {}, "CPU": {}}
+                    self.blocks = {"GPU": {}, "CPU": {}, "STORAGE": {}}
                     self.num_cleared += 1
         return batch
 
     def _store(self, event: BlockStored) -> None:
         blocks, parent, size = self.blocks[event.medium], event.parent_block_hash, event.block_size
-        assert len(event.token_ids) == size * len(event.block_hashes) > 0
-        assert parent is None or parent in blocks, "a block before its parent"
+        is_stored = event.medium == "STORAGE"
+        assert len(event.token_ids) == size * len(event.block_hashes) and (size or is_stored)
+        assert is_stored or parent is None or parent in blocks, "a block before its parent"
+        assert event.locality == ("LOCAL" if is_stored else None)
         keys = event.extra_keys or [None] * len(event.block_hashes)
         assert len(keys) == len(event.block_hashes) and not any(keys[1:]) and (keys[0] is None or parent is None)
         for number, (name, key) in enumerate(zip(event.block_hashes, keys, strict=True)):
             assert name not in blocks, "a block is stored twice"
             blocks[name] = Block(parent, tuple(event.token_ids[number * size : (number + 1) * size]), key)
-            parent = name
+            parent = name if size else None  # only hashes are known
         self.num_stored += len(event.block_hashes)
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -114,8 +118,8 @@ class Index:
         self.num_removed += len(event.block_hashes)
 
     def check(self) -> None:
-        """No block is there without the one that it continues."""
-        for blocks in self.blocks.values():
+        """No block is there without the one that it continues, but in the storage, which evicts in any order."""
+        for blocks in (self.blocks["GPU"], self.blocks["CPU"]):
             assert all(block.parent is None or block.parent in blocks for block in blocks.values())
 
 

@@ -146,6 +146,10 @@ class Tiered:
         """Digests as they come with the request of a front end."""
         return page_chain(Identity("twin", self.setup.page_size, salt=salt), packed(prompt))
 
+    def root(self, salt: str) -> bytes:
+        """Root digest of a salt."""
+        return Identity("twin", self.setup.page_size, salt=salt).seed()
+
     def settle(self, *, most: int = 2000) -> list[RequestOutput]:
         """Step until nothing is left to do."""
         outputs: list[RequestOutput] = []
@@ -168,6 +172,7 @@ class Tiered:
             self.host.clear()
         if "storage" in tiers:
             self.storage.forget()
+            self.storage_tier.blocks.want()
 
     def start_engine(self) -> None:
         """The engine and its gang are gone; another one finds what they left."""
@@ -228,6 +233,7 @@ class Tiered:
             timeout_s=setup.prefetch_timeout_s,
             share=setup.prefetch_share,
             costs=costs,
+            events=events.storage(setup.page_size),
         )
         self.storage_tier.is_attached = setup.has_storage
         self.cache = SequenceCache(

@@ -12,6 +12,7 @@ from raycache.cache.storage_commands import (
     CommandKind,
     Fetch,
     Found,
+    Listed,
     Outcome,
     StorageCommand,
     StorageResult,
@@ -55,6 +56,7 @@ class TwinStorage:
         most: objects; the oldest go.
     Attributes:
         trouble: that it has from now on.
+        num_evicted: objects that went because there were too many.
         num_unheld: units that were to be persisted and not in their slots any more.
     """
 
@@ -70,19 +72,48 @@ class TwinStorage:
         random: Random | None = None,
     ) -> None:
         self.objects: dict[tuple[str, bytes], Content] = {}
-        self.trouble, self.num_unheld = trouble, 0
+        self._changes: list[tuple[str, bytes]] = []
+        self.trouble, self.num_unheld, self.num_evicted = trouble, 0, 0
         self._host, self._random, self._most = host, random or Random(0), most
         self._page_size, self._windows, self._state_space = page_size, dict(windows), state_space
 
     def work(self, command: StorageCommand) -> StorageResult:
         if self._happens(self.trouble.errors):
             raise OSError("the twin's storage is away")
-        answer = {CommandKind.FIND: self._find, CommandKind.FETCH: self._fetch, CommandKind.PERSIST: self._persist}
+        answer = {
+            CommandKind.FIND: self._find,
+            CommandKind.FETCH: self._fetch,
+            CommandKind.PERSIST: self._persist,
+            CommandKind.LIST: self._list,
+        }
         return answer[command.kind](command)
 
     def forget(self, space: str | None = None) -> None:
         """Lose everything, or all of one space."""
-        self.objects = {key: held for key, held in self.objects.items() if space is not None and key[0] != space}
+        for key in [key for key in self.objects if space is None or key[0] == space]:
+            self._drop(key)
+
+    @property
+    def digests(self) -> set[bytes]:
+        """Of the pages that are stored."""
+        return {digest for space, digest in self.objects if space == FULL}
+
+    def _drop(self, key: tuple[str, bytes]) -> None:
+        if self.objects.pop(key, None) is not None:
+            self._changes.append(key)
+
+    def _list(self, command: StorageCommand) -> StorageResult:
+        listed = self.list_pages(command)
+        return StorageResult(command.number, command.kind, command.owner, Outcome.DONE, listed=listed)
+
+    def list_pages(self, command: StorageCommand) -> Listed:
+        """What has changed, or at times everything, as after too many changes."""
+        is_whole = not command.version or self._random.random() < 0.2
+        changed = [digest for space, digest in self._changes[int(command.version or 0) :] if space == FULL]
+        digests = self.digests if is_whole else dict.fromkeys(changed)
+        added = tuple(digest for digest in digests if (FULL, digest) in self.objects)
+        removed = tuple(digest for digest in digests if (FULL, digest) not in self.objects)
+        return Listed(str(len(self._changes)), is_whole, added, removed)
 
     def _find(self, command: StorageCommand) -> StorageResult:
         # A page vouches for those before it, as galloping takes it.
@@ -107,7 +138,7 @@ class TwinStorage:
         self._host.slots.pop((unit.space, unit.host), None)
         key = (unit.space, unit.digest)
         if self._happens(self.trouble.lost):
-            self.objects.pop(key, None)
+            self._drop(key)
         if key not in self.objects:
             return Fetch.MISSING
         if self._happens(self.trouble.bad):
@@ -118,7 +149,8 @@ class TwinStorage:
     def _persist(self, command: StorageCommand) -> StorageResult:
         stored = tuple(self._persist_one(unit) for unit in command.units)
         while len(self.objects) > self._most:
-            del self.objects[next(iter(self.objects))]
+            self._drop(next(iter(self.objects)))
+            self.num_evicted += 1
         return StorageResult(command.number, command.kind, command.owner, Outcome.DONE, stored=stored)
 
     def _persist_one(self, unit: StoredUnit) -> bool:
@@ -127,6 +159,7 @@ class TwinStorage:
             return False
         if self._happens(self.trouble.refused):
             return False
+        self._changes.append((unit.space, unit.digest))
         self.objects[unit.space, unit.digest] = self._host.slots[unit.space, unit.host].content
         return True
 

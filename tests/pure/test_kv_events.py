@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from random import Random
 
 import pytest
 
 from raycache.cache.evict import Eviction
 from raycache.cache.host_tier import WritePolicy
-from raycache.cache.keys import Identity
+from raycache.cache.keys import Identity, tag_of
 from raycache.cache.kv_events import KvEvents
 from raycache.cache.node import RestorePoint
 from raycache.cache.prefetches import Waiting
 from raycache.cache.spaces import SpaceSizes
+from raycache.cache.storage_commands import NOTHING_LISTED
 from raycache.cache.tier import Tier
 from raycache.observe.kv_events import Event, Medium, pack
 from raycache.types import packed
 from tests.oracle.kv_reader import Index, blocks_of
-from tests.oracle.tiered import Tiered
+from tests.oracle.tiered import Setup, Tiered
+from tests.oracle.twin_storage import StorageTrouble, TwinStorage
 from tests.pure.tiers_soak import KINDS, Story, setup_of
 
 _MOST_OPEN = 20
@@ -43,6 +46,26 @@ def assert_alike(index: Index, tiers: Tiered) -> None:
     plain = Identity("twin", tiers.setup.page_size).seed()
     for medium, tier in (("GPU", tiers.cache.device), ("CPU", tiers.host.tier)):
         assert index.blocks[medium] == blocks_of(tier.tree, has_points=tier.has_points, plain_root=plain), medium
+    index.check()
+
+
+def assert_storage_alike(index: Index, tiers: Tiered) -> None:
+    """After what moves has settled, and the storage has been asked for changes without trouble."""
+    trouble, tiers.storage.trouble = tiers.storage.trouble, StorageTrouble()
+    tiers.storage_tier.blocks.want()
+    tiers.settle()
+    tiers.cache.events.flush()
+    tiers.storage.trouble = trouble
+    blocks, digests = index.blocks["STORAGE"], {tag_of(digest): digest for digest in tiers.storage.digests}
+    if not tiers.storage_tier.is_attached:
+        digests = {}
+    assert blocks.keys() == digests.keys()
+    roots = {None: tiers.root("")} | {(tiers.root(salt).hex()[:16],): tiers.root(salt) for salt in ("b",)}
+    for name, block in blocks.items():
+        assert isinstance(name, int)
+        before = roots[block.namespace] if block.parent is None else digests.get(int(block.parent))
+        if block.tokens and before is not None:
+            assert sha256(before + packed(block.tokens)).digest() == digests[name]
     index.check()
 
 
@@ -72,7 +95,8 @@ def test_an_index_of_the_events_is_the_tree_at_any_time(kind: str) -> None:
         story = Watched(kind, flow, seed=seed, every=1)
         story.run(20)
         assert_alike(story.index, story.tiers)
-        assert story.index.blocks == {"GPU": {}, "CPU": {}}  # a story ends with clearing both
+        assert story.index.blocks["GPU"] == story.index.blocks["CPU"] == {}  # a story ends with clearing both
+        assert_storage_alike(story.index, story.tiers)
         stored, removed = stored + story.index.num_stored, removed + story.index.num_removed
         assert story.index.num_cleared == 1 + story.counts["engines lost"]
     assert stored > 100 and removed > 100
@@ -85,6 +109,93 @@ def test_after_ten_thousand_requests_with_evictions_and_restarts_too(kind: str) 
     story.run(10_000)
     assert story.counts["engines lost"] > 50 and story.counts["gangs lost"] > 50
     assert_alike(story.index, story.tiers)
+    assert_storage_alike(story.index, story.tiers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_index_of_the_events_is_the_storage_after_stores_evictions_and_restarts(kind: str) -> None:
+    stored = evicted = restarts = 0
+    for seed in range(6):
+        story = Watched(kind, "alone", seed=seed, every=10_000)
+        setup = replace(story.tiers.setup, has_storage=True, most_objects=(20, 1000)[seed % 2])
+        direct = Direct()
+        story.tiers, story.index = Tiered(setup, publisher=direct), direct.index
+        for _ in range(6):
+            story.run(story.counts["requests"] + 5)
+            story.tiers.cache.events.flush()
+            assert_storage_alike(story.index, story.tiers)
+        stored, restarts = stored + len(story.index.blocks["STORAGE"]), restarts + story.counts["engines lost"]
+        evicted += story.tiers.storage.num_evicted
+    assert stored > 50 and evicted > 20 and restarts > 3
+
+
+def test_after_a_restart_the_hashes_of_what_the_storage_has_are_told() -> None:
+    direct = Direct()
+    tiers = Tiered(Setup(has_storage=True), publisher=direct)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    tiers.ask(prompt)
+    blocks = direct.index.blocks["STORAGE"]
+    assert_storage_alike(direct.index, tiers)
+    assert [block.tokens for block in blocks.values()] == [(1, 2, 3, 4), (5, 6, 7, 8)]
+    first, second = blocks
+    assert (blocks[first].parent, blocks[second].parent) == (None, first)
+    tiers.start_engine()
+    tiers.settle()
+    again = direct.index.blocks["STORAGE"]
+    assert again is not blocks and again.keys() == blocks.keys()
+    assert {block.tokens for block in again.values()} == {()}  # but the host still has their tokens
+    assert direct.index.blocks["CPU"].keys() == again.keys()
+    tiers.ask([1, 2, 3, 4, 9, 9, 9, 9, 9], name="other")
+    assert len(again) == 3 and (9, 9, 9, 9) in {block.tokens for block in again.values()}
+    tiers.storage_tier.attach(is_attached=False)
+    tiers.cache.events.flush()
+    assert direct.index.blocks["STORAGE"] == {} and not tiers.engine.has_work
+    tiers.storage_tier.attach(is_attached=True)
+    tiers.settle()
+    assert_storage_alike(direct.index, tiers)
+    tiers.forget("storage")
+    tiers.settle()
+    assert direct.index.blocks["STORAGE"] == {}
+
+
+def test_a_storage_that_will_be_emptied_is_not_asked_before() -> None:
+    direct = Direct()
+    tiers = Tiered(Setup(has_storage=True), publisher=direct)
+    tiers.ask([1, 2, 3, 4, 5])
+    assert len(direct.index.blocks["STORAGE"]) == 1
+    tiers.storage_tier.attach(is_attached=True, is_emptied=True)
+    tiers.forget("device", "host")
+    for now_s in (100.0, 100.9):
+        assert not tiers.engine.has_work
+        tiers.storage_tier.poll(now=1, now_s=now_s)
+    tiers.cache.events.flush()
+    assert direct.index.blocks["STORAGE"] == {} and tiers.storage.digests
+    tiers.storage_tier.poll(now=1, now_s=101.1)  # what is still there now has stayed
+    tiers.settle()
+    assert_storage_alike(direct.index, tiers)
+    assert len(direct.index.blocks["STORAGE"]) == 1
+
+
+def test_a_storage_that_is_away_is_asked_again_later() -> None:
+    direct = Direct()
+    tiers = Tiered(Setup(has_storage=True, storage_trouble=StorageTrouble(errors=1.0)), publisher=direct)
+    for now_s in (100.0, 100.1):
+        tiers.storage_tier.poll(now=1, now_s=now_s)
+    assert not tiers.engine.has_work  # an idle engine does not ask over and over
+    tiers.storage.objects["full", b"d" * 32] = ()
+    tiers.calm()
+    for now_s in (100.9, 101.1, 101.2):
+        tiers.storage_tier.poll(now=1, now_s=now_s)
+        tiers.cache.events.flush()
+        assert bool(direct.index.blocks["STORAGE"]) == (now_s > 101.1)
+
+
+def test_a_storage_that_does_not_tell_has_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = Direct()
+    tiers = Tiered(Setup(has_storage=True), publisher=direct)
+    monkeypatch.setattr(TwinStorage, "list_pages", lambda self, command: NOTHING_LISTED)
+    tiers.ask([1, 2, 3, 4, 5])
+    assert tiers.storage.digests and direct.index.blocks["STORAGE"] == {}
 
 
 def test_pages_that_lead_to_no_restore_point_are_not_announced() -> None:

@@ -17,7 +17,8 @@ from raycache.errors import ConfigError
 from raycache.llm import LLM
 from raycache.observe.event_address import EventAddress
 from raycache.observe.kv_events import CLEARED, Event, KvEventPublisher, Medium, block_removed, block_stored
-from tests.oracle.kv_reader import DECODER, AllBlocksCleared, BlockRemoved, BlockStored, Reader
+from raycache.types import CacheAction, CacheCommand
+from tests.oracle.kv_reader import DECODER, AllBlocksCleared, BlockRemoved, Blocks, BlockStored, Reader
 from tests.oracle.tiny import make_tiny
 from tests.oracle.tiny_tokenizers import byte_level
 
@@ -214,3 +215,52 @@ def test_a_model_publishes_what_it_has_cached(tmp_path: Path, address: EventAddr
         blocks = reader.index.blocks["GPU"]
         assert [block.tokens for block in blocks.values()][:3] == [(1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)]
         assert len(blocks) == llm.stats().pages_cached
+
+
+def test_a_reader_knows_what_a_storage_has_also_after_a_restart_and_evictions(
+    tmp_path: Path, address: EventAddress
+) -> None:
+    byte_level(make_tiny(tmp_path / "model"))
+    url = f"tcp://127.0.0.1:{address.port}?replay={address.replay_port}"
+    storage = f"file://{tmp_path}/storage?size=64MiB"
+
+    def model() -> LLM:
+        return LLM(
+            str(tmp_path / "model"),
+            num_pages=32,
+            page_size=SIZE,
+            kv_events=url,
+            device="cpu",
+            host_memory="8MiB",
+            storage=storage,
+        )
+
+    def settle(llm: LLM) -> None:
+        while llm.engine.has_work:
+            llm.engine.step()
+
+    def seen(llm: LLM) -> Blocks:
+        settle(llm)
+        with Reader(address.endpoint, address.replay_endpoint) as reader:
+            reader.ask()
+            return reader.index.blocks["STORAGE"]
+
+    with closing(model()) as llm:
+        llm.generate([[*range(1, 14)], [*range(1, 6), *range(20, 30)]])
+        first = seen(llm)
+        objects = llm.cache(CacheCommand(CacheAction.STATUS))["tiers"]["storage"]["objects"]
+        assert len(first) >= 5 and objects % len(first) == 0  # as many objects for each page
+        known = {block.tokens for block in first.values()}
+        assert {(1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)} <= known
+    with closing(model()) as llm:
+        again = seen(llm)
+        assert again.keys() == first.keys()
+        llm.generate([[*range(1, 14), 40, 41, 42, 43, 44]])
+        more = seen(llm)
+        assert first.keys() < more.keys()
+        llm.cache(CacheCommand(CacheAction.CLEAR))
+        assert seen(llm) == {}
+        llm.generate([[*range(1, 14)]])
+        assert len(seen(llm)) >= 3
+        llm.cache(CacheCommand(CacheAction.DETACH))
+        assert seen(llm) == {}

@@ -16,6 +16,7 @@ from raycache.cache.storage_commands import Fetch
 from raycache.errors import ConfigError
 from raycache.memory.checksum import checksum_of
 from raycache.storage.base import HEADER_BYTES, Header, read_header
+from raycache.storage.change_log import ChangeLog
 from raycache.storage.file import FileStorage
 from tests.unit.stored import MIB, get, has, key_of, put
 
@@ -54,6 +55,33 @@ def test_objects_leave_in_the_order_of_their_last_use(path: Path) -> None:
     assert storage.stats().evicted > 100
     assert 100 < len(twin) < 128  # 8 KiB each, 1 MiB in all
     storage.close()
+
+
+@pytest.mark.parametrize("most_kept", [3, 200])
+def test_changes_since_a_version_give_the_content(path: Path, monkeypatch: pytest.MonkeyPatch, most_kept: int) -> None:
+    monkeypatch.setattr("raycache.storage.shelves.ChangeLog", lambda: ChangeLog(most_kept=most_kept))
+    storage, rng, seen = open_file(path, MIB), random.Random(2), set[bytes]()
+    version, wholes = "", 0
+    for step in range(400):
+        size = rng.choice([5000, 5000, 20_000])  # of two shelves: whole segments leave, too
+        put(storage, [rng.randrange(300) for _ in range(rng.randrange(4))], size=size)
+        if step == 200:
+            storage.clear()
+        if step % 7 == 0:
+            version, is_whole, keys = storage.changes(version)
+            wholes += is_whole
+            seen = set() if is_whole else seen
+            there = storage.contains(list(keys), touch=False)
+            seen = (seen - set(keys)) | {key for key, is_there in zip(keys, there, strict=True) if is_there}
+            assert seen == {key for key in map(key_of, range(300)) if storage.contains([key], touch=False)[0]}
+    assert storage.stats().evicted > 100 and len(seen) > 0
+    assert wholes == 1 if most_kept > 100 else wholes > 10
+    storage.resize(MIB + 1)
+    storage.close()
+    again = open_file(path, MIB)
+    assert again.changes(version).is_whole  # numbers of another life
+    assert set(again.changes("").keys) == set(again.changes(version).keys)
+    again.close()
 
 
 def test_the_first_of_a_batch_leaves_last(path: Path) -> None:

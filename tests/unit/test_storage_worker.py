@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from raycache.cache.keys import Identity, PageChain, object_keys, row_format, tag_of
-from raycache.cache.storage_commands import CommandKind, Fetch, Found, Outcome, StorageCommand, StoredUnit
+from raycache.cache.storage_commands import CommandKind, Fetch, Found, Listed, Outcome, StorageCommand, StoredUnit
+from raycache.host.nodes import work_on_all
 from raycache.memory.arena import Arena
 from raycache.memory.checksum import checksum_of
 from raycache.memory.component import ITEMSIZE, CacheFormat, Component, Reuse, index_keys, kv, latent, recurrent
@@ -525,3 +526,55 @@ def test_what_is_found_stays_longer_than_what_is_not(tmp_path: Path) -> None:
     assert storage.stats().evicted > 0
     assert node.worker.find(chain(0)) == Found(4, 4)
     assert node.worker.find(chain(1)) == Found(0, 0)
+
+
+@pytest.mark.parametrize("components", [DENSE, LATENT, MIXED], ids=["dense", "latent", "mixed"])
+def test_pages_are_listed_once_all_their_objects_are_stored(tmp_path: Path, components: Sequence[Component]) -> None:
+    storage = files(tmp_path)
+    node, other = (Node(tmp_path, storage, split, components) for split in (Split(2, 1, 1), Split(1, 1, 1)))
+    assert node.worker.listed("") == node.worker.listed("")._replace(is_whole=True, added=(), removed=())
+    for number in range(4):
+        node.write(node.units(number))
+    whole = node.worker.listed("")
+    assert whole.is_whole and sorted(whole.added) == sorted(CHAIN[:4]) and whole.removed == ()
+    assert other.worker.listed("").added == whole.added  # another split reads them, too
+    other.write(other.units(4))
+    more = node.worker.listed(whole.version)
+    assert (more.is_whole, more.added, more.removed) == (False, (CHAIN[4],), ())
+    assert node.worker.listed(more.version)[1:] == (False, (), ())
+    for key in [key for key in storage.changes("").keys if key.startswith(CHAIN[1])]:  # as after damage
+        shelf = storage._shelves.find(key)
+        assert shelf is not None
+        storage._shelves.erase(shelf, key)
+    less = node.worker.listed(more.version)
+    assert (less.is_whole, less.added, less.removed) == (False, (), (CHAIN[1],))
+    storage.clear()
+    gone = node.worker.listed(less.version)
+    assert gone.added == () and sorted(gone.removed) == sorted([CHAIN[0], *CHAIN[2:5]])
+    storage.close()
+
+
+def test_a_storage_that_others_change_lists_nothing(tmp_path: Path) -> None:
+    class Shared(FileStorage):
+        def changes(self, since: str) -> None:  # type: ignore[override]
+            return None
+
+    storage = Shared(tmp_path / "storage", max_bytes=MIB)
+    node = Node(tmp_path, storage, Split(1, 1, 1), DENSE)
+    node.write(node.units(0))
+    assert node.worker.listed("") == Listed()
+    storage.close()
+
+
+def test_the_storages_of_several_nodes_list_nothing_together(tmp_path: Path) -> None:
+    storages = [FileStorage(tmp_path / f"storage {node}", max_bytes=MIB) for node in range(2)]
+    split = Split(2, 1, 1)
+    nodes = [Node(tmp_path, storage, split, DENSE, nodes=[0, 1], node=i) for i, storage in enumerate(storages)]
+    for node in nodes:
+        node.write(node.units(0))
+    command = StorageCommand(CommandKind.LIST, 1, "events")
+    assert all(node.worker.work(command).listed.added == (CHAIN[0],) for node in nodes)
+    result = work_on_all([node.worker.work for node in nodes])(command)
+    assert (result.outcome, result.listed) == (Outcome.DONE, Listed())
+    for storage in storages:
+        storage.close()
