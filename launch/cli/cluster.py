@@ -63,10 +63,10 @@ def run(config: Config) -> int:
     """
     logs.set_up(config.log_format)
     with contextlib.ExitStack() as cleanup:
-        cleanup.enter_context(signals.unwinding())
+        interrupt = cleanup.enter_context(signals.unwinding())
         seen = cleanup.enter_context(observe(config))
         sock = cleanup.enter_context(contextlib.closing(bind(config)))
-        progress = cleanup.enter_context(_Progress())
+        progress = cleanup.enter_context(_Progress(interrupt))
         progress.show("checking the model", 0.0)
         checking = Beside(partial(_checked, config, progress))
         cleanup.callback(checking.end, _CHECK_END_S)
@@ -76,6 +76,7 @@ def run(config: Config) -> int:
         with checking.interrupting():
             cluster = connect(config, variables=hub_variables() if any(map(hub_id, config.directories)) else {})
         cleanup.callback(disconnect, cluster.temp_dir)
+        interrupt.check()
         checked = checking.result()
         service = cleanup.enter_context(_service(checked, sock, seen=seen, progress=progress))
         progress.close()
@@ -169,7 +170,8 @@ def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config)
 class _Progress:
     """Shows the progress of the start: one updated line on a terminal, otherwise a line per phase."""
 
-    def __init__(self) -> None:
+    def __init__(self, interrupt: signals.Interrupt) -> None:
+        self._interrupt = interrupt
         self._topic = ""
         self._width = 0
         self._is_terminal = sys.stderr.isatty()
@@ -181,7 +183,12 @@ class _Progress:
         self.close()
 
     def show(self, phase: str, share: float) -> None:
-        """Show the phase and the fraction of it that is done; 0: unknown."""
+        """Show the phase and the fraction of it that is done; 0: unknown.
+
+        Raises:
+            KeyboardInterrupt: the start has been interrupted.
+        """
+        self._interrupt.check()
         has_share = share and phase.startswith(("loading", "downloading"))
         line = f"{phase} [{'#' * round(20 * share):20}] {share:.0%}" if has_share else phase
         if self._is_terminal:
