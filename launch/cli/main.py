@@ -45,6 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RayCacheError as error:
         print(f"raycache: error: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if (error.name or "raycache").partition(".")[0] in ("raycache", "actors", "launch"):
+            raise
+        print(
+            f"raycache: error: the Python module {error.name} is missing; it comes with RayCache's dependencies, "
+            f"install RayCache again with {sys.executable} -m pip install",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -469,3 +469,18 @@ def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
     done = subprocess.run([sys.executable, "-m", "raycache", "version"], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(("module", "is_explained"), [("psutil", True), ("actors.cluster", False)])
+def test_a_missing_dependency_is_named_without_a_traceback(tmp_path: Path, module: str, is_explained: bool) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    # None in sys.modules is how Python marks a module that cannot be found.
+    code = (
+        "import sys; from launch.cli.main import main; "
+        f"sys.modules['{module}'] = None; sys.exit(main(['launch', '{tmp_path}', '--port', 'auto']))"
+    )
+    done = python("-c", code, cwd=ROOT)
+    assert module in done.stderr
+    assert ("Traceback" in done.stderr) is not is_explained
+    assert (done.returncode == 2) is is_explained
+    assert ("install RayCache again" in done.stderr) is is_explained
