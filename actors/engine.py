@@ -64,7 +64,7 @@ class EngineActor:
         self._outbox: list[Message] = []
         self._failure: RayCacheError | None = None
         self._is_stopping = False
-        self._progress = ("starting ranks", 0.0)
+        self._progress = ("starting the engine", 0.0)
         self._engine: Engine | None = None
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._thread.start()

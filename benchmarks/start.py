@@ -33,6 +33,7 @@ _PHASES = (
     "checking the model",
     "starting Ray",
     "waiting for Ray",
+    "starting the engine",
     "making the host tier",
     "starting ranks",
     "joining groups",

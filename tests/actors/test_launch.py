@@ -31,6 +31,21 @@ def test_interrupt_leaves_no_process_no_shared_memory_and_no_ray_files(model: Pa
         process.kill()
 
 
+def test_each_phase_of_a_start_is_shown_once(model: Path, scratch: Path) -> None:
+    process = start(model, scratch, "--num-pages", "32", "--host-memory", "64MiB", "--no-dashboard")
+    seen = []
+    try:
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) and not line.startswith("endpoint"):
+            seen.append(line.strip())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(100) == 0
+    finally:
+        process.kill()
+    assert seen.count("starting ranks") == 1, seen
+    assert seen.count("starting the engine") <= 1 and seen.count("making the host tier") <= 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("phase", ["starting Ray", "starting ranks"])
 def test_interrupt_while_starting_leaves_nothing(model: Path, scratch: Path, phase: str) -> None:
