@@ -16,7 +16,7 @@ from raycache.deployment.deployment import Deployment
 from raycache.deployment.weights import with_weights_form
 from raycache.gang.meeting import Meeting
 from raycache.parallel.interfaces import link, require_reachable
-from raycache.rank.member import RankSpec
+from raycache.rank.member import RankSpec, threads_of
 
 LOADING = "loading weights"
 
@@ -53,7 +53,7 @@ class Gang:
         try:
             wheres = self._ranks.ask("where", phase="starting ranks")
             self.deployment = with_weights_form(deployment, [where["gpu"] for where in wheres if where["gpu"]])
-            specs = _specs(wheres, device=deployment.device_type)
+            specs = _specs(wheres, config, device=deployment.device_type)
             config = replace(config, weights=self.deployment.config.weights)
             self._meeting = meeting = _meeting(config, wheres, device_type=deployment.device_type, epoch=epoch)
             try:
@@ -108,7 +108,7 @@ def _meeting(config: Config, wheres: Sequence[dict[str, Any]], *, device_type: s
     )
 
 
-def _specs(wheres: Sequence[dict[str, Any]], *, device: str) -> list[RankSpec]:
+def _specs(wheres: Sequence[dict[str, Any]], config: Config, *, device: str) -> list[RankSpec]:
     on_node = Counter(where["node"] for where in wheres)
     cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
     return [
@@ -118,7 +118,7 @@ def _specs(wheres: Sequence[dict[str, Any]], *, device: str) -> list[RankSpec]:
             # Ray shows each actor only its own GPUs.
             device="cuda:0" if device == "cuda" else "cpu",
             ranks_on_node=on_node[where["node"]],
-            num_threads=max(1, cpus[where["node"]] // on_node[where["node"]]),
+            num_threads=threads_of(config, cpus=cpus[where["node"]], ranks_on_node=on_node[where["node"]]),
         )
         for rank, where in enumerate(wheres)
     ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from raycache.errors import ConfigError
+
 API_KEY = "RAYCACHE_API_KEY"
 CA_FILE = "RAYCACHE_CA_FILE"
 STORAGE = "RAYCACHE_STORAGE"
 CLIENT_VERSION = "RAYCACHE_CLIENT_VERSION"
+_THREADS = "OMP_NUM_THREADS"
 _HUB_PATHS = ("HF_HOME", "HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE", "HF_TOKEN_PATH")
 
 
@@ -25,6 +28,22 @@ def ca_file() -> str:
 def storage() -> str:
     """URL of the storage tier, which can hold a password, while flags are visible to other users; empty: none."""
     return os.environ.get(STORAGE, "")
+
+
+def cpu_threads() -> int | None:
+    """CPU threads of a process that computes, by OMP_NUM_THREADS; None: not set.
+
+    Read where the service is launched: Ray sets the variable in its workers itself.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
+    text = os.environ.get(_THREADS, "").partition(",")[0].strip()  # further ones are of nested regions
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ConfigError(f"{_THREADS}={os.environ[_THREADS]!r} must be a number of threads, such as 4; or unset it")
+    return int(text)
 
 
 def hub_variables(*, has_paths: bool = True) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launch.environment import api_key, storage
+from launch.environment import api_key, cpu_threads, storage
 from raycache.config import Config
 from raycache.errors import ConfigError
 from raycache.settings import kind_of
@@ -77,6 +77,8 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         values["api_key"] = api_key()
     if storage():
         values["storage"] = storage()
+    if threads := cpu_threads():
+        values["cpu_threads"] = threads
     values |= {name: value for name, value in vars(options).items() if name in names}
     if not values.get("model"):
         raise ConfigError("no model given; pass a model directory or name, or set `model:` in the --config file")

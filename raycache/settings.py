@@ -114,6 +114,12 @@ class Settings:
         choices=("auto", "cpu", "cuda"),
         is_common=True,
     )
+    cpu_threads: int | Literal["auto"] = _parallel(
+        "auto",
+        "CPU threads of a rank; auto: OMP_NUM_THREADS where it is set, otherwise its share of the node's cores",
+        words=("auto",),
+        unit="THREADS",
+    )
     pp_layers: str = _parallel(
         "auto", "layers per pipeline stage, such as 12,12,11; auto: balanced by their cost", unit="COUNTS|auto"
     )

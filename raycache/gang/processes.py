@@ -7,6 +7,7 @@ fraction of a second.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from raycache.gang.meeting import Meeting
 from raycache.parallel.board import AckBoard
 from raycache.parallel.devices import GpuModel, require_gpus
 from raycache.rank.build import load
-from raycache.rank.member import Invitation, RankSpec, join
+from raycache.rank.member import Invitation, RankSpec, join, threads_of
 from raycache.rank.run import run
 
 _HOST = "127.0.0.1"
@@ -49,13 +50,15 @@ def meet_here(config: Config, *, device_type: str, nodes: Sequence[int] = ()) ->
     nodes = tuple(nodes) or (0,) * size
     meeting = Meeting(config, device_type=device_type, epoch=1, host=_HOST, nodes=nodes, here=0, plan_timeout_s=_IDLE_S)
     boards = {0: meeting.board, **{nodes[rank]: AckBoard.create(size) for rank in meeting.leaders}}
+    # Torch's default in the forked ranks follows the variable.
+    is_set = config.cpu_threads == "auto" and bool(os.environ.get("OMP_NUM_THREADS"))
     specs = [
         RankSpec(
             rank=rank,
             host=_HOST,
             device=f"cuda:{rank}" if device_type == "cuda" else "cpu",
             ranks_on_node=size,
-            num_threads=max(1, usable_cpus() // size),
+            num_threads=0 if is_set else threads_of(config, cpus=usable_cpus(), ranks_on_node=size),
         )
         for rank in range(size)
     ]

@@ -88,6 +88,11 @@ class Member:
             self.use.note(purpose)
 
 
+def threads_of(config: Config, *, cpus: int, ranks_on_node: int) -> int:
+    """CPU threads of a rank: those of the settings, or its share of a node's `cpus`."""
+    return max(1, cpus // ranks_on_node) if config.cpu_threads == "auto" else config.cpu_threads
+
+
 def join(invitation: Invitation) -> Member:
     """Join a gang.
 

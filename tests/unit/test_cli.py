@@ -32,6 +32,7 @@ from launch.table import human_bytes, render
 from raycache import __version__
 from raycache.config import Config
 from raycache.errors import ConfigError
+from raycache.rank.member import threads_of
 from raycache.settings import kind_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -52,6 +53,7 @@ FIGURES = {
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No services but those of the test."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # a setting, which tests of others do not expect
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
@@ -484,3 +486,27 @@ def test_a_missing_dependency_is_named_without_a_traceback(tmp_path: Path, modul
     assert ("Traceback" in done.stderr) is not is_explained
     assert (done.returncode == 2) is is_explained
     assert ("install RayCache again" in done.stderr) is is_explained
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags", "threads"),
+    [("", [], "auto"), ("3", [], 3), ("4,2", [], 4), ("3", ["--cpu-threads", "5"], 5)],
+)
+def test_threads_of_the_environment_win_over_a_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, variable: str, flags: list[str], threads: object
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    parser = Parser()
+    add_config_flags(parser)
+    config = Config.from_mapping(settings(parser.parse_args(["m", *flags])))
+    assert config.cpu_threads == threads
+    share = 4 if threads == "auto" else threads
+    assert threads_of(config, cpus=16, ranks_on_node=4) == share
+
+
+def test_threads_that_are_no_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    parser = Parser()
+    add_config_flags(parser)
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS='many'"):
+        settings(parser.parse_args(["m"]))
