@@ -26,7 +26,8 @@ _ADDRESS = "http://127.0.0.1:8265"
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", environment.CLIENT_VERSION, environment.API_KEY):
+    ours = (environment.CLIENT_VERSION, environment.API_KEY, environment.STORAGE)
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "OMP_NUM_THREADS", *ours):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -38,6 +39,14 @@ def test_the_head_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("launch.cli.main._launch", lambda options: seen.append(settings(options)) or 0)
     assert main(words[2:]) == 0
     assert seen == [{**values, "address": "auto"}]
+
+
+def test_threads_of_this_machines_environment_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr("launch.cli.main._launch", lambda options: seen.append(settings(options)) or 0)
+    assert main(["launch", "/m"]) == 0
+    assert "--cpu-threads=3" in job._command(seen[0]).split()
 
 
 def test_words_travel_as_words() -> None:
