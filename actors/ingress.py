@@ -3,7 +3,7 @@
     client -> Serve's proxy -> Ingress (ASGI application, 1 to n processes) -> HubActor -> engines
                                Engines: owns the hub; replaced by Serve if the hub is lost
 
-The only file that imports ray.serve.
+The only file that imports ray.serve; serve_llm.py imports ray.serve.llm.
 """
 
 from __future__ import annotations
