@@ -130,7 +130,7 @@ def test_ray_serve_llm_serves_with_raycache(cluster: Cluster, model: Path) -> No
 
     config = LLMConfig(
         model_loading_config={"model_id": "tiny", "model_source": str(model)},
-        engine_kwargs={"device": "cpu", "page_size": 16, "num_pages": 512},
+        engine_kwargs={"device": "cpu", "page_size": 16, "num_pages": 512, "api_key": "secret"},
         server_cls="launch.ray_llm:RayCacheServer",
     )
     port = free_port()
@@ -143,7 +143,7 @@ def test_ray_serve_llm_serves_with_raycache(cluster: Cluster, model: Path) -> No
 
 
 def use_openai(base_url: str) -> None:
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=base_url, api_key="secret", max_retries=0, timeout=120) as client:
         assert [each.id for each in client.models.list()] == ["tiny"]
         plain: dict[str, Any] = {"model": "tiny", "prompt": "x" * 100, "max_tokens": 8, "temperature": 0}
         first = client.completions.create(**plain)
@@ -167,3 +167,8 @@ def use_openai(base_url: str) -> None:
 
         with pytest.raises(openai.BadRequestError, match="max_tokens|context"):
             client.completions.create(model="tiny", prompt=[5] * 4000, max_tokens=5)
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.embeddings.create(model="tiny", input="x")
+        assert refused.value.status_code == 501
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").completions.create(**plain)
