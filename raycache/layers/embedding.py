@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raycache.layers.linear import linear
 from raycache.layers.precision import precise
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class VocabHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, C] -> [N, V] on every rank, in at least float32."""
-        logits = precise(self._gathered(F.linear(hidden, self.weight)))
+        logits = precise(self._gathered(linear(hidden, self.weight)))
         return logits if self._cap is None else torch.tanh(logits / self._cap).mul_(self._cap)
 
     def _gathered(self, own: Tensor) -> Tensor:

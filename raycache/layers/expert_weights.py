@@ -1,21 +1,30 @@
-"""Reads experts, routers and shared experts."""
+"""Reads experts, routers and shared experts.
+
+Where experts run in fused kernels, a shared expert of the size of some routed ones is stored behind them, and every
+token chooses it: its products are then part of theirs, and it needs no launches of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from raycache.layers.activation import Activation, silu_gated
 from raycache.layers.expert_config import ExpertConfig
-from raycache.layers.experts import Experts, MixtureOfExperts, RoutedExperts, SharedExpert
+from raycache.layers.experts import Experts, MixtureOfExperts, SharedExpert
 from raycache.layers.feed_forward import GATED, FeedForwardNames
+from raycache.layers.fused_experts import has_kernels
 from raycache.layers.kept_weights import Cut
 from raycache.layers.linear import ColumnLinear
 from raycache.layers.quantised_experts import QuantisedExperts
 from raycache.layers.router import SigmoidRouter, SoftmaxRouter
 from raycache.layers.weights import Columns, ShardedWeights
+
+if TYPE_CHECKING:
+    from raycache.parallel.collectives import Group
 
 # Shapes in this file: E experts, C hidden size, I inner features of an expert on all ranks.
 
@@ -27,12 +36,20 @@ def load_experts(
     size: int,
     names: FeedForwardNames = GATED,
     activation: Activation = silu_gated,
-) -> RoutedExperts:
+    shared: SharedExpert | None = None,
+) -> Experts | QuantisedExperts:
     """Read experts from a tensor per expert, `{expert}.{name}.weight`, or gated ones from the stacked tensors
-    `gate_up_proj` and `down_proj`, whichever the checkpoint has. `size` is C."""
+    `gate_up_proj` and `down_proj`, whichever the checkpoint has.
+
+    Args:
+        size: C.
+        shared: stored behind the others if that is faster; `num_shared` of the result tells whether it is.
+    """
     up_all, down_all = "gate_up_proj", "down_proj"
     if names == GATED and (weights.has(up_all) or weights.has(down_all)):
-        return load_stacked_experts(experts, weights, up=up_all, down=down_all, size=size, activation=activation)
+        return load_stacked_experts(
+            experts, weights, up=up_all, down=down_all, size=size, activation=activation, shared=shared
+        )
     taken = weights.heads(experts.inner)
     held = range(experts.count)
 
@@ -41,7 +58,15 @@ def load_experts(
     kept = _kept(weights, up, down, experts, activation)
     if kept is not None:
         return kept
-    return Experts(_stack(weights, up), _stack(weights, down), activation=activation, held=held)
+    last_up, last_down = _last(weights, shared, inner=len(taken), activation=activation)
+    num_shared = len(last_up)
+    return Experts(
+        _stack(weights, up, last_up),
+        _stack(weights, down, last_down),
+        activation=activation,
+        held=range(experts.count + num_shared),
+        num_shared=num_shared,
+    )
 
 
 def load_stacked_experts(
@@ -52,20 +77,24 @@ def load_stacked_experts(
     down: str,
     size: int,
     activation: Activation = silu_gated,
-) -> RoutedExperts:
-    """Read gated experts from stacked tensors: `up` [E, 2 I, C] with gate first, `down` [E, C, I]."""
+    shared: SharedExpert | None = None,
+) -> Experts | QuantisedExperts:
+    """Read gated experts from stacked tensors: `up` [E, 2 I, C] with gate first, `down` [E, C, I].
+
+    For `shared` see `load_experts`.
+    """
     taken, count, inner = weights.heads(experts.inner), experts.count, experts.inner
     up_shape, down_shape = (count, 2 * inner, size), (count, size, inner)
     if experts.is_transposed and weights.fits(down, count, inner, size):
         gate_up = _numbers(weights, _halves(up, (count, size, 2 * inner), axis=2, taken=taken)).mT.contiguous()
         rows = weights.cut(down, (count, inner, size), axis=1, taken=taken).mT.contiguous()
-        return Experts(gate_up, rows, activation=activation, held=range(count))
+        return _with_shared(gate_up, rows, weights, shared, activation=activation)
     halves = _halves(up, up_shape, axis=1, taken=taken)
     rest = [Cut(down, down_shape, axis=2, taken=taken)]
     kept = _kept(weights, [halves], [rest], experts, activation)
     if kept is not None:
         return kept
-    return Experts(_numbers(weights, halves), _numbers(weights, rest), activation=activation, held=range(count))
+    return _with_shared(_numbers(weights, halves), _numbers(weights, rest), weights, shared, activation=activation)
 
 
 def load_stacked_shared_expert(
@@ -106,18 +135,40 @@ def load_softmax_moe(
     shared: SharedExpert | None = None,
 ) -> MixtureOfExperts:
     """Read the router `gate` and the experts `experts`."""
-    router = SoftmaxRouter(
-        weights.whole("gate.weight", experts.count, size), top_k=experts.top_k, renormalise=experts.renormalise
+    routed = load_experts(experts, weights.under("experts"), size=size, names=names, shared=shared)
+    router = weights.whole("gate.weight", experts.count, size)
+    return make_softmax_moe(experts, router, routed, weights.ctx.tp, shared=shared)
+
+
+def make_softmax_moe(
+    experts: ExpertConfig,
+    router: Tensor,
+    routed: Experts | QuantisedExperts,
+    tp: Group,
+    *,
+    shared: SharedExpert | None,
+) -> MixtureOfExperts:
+    """Experts with a softmax router [E, C]; `routed` may have the shared expert among them."""
+    is_last = routed.num_shared > 0
+    chosen = SoftmaxRouter(
+        router,
+        top_k=experts.top_k,
+        renormalise=experts.renormalise,
+        num_shared=routed.num_shared,
+        shared_gate=shared.gate if shared is not None and is_last else None,
     )
-    return MixtureOfExperts(
-        router, load_experts(experts, weights.under("experts"), size=size, names=names), weights.ctx.tp, shared=shared
-    )
+    return MixtureOfExperts(chosen, routed, tp, shared=None if is_last else shared)
 
 
 def load_sigmoid_router(
-    experts: ExpertConfig, weights: ShardedWeights, *, size: int, correction: str = "gate.e_score_correction_bias"
+    experts: ExpertConfig,
+    weights: ShardedWeights,
+    *,
+    size: int,
+    correction: str = "gate.e_score_correction_bias",
+    num_shared: int = 0,
 ) -> SigmoidRouter:
-    """Read the router `gate` and its correction."""
+    """Read the router `gate` and its correction; for `num_shared` see `SigmoidRouter`."""
     return SigmoidRouter(
         weights.whole("gate.weight", experts.count, size, dtype=weights.precise),
         weights.whole(correction, experts.count, dtype=weights.precise),
@@ -126,6 +177,7 @@ def load_sigmoid_router(
         top_groups=experts.top_groups,
         renormalise=experts.renormalise,
         scale=experts.scale,
+        num_shared=num_shared,
     )
 
 
@@ -142,12 +194,11 @@ def load_grouped_moe(
     """Read the router `gate`, the experts `experts` and, unless one is given, the shared expert `shared_experts`."""
     if shared is None and experts.shared_inner:
         shared = load_shared_expert(weights.under("shared_experts"), size=size, inner=experts.shared_inner)
-    return MixtureOfExperts(
-        load_sigmoid_router(experts, weights, size=size, correction=correction),
-        load_experts(experts, weights.under("experts"), size=size, names=names, activation=activation),
-        weights.ctx.tp,
-        shared=shared,
+    routed = load_experts(
+        experts, weights.under("experts"), size=size, names=names, activation=activation, shared=shared
     )
+    router = load_sigmoid_router(experts, weights, size=size, correction=correction, num_shared=routed.num_shared)
+    return MixtureOfExperts(router, routed, weights.ctx.tp, shared=None if routed.num_shared else shared)
 
 
 def _halves(name: str, shape: tuple[int, ...], *, axis: int, taken: range) -> list[Cut]:
@@ -171,11 +222,34 @@ def _kept(
     return QuantisedExperts(up_matrices, down_matrices, count=experts.count, activation=activation)
 
 
-def _stack(weights: ShardedWeights, groups: Sequence[Sequence[Cut]]) -> Tensor:
-    """Stack one tensor per group, [E, ...]; only one at a time is in memory twice."""
+def _last(
+    weights: ShardedWeights, shared: SharedExpert | None, *, inner: int, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """Matrices of the shared expert as S routed ones with `inner` features on this rank; S is 0 if it stays apart."""
+    if shared is not None and has_kernels(weights.dtype, weights.ctx.device):
+        found = shared.as_routed(inner, activation)
+        if found is not None:
+            return found
+    return torch.empty(0), torch.empty(0)
+
+
+def _with_shared(
+    up: Tensor, down: Tensor, weights: ShardedWeights, shared: SharedExpert | None, *, activation: Activation
+) -> Experts:
+    """Experts with the matrices up [E, F, C] and down [E, C, I], and the shared one behind them if that is faster."""
+    last_up, last_down = _last(weights, shared, inner=down.shape[2], activation=activation)
+    if num_shared := len(last_up):
+        up, down = torch.cat((up, last_up)), torch.cat((down, last_down))
+    return Experts(up, down, activation=activation, held=range(len(down)), num_shared=num_shared)
+
+
+def _stack(weights: ShardedWeights, groups: Sequence[Sequence[Cut]], last: Tensor) -> Tensor:
+    """Stack one tensor per group and those of `last`, [E + S, ...]; only one at a time is in memory twice."""
     first = _numbers(weights, groups[0])
-    rows = first.new_empty(len(groups), *first.shape)
+    rows = first.new_empty(len(groups) + len(last), *first.shape)
     rows[0] = first
+    if len(last):
+        rows[len(groups) :] = last
     for row, cuts in enumerate(groups[1:], start=1):
         rows[row] = _numbers(weights, cuts)
     return rows

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raycache.attention.base import NotRecordableError
-from raycache.layers.activation import Activation
+from raycache.layers.activation import Activation, recipe
 from raycache.layers.forward_pass import ForwardPass
 from raycache.layers.fused_experts import FusedExperts
 from raycache.layers.linear import ColumnLinear, Weight, linear
@@ -70,6 +70,7 @@ class Experts:
         up_bias: [E, F], or None.
         down_bias: [E, C], or None; on one tp rank only, since outputs are summed.
         held: ids of the E experts; choices of other experts contribute nothing here.
+        num_shared: so many of them, the last ones, are shared experts, which the router chooses for every token.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class Experts:
         held: range,
         up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
+        num_shared: int = 0,
     ) -> None:
+        self.num_shared = num_shared
         self._up = (up,) if isinstance(up, Tensor) else tuple(up)
         assert {len(part) for part in (*self._up, down)} == {len(held)}, "one row of the weights per expert"
         self.held = held
@@ -171,6 +174,7 @@ class Experts:
             held=self.held,
             up_bias=None if self._up_bias is None else split.numbers(self._up_bias, matrices=matrices),
             down_bias=self._down_bias if split.cp.rank == 0 else None,
+            num_shared=self.num_shared,
         )
 
 
@@ -194,7 +198,7 @@ class LatentExperts:
         self._experts = experts
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return F.linear(self._experts(F.linear(x, self._down), weights, ids), self._up)
+        return linear(self._experts(linear(x, self._down), weights, ids), self._up)
 
     def over_cp(self, split: CpSplit) -> LatentExperts:
         """Only the experts are split: the projections are as small as one of them."""
@@ -223,8 +227,8 @@ class NormedLatentExperts:
         self._group = group
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        latent = self._group.all_reduce(self._experts(F.linear(x, self._down), weights, ids))
-        return F.linear(self._norm(latent)[:, self._taken], self._up)
+        latent = self._group.all_reduce(self._experts(linear(x, self._down), weights, ids))
+        return linear(self._norm(latent)[:, self._taken], self._up)
 
     def over_cp(self, split: CpSplit) -> NormedLatentExperts:
         """The experts and the up projection are split."""
@@ -246,21 +250,36 @@ class SharedExpert:
     """
 
     def __init__(self, up: ColumnLinear, down: Weight, *, activation: Activation, gate: Tensor | None = None) -> None:
+        self.gate = gate
         self._up = up
         self._down = down
         self._activation = activation
-        self._gate = gate
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, C] -> new [T, C]."""
         out = linear(self._activation(self._up(x)), self._down)
-        return out if self._gate is None else out.mul_(F.linear(x, self._gate).sigmoid())
+        return out if self.gate is None else out.mul_(linear(x, self.gate).sigmoid())
+
+    def as_routed(self, inner: int, activation: Activation) -> tuple[Tensor, Tensor] | None:
+        """Matrices of S routed experts with `inner` inner features that compute the same, the gate aside.
+
+        Returns:
+            up [S, F, C] and down [S, C, inner]; None if there are none, or a kernel has to know `activation`.
+        """
+        up, down = self._up.weight, self._down
+        if not isinstance(up, Tensor) or not isinstance(down, Tensor) or self._up.bias is not None:
+            return None
+        found = recipe(activation)
+        if found is None or found != recipe(self._activation) or down.shape[1] % inner:
+            return None
+        parts = up.unflatten(0, (1 + found.is_gated, -1, inner))
+        return parts.transpose(0, 1).flatten(1, 2), down.unflatten(1, (-1, inner)).transpose(0, 1)
 
     def over_cp(self, split: CpSplit) -> SharedExpert:
         """Each cp rank has its run of the inner features."""
         matrices = self._up.weight.shape[0] // self._down.shape[1]  # gate and up, or up alone
         up = self._up.own_features(split, matrices=matrices)
-        return SharedExpert(up, split.columns(self._down), activation=self._activation, gate=self._gate)
+        return SharedExpert(up, split.columns(self._down), activation=self._activation, gate=self.gate)
 
 
 class MixtureOfExperts:

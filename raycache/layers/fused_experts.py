@@ -59,14 +59,17 @@ class FusedExperts:
 
     def takes(self, x: Tensor) -> bool:
         """Whether the kernels run for tokens [T, C]."""
-        if x.dtype != torch.bfloat16 or not fused.has_kernels(x):
-            return False
-        return torch.cuda.get_device_capability(x.device)[0] == 9
+        return fused.has_kernels(x) and has_kernels(x.dtype, x.device)
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Like `RoutedExperts`; choices of experts from E on contribute nothing. Can be captured in a CUDA graph."""
         out: Tensor = _kernels().run_experts(x, weights, ids, self)
         return out
+
+
+def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are kernels for experts of this dtype on this device."""
+    return dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache

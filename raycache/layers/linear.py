@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from raycache.layers import fused
 
 if TYPE_CHECKING:
     from raycache.layers.cp_split import CpSplit
@@ -29,7 +32,12 @@ Weight = Tensor | Matrix
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """F.linear for tensors and other weights."""
-    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight.multiply(x, bias)
+    if not isinstance(weight, Tensor):
+        return weight.multiply(x, bias)
+    if len(x) == 1 and fused.has_kernels(x) and (kernels := _kernels()).takes(x, weight, bias):
+        product: Tensor = kernels.multiply(x, weight, bias)
+        return product
+    return F.linear(x, weight, bias)
 
 
 class Projection(Protocol):
@@ -104,3 +112,10 @@ class RowLinear:
         """
         taken = None if is_input_split else split.part(self.weight.shape[1], what="input features")
         return RowLinear(split.columns(self.weight), self.bias, split.stage, taken=taken)
+
+
+@cache
+def _kernels() -> Any:
+    from raycache.layers import vector_kernels
+
+    return vector_kernels

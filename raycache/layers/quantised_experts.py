@@ -131,6 +131,8 @@ class QuantisedExperts:
         down_bias: [E, O], or None; on one tp rank only, since outputs are summed.
     """
 
+    num_shared = 0
+
     def __init__(
         self,
         up: ExpertMatrices,

@@ -6,11 +6,14 @@
 
 A softmax over the logits of the chosen experts only equals the first kind with renormalised weights: the denominator of
 the full softmax cancels.
+
+Shared experts that are stored as the last of the routed ones are chosen for every token, after the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,15 +22,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raycache.layers import fused
+from raycache.layers.linear import linear
 from raycache.layers.precision import precise
 
-# Shapes in this file: T tokens, C hidden size, E experts, k of them per token, G groups of E / G consecutive experts.
+# Shapes in this file: T tokens, C hidden size, E experts, k of them per token, G groups of E / G consecutive experts, S
+# shared experts.
 
 MOST = 1024
 """Most experts that the kernel chooses from."""
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""[T, C] -> (weights [T, k] in at least float32, expert ids [T, k] int64), identical on all tp ranks."""
+"""[T, C] -> (weights [T, k + S] in at least float32, expert ids [T, k + S] int64), identical on all tp ranks."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How kernels choose; see the routers.
+
+    Attributes:
+        count: E.
+        has_gate: whether the weight of shared experts is the sigmoid of logit E, else 1.
+    """
+
+    count: int
+    top_k: int
+    renormalise: bool
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    num_shared: int = 0
+    has_gate: bool = False
 
 
 class SoftmaxRouter:
@@ -37,24 +61,35 @@ class SoftmaxRouter:
         weight: [E, C]; logits are computed in its dtype, the rest in at least float32.
         bias: [E], or None.
         renormalise: make the k weights sum to one.
+        num_shared: S, experts E to E + S - 1.
+        shared_gate: [1, C]; shared experts have the weight sigmoid(gate x), and there is no bias. None: a weight of 1.
     """
 
-    def __init__(self, weight: Tensor, *, top_k: int, renormalise: bool, bias: Tensor | None = None) -> None:
-        self._weight = weight
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        top_k: int,
+        renormalise: bool,
+        bias: Tensor | None = None,
+        num_shared: int = 0,
+        shared_gate: Tensor | None = None,
+    ) -> None:
+        assert shared_gate is None or bias is None, "a gate has no bias"
+        self._weight = weight if shared_gate is None else _padded(torch.cat((weight, shared_gate)))
         self._bias = bias
-        self._top_k = top_k
-        self._renormalise = renormalise
+        self._how = Choice(len(weight), top_k, renormalise, num_shared=num_shared, has_gate=shared_gate is not None)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x.to(self._weight.dtype), self._weight, self._bias)
-        if kernels := _kernels_for(x, logits.shape[1]):
-            chosen: tuple[Tensor, Tensor] = kernels.choose(
-                logits, None, top_k=self._top_k, renormalise=self._renormalise
-            )
+        how, logits = self._how, linear(x.to(self._weight.dtype), self._weight, self._bias)
+        if kernels := _kernels_for(x, how):
+            chosen: tuple[Tensor, Tensor] = kernels.choose(logits, None, how)
             return chosen
-        logits = precise(logits)
-        weights, ids = logits.softmax(dim=-1).topk(self._top_k, dim=-1)
-        return (weights / weights.sum(dim=-1, keepdim=True) if self._renormalise else weights), ids
+        logits, gate = precise(logits).tensor_split((how.count,), dim=1)
+        weights, ids = logits.softmax(dim=-1).topk(how.top_k, dim=-1)
+        if how.renormalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return _with_shared(weights, ids, how, gate=gate[:, :1] if how.has_gate else None)
 
 
 class SigmoidRouter:
@@ -69,6 +104,7 @@ class SigmoidRouter:
         top_groups: number of groups that a token's experts come from.
         renormalise: make the k weights sum to one before they are scaled.
         scale: factor of the weights.
+        num_shared: S, experts E to E + S - 1, whose weight is 1.
     """
 
     def __init__(
@@ -81,55 +117,62 @@ class SigmoidRouter:
         top_groups: int,
         renormalise: bool,
         scale: float,
+        num_shared: int = 0,
     ) -> None:
         self._weight = precise(weight)
         self._correction = correction.to(self._weight.dtype)
-        self._top_k = top_k
-        self._num_groups = num_groups
-        self._top_groups = top_groups
-        self._renormalise = renormalise
-        self._scale = scale
+        self._how = Choice(len(weight), top_k, renormalise, num_groups, top_groups, scale, num_shared)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if kernels := _kernels_for(x, len(self._weight), self._num_groups):
+        how = self._how
+        if kernels := _kernels_for(x, how):
             return self._by(kernels, x)
         scores = F.linear(x.to(self._weight.dtype), self._weight).sigmoid()
-        ids = self._limit(scores + self._correction).topk(self._top_k, dim=-1).indices
+        ids = self._limit(scores + self._correction).topk(how.top_k, dim=-1).indices
         weights = scores.gather(1, ids)
-        if self._renormalise:
+        if how.renormalise:
             # All scores of a token can be zero; checkpoints were trained with this epsilon.
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return weights * self._scale, ids
+        return _with_shared(weights * how.scale, ids, how)
 
     def _by(self, kernels: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        how = {
-            "top_k": self._top_k,
-            "num_groups": self._num_groups,
-            "top_groups": self._top_groups,
-            "renormalise": self._renormalise,
-            "scale": self._scale,
-        }
         chosen: tuple[Tensor, Tensor]
         is_fit = x.dtype == torch.bfloat16 and self._weight.dtype == torch.float32 and self._weight.is_contiguous()
         if is_fit and len(x) <= kernels.MOST_TOKENS:
-            chosen = kernels.choose_by_scores(x, self._weight, self._correction, **how)
+            chosen = kernels.choose_by_scores(x, self._weight, self._correction, self._how)
         else:
             logits = F.linear(x.to(self._weight.dtype), self._weight)
-            chosen = kernels.choose(logits, self._correction, **how)
+            chosen = kernels.choose(logits, self._correction, self._how)
         return chosen
 
     def _limit(self, choice: Tensor) -> Tensor:
         """Set scores [T, E] outside of each token's best groups to -inf."""
-        if self._num_groups == self._top_groups:
+        how = self._how
+        if how.num_groups == how.top_groups:
             return choice
-        groups = choice.view(choice.shape[0], self._num_groups, choice.shape[1] // self._num_groups)
-        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(self._top_groups, dim=-1).indices
+        groups = choice.view(choice.shape[0], how.num_groups, choice.shape[1] // how.num_groups)
+        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(how.top_groups, dim=-1).indices
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(is_out[..., None], float("-inf")).flatten(1)
 
 
-def _kernels_for(x: Tensor, count: int, num_groups: int = 1) -> Any:
-    """The kernels of routers if they support x and `count` experts, else None."""
+def _padded(weight: Tensor) -> Tensor:
+    """The same with zeros behind its rows, up to a multiple of 8: others are multiplied by slow kernels."""
+    return F.pad(weight, (0, 0, 0, -len(weight) % 8))
+
+
+def _with_shared(weights: Tensor, ids: Tensor, how: Choice, *, gate: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose the shared experts as well; `gate` [T, 1] are the logits of their weight."""
+    if not how.num_shared:
+        return weights, ids
+    shares = weights.new_ones(len(weights), 1) if gate is None else gate.sigmoid()
+    shared = torch.arange(how.count, how.count + how.num_shared, device=ids.device).expand(len(ids), -1)
+    return torch.cat((weights, shares.expand_as(shared)), 1), torch.cat((ids, shared), 1)
+
+
+def _kernels_for(x: Tensor, how: Choice) -> Any:
+    """The kernels of routers if they support x and the choice, else None."""
+    count, num_groups = how.count, how.num_groups
     is_even = num_groups == 1 or all(size & (size - 1) == 0 for size in (num_groups, count // num_groups))
     return _kernels() if count <= MOST and is_even and fused.has_kernels(x) else None
 

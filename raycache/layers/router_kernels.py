@@ -1,13 +1,12 @@
 """Triton kernels that make a router's logits and choose experts. Imported only where they run.
 
-Shapes in this file: T tokens, C hidden size, E experts in G groups, k of them per token.
+Shapes in this file: T tokens, C hidden size, E experts in G groups, k of them per token, S shared experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -16,6 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.layers.kernels import early
+from raycache.layers.router import Choice
 
 MOST_TOKENS = 1024
 """Most tokens whose logits a kernel makes; for more a plain product in float32 takes little of the time."""
@@ -37,7 +37,7 @@ class _Tile:
 _TILES = (_Tile(64, 16, 16, 128), _Tile(MOST_TOKENS, 64, 64, 64))
 
 
-def choose_by_scores(x: Tensor, weight: Tensor, correction: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+def choose_by_scores(x: Tensor, weight: Tensor, correction: Tensor, how: Choice) -> tuple[Tensor, Tensor]:
     """Choose as `SigmoidRouter` does.
 
     Args:
@@ -45,17 +45,17 @@ def choose_by_scores(x: Tensor, weight: Tensor, correction: Tensor, **how: Any) 
         weight: [E, C] in float32, contiguous.
         correction, how: see `choose`.
     """
-    _compile(tuple(weight.shape), weight.device, tuple(how.items()))
-    return choose(logits(x, weight), correction, **how)
+    _compile(tuple(weight.shape), weight.device, how)
+    return choose(logits(x, weight), correction, how)
 
 
 @cache
-def _compile(shape: tuple[int, ...], device: torch.device, how: tuple[tuple[str, Any], ...]) -> None:
+def _compile(shape: tuple[int, ...], device: torch.device, how: Choice) -> None:
     """Compile all kernels, so that none is compiled behind a request."""
     weight = torch.zeros(shape, device=device)
     for tile in _TILES:
         x = torch.zeros(tile.most, shape[1], dtype=torch.bfloat16, device=device)
-        choose(logits(x, weight), weight[:, 0].contiguous(), **dict(how))
+        choose(logits(x, weight), weight[:, 0].contiguous(), how)
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -79,44 +79,39 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def choose(
-    logits: Tensor,
-    correction: Tensor | None,
-    *,
-    top_k: int,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    renormalise: bool,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, correction: Tensor | None, how: Choice) -> tuple[Tensor, Tensor]:
     """Choose as `SigmoidRouter` does, or as `SoftmaxRouter` without a correction; the first of equal ones wins.
 
     Args:
-        logits: [T, E] in any dtype, or [parts, T, E] to be summed; contiguous.
+        logits: [T, E or more] in any dtype, or [parts, T, E or more] to be summed; contiguous.
         correction: [E] float32, or None for probabilities instead of independent scores.
-        num_groups: G; if there are several, G and E / G are powers of two.
+        how: if there are several groups, G and E / G are powers of two.
     Returns:
-        Weights [T, k] float32 and expert ids [T, k] int64.
+        Weights [T, k + S] float32 and expert ids [T, k + S] int64.
     """
-    num_tokens, count = logits.shape[-2:]
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
+    num_tokens, width = logits.shape[-2:]
+    num_chosen = how.top_k + how.num_shared
+    weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=logits.device)
     _choose[(num_tokens,)](
         logits,
         logits if correction is None else correction,
         weights,
         ids,
-        scale,
+        how.scale,
         num_tokens,
-        NUM_PARTS=logits.numel() // (num_tokens * count),
-        NUM_EXPERTS=count,
-        NUM_CHOSEN=top_k,
-        CHOSEN=triton.next_power_of_2(top_k),
-        GROUPS=num_groups,
-        SIZE=triton.next_power_of_2(count // num_groups),
-        NUM_TOP_GROUPS=top_groups,
+        NUM_PARTS=logits.numel() // (num_tokens * width),
+        NUM_LOGITS=width,
+        NUM_EXPERTS=how.count,
+        NUM_CHOSEN=how.top_k,
+        NUM_SHARED=how.num_shared,
+        CHOSEN=triton.next_power_of_2(num_chosen),
+        GROUPS=how.num_groups,
+        SIZE=triton.next_power_of_2(how.count // how.num_groups),
+        NUM_TOP_GROUPS=how.top_groups,
         IS_SOFTMAX=correction is None,
-        IS_NORMED=renormalise,
+        IS_NORMED=how.renormalise,
+        HAS_GATE=how.has_gate,
         num_warps=1,
         **early(logits.device),
     )
@@ -182,6 +177,29 @@ def _logits(
     tl.store(out + at, total, mask=(expert < NUM_EXPERTS) & (token < num_tokens))
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(
+    logit: tl.tensor, correction: tl.tensor, is_left: tl.tensor, IS_SOFTMAX: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Scores and what the choice compares, of the same shape as the logits."""
+    if IS_SOFTMAX:
+        exponential = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
+        score = exponential / tl.sum(tl.sum(exponential, 1), 0)
+        value = score
+    else:
+        score = tl.sigmoid(logit)
+        value = score + tl.load(correction, mask=is_left, other=0.0).to(tl.float32)
+    return score, value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shared_weight(at: tl.tensor, HAS_GATE: tl.constexpr) -> tl.tensor:
+    """The weight of shared experts; `at` is their logit if there is one."""
+    if HAS_GATE:
+        return tl.sigmoid(tl.load(at).to(tl.float32))
+    return 1.0
+
+
 @triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
 def _choose(
     logits: tl.tensor,
@@ -191,14 +209,17 @@ def _choose(
     scale: tl.tensor,
     num_tokens: tl.tensor,
     NUM_PARTS: tl.constexpr,
+    NUM_LOGITS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
     CHOSEN: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     NUM_TOP_GROUPS: tl.constexpr,
     IS_SOFTMAX: tl.constexpr,
     IS_NORMED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
     """One program per token."""
@@ -208,17 +229,11 @@ def _choose(
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     is_left = expert < NUM_EXPERTS
-    at = logits + token * NUM_EXPERTS + expert
+    at = logits + token * NUM_LOGITS + expert
     logit = tl.load(at, mask=is_left, other=float("-inf")).to(tl.float32)
     for part in tl.static_range(1, NUM_PARTS):
-        logit += tl.load(at + part * num_tokens * NUM_EXPERTS, mask=is_left, other=0.0).to(tl.float32)
-    if IS_SOFTMAX:
-        exponential = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
-        score = exponential / tl.sum(tl.sum(exponential, 1), 0)
-        value = score
-    else:
-        score = tl.sigmoid(logit)
-        value = score + tl.load(correction + expert, mask=is_left, other=0.0).to(tl.float32)
+        logit += tl.load(at + part * num_tokens * NUM_LOGITS, mask=is_left, other=0.0).to(tl.float32)
+    score, value = _scores(logit, correction + expert, is_left, IS_SOFTMAX)
     if NUM_TOP_GROUPS < GROUPS:
         is_left = _limit(value, is_left, GROUPS, SIZE, NUM_TOP_GROUPS)
     # Integers of the same order as the values, then lower experts first. NaN comes first, as in torch.
@@ -236,6 +251,9 @@ def _choose(
     if IS_NORMED:
         # All scores of a token can be zero; checkpoints were trained with this epsilon.
         weight = weight / (tl.sum(weight, 0) + (0.0 if IS_SOFTMAX else 1e-20))
-    at = token * NUM_CHOSEN + slot
-    tl.store(weights + at, weight * scale, mask=slot < NUM_CHOSEN)
-    tl.store(ids + at, chosen.to(tl.int64), mask=slot < NUM_CHOSEN)
+    share = _shared_weight(logits + token * NUM_LOGITS + NUM_EXPERTS, HAS_GATE)
+    weight = tl.where(slot < NUM_CHOSEN, weight * scale, share)
+    chosen = tl.where(slot < NUM_CHOSEN, chosen, NUM_EXPERTS + slot - NUM_CHOSEN)
+    at = token * (NUM_CHOSEN + NUM_SHARED) + slot
+    tl.store(weights + at, weight, mask=slot < NUM_CHOSEN + NUM_SHARED)
+    tl.store(ids + at, chosen.to(tl.int64), mask=slot < NUM_CHOSEN + NUM_SHARED)

@@ -71,6 +71,11 @@ class ShardedWeights:
         return (shared_head_range if is_shared else even_range)(count, *part)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that weights are converted to, that of the activations."""
+        return self._dtype
+
+    @property
     def precise(self) -> torch.dtype:
         """The dtype of weights that are used in at least float32, such as decays."""
         return precise_dtype(self._dtype)

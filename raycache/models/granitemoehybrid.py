@@ -14,13 +14,11 @@ from raycache.checkpoint.rope_config import RopeConfig
 from raycache.errors import CheckpointError
 from raycache.layers.activation import silu_gated
 from raycache.layers.expert_config import ExpertConfig, require_experts
-from raycache.layers.expert_weights import load_stacked_experts, load_stacked_shared_expert
-from raycache.layers.experts import MixtureOfExperts
+from raycache.layers.expert_weights import load_stacked_experts, load_stacked_shared_expert, make_softmax_moe
 from raycache.layers.feed_forward import FeedForward
 from raycache.layers.forward_pass import Mixer
 from raycache.layers.mamba2 import load_mamba2
 from raycache.layers.mamba2_config import Mamba2Config, read_dt_limit, require_groups
-from raycache.layers.router import SoftmaxRouter
 from raycache.layers.self_attention import AttentionConfig, load_attention, read_heads, require_heads
 from raycache.layers.weights import Columns, ShardedWeights
 from raycache.memory.component import CacheFormat, Component
@@ -118,13 +116,10 @@ def _load_feed_forward(config: GraniteConfig, weights: ShardedWeights) -> Mixer:
         down = shared.row("output_linear", outputs=size, inputs=inner, taken=taken, has_bias=False)
         return FeedForward(shared.column(parts, inputs=size, has_bias=False), down, activation=silu_gated)
     up, out = "input_linear.weight", "output_linear.weight"
+    last = load_stacked_shared_expert(shared, up=up, down=out, size=size, inner=inner)
+    routed = load_stacked_experts(experts, moe, up=up, down=out, size=size, shared=last)
     router = moe.whole("router.layer.weight", experts.count, size)
-    return MixtureOfExperts(
-        SoftmaxRouter(router, top_k=experts.top_k, renormalise=True),
-        load_stacked_experts(experts, moe, up=up, down=out, size=size),
-        weights.ctx.tp,
-        shared=load_stacked_shared_expert(shared, up=up, down=out, size=size, inner=inner),
-    )
+    return make_softmax_moe(experts, router, routed, weights.ctx.tp, shared=last)
 
 
 def _read_attention(file: ConfigFile, *, has_rope: bool) -> AttentionConfig:

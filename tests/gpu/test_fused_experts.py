@@ -20,8 +20,11 @@ from raycache.layers.activation import (
     silu_gated,
     situ,
 )
-from raycache.layers.experts import Experts
+from raycache.layers.experts import Experts, MixtureOfExperts, SharedExpert
 from raycache.layers.fused_experts import FusedExperts
+from raycache.layers.linear import ColumnLinear
+from raycache.layers.router import SoftmaxRouter
+from raycache.parallel.collectives import Group
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,6 +119,35 @@ def test_recorded_steps_follow_other_choices(num_tokens: int) -> None:
     ids.copy_(torch.tensor([7, 9, 11, 63], device="cuda").expand_as(ids))  # all tokens to the same experts
     graph.replay()
     assert error(recorded, slow(x, weights, ids)) < BOUND
+
+
+@pytest.mark.parametrize("activation", [silu_gated, relu2])
+@pytest.mark.parametrize("num_shared", [1, 2])
+@torch.inference_mode()
+def test_a_shared_expert_among_the_routed_ones(num_shared: int, activation: Activation) -> None:
+    count, size, inner, matrices = 64, 256, 96, 1 if activation is relu2 else 2
+    up, down = draw(count, matrices * inner, size, seed=1), draw(count, size, inner, seed=2)
+    shared_up, shared_down = draw(matrices * num_shared * inner, size, seed=3), draw(size, num_shared * inner, seed=4)
+    weight, gate = draw(count, size, seed=5), draw(1, size, seed=6)
+
+    def mixture(dtype: torch.dtype, *, is_last: bool) -> MixtureOfExperts:
+        matrices = [each.to(dtype) for each in (up, down, shared_up, shared_down, weight, gate)]
+        shared = SharedExpert(ColumnLinear(matrices[2], None), matrices[3], activation=activation, gate=matrices[5])
+        last = shared.as_routed(inner, activation) if is_last else None
+        rows = matrices[:2] if last is None else [torch.cat(pair) for pair in zip(matrices[:2], last, strict=True)]
+        chosen = {"num_shared": num_shared, "shared_gate": matrices[5]} if is_last else {}
+        router = SoftmaxRouter(matrices[4], top_k=4, renormalise=True, **chosen)
+        experts = Experts(*rows, activation=activation, held=range(len(rows[1])))
+        return MixtureOfExperts(router, experts, Group(), shared=None if is_last else shared)
+
+    for num_tokens in (1, 5, 64, 2000):
+        x = draw(num_tokens, size, seed=num_tokens) * 16
+        right = mixture(torch.float32, is_last=False)(x.float(), None)  # type: ignore[arg-type]
+        found = mixture(torch.bfloat16, is_last=True)(x, None)  # type: ignore[arg-type]
+        # Rounding of the logits may swap two experts of almost equal weights.
+        errors = torch.linalg.norm(found.float() - right, dim=1) / torch.linalg.norm(right, dim=1)
+        assert float(errors.median()) < 2 * BOUND, num_tokens
+        assert float((errors > 4 * BOUND).float().mean()) < 0.05, num_tokens
 
 
 @torch.inference_mode()

@@ -214,4 +214,4 @@ def test_a_published_checkpoint_gives_the_same_text_in_both_forms(tmp_path: Path
         with LLM(str(model), device="cuda", dtype="bfloat16", weights=weights, num_pages=64, max_running=8) as llm:
             found[weights] = [one.logprobs[0].logprob for one in llm.generate(prompts, params)]
     worst = float(np.abs(np.subtract(found["bfloat16"], found["stored"])).max())
-    assert 0 < worst < 0.2, worst
+    assert worst < 0.2, worst  # 0 is right for MXFP4, whose numbers bfloat16 has exactly

@@ -21,6 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from raycache.checkpoint.config_file import ConfigFile
 from raycache.checkpoint.tensor_files import Checkpoint
 from raycache.errors import CheckpointError
+from raycache.layers import expert_weights
 from raycache.layers.activation import gelu_tanh_gated, silu_gated
 from raycache.layers.expert_config import (
     ExpertConfig,
@@ -223,6 +224,10 @@ LAYERS: Mapping[str, Load] = {
 }
 
 
+SHARED = ("qwen3_next", "deepseek_v3", "glm_moe_dsa", "bailing_hybrid", "kimi_linear", "nemotron_h")
+"""Those with a shared expert; Granite's is loaded apart here."""
+
+
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
     root, made = tmp_path_factory.mktemp("families"), {}
@@ -260,13 +265,19 @@ def oracle_layer(model: PreTrainedModel, name: str) -> Iterator[Callable[[Tensor
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_parts_of_all_ranks_add_up_to_the_layer_of_transformers(family: Any, name: str, tp: int) -> None:
+@pytest.mark.parametrize(("name", "is_last"), [*((name, False) for name in LAYERS), *((name, True) for name in SHARED)])
+def test_the_parts_of_all_ranks_add_up_to_the_layer_of_transformers(
+    family: Any, name: str, tp: int, is_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shared expert is apart, or stored as the last of the routed ones, as it is on GPUs."""
+    monkeypatch.setattr(expert_weights, "has_kernels", lambda *_: is_last)
     model_dir, model = family(name)
     x = normal(60, SIZE)
     with oracle_layer(model, name) as run:
         oracle = run(x)
     with torch.inference_mode():
+        for part in parts(LAYERS[name], model_dir, tp=tp, dtype=torch.float64):
+            assert (part._shared is None) == (is_last or name not in SHARED)
         ours = sum(part(x, NO_PASS) for part in parts(LAYERS[name], model_dir, tp=tp, dtype=torch.float64))
         single = sum(part(x.float(), NO_PASS) for part in parts(LAYERS[name], model_dir, tp=tp, dtype=torch.float32))
     torch.testing.assert_close(ours, oracle, rtol=0, atol=1e-12)

@@ -1,0 +1,89 @@
+"""Triton kernel for the product of a matrix with one token. Imported only where it runs.
+
+A product with one token is as fast as its weights are read. Kernels of cuBLAS begin to read when the kernel before them
+has ended; with programmatic dependent launch this one begins while that one is still running.
+
+Shapes in this file: I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from raycache.layers.kernels import early
+
+MOST_FEATURES = 4096
+MOST_WEIGHTS = 2**26
+"""Matrices with more input features, or larger ones, are read as fast by cuBLAS (on an H200)."""
+_ROWS = 4
+_WARPS = 4
+"""Output features and warps of a program, which holds whole rows in registers: the fastest on an H200, or nearly."""
+
+
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `multiply` supports these tensors, and is faster than cuBLAS for them."""
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if any(each.dtype != torch.bfloat16 or each.data_ptr() % 16 or each.stride(-1) != 1 for each in given):
+        return False
+    is_small = 0 < weight.numel() <= MOST_WEIGHTS and weight.shape[1] <= MOST_FEATURES
+    return is_small and weight.stride(0) % 8 == 0 and bool(early(x.device)["IS_EARLY"])
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[1, I] -> new [1, O], summed in float32.
+
+    Args:
+        x: [1, I].
+        weight: [O, I].
+        bias: [O], or None.
+    """
+    size, depth = weight.shape
+    out = x.new_empty(1, size)
+    _multiply[(triton.cdiv(size, _ROWS),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        size,
+        weight.stride(0),
+        NUM_FEATURES=depth,
+        FEATURES=triton.next_power_of_2(depth),
+        ROWS=_ROWS,
+        HAS_BIAS=bias is not None,
+        num_warps=_WARPS,
+        **early(x.device),
+    )
+    return out
+
+
+# A matrix of any number of rows is multiplied by the same kernel; strides are multiples of 8, not always of 16.
+@triton.jit(do_not_specialize=["size", "stride"])  # type: ignore[untyped-decorator]
+def _multiply(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    size: tl.tensor,
+    stride: tl.tensor,
+    NUM_FEATURES: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:
+    """One program per ROWS output features."""
+    row, feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, FEATURES)
+    is_row, is_feature = row < size, feature < NUM_FEATURES
+    at = weight + row[:, None].to(tl.int64) * tl.multiple_of(stride, 8) + feature[None, :]
+    weights = tl.load(at, mask=is_row[:, None] & is_feature[None, :], other=0.0)
+    added = tl.load(bias + row, mask=is_row & HAS_BIAS, other=0.0).to(tl.float32)
+    if IS_EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.load(x + feature, mask=is_feature, other=0.0).to(tl.float32)
+    total = tl.sum(weights.to(tl.float32) * token[None, :], 1) + added
+    tl.store(out + row, total.to(tl.bfloat16), mask=is_row)

@@ -1,0 +1,88 @@
+"""Products with one token against products in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from raycache.layers.linear import linear
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="needs a Hopper GPU or later"
+    ),
+]
+
+SIZES = [(1, 64), (7, 104), (513, 2048), (2048, 4096), (12352, 2048), (2880, 4096), (5120, 2880), (3, 8)]
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    random = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=random, device="cuda").to(torch.bfloat16)
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    from raycache.layers import vector_kernels
+
+    assert vector_kernels.takes(x, weight, bias)
+    found = linear(x, weight, bias).double()
+    right = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    # A float32 sum and one rounding to bfloat16.
+    bound = right.abs() * 2**-8 + (x.double().abs() @ weight.double().abs().T) * 1e-6
+    assert bool(((found - right).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize(("size", "depth"), SIZES)
+@torch.inference_mode()
+def test_products(size: int, depth: int, has_bias: bool) -> None:
+    check(draw(1, depth, seed=1), draw(size, depth, seed=2), draw(size, seed=3) if has_bias else None)
+
+
+@torch.inference_mode()
+def test_views() -> None:
+    weight, x = draw(400, 1024, seed=1), draw(3, 2048, seed=2)
+    check(x[1:2, 512:1024], weight[100:300, 256:768], None)
+    check(x[2:, :1024], weight[::2], None)
+
+
+@torch.inference_mode()
+def test_tensors_that_the_kernel_does_not_take_are_multiplied_by_torch() -> None:
+    from raycache.layers import vector_kernels
+
+    weight, x = draw(64, 136, seed=1), draw(1, 136, seed=2)
+    for own, other in (
+        (x[:, 1:129], weight[:, :128]),
+        (x[:, :128], weight[:, 1:129]),
+        (x[:, :100], draw(9, 100, seed=3)),
+    ):
+        assert not vector_kernels.takes(own, other, None)
+        torch.testing.assert_close(linear(own, other), torch.nn.functional.linear(own, other))
+
+
+@torch.inference_mode()
+def test_one_behind_the_other_in_a_graph() -> None:
+    """Each reads its weights before the kernel before it has ended, and its input only then."""
+    weights = [draw(1024, 1024, seed=i) / 32 for i in range(24)]
+    x = draw(1, 1024, seed=99)
+
+    def run() -> Tensor:
+        value = x
+        for weight in weights:
+            value = linear(value, weight)
+        return value
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = run()
+    for seed in range(20):
+        x.copy_(draw(1, 1024, seed=seed))
+        graph.replay()
+        one_by_one = x
+        for weight in weights:
+            one_by_one = linear(one_by_one, weight)
+            torch.cuda.synchronize()
+        assert torch.equal(recorded, one_by_one)
