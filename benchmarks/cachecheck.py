@@ -6,8 +6,9 @@
     python -m benchmarks.cachecheck right http://127.0.0.1:8000     # a running server, which is known to be right
 
 Each seed is a run of its own, with other prompts. For right servers it also shows how close they came: the share of
-comparisons above the lower threshold, of which the test assumes at most 5 %, and the largest change as a part of the
-upper threshold. Prompts of random families have few tokens, as their tokens are bytes.
+comparisons above the lower threshold, of which the test assumes at most 5 %, the largest change as a part of the upper
+threshold, comparisons of each scenario, and with RayCache the tiers that hits came from: a tier that served none was
+not tested. Prompts of random families have few tokens, as their tokens are bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import asyncio
 import collections
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +27,8 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.server import launched
-from raycache.cachecheck.check import Options, Result, check
+from benchmarks.server import launched, status
+from raycache.cachecheck.check import Options, Result, check, figures
 from raycache.cachecheck.client import Connection
 from raycache.cachecheck.report import verdict
 
@@ -40,11 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         1: a fault was not found, or a right server was called faulty.
     """
-    options = _parser().parse_args(argv)
-    figures = _faults(options) if options.command == "faults" else _right(options)
+    options = _parsed(sys.argv[1:] if argv is None else argv)
+    found = _faults(options) if options.command == "faults" else _right(options)
     if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1))
-    return figures["exit_code"]
+        options.json.write_text(json.dumps(found, indent=1))
+    return int(found["exit_code"])
+
+
+def _parsed(given: Sequence[str]) -> argparse.Namespace:
+    """Options; what follows "--" is for raycache launch.
+
+    It is cut off first: argparse gives a positional of any number its arguments, none, before options are read.
+    """
+    at = list(given).index("--") if "--" in given else len(given)
+    return argparse.Namespace(**vars(_parser().parse_args(given[:at])), flags=list(given[at + 1 :]))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     faults = commands.add_parser("faults")
     right = commands.add_parser("right")
     right.add_argument("target", help="URL, directory of a model, or family in tests/oracle/families.py")
-    right.add_argument("flags", nargs="*", help="of raycache launch")
     for command, budget in ((faults, 400), (right, 120)):
         command.add_argument("--seeds", type=int, default=20, help="runs")
         command.add_argument("--first-seed", type=int, default=0)
@@ -109,6 +119,7 @@ def _right(options: argparse.Namespace) -> dict[str, Any]:
             result = asyncio.run(check(Connection(url), _options(options, seed)))
             runs.append(_figures(result, seed))
             print(json.dumps(runs[-1]), flush=True)
+        tiers = _tokens_by_tier(url)
     codes = collections.Counter(run["exit_code"] for run in runs)
     compared, over = (sum(run[name] for run in runs) for name in ("compared", "over"))
     closest = max((run["closest"] for run in runs), default=0.0)
@@ -116,7 +127,20 @@ def _right(options: argparse.Namespace) -> dict[str, Any]:
         f"{len(runs)} runs: {codes[0]} right, {codes[1]} called faulty, {codes[2]} could not be tested; {compared} "
         f"answers compared, {over} above the lower threshold; largest change {closest:.0%} of the upper threshold"
     )
-    return {"exit_code": min(1, codes[1]), "runs": runs}
+    by_scenario = sum((collections.Counter(run["scenarios"]) for run in runs), collections.Counter[str]())
+    print("answers compared: " + ", ".join(f"{count:,} {name}" for name, count in by_scenario.items()))
+    if tiers:
+        print("cached tokens: " + ", ".join(f"{count:,} from {tier}" for tier, count in tiers.items()))
+    return {"exit_code": min(1, codes[1]), "runs": runs, "cached_by_tier": tiers}
+
+
+def _tokens_by_tier(url: str) -> dict[str, int]:
+    """Cached tokens by the tier that they came from, since the server started; empty: not a RayCache server."""
+    try:
+        tiers: dict[str, int] = status(url).get("cached_by_tier", {})
+    except (OSError, ValueError):
+        return {}
+    return tiers
 
 
 @contextmanager
@@ -146,6 +170,7 @@ def _figures(result: Result, seed: int) -> dict[str, Any]:
         "requests": result.requests,
         "compared": len(result.comparisons),
         "hits": sum(one.is_hit for one in result.comparisons),
+        "scenarios": {name: row["comparisons"] for name, row in figures(result).items() if row["comparisons"]},
         "over": 0 if noise is None else sum(change > noise.some for change in changes),
         "closest": max(changes, default=0.0) / noise.gross if noise is not None else 0.0,
         "scale": None if noise is None else noise.scale,
