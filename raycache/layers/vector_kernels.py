@@ -16,9 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.layers.kernels import early
 
-MOST_FEATURES = 4096
-MOST_WEIGHTS = 2**26
-"""Matrices with more input features, or larger ones, are read as fast by cuBLAS (on an H200)."""
+MOST_WEIGHTS = {4096: 2**26, 8192: 2**24}
+"""Input features at most -> weights at most. Other matrices are read as fast by cuBLAS (on an H200)."""
 _ROWS = 4
 _WARPS = 4
 """Output features and warps of a program, which holds whole rows in registers: the fastest on an H200, or nearly."""
@@ -29,8 +28,8 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     given = (x, weight) if bias is None else (x, weight, bias)
     if any(each.dtype != torch.bfloat16 or each.data_ptr() % 16 or each.stride(-1) != 1 for each in given):
         return False
-    is_small = 0 < weight.numel() <= MOST_WEIGHTS and weight.shape[1] <= MOST_FEATURES
-    return is_small and weight.stride(0) % 8 == 0 and bool(early(x.device)["IS_EARLY"])
+    most = next((most for features, most in MOST_WEIGHTS.items() if weight.shape[1] <= features), 0)
+    return 0 < weight.numel() <= most and weight.stride(0) % 8 == 0 and bool(early(x.device)["IS_EARLY"])
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
