@@ -54,6 +54,8 @@ def rejoin(this: Tokens, other: Tokens, *, least: int = LEAST_SHARED) -> Rejoin 
     share = 1 << max(3, min(8, (least // 4).bit_length() - 1))
     grams_here, here = _places(this[:_MOST_TOKENS], share)
     grams_there, there = _places(other[:_MOST_TOKENS], share)
+    if set(grams_there).isdisjoint(grams_here):
+        return None  # nearly always, and found out faster than by what follows
     known = dict(zip(reversed(grams_there), reversed(there), strict=True))
     candidates = ((known[gram], begin) for gram, begin in zip(grams_here, here, strict=True) if gram in known)
     for at, begin in islice(candidates, _MOST_TRIES):

@@ -137,15 +137,15 @@ class PromptHistory:
             if not is_wanted and known.count & (known.count - 1):
                 watch.examined = known.examined
                 return
-        rest = self.seen.rest(match)
         if not is_wanted:
-            at_stake = min(len(prompt) - match.length, sum(map(len, rest)))
+            at_stake = min(len(prompt) - match.length, self.seen.rest_len(match))
             if at_stake * LEAST_SHARE < len(prompt):
                 return
             if known is None and not self._is_chosen(watch):
                 node.note = _Known(None)
                 return
-        examined = self._examiner.examine(np.frombuffer(prompt, np.int32), match, rest, asked, is_wanted=is_wanted)
+        tokens, rest = np.frombuffer(prompt, np.int32), self.seen.rest(match)
+        examined = self._examiner.examine(tokens, match, rest, asked, is_wanted=is_wanted)
         watch.examined = examined
         if isinstance(known, _Known):
             known.examined = examined.without_texts()
@@ -258,4 +258,4 @@ class Watch:
         is_expired = self._source.seen_s > self._expires_s and not is_long_ago
         is_in_flight = self._is_in_flight and not is_long_ago
         cause = shortfall(output.miss, is_in_flight=is_in_flight, is_expired=is_expired)
-        return cause, output.cut_by or output.miss.value, lost
+        return cause, output.cut_by or output.miss, lost

@@ -59,17 +59,18 @@ class Node:
 
     Attributes:
         edge: its tokens, packed; a view of a prompt's array, or copied.
+        first: the first of them, by which its parent knows it.
         num_bytes: of what holds the edge.
         tail: of a leaf, what was generated behind it, packed; not yet part of the tree.
         latest: the child that was used last; it is also the last one to go.
         note: for whoever looks at prompts that part at its end.
     """
 
-    __slots__ = ("children", "edge", "latest", "note", "num_bytes", "parent", "source", "tail")
+    __slots__ = ("children", "edge", "first", "latest", "note", "num_bytes", "parent", "source", "tail")
 
-    def __init__(self, edge: Edge, num_bytes: int, parent: Node | None, source: Source) -> None:
-        self.edge, self.num_bytes, self.parent, self.source = edge, num_bytes, parent, source
-        self.children: dict[int, Node] = {}  # by their first token
+    def __init__(self, edge: Edge, num_bytes: int, parent: Node | None, source: Source, first: int) -> None:
+        self.edge, self.num_bytes, self.parent, self.source, self.first = edge, num_bytes, parent, source, first
+        self.children: dict[int, Node] = {}
         self.latest: Node | None = None
         self.tail = b""
         self.note: object = None
@@ -120,7 +121,7 @@ class SeenPrompts:
             prompt = memoryview(array("i", prompt[: self._max_bytes // 16].tobytes()))
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(b"", 0, None, source)
+            root = self._roots[salt] = Node(b"", 0, None, source, 0)
             self.num_bytes += NODE_BYTES
         data, size = prompt.cast("B"), _TOKEN_BYTES * len(prompt)
         node, within, at = self._descend(root, prompt, data)
@@ -134,7 +135,8 @@ class SeenPrompts:
                 parted, other = node, node.latest
             # Copying most of a prompt costs more than keeping all of it.
             held: tuple[Edge, int] = (bytes(data[at:]), size - at) if 4 * at > size else (data[at:], size)
-            leaf: Node | None = self._grow(node, *held, source, salt)
+            first = prompt[at // _TOKEN_BYTES]
+            leaf: Node | None = self._grow(node, *held, source, salt, first)
             assert leaf is not None
             node = leaf
         else:
@@ -155,6 +157,14 @@ class SeenPrompts:
                 pieces.append(np.frombuffer(node.tail, np.int32))
             node = node.latest
         return tuple(pieces)
+
+    def rest_len(self, match: Match) -> int:
+        """Tokens of `rest`."""
+        node, size = match.other, 0
+        while node is not None:
+            size += len(node.edge) + len(node.tail)
+            node = node.latest
+        return size // _TOKEN_BYTES
 
     def extend(self, leaf: Node, tokens: Sequence[int], source: Source) -> None:
         """Note what was generated behind a prompt, unless another request has had the leaf since.
@@ -203,7 +213,7 @@ class SeenPrompts:
         tail, leaf.tail = leaf.tail, b""
         self.num_bytes -= len(tail)
         length = len(leaf.edge)
-        if self._grow(leaf, tail, len(tail), leaf.source, self._leaves[leaf]) is not leaf:
+        if self._grow(leaf, tail, len(tail), leaf.source, self._leaves[leaf], _first(tail)) is not leaf:
             return leaf, at
         assert leaf.parent is not None
         return leaf.parent, at - length
@@ -212,26 +222,30 @@ class SeenPrompts:
         """Divide an edge; returns the upper part, which takes the place of the whole."""
         parent, whole = node.parent, node.edge
         assert parent is not None
-        upper = Node(bytes(whole[:within]), within, parent, node.source)
+        upper = Node(bytes(whole[:within]), within, parent, node.source, node.first)
         self._hold(node, memoryview(whole)[within:])
-        node.parent = upper
-        parent.children[_first(upper.edge)] = upper
+        node.parent, node.first = upper, _first(node.edge)
+        parent.children[upper.first] = upper
         if parent.latest is node:
             parent.latest = upper
-        upper.children[_first(node.edge)] = upper.latest = node
+        upper.children[node.first] = upper.latest = node
         self.num_bytes += within + NODE_BYTES
         return upper
 
-    def _grow(self, node: Node, tokens: Edge, num_bytes: int, source: Source, salt: str) -> Node:
-        """Put tokens, which hold some bytes, below a node or at the end of a leaf; returns the leaf."""
+    def _grow(self, node: Node, tokens: Edge, num_bytes: int, source: Source, salt: str, first: int) -> Node:
+        """Put tokens, which hold some bytes, below a node or at the end of a leaf; returns the leaf.
+
+        Args:
+            first: of the tokens.
+        """
         if node in self._leaves:
             if len(node.edge) <= _MOST_TIMES * len(tokens):
                 self._hold(node, b"".join((node.edge, tokens)))
                 node.note = None
                 return node
             del self._leaves[node]
-        leaf = Node(tokens, num_bytes, node, source)
-        node.children[_first(tokens)] = node.latest = leaf
+        leaf = Node(tokens, num_bytes, node, source, first)
+        node.children[first] = node.latest = leaf
         self._leaves[leaf] = salt
         self.num_bytes += num_bytes + NODE_BYTES
         return leaf
@@ -262,7 +276,7 @@ class SeenPrompts:
         node: Node = leaf
         while node.parent is not None and not node.children:
             self.num_bytes -= node.num_bytes + len(node.tail) + NODE_BYTES
-            del node.parent.children[_first(node.edge)]
+            del node.parent.children[node.first]
             if node.parent.latest is node:
                 node.parent.latest = None
             node = node.parent
@@ -281,8 +295,8 @@ class SeenPrompts:
             return
         self.num_bytes -= node.num_bytes
         self._hold(child, b"".join((node.edge, child.edge)))
-        child.parent = node.parent
-        node.parent.children[_first(child.edge)] = child
+        child.parent, child.first = node.parent, node.first
+        node.parent.children[child.first] = child
         if node.parent.latest is node:
             node.parent.latest = child
         self.num_bytes -= NODE_BYTES
