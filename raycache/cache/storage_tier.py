@@ -124,6 +124,13 @@ class StorageTier:
         self._lanes.wait(timeout_s)
 
     def poll(self, *, now: int, now_s: float) -> None:
+        """Apply completed commands, and go on with what waits for them."""
+        self.take_results(now=now)
+        if self.is_attached:
+            self.blocks.poll(now_s=now_s)
+        self._attended = [work for work in self._attended if not work(now_s)]
+
+    def take_results(self, *, now: int) -> None:
         """Apply completed commands."""
         for result in self._lanes.results():
             self._num_unavailable += result.outcome is Outcome.UNAVAILABLE
@@ -141,9 +148,6 @@ class StorageTier:
             else:
                 self.persists.take(result)
                 self.blocks.want()
-        if self.is_attached:
-            self.blocks.poll(now_s=now_s)
-        self._attended = [work for work in self._attended if not work(now_s)]
 
     def close(self, timeout_s: float) -> None:
         """Stop the lanes; commands in progress are abandoned."""
@@ -188,6 +192,9 @@ class NoStorage:
         """Do nothing."""
 
     def poll(self, *, now: int, now_s: float) -> None:
+        """Do nothing."""
+
+    def take_results(self, *, now: int) -> None:
         """Do nothing."""
 
     def close(self, timeout_s: float) -> None:

@@ -172,6 +172,14 @@ class RequestQueues:
         if request.prefetch is not None:
             self._storage.abandon(request.prefetch)
 
+    def settle_prefetch(self, request: Request) -> None:
+        """Stop prefetching a prompt that has been computed, and take what the storage has replied while it was."""
+        prefetch = request.prefetch
+        if prefetch is not None:
+            self._storage.abandon(prefetch)
+            if not prefetch.is_known:
+                self._storage.take_results(now=self._clock.step)
+
     def release(self, run: Run) -> None:
         """Release the slot and all pages of a run."""
         assert not run.num_in_flight, "a run with rows in flight is released"

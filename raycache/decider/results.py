@@ -89,7 +89,7 @@ class Results:
         request = run.request
         spec = request.spec
         if request.num_output == 0:
-            self.queues.abandon_prefetch(request)
+            self.queues.settle_prefetch(request)
             self.counts["prompt_tokens"] += spec.prompt_len
             request.report = request.report.at_first_token(request.prefetch)
             self.counts["cached_tokens"] += request.report.cached_len

@@ -64,6 +64,12 @@ def test_an_empty_storage_that_replies_while_the_prompt_is_computed_is_no_timeou
         assert told(tiers.ask(TEXT[:60])) == ({}, Miss.NEVER_SEEN, "")
 
 
+def test_an_empty_storage_that_replies_during_the_only_step_of_a_prompt_is_no_timeout() -> None:
+    slow = StorageTrouble(most_ticks=1)  # with this seed, the reply is there when the first token is
+    tiers = tiers_of(has_storage=True, waiting=Waiting.BEST_EFFORT, storage_trouble=slow, seed=7)
+    assert told(tiers.ask(TEXT[:9])) == ({}, Miss.NEVER_SEEN, "")
+
+
 def test_the_rest_of_a_prompt_whose_begin_is_cached_was_never_seen() -> None:
     tiers = tiers_of(has_storage=True)
     tiers.ask(PROMPT[:10])
