@@ -110,13 +110,20 @@ class Hits:
         for tier, counts in tiers.items():
             stored = counts["saved_pages" if tier == "host" else "persisted_pages"]
             if stored and not self.tokens[tier] and self._num_requests >= _LEAST_REQUESTS:
-                (reason, count), *_ = [*self.misses.most_common(1), ("nothing missed", self._num_requests)]
-                cause = _CAUSES.get(reason, "the tiers above already hold everything that is reused")
                 found.append(
                     f"tier inert: {tier} has stored {stored:.0f} pages and served none to {self._num_requests} "
-                    f"requests; most often: {reason} ({count}): {cause}"
+                    f"requests; {self._why_inert()}"
                 )
         return tuple(found)
+
+    def _why_inert(self) -> str:
+        """Why a tier serves nothing. Where prompts do share prefixes, each also has a part that is new."""
+        ordinary = (Miss.NEVER_SEEN, Miss.SHORTER_THAN_PAGE) if self.tokens else ()
+        misses = Counter({reason: count for reason, count in self.misses.items() if reason not in ordinary})
+        for reason, count in misses.most_common(1):
+            if cause := _CAUSES.get(reason):
+                return f"most often: {reason} ({count}): {cause}"
+        return "the tiers above hold everything that is reused"
 
 
 def explain(

@@ -280,6 +280,16 @@ def test_a_tier_that_was_hit_or_stores_nothing_is_not_inert() -> None:
     assert hits.warnings(tiers) == ()
 
 
+def test_a_tier_below_one_that_holds_everything_is_not_blamed_on_prompts() -> None:
+    hits = Hits()
+    for _ in range(60):
+        hits.count(report(miss=Miss.NEVER_SEEN, device=40))
+    (warning,) = hits.warnings({"host": {"saved_pages": 9.0}})
+    assert warning.endswith("60 requests; the tiers above hold everything that is reused")
+    hits.count(report(miss=Miss.CHECKSUM, device=40))
+    assert "most often: checksum (1)" in hits.warnings({"host": {"saved_pages": 9.0}})[0]
+
+
 def test_few_requests_say_nothing_about_a_tier() -> None:
     hits = Hits()
     for _ in range(10):
