@@ -135,8 +135,8 @@ def load_softmax_moe(
     shared: SharedExpert | None = None,
 ) -> MixtureOfExperts:
     """Read the router `gate` and the experts `experts`."""
-    routed = load_experts(experts, weights.under("experts"), size=size, names=names, shared=shared)
     router = weights.whole("gate.weight", experts.count, size)
+    routed = load_experts(experts, weights.under("experts"), size=size, names=names, shared=shared)
     return make_softmax_moe(experts, router, routed, weights.ctx.tp, shared=shared)
 
 
@@ -166,9 +166,8 @@ def load_sigmoid_router(
     *,
     size: int,
     correction: str = "gate.e_score_correction_bias",
-    num_shared: int = 0,
 ) -> SigmoidRouter:
-    """Read the router `gate` and its correction; for `num_shared` see `SigmoidRouter`."""
+    """Read the router `gate` and its correction."""
     return SigmoidRouter(
         weights.whole("gate.weight", experts.count, size, dtype=weights.precise),
         weights.whole(correction, experts.count, dtype=weights.precise),
@@ -177,7 +176,6 @@ def load_sigmoid_router(
         top_groups=experts.top_groups,
         renormalise=experts.renormalise,
         scale=experts.scale,
-        num_shared=num_shared,
     )
 
 
@@ -192,12 +190,13 @@ def load_grouped_moe(
     correction: str = "gate.e_score_correction_bias",
 ) -> MixtureOfExperts:
     """Read the router `gate`, the experts `experts` and, unless one is given, the shared expert `shared_experts`."""
+    router = load_sigmoid_router(experts, weights, size=size, correction=correction)
     if shared is None and experts.shared_inner:
         shared = load_shared_expert(weights.under("shared_experts"), size=size, inner=experts.shared_inner)
     routed = load_experts(
         experts, weights.under("experts"), size=size, names=names, activation=activation, shared=shared
     )
-    router = load_sigmoid_router(experts, weights, size=size, correction=correction, num_shared=routed.num_shared)
+    router = router.with_shared(routed.num_shared)
     return MixtureOfExperts(router, routed, weights.ctx.tp, shared=None if routed.num_shared else shared)
 
 

@@ -13,7 +13,8 @@ Shared experts that are stored as the last of the routed ones are chosen for eve
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -104,7 +105,6 @@ class SigmoidRouter:
         top_groups: number of groups that a token's experts come from.
         renormalise: make the k weights sum to one before they are scaled.
         scale: factor of the weights.
-        num_shared: S, experts E to E + S - 1, whose weight is 1.
     """
 
     def __init__(
@@ -117,11 +117,16 @@ class SigmoidRouter:
         top_groups: int,
         renormalise: bool,
         scale: float,
-        num_shared: int = 0,
     ) -> None:
         self._weight = precise(weight)
         self._correction = correction.to(self._weight.dtype)
-        self._how = Choice(len(weight), top_k, renormalise, num_groups, top_groups, scale, num_shared)
+        self._how = Choice(len(weight), top_k, renormalise, num_groups, top_groups, scale)
+
+    def with_shared(self, count: int) -> SigmoidRouter:
+        """The same, which also chooses `count` shared experts, E and those after it, with a weight of 1."""
+        own = copy(self)
+        own._how = replace(self._how, num_shared=count)
+        return own
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         how = self._how

@@ -117,8 +117,8 @@ def _load_feed_forward(config: GraniteConfig, weights: ShardedWeights) -> Mixer:
         return FeedForward(shared.column(parts, inputs=size, has_bias=False), down, activation=silu_gated)
     up, out = "input_linear.weight", "output_linear.weight"
     last = load_stacked_shared_expert(shared, up=up, down=out, size=size, inner=inner)
-    routed = load_stacked_experts(experts, moe, up=up, down=out, size=size, shared=last)
     router = moe.whole("router.layer.weight", experts.count, size)
+    routed = load_stacked_experts(experts, moe, up=up, down=out, size=size, shared=last)
     return make_softmax_moe(experts, router, routed, weights.ctx.tp, shared=last)
 
 

@@ -41,9 +41,7 @@ def gated(count: int, top_k: int, *, num_shared: int) -> SoftmaxRouter:
     return SoftmaxRouter(*weight, top_k=top_k, renormalise=True, num_shared=num_shared, shared_gate=gate)
 
 
-def sigmoid(
-    count: int, top_k: int, *, groups: tuple[int, int] = (1, 1), renormalise: bool = True, num_shared: int = 0
-) -> SigmoidRouter:
+def sigmoid(count: int, top_k: int, *, groups: tuple[int, int] = (1, 1), renormalise: bool = True) -> SigmoidRouter:
     correction, (num_groups, top_groups) = draw(count, seed=2) / 10, groups
     return SigmoidRouter(
         draw_weight(count),
@@ -53,7 +51,6 @@ def sigmoid(
         top_groups=top_groups,
         renormalise=renormalise,
         scale=2.5,
-        num_shared=num_shared,
     )
 
 
@@ -68,8 +65,8 @@ ROUTERS: dict[str, Callable[[], Router]] = {
     "sigmoid": lambda: sigmoid(60, 5, renormalise=False),
     "a gated shared expert": lambda: gated(512, 10, num_shared=1),
     "two gated shared experts": lambda: gated(60, 7, num_shared=2),
-    "a shared expert": lambda: sigmoid(256, 8, groups=(8, 4), num_shared=1),
-    "two shared experts": lambda: sigmoid(128, 6, num_shared=2),
+    "a shared expert": lambda: sigmoid(256, 8, groups=(8, 4)).with_shared(1),
+    "two shared experts": lambda: sigmoid(128, 6).with_shared(2),
     "three groups": lambda: sigmoid(96, 5, groups=(3, 1)),
 }
 
