@@ -129,6 +129,10 @@ class Settings:
         "time than its sums over ranks take",
         choices=("auto", "on", "off"),
     )
+    peer_memory: bool = _parallel(
+        True,
+        "ranks whose GPUs reach each other's memory exchange small tensors through it; false: all go through NCCL",
+    )
     routing: str = _parallel(
         "prefix",
         "which replica gets a request: prefix, with the longest cached prefix unless it is busier; load, the least "

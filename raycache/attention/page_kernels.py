@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from raycache.attention.recurrent_triton import early
+from raycache.parallel.devices import early
 
 
 def write_rows(k: Tensor, v: Tensor, slots: Tensor, *, to: tuple[Tensor, Tensor]) -> None:

@@ -30,9 +30,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.attention.delta_rule import L2_EPS, DeltaRule
-from raycache.attention.recurrent_triton import Scanned, early, side_by_side
+from raycache.attention.recurrent_triton import Scanned, side_by_side
 from raycache.attention.state_space import StateSpace
 from raycache.memory.views import StateView
+from raycache.parallel.devices import early
 from raycache.step.inputs import StateRows
 
 

@@ -18,15 +18,14 @@ Imports Triton: only what runs on CUDA may import this module.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from raycache.parallel.devices import early
 from raycache.step.inputs import StateRows
 
 BLOCK_TOKENS = 32
@@ -179,13 +178,6 @@ def convolve(
 def side_by_side(x: Tensor) -> Tensor:
     """Make the last dimension contiguous, as the kernels require; others may have any stride."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-@cache
-def early(device: torch.device) -> dict[str, Any]:
-    """Arguments for programmatic dependent launch, see layers/kernels.py."""
-    is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"IS_EARLY": True, "launch_pdl": True} if is_early else {"IS_EARLY": False}
 
 
 # In a static step, tables are parts of larger tensors, aligned or not; alignment must not cause recompilation.

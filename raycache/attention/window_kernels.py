@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.attention.flashinfer_replans import StaticTable
-from raycache.attention.recurrent_triton import early
+from raycache.parallel.devices import early
 
 
 def attend_window(

@@ -27,8 +27,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from raycache.layers.activation import Recipe
 from raycache.layers.fused_experts import FusedExperts
-from raycache.layers.kernels import active, early
+from raycache.layers.kernels import active
 from raycache.layers.routing_kernels import Routes, combine, num_blocks, rows_of
+from raycache.parallel.devices import early
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,12 @@ Shapes in this file: T packed tokens, N features, H heads, D head size, R rotate
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from raycache.parallel.devices import early
 
 _FEATURES_PER_PROGRAM = 1024  # 16 bytes per load of each of 128 threads
 
@@ -141,13 +139,6 @@ def rotate(
         IS_INTERLEAVED=is_interleaved,
         **early(x.device),
     )
-
-
-@cache
-def early(device: torch.device) -> dict[str, Any]:
-    """Arguments of a kernel with IS_EARLY."""
-    is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"IS_EARLY": True, "launch_pdl": True} if is_early else {"IS_EARLY": False}
 
 
 # SIZE and names that begin with NUM are exact; other sizes in capitals are powers of two, as Triton requires.

@@ -26,8 +26,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from raycache.layers.activation import Recipe
-from raycache.layers.kernels import active, early
+from raycache.layers.kernels import active
 from raycache.layers.routing_kernels import Routes, num_blocks, rows_of
+from raycache.parallel.devices import early
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from raycache.layers.kernels import early
 from raycache.layers.router import Choice
+from raycache.parallel.devices import early
 
 MOST_TOKENS = 1024
 """Most tokens whose logits a kernel makes; for more a plain product in float32 takes little of the time."""

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from raycache.layers.kernels import early
+from raycache.parallel.devices import early
 
 _COUNTED = 4096
 """Up to this many rows, positions are counted in one launch that compares all pairs; for more in three launches."""

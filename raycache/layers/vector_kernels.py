@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from raycache.layers.kernels import early
+from raycache.parallel.devices import early
 
 MOST_WEIGHTS = {4096: 2**26, 8192: 2**24}
 """Input features at most -> weights at most. Other matrices are read as fast by cuBLAS (on an H200)."""

@@ -27,6 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do no
 from raycache.errors import ConfigError, RankLostError
 from raycache.parallel.collectives import Group, TorchGroup
 from raycache.parallel.devices import Peer, gpu_id, introduce
+from raycache.parallel.peer_group import with_peers
 from raycache.parallel.sharding import Coords, Split
 
 DECIDER = -1
@@ -147,6 +148,7 @@ def build_group(
     host: str,
     device: torch.device,
     meeting: TCPStore | None = None,
+    has_peer_memory: bool = False,
 ) -> Group:
     """Join a group; returns when all members have joined.
 
@@ -156,6 +158,7 @@ def build_group(
         host: address of this process that the other members can reach (gloo only).
         device: of the tensors (nccl only).
         meeting: an existing connection to the rendezvous store.
+        has_peer_memory: whether members on the same node exchange small tensors without NCCL (nccl only).
     Raises:
         RankLostError: the handle belongs to another epoch, or other members did not join in time.
         ConfigError: two members use the same GPU (nccl only).
@@ -179,7 +182,11 @@ def build_group(
     except RuntimeError as cause:
         raise RankLostError(member, handle.name, -1, f"group did not form within {handle.timeout_s:.0f} s") from cause
     connect(made, device, handle=handle, me=member, peers=peers)
-    return TorchGroup(made, rank=index, size=size)
+    group = TorchGroup(made, rank=index, size=size)
+    if not has_peer_memory or any(peer.host != host for peer in peers):
+        return group
+    name = f"{epoch}.{handle.name}.{member}"
+    return with_peers(group, made, name=name, store=store, device=device, limit_s=handle.timeout_s)
 
 
 def _check_epoch(handle: GroupHandle, *, member: int, epoch: int) -> None:
@@ -324,9 +331,12 @@ class ParallelContext:
         device: torch.device,
         handles: Mapping[str, GroupHandle],
         epoch: int,
+        has_peer_memory: bool = False,
     ) -> ParallelContext:
         """Join all groups of this rank, in the order of `handles`, which must be the same on all ranks.
 
+        Args:
+            has_peer_memory: see `build_group`; not for neighbours of the pipeline, who exchange large tensors.
         Raises:
             RankLostError: a handle belongs to another epoch, or a member did not join in time.
         """
@@ -335,7 +345,15 @@ class ParallelContext:
             _check_epoch(handle, member=rank, epoch=epoch)
         meeting = come_to(mine[0], member=rank)
         groups = {
-            handle.kind: build_group(handle, member=rank, epoch=epoch, host=host, device=device, meeting=meeting)
+            handle.kind: build_group(
+                handle,
+                member=rank,
+                epoch=epoch,
+                host=host,
+                device=device,
+                meeting=meeting,
+                has_peer_memory=has_peer_memory and handle.kind != "pp",
+            )
             for handle in mine
         }
         return cls(split=split, rank=rank, device=device, **groups)

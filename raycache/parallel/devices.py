@@ -6,6 +6,8 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs do not export the stores
@@ -84,6 +86,13 @@ class GpuModel:
     def __str__(self) -> str:
         """Name for messages."""
         return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
+
+
+@cache
+def early(device: torch.device) -> dict[str, Any]:
+    """Arguments of a Triton kernel with IS_EARLY, which uses programmatic dependent launch, from Hopper on."""
+    is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"IS_EARLY": True, "launch_pdl": True} if is_early else {"IS_EARLY": False}
 
 
 def gpu_id(device: torch.device) -> str:

@@ -100,13 +100,21 @@ def join(invitation: Invitation) -> Member:
         RankLostError: another rank did not join in time, or belongs to another epoch.
         ConfigError: the GPU does not exist.
     """
-    spec, handles, split = invitation.spec, invitation.handles, invitation.config.split
+    spec, handles, config = invitation.spec, invitation.handles, invitation.config
     device = torch.device(spec.device)
     use = _take(device, num_threads=spec.num_threads)
-    board = AckBoard(invitation.board, num_ranks=split.world_size)
+    board = AckBoard(invitation.board, num_ranks=config.world_size)
     rank, host, epoch = spec.rank, spec.host, invitation.epoch
     sender = send_board(board, handles, rank=rank, epoch=epoch, host=host)
-    ctx = ParallelContext.join(split, rank=rank, host=host, device=device, handles=handles, epoch=epoch)
+    ctx = ParallelContext.join(
+        config.split,
+        rank=rank,
+        host=host,
+        device=device,
+        handles=handles,
+        epoch=epoch,
+        has_peer_memory=config.peer_memory,
+    )
     member = Member(spec, ctx, board, sender, use)
     member.note("groups")
     member.post(Lane.JOINED, 1)

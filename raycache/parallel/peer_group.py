@@ -1,0 +1,177 @@
+"""Groups of GPUs that exchange small tensors through each other's memory, and large ones by NCCL.
+
+NCCL takes 15 to 20 us for a sum of any small size over NVLink; a decode step has two per layer. The kernels in
+peer_kernels.py take a few. Above a size that is measured at the start, NCCL is faster.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable
+from functools import cache
+from subprocess import SubprocessError
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs do not export the stores
+
+from raycache.parallel.collectives import TorchGroup
+from raycache.parallel.peer_memory import PeerMemory
+
+_log = logging.getLogger(__name__)
+
+_SIZES = tuple(1 << bits for bits in range(15, 24))
+"""Bytes of the sums that are compared at the start."""
+_SUMS, _REPLAYS = 8, 5
+_ALIGNED = 16
+
+
+class PeerGroup(TorchGroup):
+    """A group over NCCL whose members also write to each other's memory.
+
+    Args:
+        backend: a ProcessGroupNCCL.
+        most_bytes: largest tensor that a member sends to another without NCCL.
+    """
+
+    def __init__(self, backend: Any, memory: PeerMemory, *, most_bytes: int) -> None:
+        super().__init__(backend, rank=memory.rank, size=memory.size)
+        self.memory = memory
+        self.most_bytes = most_bytes
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if not 0 < tensor.nbytes <= self.most_bytes or tensor.dtype not in _kernels().SUMMED:
+            return super().all_reduce(tensor)
+        own = _aligned(tensor)
+        _kernels().sum_parts(own, self.memory)
+        if own is not tensor:
+            tensor.copy_(own.view(-1)[: tensor.numel()].view(tensor.shape))
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        if not 0 < tensor.nbytes <= self.most_bytes:
+            return super().all_gather(tensor)
+        own = _aligned(tensor)
+        every: Tensor = _kernels().exchange(own, self.memory, is_gather=True)
+        return every if own.shape == tensor.shape else _unpadded(every, tensor)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        if not 0 < tensor.nbytes <= self.most_bytes * self.size:
+            return super().all_to_all(tensor)
+        if (tensor.nbytes // self.size) % _ALIGNED:
+            parts = torch.stack([_aligned(part) for part in tensor])
+            return _unpadded(_kernels().exchange(parts, self.memory, is_gather=False), tensor[0])
+        every: Tensor = _kernels().exchange(_aligned(tensor), self.memory, is_gather=False)
+        return every
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and aligned; flat and longer, if it is not a multiple of 16 bytes."""
+    if tensor.nbytes % _ALIGNED == 0:
+        tensor = tensor.contiguous()
+        return tensor if tensor.data_ptr() % _ALIGNED == 0 else tensor.clone()
+    step = _ALIGNED // tensor.element_size()
+    own = tensor.new_zeros(-(-tensor.numel() // step) * step)
+    own[: tensor.numel()].copy_(tensor.reshape(-1))
+    return own
+
+
+def _unpadded(parts: Tensor, part: Tensor) -> Tensor:
+    """Parts [size, N] that `_aligned` made longer, in the shape of `part`."""
+    return parts[:, : part.numel()].reshape(-1, *part.shape)
+
+
+def with_peers(
+    group: TorchGroup, backend: Any, *, name: str, store: Store, device: torch.device, limit_s: float
+) -> TorchGroup:
+    """The group with peer memory, or itself if a member cannot map it, which is logged. Collective.
+
+    Args:
+        backend: of the group.
+        name: unique in this process.
+        store: of the group.
+        limit_s: how long members wait for each other.
+    """
+    memory, problem = None, ""
+    try:
+        _kernels()
+        memory = PeerMemory(name, rank=group.rank, size=group.size, store=store, device=device, limit_s=limit_s)
+    except (ImportError, OSError, RuntimeError, SubprocessError) as cause:
+        problem = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    if not _all(group, memory is not None, device) or memory is None:
+        _log.warning(
+            "group %s exchanges small tensors by NCCL, which is slower: %s",
+            name,
+            problem or "another member cannot map the memory of its peers",
+        )
+        return group
+    peers = PeerGroup(backend, memory, most_bytes=_SIZES[-1])
+    if not _all(group, _sums_right(peers, device), device):
+        _log.warning("group %s exchanges small tensors by NCCL, which is slower: sums over NVLink are wrong", name)
+        return group
+    peers.most_bytes = _measure(group, peers, device)
+    _log.info("group %s exchanges up to %d KiB through peer memory", name, peers.most_bytes >> 10)
+    return peers
+
+
+def _all(group: TorchGroup, is_true: bool, device: torch.device) -> bool:
+    """Whether it is true for all members."""
+    return int(group.all_reduce(torch.tensor(int(is_true), device=device))) == group.size
+
+
+def _sums_right(peers: PeerGroup, device: torch.device) -> bool:
+    """Compile the kernels, and compare with arithmetic."""
+    is_right = True
+    ranks = torch.arange(peers.size, device=device)
+    for size in (_SIZES[0], _SIZES[-1]):
+        for dtype in (torch.bfloat16, torch.float32):
+            numbers = torch.arange(size // dtype.itemsize, device=device).remainder(64).to(dtype)
+            found = peers.all_reduce(numbers + peers.rank)
+            is_right &= torch.equal(found, numbers * peers.size + int(ranks.sum()))
+        words = torch.arange(size // 8, device=device)
+        is_right &= torch.equal(peers.all_gather(words + peers.rank), words + ranks[:, None])
+    return is_right
+
+
+def _measure(group: TorchGroup, peers: PeerGroup, device: torch.device) -> int:
+    """The largest size up to which sums through peer memory are faster than those of NCCL, for all members."""
+    most = 0
+    for size in _SIZES:
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        times = torch.tensor([_seconds(each.all_reduce, x, device) for each in (peers, group)], device=device)
+        ours, theirs = group.all_reduce(times).tolist()
+        if ours >= theirs:
+            break
+        most = size
+    return most
+
+
+def _seconds(add: Callable[[Tensor], Tensor], x: Tensor, device: torch.device) -> float:
+    """Median time of some sums that run as one CUDA graph, as in decode steps."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        add(x)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_SUMS):
+            add(x)
+    found = []
+    for _ in range(_REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(1e-3 * begin.elapsed_time(end))
+    return float(statistics.median(found))
+
+
+@cache
+def _kernels() -> Any:
+    from raycache.parallel import peer_kernels
+
+    return peer_kernels

@@ -1,0 +1,50 @@
+"""Memory of each member's GPU that all members of a group write to, over NVLink."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]  # its stubs do not export the stores
+
+PROGRAMS = 128
+"""Programs of a kernel that exchange at once, each with memory of its own."""
+WORDS = 4096
+"""Most words that a program sends to a member at once."""
+
+
+class PeerMemory:
+    """This member's part of the memory, mapped by all members.
+
+    Args:
+        name: of the group, unique in this process.
+        rank, size: of this member in the group, and number of members.
+        store: of the group.
+        limit_s: how long a kernel waits for another member.
+    Raises:
+        RuntimeError: the GPUs do not reach each other's memory, or a member did not come in time.
+    Attributes:
+        peers: int64 [size], addresses of the members' memories, on the device.
+        numbers: int32 [PROGRAMS], exchanges of each program, on the device.
+        limit_ns: how long a kernel waits for another member.
+    """
+
+    def __init__(self, name: str, *, rank: int, size: int, store: Store, device: torch.device, limit_s: float) -> None:
+        # A CPU build of torch has no such names.
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+        # Read when memory is mapped. Multicast objects are not used here, and take long to make.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        self.rank, self.size, self.device = rank, size, device
+        self.limit_ns = int(1e9 * limit_s)
+        # Torch looks for the members of a memory in its table of groups. This one has no backend.
+        self._group = ProcessGroup(store, rank, size)
+        _register_process_group(name, self._group)  # type: ignore[arg-type]  # a NewType of str in newer versions
+        shape = (2 * PROGRAMS * size * WORDS,)
+        self._own = _SymmetricMemory.empty_strided_p2p(shape, (1,), torch.int64, device, name).zero_()
+        # No kernel may write before all have zeroed their memory.
+        torch.cuda.synchronize(device)
+        self._mapped: Any = _SymmetricMemory.rendezvous(self._own, name)
+        self.peers = torch.tensor(self._mapped.buffer_ptrs, dtype=torch.int64, device=device)
+        self.numbers = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)

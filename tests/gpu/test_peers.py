@@ -1,0 +1,145 @@
+"""Collectives through peer memory, on two GPUs and more: against float64 arithmetic, in CUDA graphs, without a peer."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from raycache.config import Config
+from raycache.gang.processes import RankProcess, meet_here
+from raycache.parallel.context import ParallelContext
+from raycache.parallel.peer_group import PeerGroup
+from raycache.rank.member import Invitation
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs"),
+]
+
+Work = Callable[[PeerGroup, torch.device], Any]
+
+
+def each_rank(work: str, *, timeout_s: float = 60.0) -> list[Any]:
+    """What a function of this module returns on every rank, each in a process of its own."""
+    size = min(torch.cuda.device_count(), 4)
+    config = Config(model="none", tp=size, dummy_weights=True, rank_timeout_s=timeout_s)
+    meeting, invitations = meet_here(config, device_type="cuda")
+    ranks = [RankProcess(run_rank, invitation) for invitation in invitations]
+    try:
+        for rank in ranks:
+            rank.send(work)
+        return [rank.receive() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
+        meeting.board.unlink()
+
+
+def run_rank(connection: Connection, invitation: Invitation) -> None:
+    work: Work = globals()[connection.recv()]
+    handles = {name: handle for name, handle in invitation.handles.items() if handle.kind != "control"}
+    spec, device = invitation.spec, torch.device(invitation.spec.device)
+    torch.cuda.set_device(device)
+    split = invitation.config.split
+    ctx = ParallelContext.join(
+        split, rank=spec.rank, host=spec.host, device=device, handles=handles, epoch=1, has_peer_memory=True
+    )
+    assert isinstance(ctx.tp, PeerGroup)
+    connection.send(work(ctx.tp, device))
+    connection.recv()
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, seed: int) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+    return torch.randint(-100, 100, shape, device=device, generator=generator).to(dtype)
+
+
+def collectives_of_random_sizes(group: PeerGroup, device: torch.device) -> list[str]:
+    """Names of those that were wrong. Sizes and dtypes are mixed, as all share the same memory."""
+    group.most_bytes = 1 << 22
+    chosen, wrong = random.Random(5), []
+    for seed in range(400):
+        kind = chosen.choice(["sum", "gather", "exchange"])
+        floats = [torch.bfloat16, torch.float16, torch.float32]
+        dtype = chosen.choice(floats if kind == "sum" else [*floats, torch.int64, torch.uint8])
+        shape: tuple[int, ...] = (chosen.choice([1, 3, 64, 200]), chosen.choice([1, 7, 96, 4096]))
+        if kind == "exchange":
+            shape = (group.size, *shape)
+        every = [drawn(shape, dtype, device, seed=1000 * seed + rank) for rank in range(group.size)]
+        own = every[group.rank]
+        if kind == "sum":
+            wanted = torch.stack([each.double() for each in every]).sum(0)
+            bound = {torch.float32: 1e-6}.get(dtype, 1e-2) * float(wanted.abs().max())
+            found = group.all_reduce(own.clone())
+            is_right = float((found.double() - wanted).abs().max()) <= bound
+        elif kind == "gather":
+            is_right = torch.equal(group.all_gather(own), torch.stack(every))
+        else:
+            is_right = torch.equal(group.all_to_all(own), torch.stack([each[group.rank] for each in every]))
+        if not is_right:
+            wrong.append(f"{kind} {dtype} {shape}")
+    return wrong
+
+
+def sums_in_a_graph(group: PeerGroup, device: torch.device) -> tuple[float, list[float]]:
+    """Largest error over replays with new inputs; and one sum's bits as numbers, to compare members."""
+    group.most_bytes = 1 << 22
+    inputs = torch.zeros(64, 4096, device=device, dtype=torch.bfloat16)
+
+    def both() -> Tensor:
+        first = group.all_reduce(inputs.clone())
+        return group.all_gather(group.all_reduce(first * 0.5))
+
+    for _ in range(2):
+        both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = both()
+    worst = 0.0
+    for seed in range(300):
+        every = [drawn((64, 4096), torch.bfloat16, device, seed=seed * 10 + rank) for rank in range(group.size)]
+        inputs.copy_(every[group.rank])
+        out.fill_(float("nan"))
+        graph.replay()
+        wanted = 0.5 * group.size * torch.stack([each.double() for each in every]).sum(0)
+        error = (out.double() - wanted).abs().max() / wanted.abs().max()
+        worst = max(worst, float(error) if bool(out.isfinite().all()) else float("inf"))
+    return worst, out[0].flatten()[:5000].float().tolist()
+
+
+def seconds_until_a_missing_peer_is_noticed(group: PeerGroup, device: torch.device) -> tuple[float, str]:
+    if group.rank:
+        return 0.0, ""
+    begin_s = time.monotonic()
+    try:
+        group.all_reduce(torch.ones(8, 512, device=device))
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return time.monotonic() - begin_s, str(error).splitlines()[0]
+    return -1.0, "it did not wait"
+
+
+def test_collectives_of_all_kinds_and_sizes_in_one_memory() -> None:
+    assert each_rank("collectives_of_random_sizes") == [[]] * min(torch.cuda.device_count(), 4)
+
+
+def test_recorded_sums_are_right_at_every_replay_and_equal_on_all_members() -> None:
+    found = each_rank("sums_in_a_graph")
+    assert all(worst < 1e-2 for worst, _ in found)
+    assert all(bits == found[0][1] for _, bits in found)
+
+
+def test_a_kernel_that_waits_for_a_missing_peer_ends_at_the_timeout() -> None:
+    seconds, message = each_rank("seconds_until_a_missing_peer_is_noticed", timeout_s=8)[0]
+    assert 7 < seconds < 20, message
+    assert "launch failure" in message or "unspecified" in message
