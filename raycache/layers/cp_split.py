@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
+
+from raycache.layers.linear import linear_into
 
 if TYPE_CHECKING:
     from raycache.layers.linear import Weight
@@ -103,7 +104,7 @@ class RowBlocks:
         """[T, I] -> new [T, O]; `bias` is [O], or None."""
         product = x.new_empty(len(x), self.shape[0])
         for block, part in zip(self._blocks, product.split(self._sizes, dim=1), strict=True):
-            torch.mm(x, block.T, out=part)
+            linear_into(x, block, part)
         return product if bias is None else product.add_(bias)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,6 +39,14 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         product: Tensor = kernels.multiply(x, weight, bias)
         return product
     return F.linear(x, weight, bias)
+
+
+def linear_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """F.linear into `out`, [T, O], whose rows may be parts of longer ones."""
+    if len(x) == 1 and fused.has_kernels(x) and (kernels := _kernels()).takes(x, weight, None):
+        kernels.multiply(x, weight, None, out)
+    else:
+        torch.mm(x, weight.T, out=out)
 
 
 class Projection(Protocol):

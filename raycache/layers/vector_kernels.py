@@ -32,16 +32,17 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return 0 < weight.numel() <= most and weight.stride(0) % 8 == 0 and bool(early(x.device)["IS_EARLY"])
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[1, I] -> new [1, O], summed in float32.
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """[1, I] -> [1, O], summed in float32.
 
     Args:
         x: [1, I].
         weight: [O, I].
         bias: [O], or None.
+        out: [1, O] to write to; None for a new tensor.
     """
     size, depth = weight.shape
-    out = x.new_empty(1, size)
+    out = x.new_empty(1, size) if out is None else out
     _multiply[(triton.cdiv(size, _ROWS),)](
         x,
         weight,
