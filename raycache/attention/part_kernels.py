@@ -2,7 +2,7 @@
 
 A result [D] of 2 bytes each and its log-sum-exp of 4 bytes travel as one row of D / 2 + 1 words:
 
-    results [T, H, D], lse [T, H]  --pack-->  [cp, T, H / cp, D / 2 + 1]  --exchange-->  the same  --merge-->  [T, H / cp, D]
+    [T, H, D] and [T, H]  -- pack, exchange -->  [cp, T, H / cp, D / 2 + 1]  -- merge -->  [T, H / cp, D]
 
 Shapes in this file: T tokens, H heads, D head size.
 """
