@@ -167,9 +167,9 @@ class HostTier:
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
-    def digests(self, handle: PrefixHandle) -> PackedDigests:
-        """Chain digests of a handle's pages."""
-        return self._catalog.digests(handle.pages)
+    def digests(self, pages: PageIds) -> PackedDigests:
+        """Chain digests of pages in the tree."""
+        return self._catalog.digests(pages)
 
     def last_digests(self, handle: PrefixHandle) -> PackedDigests:
         """Chain digests of a handle's last `num_last` pages, or of all if fewer."""
