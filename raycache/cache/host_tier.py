@@ -36,7 +36,7 @@ class WritePolicy(StrEnum):
     BACK = "write_back"  # when they are evicted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Entered:
     """Pages that have just entered the tree, for the storage to persist.
 

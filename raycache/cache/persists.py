@@ -24,7 +24,7 @@ _PERSIST_TIMEOUT_S = 120.0
 """Deadline for a persist command to start: until it ends, the host cannot evict its pages."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Persist:
     handle: PrefixHandle
     pages: PageIds
@@ -128,12 +128,14 @@ class Persists:
         persist = self._open.pop(result.number)
         self.counts["persisted_bytes"] += result.num_bytes
         self.seconds += result.seconds
-        stored = np.frombuffer(result.stored, np.bool_, len(persist.pages))
-        self.counts["persisted_pages"] += int(np.count_nonzero(stored))
+        num_pages = len(persist.pages)
+        num_stored = result.stored.count(1, 0, num_pages)
+        self.counts["persisted_pages"] += num_stored
         is_same = persist.storage == self._storage  # not replaced or emptied meanwhile
-        self._is_stored[persist.pages] &= stored & is_same
+        if num_stored < num_pages or not is_same:
+            self._is_stored[persist.pages] &= np.frombuffer(result.stored, np.bool_, num_pages) & is_same
         persist.handle.release()
         if persist.point is not None:
-            if not (is_same and all(result.stored[len(persist.pages) :])):
+            if not (is_same and all(result.stored[num_pages:])):
                 persist.point.storage = 0
             self._host.tier.let_go(persist.point)

@@ -139,9 +139,9 @@ class Listed(NamedTuple):
 NOTHING_LISTED = Listed()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StorageCommand:
-    """One command to the storage tier.
+    """One command to the storage tier. Do not modify it; a frozen one takes three times as long to make.
 
     Attributes:
         number: chosen by the decider; its result carries the same one.
