@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -350,7 +351,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--in-flight", type=int, default=8, help="requests that run at once")
     parser.add_argument("--peer", type=Path, help="folder with an unpacked wheel of sglang")
-    parser.add_argument("--tiers", action="store_true", help="the device with a host tier below it as well")
+    parser.add_argument(
+        "--tiers", action="store_true", help="with a host tier below the device, and with a storage too"
+    )
     parser.add_argument("--only", choices=("replay", "operations"))
     parser.add_argument("--small", action="store_true", help="leave out what needs more than 1 GB")
     parser.add_argument("--json", type=Path)
@@ -359,7 +362,9 @@ def main() -> None:
     if args.tiers:
         from benchmarks.index_tiers import TiersCache
 
-        make.append(lambda num_tokens: TiersCache(num_tokens=num_tokens, page_size=PAGE, running_tokens=_MOST_RUNNING))
+        tiers = partial(TiersCache, page_size=PAGE, running_tokens=_MOST_RUNNING)
+        make.append(lambda num_tokens: tiers(num_tokens=num_tokens))
+        make.append(lambda num_tokens: tiers(num_tokens=num_tokens, has_storage=True))
     if args.peer:
         from benchmarks.index_peer import PeerCache, load_peer  # needs torch and the peer
 

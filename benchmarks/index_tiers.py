@@ -1,7 +1,8 @@
 """Device and host tier together under the replay of `benchmarks.index`: what deciding costs, without copies.
 
 Every page is saved at once, acknowledged when its request ends, and loaded when only the host has it. The catalog is
-part of it; digests come with the prompt, as from an HTTP server, unless `has_digests` is off.
+part of it; digests come with the prompt, as from an HTTP server, unless `has_digests` is off. With `has_storage` each
+prompt is looked up in a storage that finds nothing, and each page is written to it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from raycache.cache.catalog import Catalog
+from raycache.cache.costs import Costs
 from raycache.cache.evict import Eviction
 from raycache.cache.holding import Holding, Use
 from raycache.cache.host_tier import HostTier
 from raycache.cache.keys import PackedDigests, chain_digests
+from raycache.cache.prefetches import Waiting
 from raycache.cache.sequences import SequenceCache
 from raycache.cache.spaces import SpaceSizes
+from raycache.cache.storage_commands import CommandKind, Outcome, StorageCommand, StorageResult
+from raycache.cache.storage_tier import StorageTier
 from raycache.cache.transfers import PlannedLoad
 from raycache.memory.component import FULL
 from raycache.parallel.board import Acks
@@ -37,10 +42,20 @@ class TiersCache:
         page_size: tokens per page.
         running_tokens: most tokens that run at once.
         has_digests: whether prompts come with the digests of their pages.
+        has_storage: whether there is a storage below the host.
     """
 
-    def __init__(self, *, num_tokens: int, page_size: int, running_tokens: int, has_digests: bool = True) -> None:
-        self.name = "RayCache, device and host tier" + ("" if has_digests else ", digests made there")
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        page_size: int,
+        running_tokens: int,
+        has_digests: bool = True,
+        has_storage: bool = False,
+    ) -> None:
+        tiers = "device, host and storage tier" if has_storage else "device and host tier"
+        self.name = f"RayCache, {tiers}" + ("" if has_digests else ", digests made there")
         self._has_digests = has_digests
         num_pages = num_tokens // page_size
         sizes = {FULL: num_pages}
@@ -49,7 +64,8 @@ class TiersCache:
         catalog = Catalog(memoryview(self._memory), sizes=sizes, page_size=page_size, part_widths={})
         self._host = HostTier(SpaceSizes(num_pages, page_size), catalog=catalog, eviction=Eviction.LRU)
         device = SpaceSizes(max(num_tokens // _DEVICE_SHARE, running_tokens) // page_size, page_size)
-        self._cache = SequenceCache(device, is_kept=True, host=self._host)
+        storage = _empty_storage(self._host) if has_storage else None
+        self._cache = SequenceCache(device, is_kept=True, host=self._host, storage=storage)
         self._now = 0
         self.moves: Counter[str] = Counter()
 
@@ -65,6 +81,7 @@ class TiersCache:
         """Match in both tiers, plan what is loaded, make room for the rest."""
         self._now += 1
         tokens, digests = prompt
+        self._look_up(tokens, digests)
         holding = self._cache.begin(tokens, is_matched=True, now=self._now, use=_USE, digests=digests)
         start = holding.start(tokens, may_load=True, now=self._now)
         assert holding.reserve(start, len(tokens) // 4) is not None, "the device is too small"
@@ -84,6 +101,7 @@ class TiersCache:
             self.moves[name] += sum(len(batch) for moves in lane for batch in moves.batches)
         if saves:
             self._cache.transfers.acknowledge(Acks(saves=saves[-1].number), now=self._now)
+        self._cache.storage.poll(now=self._now, now_s=0.0)
 
     @property
     def num_cached(self) -> int:
@@ -99,3 +117,47 @@ class TiersCache:
     def check(self) -> None:
         """Assert that no page is lost, when nothing runs."""
         self._cache.check([])
+
+    def _look_up(self, tokens: bytes, digests: PackedDigests) -> None:
+        """What is done when a request is queued: search the storage for what the device lacks."""
+        cache = self._cache
+        if not cache.storage.is_present:
+            return
+        if cache.device_len(tokens, use=_USE, now=self._now) < cache.reusable_len(len(tokens) // 4):
+            owner = f"request {self._now}"
+            prefetch = cache.storage.start(owner, tokens, root=_USE.root, now=self._now, now_s=0.0, digests=digests)
+            cache.storage.poll(now=self._now, now_s=0.0)
+            if prefetch is not None:
+                cache.storage.abandon(prefetch)
+
+
+class _EmptyStorage:
+    """Finds nothing and stores at once."""
+
+    def __init__(self) -> None:
+        self._results: list[StorageResult] = []
+
+    def post(self, command: StorageCommand) -> None:
+        stored = b"\x01" * len(command.units) if command.kind is CommandKind.PERSIST else b""
+        result = StorageResult(command.number, command.kind, command.owner, Outcome.DONE, stored=stored)
+        self._results.append(result)
+
+    def results(self) -> list[StorageResult]:
+        results, self._results = self._results, []
+        return results
+
+    def cancel(self, owner: str) -> None:
+        pass
+
+    def cancel_kind(self, kind: CommandKind) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self._results)
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+def _empty_storage(host: HostTier) -> StorageTier:
+    return StorageTier(host, _EmptyStorage(), waiting=Waiting.TIMEOUT, timeout_s=1.0, share=0.5, costs=Costs())

@@ -75,9 +75,11 @@ class Evictor:
 
     def freed(self, node: Node) -> None:
         """Reconsider a node for eviction after a lock, child or restore point of it is gone."""
-        if node.is_free_leaf:
+        if node.children or node.locks:
+            return
+        if node.parent is not None:
             self._leaves.push(node)
-        elif isinstance(node, Root) and not (node.children or node.is_protected):
+        elif isinstance(node, Root):
             del self._trie.roots[node.seed]  # clients choose salts: there may be any number of them
 
     def evict(self, num_pages: int) -> PageIds:
@@ -119,7 +121,7 @@ class Evictor:
         self._points.check({node.point for node in nodes if node.point is not None and node.has_point})
 
     def _give_up(self, num_pages: int, *, is_evicted: bool) -> PageIds:
-        given_up = [NO_PAGES]
+        given_up = list[PageIds]()
         missing = num_pages
         while missing > 0 and (node := self._leaves.first()) is not None:
             if not node.is_free_leaf:
@@ -133,7 +135,7 @@ class Evictor:
             if is_evicted and count == node.num_pages:
                 self._trie.evicted(node)
             self._drop(node, count)
-        return np.concatenate(given_up)
+        return np.concatenate(given_up) if given_up else NO_PAGES
 
     def _drop(self, node: Node, count: int) -> None:
         """Drop the last `count` pages of a free leaf, and the leaf when none is left."""

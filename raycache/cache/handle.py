@@ -21,7 +21,7 @@ class Locks:
     """Which nodes are protected.
 
     Args:
-        on_free: called for each node that is no longer protected.
+        on_free: called for each node without children that is no longer protected.
     Attributes:
         num_pages: total pages of protected nodes.
     """
@@ -48,7 +48,8 @@ class Locks:
         while not (node.locks or node.locked_children):
             parent = node.parent
             self.num_pages -= node.num_pages
-            self._on_free(node)
+            if not node.children:
+                self._on_free(node)
             if parent is None:
                 return
             node = parent

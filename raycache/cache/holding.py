@@ -117,11 +117,11 @@ class Holding:
         missing = -(-stop // device.page_size) - len(self.pages)
         if missing <= 0 and self.units.have_room(stop):
             return _NO_PAGES_NEEDED  # nearly every decode step of a model without recurrent states
-        counts = self.units.missing(next_len, stop, num_drafts=num_drafts)
+        counts = self.units.missing(next_len, stop, num_drafts=num_drafts) if device.units else {}
         pages = device.take_pages(missing) if missing > 0 else _NO_PAGES
         if pages is None:
             return None
-        if not all(device.make_free(space, count) for space, count in counts.items() if count):
+        if counts and not all(device.make_free(space, count) for space, count in counts.items() if count):
             device.pages.free(pages)
             return None
         capacity = Capacity({})
@@ -129,7 +129,8 @@ class Holding:
             self.pages.frombytes(pages.tobytes())
             capacity.new_pages[FULL] = pages.tolist()
             self._transfers.note_new(pages)
-        self.units.take(counts, capacity, next_len=next_len, num_drafts=num_drafts)
+        if device.units:
+            self.units.take(counts, capacity, next_len=next_len, num_drafts=num_drafts)
         return capacity
 
     def advance(self, tokens: PackedTokens, num_computed: int, *, is_kept: bool, is_point: bool, now: int) -> None:
@@ -170,15 +171,17 @@ class Holding:
             now: step number.
         """
         device = self._device
-        self._keep_checkpoint()
-        self._drop_checkpoint()
+        if device.units:
+            self._keep_checkpoint()
+            self._drop_checkpoint()
         if self._is_started and self._transfers.saves_computed:
             self._save(tokens, now=now)
         self.drop_load()
         self.cursor.close()
         device.pages.free(self.own)
         self.handle.release()
-        self.units.release()
+        if device.units:
+            self.units.release()
 
     @property
     def own(self) -> PageIds:
@@ -279,6 +282,8 @@ class Holding:
         point = self._saved_point if self.handle.point is None else stop
         if (stop, point) != (self._num_saved, self._saved_point):
             self._num_saved, self._saved_point = stop, point
+            if self.cursor.found.length >= self.handle.length and not self._device.has_points:
+                return  # the host had all of it when the sequence was matched, and it is locked there
             self._transfers.save(self.cursor, self.handle, tokens, now=now)
 
     def _pages(self, first: int, stop: int | None = None) -> PageIds:

@@ -36,7 +36,7 @@ class WritePolicy(StrEnum):
     BACK = "write_back"  # when they are evicted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Entered:
     """Pages that have just entered the tree, for the storage to persist.
 
@@ -167,9 +167,9 @@ class HostTier:
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
-    def digests(self, handle: PrefixHandle) -> PackedDigests:
-        """Chain digests of a handle's pages."""
-        return self._catalog.digests(handle.pages)
+    def digests(self, pages: PageIds) -> PackedDigests:
+        """Chain digests of pages in the tree."""
+        return self._catalog.digests(pages)
 
     def last_digests(self, handle: PrefixHandle) -> PackedDigests:
         """Chain digests of a handle's last `num_last` pages, or of all if fewer."""

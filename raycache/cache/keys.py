@@ -93,6 +93,8 @@ def chain_digests(before: bytes, tokens: PackedTokens, *, first: int, stop: int,
         before: digest of the page before the first one, or the seed.
         tokens: the sequence from its start, packed.
     """
+    if first >= stop:
+        return b""
     size, digests = 4 * page_size, []
     blank = sha256()  # copying is cheaper than creating
     for (page,) in struct.iter_unpack(f"{size}s", memoryview(tokens)[first * size : stop * size]):

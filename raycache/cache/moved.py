@@ -24,8 +24,10 @@ class Moved:
 
     def count(self, what: str, num_pages: int, parts: Mapping[str, Sequence[int]]) -> None:
         """Count pages and the units of a restore point as `what`: "saved" or "loaded"."""
-        units = {FULL: num_pages, **{space: len(ids) for space, ids in parts.items()}}
-        self._bytes[what] += sum(count * self._unit_bytes.get(space, 0) for space, count in units.items())
+        num_bytes = num_pages * self._unit_bytes.get(FULL, 0)
+        for space, ids in parts.items():
+            num_bytes += len(ids) * self._unit_bytes.get(space, 0)
+        self._bytes[what] += num_bytes
 
     def take_times(self, acks: Acks) -> None:
         """Add the time since the last acknowledgement of the same ranks."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from raycache.cache.host_tier import Entered, HostTier
-from raycache.cache.keys import unpacked
+from raycache.cache.keys import DIGEST_BYTES, unpacked
 from raycache.cache.kv_events import StorageEvents
 from raycache.cache.node import RestorePoint
-from raycache.cache.storage_commands import CommandKind, StorageClient, StorageResult, StoredUnit
+from raycache.cache.storage_commands import CommandKind, StorageClient, StorageResult, StoredUnits, UnitColumns
 from raycache.cache.tree import PrefixHandle
 from raycache.memory.component import FULL
 from raycache.memory.pages import PageIds
@@ -24,7 +24,7 @@ _PERSIST_TIMEOUT_S = 120.0
 """Deadline for a persist command to start: until it ends, the host cannot evict its pages."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Persist:
     handle: PrefixHandle
     pages: PageIds
@@ -108,17 +108,17 @@ class Persists:
         if not len(missing) and point is None:
             return 0
         pages = path[missing]
-        digests = unpacked(self._host.digests(handle))
-        units = [StoredUnit(FULL, page, digests[i]) for page, i in zip(pages.tolist(), missing.tolist(), strict=True)]
+        columns: list[UnitColumns] = [(FULL, pages.tolist(), self._host.digests(pages))]
         if self._events is not None:
-            self._events.note(handle.node, digests, missing.tolist())
+            self._events.note(handle.node, unpacked(self._host.digests(path)), missing.tolist())
         self._is_stored[pages] = True  # or will be: later commands need not include it
         if point is not None:
-            for space, ids in point.parts.items():
-                units += [StoredUnit(space, *unit) for unit in zip(ids, digests[len(path) - len(ids) :], strict=True)]
+            last = self._host.last_digests(handle)
+            columns += [(space, ids, last[len(last) - len(ids) * DIGEST_BYTES :]) for space, ids in point.parts.items()]
             self._host.tier.hold(point)
             point.storage = self._storage
         owner, deadline_s = f"persist {handle.root.hex()[:8]}", time.monotonic() + _PERSIST_TIMEOUT_S
+        units = StoredUnits(tuple(columns))
         number = self._commands.post(CommandKind.PERSIST, owner, units=units, deadline_s=deadline_s)
         self._open[number] = _Persist(handle.clone(), pages, point, self._storage)
         return number
@@ -128,12 +128,14 @@ class Persists:
         persist = self._open.pop(result.number)
         self.counts["persisted_bytes"] += result.num_bytes
         self.seconds += result.seconds
-        stored = np.asarray(result.stored[: len(persist.pages)], np.bool_)
-        self.counts["persisted_pages"] += int(np.count_nonzero(stored))
+        num_pages = len(persist.pages)
+        num_stored = result.stored.count(1, 0, num_pages)
+        self.counts["persisted_pages"] += num_stored
         is_same = persist.storage == self._storage  # not replaced or emptied meanwhile
-        self._is_stored[persist.pages] &= stored & is_same
+        if num_stored < num_pages or not is_same:
+            self._is_stored[persist.pages] &= np.frombuffer(result.stored, np.bool_, num_pages) & is_same
         persist.handle.release()
         if persist.point is not None:
-            if not (is_same and all(result.stored[len(persist.pages) :])):
+            if not (is_same and all(result.stored[num_pages:])):
                 persist.point.storage = 0
             self._host.tier.let_go(persist.point)

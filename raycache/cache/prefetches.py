@@ -14,10 +14,19 @@ from enum import StrEnum
 
 from raycache.cache.costs import Costs
 from raycache.cache.host_tier import HostTier
-from raycache.cache.keys import DIGEST_BYTES, PackedDigests, chain_digests, unpacked
+from raycache.cache.keys import DIGEST_BYTES, PackedDigests, chain_digests
 from raycache.cache.node import RestorePoint
 from raycache.cache.persists import Persists
-from raycache.cache.storage_commands import CommandKind, Fetch, Found, Outcome, StorageClient, StorageResult, StoredUnit
+from raycache.cache.storage_commands import (
+    CommandKind,
+    Fetch,
+    Found,
+    Outcome,
+    StorageClient,
+    StorageResult,
+    StoredUnits,
+    UnitColumns,
+)
 from raycache.cache.tree import PrefixHandle
 from raycache.memory.component import FULL
 from raycache.memory.pages import PageIds
@@ -169,12 +178,12 @@ class Prefetches:
         if handle.length == wanted * page_size:
             handle.release()
             return None
-        known = digests[: wanted * DIGEST_BYTES] or self._host.digests(handle)
+        known = digests[: wanted * DIGEST_BYTES] or self._host.digests(handle.pages)
         first, before = len(known) // DIGEST_BYTES, (known or root)[-DIGEST_BYTES:]
         known += chain_digests(before, tokens, first=first, stop=wanted, page_size=page_size)
         prefetch = Prefetch(owner, tokens, handle, known, now_s, num_stored=handle.length)
         deadline_s = now_s + self._timeout_s
-        number = self._commands.post(CommandKind.FIND, owner, digests=unpacked(known), deadline_s=deadline_s)
+        number = self._commands.post(CommandKind.FIND, owner, digests=known, deadline_s=deadline_s)
         self._finds[number] = prefetch
         return prefetch
 
@@ -284,12 +293,12 @@ class Prefetches:
         return pages
 
     def _fetch(self, prefetch: Prefetch, chunk: Chunk, *, stop: int) -> None:
-        units = [StoredUnit(FULL, *unit) for unit in zip(chunk.pages.tolist(), unpacked(chunk.digests), strict=True)]
+        columns: list[UnitColumns] = [(FULL, chunk.pages.tolist(), chunk.digests)]
         for space, ids in ({} if chunk.point is None else chunk.point.parts).items():
-            digests = unpacked(prefetch.digests_of(stop - len(ids), stop))
-            units += [StoredUnit(space, *unit) for unit in zip(ids, digests, strict=True)]
+            columns.append((space, ids, prefetch.digests_of(stop - len(ids), stop)))
         # A fetch that has started cannot be stopped; one that waits too long for its turn is useless.
         deadline_s = prefetch.start_s + self._timeout_s * _COMPLETE_FACTOR
+        units = StoredUnits(tuple(columns))
         number = self._commands.post(CommandKind.FETCH, prefetch.owner, units=units, deadline_s=deadline_s)
         self._fetches[number] = prefetch, chunk
 

@@ -126,7 +126,9 @@ class Cursor:
 
     def plan(self, host: HostTier, digests: PackedDigests) -> None:
         """Record pages after the planned ones as planned."""
-        self._last = (self.last_digests(host) + digests)[-host.num_last * DIGEST_BYTES :]
+        size = host.num_last * DIGEST_BYTES
+        before = self.last_digests(host) if len(digests) < size else b""
+        self._last = (before + digests)[-size:]
         self.num_planned += len(digests) // DIGEST_BYTES
         self._num_open += 1
 
@@ -148,7 +150,7 @@ class Cursor:
             self.saved.release()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Save:
     """One save: pages of one sequence in transfer to the host.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
+from itertools import groupby, repeat
 from typing import NamedTuple, Protocol
 
-from raycache.cache.keys import tag_of
+from raycache.cache.keys import PackedDigests, tag_of, unpacked
 
 
 class Fetch(Enum):
@@ -69,6 +70,40 @@ class StoredUnit(NamedTuple):
         return tag_of(self.digest)
 
 
+UnitColumns = tuple[str, Sequence[int], PackedDigests]
+"""Units of one space: (space, host ids, digests)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUnits:
+    """Units as columns, since the decider should not make an object for each of thousands of pages.
+
+    Attributes:
+        columns: in order of the units.
+    """
+
+    columns: tuple[UnitColumns, ...] = ()
+
+    @classmethod
+    def of(cls, units: Iterable[StoredUnit]) -> StoredUnits:
+        """Columns of units given one by one."""
+        columns = []
+        for space, group in groupby(units, lambda unit: unit.space):
+            _, hosts, digests = zip(*group, strict=True)
+            columns.append((space, hosts, b"".join(digests)))
+        return cls(tuple(columns))
+
+    def __len__(self) -> int:
+        return sum(len(hosts) for _, hosts, _ in self.columns)
+
+    def __iter__(self) -> Iterator[StoredUnit]:
+        for space, hosts, digests in self.columns:
+            yield from map(StoredUnit, repeat(space, len(hosts)), hosts, unpacked(digests))
+
+
+NO_UNITS = StoredUnits()
+
+
 class Found(NamedTuple):
     """How much of a prefix is stored, in pages from its start.
 
@@ -104,9 +139,9 @@ class Listed(NamedTuple):
 NOTHING_LISTED = Listed()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StorageCommand:
-    """One command to the storage tier.
+    """One command to the storage tier. Do not modify it; a frozen one takes three times as long to make.
 
     Attributes:
         number: chosen by the decider; its result carries the same one.
@@ -121,8 +156,8 @@ class StorageCommand:
     kind: CommandKind
     number: int
     owner: str
-    units: tuple[StoredUnit, ...] = ()
-    digests: tuple[bytes, ...] = ()
+    units: StoredUnits = NO_UNITS
+    digests: PackedDigests = b""
     deadline_s: float = math.inf
     epoch: int = 0
     version: str = ""
@@ -143,7 +178,7 @@ class StorageCommand:
             self.owner,
             outcome,
             fetches=(Fetch.UNAVAILABLE,) * len(self.units) if self.kind is CommandKind.FETCH else (),
-            stored=(False,) * len(self.units) if self.kind is CommandKind.PERSIST else (),
+            stored=bytes(len(self.units)) if self.kind is CommandKind.PERSIST else b"",
             error=error,
         )
 
@@ -158,7 +193,7 @@ class StorageResult:
         found: for FIND.
         listed: for LIST.
         fetches: for FETCH, one per unit.
-        stored: for PERSIST, one per unit: whether it is now in the storage.
+        stored: for PERSIST, 1 or 0 per unit: whether it is now in the storage.
         seconds: duration of the call, without queueing.
         num_bytes: bytes of the units fetched or stored.
         error: readable reason why it was not done.
@@ -171,7 +206,7 @@ class StorageResult:
     found: Found = NOTHING_FOUND
     listed: Listed = NOTHING_LISTED
     fetches: tuple[Fetch, ...] = ()
-    stored: tuple[bool, ...] = ()
+    stored: bytes = b""
     seconds: float = 0.0
     num_bytes: int = 0
     error: str = ""
@@ -215,17 +250,16 @@ class StorageClient:
         kind: CommandKind,
         owner: str,
         *,
-        units: Sequence[StoredUnit] = (),
-        digests: Sequence[bytes] = (),
+        units: StoredUnits = NO_UNITS,
+        digests: PackedDigests = b"",
         deadline_s: float = math.inf,
         version: str = "",
     ) -> int:
         """Post a command (arguments as in `StorageCommand`); returns its number."""
         self._num_posted += 1
-        command = StorageCommand(
-            kind, self._num_posted, owner, tuple(units), tuple(digests), deadline_s, self._epoch, version
+        self._workers.post(
+            StorageCommand(kind, self._num_posted, owner, units, digests, deadline_s, self._epoch, version)
         )
-        self._workers.post(command)
         return self._num_posted
 
     def cancel(self, owner: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from raycache.cache.costs import Costs
 from raycache.cache.host_tier import HostTier
-from raycache.cache.keys import PackedDigests, chain_digests, unpacked
+from raycache.cache.keys import PackedDigests, chain_digests
 from raycache.cache.kv_events import StorageEvents
 from raycache.cache.persists import Persists
 from raycache.cache.prefetches import Prefetch, Prefetches, Waiting
@@ -88,7 +88,7 @@ class StorageTier:
     def find(self, tokens: PackedTokens, *, root: bytes, then: Callable[[int | None], None]) -> None:
         """Find the stored, resumable length of a prompt; calls `then` with tokens, or None without a reply."""
         wanted = (len(tokens) // 4 - 1) // self._host.page_size
-        digests = unpacked(chain_digests(root, tokens, first=0, stop=wanted, page_size=self._host.page_size))
+        digests = chain_digests(root, tokens, first=0, stop=wanted, page_size=self._host.page_size)
         deadline_s = time.monotonic() + self._timeout_s
         self._asked[self._commands.post(CommandKind.FIND, "operator", digests=digests, deadline_s=deadline_s)] = then
 

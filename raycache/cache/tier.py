@@ -103,10 +103,11 @@ class Tier:
         """Take pages, evicted ones if too few are free; None if that is impossible."""
         if count > self.num_obtainable:
             return None
-        missing = count - self.pages.num_free
-        if missing <= 0:
+        num_free = self.pages.num_free
+        if count <= num_free:
             return self.pages.allocate(count)
-        return np.concatenate((self.evict_pages(missing), self.pages.allocate(self.pages.num_free)))
+        evicted = self.evict_pages(count - num_free)
+        return np.concatenate((evicted, self.pages.allocate(num_free))) if num_free else evicted
 
     def make_free(self, space: str, count: int) -> bool:
         """Evict until `count` units are free; False if that is impossible."""

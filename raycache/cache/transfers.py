@@ -168,7 +168,7 @@ class Transfers:
     def plan_load(self, load: Load, pages: PageIds) -> PlannedLoad:
         """Plan a load's moves; called by `Load.plan`."""
         host = load.handle.pages
-        digests = self.host.digests(load.handle)
+        digests = self.host.digests(host)
         batches = [_batch(FULL, pages, host[load.first :], digests[load.first * DIGEST_BYTES :])]
         parts = {} if load.host_point is None else load.host_point.parts
         for space, ids in parts.items():

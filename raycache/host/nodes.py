@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
+from raycache.cache.keys import DIGEST_BYTES
 from raycache.cache.storage_commands import (
     NOTHING_LISTED,
     CommandKind,
@@ -149,7 +150,7 @@ def _work_on_all(works: Sequence[Work], command: StorageCommand) -> StorageResul
             return replace(joined, listed=NOTHING_LISTED)  # versions of several storages cannot be told apart
         case CommandKind.PERSIST:
             stored = zip(*(result.stored for result in results), strict=True)
-            return replace(joined, stored=tuple(all(each) for each in stored))
+            return replace(joined, stored=bytes(map(all, stored)))
 
 
 def _found_by_all(works: Sequence[Work], command: StorageCommand, found: Sequence[Found]) -> Found:
@@ -162,7 +163,7 @@ def _found_by_all(works: Sequence[Work], command: StorageCommand, found: Sequenc
         if not shortest or time.monotonic() >= command.deadline_s:
             return Found(num_pages, 0, is_foreign)
         longer = [node for node, length in enumerate(points) if length > shortest]
-        less = replace(command, digests=command.digests[:shortest])
+        less = replace(command, digests=command.digests[: shortest * DIGEST_BYTES])
         results = _of_all([partial(works[node], less) for node in longer], lambda ask, _: ask())
         for node, result in zip(longer, results, strict=True):
             points[node] = result.found.point_pages  # 0 if the command was not done

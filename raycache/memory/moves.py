@@ -27,7 +27,7 @@ class Unit(NamedTuple):
     tag: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Batch:
     """Units of one space as columns, since a Python loop over thousands of units would take longer than moving them.
 
@@ -61,7 +61,7 @@ class Batch:
         return zip(repeat(self.space), self.devices.tolist(), self.hosts.tolist(), self.tags.tolist())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Moves:
     """Units that move together.
 

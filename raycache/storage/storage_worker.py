@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from raycache.cache.keys import KEY_BYTES, longest_stored, object_keys, split_key
+from raycache.cache.keys import KEY_BYTES, longest_stored, object_keys, split_key, unpacked
 from raycache.cache.storage_commands import (
     NOTHING_LISTED,
     CommandKind,
@@ -186,16 +186,18 @@ class StorageWorker:
         result = StorageResult(command.number, command.kind, command.owner, Outcome.DONE)
         match command.kind:
             case CommandKind.FIND:
-                return replace(result, found=self.find(command.digests))
+                return replace(result, found=self.find(unpacked(command.digests)))
             case CommandKind.FETCH:
-                fetches = self.fetch(command.units)
+                units = list(command.units)
+                fetches = self.fetch(units)
                 are_hits = [fetch is Fetch.HIT for fetch in fetches]
-                return replace(result, fetches=tuple(fetches), num_bytes=self._num_bytes(command.units, are_hits))
+                return replace(result, fetches=tuple(fetches), num_bytes=self._num_bytes(units, are_hits))
             case CommandKind.LIST:
                 return replace(result, listed=self.listed(command.version))
             case CommandKind.PERSIST:
-                stored = self.persist(command.units)
-                return replace(result, stored=tuple(stored), num_bytes=self._num_bytes(command.units, stored))
+                units = list(command.units)
+                stored = self.persist(units)
+                return replace(result, stored=bytes(stored), num_bytes=self._num_bytes(units, stored))
 
     def _num_bytes(self, units: Sequence[StoredUnit], counted: Sequence[bool]) -> int:
         spaces = [unit.space for unit, is_counted in zip(units, counted, strict=True) if is_counted]

@@ -148,7 +148,7 @@ def page_digests(trial: Trial, name: str) -> list[bytes]:
     """Chain digests of the pages that the host holds of a dialogue's prompt."""
     host, tokens = _host(trial), _packed(trial, name)
     handle = host.tier.tree.match(tokens, root=trial.engine.root(""), now=1 << 20)
-    digests = unpacked(host.digests(handle))
+    digests = unpacked(host.digests(handle.pages))
     handle.release()
     return digests
 

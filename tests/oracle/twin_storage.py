@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from raycache.cache.keys import unpacked
 from raycache.cache.storage_commands import (
     CommandKind,
     Fetch,
@@ -117,9 +118,10 @@ class TwinStorage:
 
     def _find(self, command: StorageCommand) -> StorageResult:
         # A page vouches for those before it, as galloping takes it.
-        stored = [n for n, digest in enumerate(command.digests, start=1) if (FULL, digest) in self.objects]
+        digests = unpacked(command.digests)
+        stored = [n for n, digest in enumerate(digests, start=1) if (FULL, digest) in self.objects]
         num_pages = max(stored, default=0)
-        points = [n for n in range(1, num_pages + 1) if self._is_point(command.digests, n)]
+        points = [n for n in range(1, num_pages + 1) if self._is_point(digests, n)]
         found = Found(num_pages, max(points, default=0), self._happens(self.trouble.foreign))
         return StorageResult(command.number, command.kind, command.owner, Outcome.DONE, found=found)
 
@@ -147,7 +149,7 @@ class TwinStorage:
         return Fetch.HIT
 
     def _persist(self, command: StorageCommand) -> StorageResult:
-        stored = tuple(self._persist_one(unit) for unit in command.units)
+        stored = bytes(self._persist_one(unit) for unit in command.units)
         while len(self.objects) > self._most:
             self._drop(next(iter(self.objects)))
             self.num_evicted += 1

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raycache.cache.keys import DIGEST_BYTES
 from raycache.cache.storage_commands import (
     CommandKind,
     Fetch,
@@ -21,6 +22,7 @@ from raycache.cache.storage_commands import (
     StorageCommand,
     StorageResult,
     StoredUnit,
+    StoredUnits,
 )
 from raycache.config import Config
 from raycache.deployment.deployment import Deployment, deploy
@@ -41,7 +43,7 @@ Work = Callable[[StorageCommand], StorageResult]
 
 
 def order(kind: CommandKind, *, units: Sequence[StoredUnit] = (), digests: Sequence[bytes] = ()) -> StorageCommand:
-    return StorageCommand(kind, 7, "somebody", units=tuple(units), digests=tuple(digests))
+    return StorageCommand(kind, 7, "somebody", units=StoredUnits.of(units), digests=b"".join(digests))
 
 
 def done(asked: StorageCommand, **more: object) -> StorageResult:
@@ -55,9 +57,10 @@ def finder(num_pages: int, points: set[int], is_foreign: bool = False) -> Work:
     """A node that has so many pages of every prefix, and can continue from some lengths."""
 
     def work(asked: StorageCommand) -> StorageResult:
-        limit = min(num_pages, len(asked.digests))
+        num_asked = len(asked.digests) // DIGEST_BYTES
+        limit = min(num_pages, num_asked)
         point = max((length for length in points if length <= limit), default=0)
-        return done(asked, found=Found(limit, point, is_foreign and limit < len(asked.digests)))
+        return done(asked, found=Found(limit, point, is_foreign and limit < num_asked))
 
     return work
 
@@ -103,9 +106,9 @@ def test_a_unit_is_fetched_when_all_nodes_have_fetched_it(nodes: list[list[Fetch
 
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
 def test_a_unit_is_stored_when_all_nodes_have_stored_it(nodes: list[list[bool]]) -> None:
-    works = [lambda asked, node=node: done(asked, stored=tuple(node), seconds=len(node)) for node in nodes]
+    works = [lambda asked, node=node: done(asked, stored=bytes(node), seconds=len(node)) for node in nodes]
     answer = work_on_all(works)(order(CommandKind.PERSIST, units=[UNIT] * 5))
-    assert answer.stored == tuple(all(node[unit] for node in nodes) for unit in range(5))
+    assert answer.stored == bytes(all(node[unit] for node in nodes) for unit in range(5))
 
 
 def away(asked: StorageCommand) -> StorageResult:
@@ -133,7 +136,7 @@ def test_nodes_are_asked_at_the_same_time() -> None:
 
     def together(asked: StorageCommand) -> StorageResult:
         all_are_here.wait()
-        return done(asked, stored=(True,), seconds=0.3)
+        return done(asked, stored=bytes([True]), seconds=0.3)
 
     assert work_on_all([together] * 4)(order(CommandKind.PERSIST, units=[UNIT])).seconds == 0.3
 

@@ -20,6 +20,7 @@ from raycache.cache.storage_commands import (
     StorageCommand,
     StorageResult,
     StoredUnit,
+    StoredUnits,
 )
 from raycache.storage.lanes import StorageLanes
 
@@ -30,7 +31,7 @@ UNIT = StoredUnit("full", 3, bytes(range(32)))
 def command(
     number: int, owner: str = "a", kind: CommandKind = CommandKind.FETCH, deadline_s: float = 1e18
 ) -> StorageCommand:
-    return StorageCommand(kind, number, owner, units=(UNIT,), deadline_s=deadline_s)
+    return StorageCommand(kind, number, owner, units=StoredUnits.of([UNIT]), deadline_s=deadline_s)
 
 
 def persist(number: int, owner: str = "a") -> StorageCommand:
@@ -150,7 +151,7 @@ def test_what_has_not_begun_can_be_cancelled() -> None:
         cancelled = take(lanes, 3)
         assert [(answer.number, answer.outcome) for answer in cancelled] == [(n, Outcome.CANCELLED) for n in (1, 3, 4)]
         assert [answer.fetches for answer in cancelled] == [(Fetch.UNAVAILABLE,), (Fetch.UNAVAILABLE,), ()]
-        assert [answer.stored for answer in cancelled] == [(), (), (False,)]
+        assert [answer.stored for answer in cancelled] == [b"", b"", bytes([False])]
         desk.let_end(2)
         assert {answer.number: answer.outcome for answer in take(lanes, 2)} == {0: Outcome.DONE, 2: Outcome.DONE}
     assert desk.begun == [0, 2]
@@ -216,7 +217,7 @@ def test_nobody_to_ask_is_an_answer() -> None:
             "the owner of the arena is gone",
             (Fetch.UNAVAILABLE,),
         )
-        assert (slow.outcome, slow.error, slow.stored) == (Outcome.UNAVAILABLE, "TimeoutError", (False,))
+        assert (slow.outcome, slow.error, slow.stored) == (Outcome.UNAVAILABLE, "TimeoutError", bytes([False]))
 
 
 def test_a_defect_is_answered_and_shows_and_costs_no_lane(monkeypatch: pytest.MonkeyPatch) -> None:

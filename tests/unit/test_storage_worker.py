@@ -16,7 +16,16 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from raycache.cache.keys import Identity, PageChain, object_keys, row_format, tag_of
-from raycache.cache.storage_commands import CommandKind, Fetch, Found, Listed, Outcome, StorageCommand, StoredUnit
+from raycache.cache.storage_commands import (
+    CommandKind,
+    Fetch,
+    Found,
+    Listed,
+    Outcome,
+    StorageCommand,
+    StoredUnit,
+    StoredUnits,
+)
 from raycache.host.nodes import work_on_all
 from raycache.memory.arena import Arena
 from raycache.memory.checksum import checksum_of
@@ -430,9 +439,9 @@ def test_a_storage_that_is_away_is_a_miss_and_an_answer(tmp_path: Path) -> None:
     units = tuple(unit for number in range(3) for unit in node.units(number))
     node.write(units)
     orders = [
-        StorageCommand(CommandKind.FIND, 1, "a", digests=tuple(CHAIN)),
-        StorageCommand(CommandKind.FETCH, 2, "a", units=units),
-        StorageCommand(CommandKind.PERSIST, 3, "a", units=units),
+        StorageCommand(CommandKind.FIND, 1, "a", digests=b"".join(CHAIN)),
+        StorageCommand(CommandKind.FETCH, 2, "a", units=StoredUnits.of(units)),
+        StorageCommand(CommandKind.PERSIST, 3, "a", units=StoredUnits.of(units)),
     ]
     away = FaultyStorage(inner, seed=0, rates=FaultRates(error=1))
     for storage, outcome in ((away, Outcome.UNAVAILABLE), (Guarded(lambda: away, name="away"), Outcome.DONE)):
@@ -453,14 +462,14 @@ def test_an_order_is_answered_with_what_it_took(tmp_path: Path) -> None:
     for unit in units[:3]:
         node.fill(unit)
     num_bytes = sum(node.layout.unit_bytes(space) for space in node.layout.spaces)
-    persisted = node.worker.work(StorageCommand(CommandKind.PERSIST, 4, "me", units=units))
+    persisted = node.worker.work(StorageCommand(CommandKind.PERSIST, 4, "me", units=StoredUnits.of(units)))
     assert (persisted.number, persisted.kind, persisted.owner) == (4, CommandKind.PERSIST, "me")
-    assert (persisted.outcome, persisted.stored, persisted.error) == (Outcome.DONE, (True,) * 3 + (False,) * 3, "")
+    assert (persisted.outcome, persisted.stored, persisted.error) == (Outcome.DONE, bytes([True] * 3 + [False] * 3), "")
     assert persisted.num_bytes == num_bytes and persisted.seconds > 0
-    fetched = node.worker.work(StorageCommand(CommandKind.FETCH, 5, "me", units=units))
+    fetched = node.worker.work(StorageCommand(CommandKind.FETCH, 5, "me", units=StoredUnits.of(units)))
     assert fetched.fetches == (Fetch.HIT,) * 3 + (Fetch.MISSING,) * 3
     assert fetched.num_bytes == num_bytes
-    found = node.worker.work(StorageCommand(CommandKind.FIND, 6, "me", digests=tuple(CHAIN)))
+    found = node.worker.work(StorageCommand(CommandKind.FIND, 6, "me", digests=b"".join(CHAIN)))
     assert (found.found, found.num_bytes) == (Found(1, 1), 0)
 
 
@@ -469,10 +478,10 @@ def test_orders_of_a_decider_that_is_gone_are_refused(tmp_path: Path) -> None:
     (unit,) = node.units(0)
     node.write([unit])
     assert node.worker.fence(3, timeout_s=1)
-    old = node.worker.work(StorageCommand(CommandKind.FETCH, 1, "a", units=(unit,), epoch=2))
+    old = node.worker.work(StorageCommand(CommandKind.FETCH, 1, "a", units=StoredUnits.of([unit]), epoch=2))
     assert (old.outcome, old.fetches) == (Outcome.CANCELLED, (Fetch.UNAVAILABLE,))
     assert node.holds(unit), "nobody has touched it"
-    new = node.worker.work(StorageCommand(CommandKind.FETCH, 1, "a", units=(unit,), epoch=3))
+    new = node.worker.work(StorageCommand(CommandKind.FETCH, 1, "a", units=StoredUnits.of([unit]), epoch=3))
     assert (new.outcome, new.fetches) == (Outcome.DONE, (Fetch.HIT,))
 
 
@@ -489,7 +498,7 @@ def test_settling_waits_for_what_is_being_done_and_not_for_what_begins_after(tmp
     node = Node(tmp_path, Slow(tmp_path / "slow", max_bytes=MIB), Split(), DENSE)
     units = node.units(0)[:1]
     node.fill(units[0])
-    order = StorageCommand(CommandKind.PERSIST, 1, "a", units=tuple(units))
+    order = StorageCommand(CommandKind.PERSIST, 1, "a", units=StoredUnits.of(units))
     threads = [threading.Thread(target=node.worker.work, args=(order,)) for _ in begun]
     threads[0].start()
     assert begun[0].wait(20) and not node.worker.settle(timeout_s=0.05)
