@@ -8,6 +8,8 @@
 4. Prefix part: all queries against this rank's tokens; partial results return to the queries' ranks by all-to-all.
 5. Merge.
 
+Chunks with keys and values under cp may gather cached keys instead of queries (passing.py).
+
     full.py    keys and values, with or without window    latent.py   MLA      sparse.py  sparse indexers
     states.py  recurrent layers                           layout.py   rows of a step by kind
 """
