@@ -164,6 +164,8 @@ class TokenExchange:
         return parts[:, : self.num_local].transpose(0, 1).flatten(1, 2)
 
     def _padded(self, local: Tensor) -> Tensor:
+        if self.num_local == self.padded_len:
+            return local
         padded = local.new_zeros((self.padded_len, *local.shape[1:]))
         padded[: self.num_local] = local
         return padded
