@@ -101,7 +101,9 @@ class StepLayout:
         # In one message, the log-sum-exp as it is in memory: two numbers for one if the results are half as wide.
         both = self.inputs.exchange.scatter(torch.cat([out, lse.contiguous()[..., None].view(out.dtype)], dim=-1))
         dim = out.shape[-1]
-        return both[..., :dim], both[..., dim:].contiguous().view(lse.dtype)[..., 0]
+        # A copy begins where memory can be read as wider numbers.
+        bits = both[..., dim:].clone(memory_format=torch.contiguous_format)
+        return both[..., :dim], bits.view(lse.dtype)[..., 0]
 
 
 def _slice(places: range) -> slice:
