@@ -6,6 +6,7 @@ Where FlashInfer has no kernel, the torch backend's step is used, which is logge
     flashinfer_latent.py    MLA                     flashinfer_replans.py  plans of CUDA graphs
     flashinfer_selected.py  MLA, selected tokens    flashinfer_tables.py   rows in the layout of the kernels
     recurrent_kernels.py    recurrent, in Triton    sparse_kernels.py      sparse indexers, in Triton
+    flashinfer_passed.py    keys and values of chunks under cp
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from raycache.attention.base import Capabilities, LatentProjection, NotRecordabl
 from raycache.attention.flashinfer_full import FullKernels, Layers
 from raycache.attention.flashinfer_kernels import Heads, KernelCache
 from raycache.attention.flashinfer_latent import LatentKernels, LatentLayers
+from raycache.attention.flashinfer_passed import PassedKernels
 from raycache.attention.flashinfer_replans import StaticRows
 from raycache.attention.flashinfer_selected import SelectedKernels, SlotChoice, attend_choice
 from raycache.attention.layout import StepLayout
+from raycache.attention.passing import Passing
 from raycache.attention.sparse import TorchSelection
 from raycache.attention.torch_ref import TorchStep
 from raycache.memory.views import IndexView, KVView, LatentView
@@ -95,6 +98,8 @@ class FlashInferStep:
         self._backend, self._inputs, self._static = backend, inputs, static
         self._layout = StepLayout(inputs)
         self._full: dict[Layers, FullKernels] = {}
+        self._passings: dict[Layers, Passing] = {}
+        self._passed: dict[Layers, PassedKernels] = {}
         self._latent: dict[LatentLayers, LatentKernels] = {}
         self._selected: dict[LatentLayers, SelectedKernels] = {}
         self._indexers: dict[str, KernelIndexer] = {}
@@ -102,10 +107,17 @@ class FlashInferStep:
 
     def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
         """Keys and values."""
-        if reason := _why_not_full(view, q, k, cp=self._inputs.ctx.cp.size):
-            return self._torch(reason).attend(view, q, k, v, scale=scale, sinks=sinks)
         heads = Heads(q.shape[1], k.shape[1], q.shape[2], q.shape[2], q.dtype, scale)
         layers = Layers(view.space, view.window, heads)
+        passing, reason = self._passing(layers), _why_not_full(view, q)
+        if reason is None and view.window and self._inputs.ctx.cp.size > 1 and (passing is None or passing.asking):
+            reason = f"queries that all cp ranks compute, with a window of {view.window}"
+        if reason is not None:
+            return self._torch(reason).attend(view, q, k, v, scale=scale, sinks=sinks)
+        if passing is not None:
+            if layers not in self._passed:
+                self._passed[layers] = PassedKernels(self._backend.kernels, layers, self._layout, passing)
+            return self._passed[layers].attend(view, q, k, v, sinks)
         if layers not in self._full:
             self._full[layers] = FullKernels(self._backend.kernels, layers, self._layout, self._static)
         return self._full[layers].attend(view, q, k, v, sinks)
@@ -165,6 +177,14 @@ class FlashInferStep:
         """Of the inputs."""
         return self._inputs.exchange
 
+    def _passing(self, layers: Layers) -> Passing | None:
+        """How rows are passed between cp ranks in a step with chunks."""
+        if self._inputs.ctx.cp.size == 1 or not self._layout.chunks:
+            return None
+        if layers not in self._passings:
+            self._passings[layers] = Passing(self._layout, layers.space, layers.moved)
+        return self._passings[layers]
+
     def _latent_plan(self, layers: LatentLayers) -> LatentKernels:
         if layers not in self._latent:
             bound = self._backend.expanded_bytes
@@ -207,14 +227,12 @@ class FlashInferStaticStep(FlashInferStep):
             indexer.replan(inputs, inputs.places[space])
 
 
-def _why_not_full(view: KVView, q: Tensor, k: Tensor, *, cp: int) -> str | None:
+def _why_not_full(view: KVView, q: Tensor) -> str | None:
     """What of a layer has no kernel, or None."""
     if q.dtype not in HALF_TYPES or view.k.dtype != q.dtype:
         return f"attention in {q.dtype} over a cache in {view.k.dtype}"
     if q.shape[2] not in HEAD_DIMS:
         return f"a head size of {q.shape[2]}"
-    if view.window and cp > 1:
-        return f"a window of {view.window} under cp={cp}"
     return None
 
 

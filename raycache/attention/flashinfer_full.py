@@ -4,7 +4,7 @@
     1     every row's queries, causally             its pages, which include its new tokens
           rows as long as a window, causally        copies of the cached keys in the window, and the new keys
     more  the queries of all ranks                  this rank's pages
-          this rank's queries of chunks, causally   the new keys of all ranks
+          this rank's queries of chunks, causally   the keys of all ranks (flashinfer_passed.py)
 
 With cp=1 nothing needs to be merged. Rows as long as a window are special, since only their last new tokens stay in
 pages. With more ranks the parts are merged as in layout.py.
@@ -18,7 +18,7 @@ Shapes in this file: T_local new tokens of this rank, T of all cp ranks, H heads
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +34,12 @@ from raycache.attention.flashinfer_tables import (
     cached_slots,
     decode_table,
     page_table,
-    run_segments,
     starts_of,
     together,
 )
 from raycache.attention.layout import Chunk, StepLayout
 from raycache.attention.merge import Part, no_keys
+from raycache.attention.passing import PassedBytes
 from raycache.attention.sinks import apply_sinks
 from raycache.attention.triton_works import triton_works
 from raycache.memory.views import KVView
@@ -66,6 +66,18 @@ class Layers:
     space: str
     window: int
     heads: Heads
+
+    @property
+    def moved(self) -> PassedBytes:
+        """Bytes that a token takes between cp ranks."""
+        heads = self.heads
+        return PassedBytes.of(
+            queries=heads.queries,
+            dim=heads.dim,
+            value_dim=heads.value_dim,
+            key=heads.keys * (heads.dim + heads.value_dim),
+            dtype=heads.dtype,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +143,7 @@ class _ShortWindow:
 
 
 class FullKernels:
-    """Plan of the layers of one kind; `static` is for a CUDA graph."""
+    """Plan of the layers of one kind, with cp > 1 only for steps of single tokens; `static` is for a CUDA graph."""
 
     def __init__(
         self, kernels: KernelCache, layers: Layers, layout: StepLayout, static: StaticRows | None = None
@@ -151,7 +163,6 @@ class FullKernels:
         self._copied = {chunk.row for chunk in copied}
         self._copies = _Copies(kernels, layers, copied, places) if copied else None
         self._cached_plans = self._plan_cached(places)
-        self._runs = list(self._planned_runs())
 
     def replan(self, places: Places) -> None:
         """Plan the next replay of a CUDA graph with other pages and slots."""
@@ -176,15 +187,13 @@ class FullKernels:
         heads = [q.shape[1], k.shape[1], v.shape[1]]
         every_q, k, v = inputs.exchange.gather(torch.cat([q, k, v], dim=1)).split(heads, dim=1)
         self._writer.write_kv(owned, k, v, to=(view.k, view.v))
-        cached = None
-        if self._layout.has_cached:
-            out, lse = self._cached(view, every_q, lse_base="ln")
-            assert lse is not None
-            cached = out, lse
-        causal = self._causal(q, k, v) if self._runs else None
-        if cached is None and causal is None:
-            return torch.empty_like(q)
-        return self._layout.combine(cached, causal, sinks)
+        return self._layout.combine(self.cached(view, every_q), None, sinks)
+
+    def cached(self, view: KVView, q: Tensor) -> Part:
+        """Queries [T, Hq, D] against this rank's pages, with cp > 1."""
+        out, lse = self._cached(view, q, lse_base="ln")
+        assert lse is not None
+        return out, lse
 
     def _cached(self, view: KVView, q: Tensor, *, lse_base: LseBase | None) -> tuple[Tensor, Tensor | None]:
         """Queries [T, Hq, D] against this rank's pages; the log-sum-exp is -inf for queries without keys."""
@@ -196,13 +205,6 @@ class FullKernels:
             out[planned.tokens] = part
             if part_lse is not None:
                 lse[planned.tokens] = part_lse
-        return out, lse
-
-    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Part:
-        """This rank's queries [T_local, Hq, D] against the new keys [T, Hkv, D] of their row up to themselves."""
-        out, lse = no_keys(q, q.shape[2])
-        for tokens, kernel in self._runs:
-            out[tokens], lse[tokens] = kernel.run(q[tokens], k, v)
         return out, lse
 
     def _plan_cached(self, places: Places) -> list[_Planned]:
@@ -236,11 +238,3 @@ class FullKernels:
             if count and i not in self._copied:
                 found.setdefault("fa2" if len(row.tokens) < FEW_QUERIES else self._kernels.newest, []).append(i)
         return list(found.items())
-
-    def _planned_runs(self) -> Iterator[tuple[Tokens, RaggedKernel]]:
-        if self._layout.inputs.ctx.cp.size == 1:
-            return
-        for i, segments in enumerate(run_segments(self._layout.chunks)):
-            kernel = self._kernels.kernel((self._layers, "run", i), functools.partial(RaggedKernel, self._kernels))
-            kernel.plan(segments, self._layers.heads, is_causal=True)
-            yield self._kernels.tokens(segments.tokens), kernel

@@ -21,12 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycache.attention.layout import Chunk
+from raycache.attention.passing import ChunkKeys
 from raycache.step.inputs import Pages, RowInputs
 
 Ints = NDArray[np.int32]
 
 Tokens = slice | Tensor
 """A selection of tokens, as an index into their dimension."""
+
+
+PassedRun = tuple[ChunkKeys, slice, range]
+"""The keys of a chunk, and a run of it with its slice of this rank's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,23 @@ def decode_table(pages: Pages, lens: Ints, *, page_len: int) -> Table:
     indptr, ids = _attended(pages, pages.indptr[:-1], lens, page_len)
     queries = np.arange(count + 1, dtype=np.int32)
     return Table(slice(0, count), queries, indptr, ids, lens.astype(np.int32), page_len)
+
+
+def passed_table(runs: Sequence[PassedRun], *, page_len: int) -> Table:
+    """Make the table of this rank's queries of some chunks and the gathered keys of those chunks, a row per run.
+
+    The keys of a run are those of the chunk up to the run's end, so its queries are the last of them.
+
+    Args:
+        page_len: tokens per page of the keys.
+    """
+    lens = np.array([keys.num_cached + run.stop for keys, _, run in runs], np.int32)
+    ids = [keys.pages[: -(-int(count) // page_len)] for (keys, _, _), count in zip(runs, lens, strict=True)]
+    queries = [range(local.start, local.stop) for _, local, _ in runs]
+    indptr = starts_of([len(some) for some in ids])
+    return Table(
+        together(queries), starts_of([len(some) for some in queries]), indptr, np.concatenate(ids), lens, page_len
+    )
 
 
 def run_segments(chunks: Sequence[Chunk]) -> Iterator[Segments]:

@@ -1,5 +1,7 @@
 """Softmax attention to all earlier tokens, or to a window of them: the cached and the causal part of each row.
 
+Under cp, chunks pass keys or queries (passing.py): where they pass keys, cached ones belong to the causal part.
+
 With a window of W, the query at position p attends to positions p - W + 1 .. p. Only the first W - 1 queries of a chunk
 attend to cached keys. Queries are computed in blocks with the W - 1 keys before them, which takes T * (W + block)
 operations instead of T * T:
@@ -14,6 +16,7 @@ Shapes in this file: T new tokens of all cp ranks, L cached tokens of a row on t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +25,8 @@ import torch
 from torch import Tensor
 
 from raycache.attention.layout import Chunk, StepLayout
-from raycache.attention.merge import Part, attend_all, attend_masked, attend_run, no_keys
+from raycache.attention.merge import Part, attend_all, attend_masked, attend_run, merge, no_keys
+from raycache.attention.passing import Passing
 from raycache.memory.views import KVView, Runs
 from raycache.step.inputs import Prefix
 
@@ -46,12 +50,12 @@ class _CachedRows:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Queries of a chunk against its new tokens; either `run` or `mask` is set.
+    """Queries of a chunk against packed keys; either `run` or `mask` is set.
 
     Attributes:
         local: the queries among this rank's tokens.
-        keys: the new tokens among all T.
-        run: the queries' run of the chunk, for causal attention.
+        keys: among all packed ones.
+        run: where the queries are among the keys, for causal attention.
         mask: bool [queries, keys].
     """
 
@@ -61,24 +65,43 @@ class _Block:
     mask: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Packed keys that a chunk attends to causally.
+
+    Attributes:
+        span: the chunk's among all of them; its new ones are the last.
+        num_cached: how many of them are cached ones.
+    """
+
+    chunk: Chunk
+    span: slice
+    num_cached: int = 0
+
+
 class FullAttention:
     """Attention plan of the layers of one component space.
 
     Args:
-        prefixes: cached tokens of each row in this space.
+        prefixes: cached tokens of each row in this space; None if `cached` is not called.
         window: number of tokens that a query attends to, including itself; 0 for no limit.
+        keys: of all chunks; None for their new tokens among all T.
     """
 
-    def __init__(self, layout: StepLayout, prefixes: Sequence[Prefix], *, window: int) -> None:
+    def __init__(
+        self, layout: StepLayout, prefixes: Sequence[Prefix] | None, *, window: int, keys: Sequence[Keys] | None = None
+    ) -> None:
         self._window = window
         self._device = layout.inputs.ctx.device
         self._cached = [
             rows
-            for row, prefix in zip(layout.inputs.rows, prefixes, strict=True)
+            for row, prefix in ([] if prefixes is None else zip(layout.inputs.rows, prefixes, strict=True))
             if prefix.runs and (rows := self._cached_rows(prefix, row.start, row.tokens)) is not None
         ]
         self._masks: dict[tuple[int, int], Tensor] = {}
-        self._blocks = [block for chunk in layout.chunks for block in self._chunk_blocks(chunk)]
+        if keys is None:
+            keys = [Keys(chunk, chunk.tokens) for chunk in layout.chunks]
+        self._blocks = [block for some in keys for block in self._chunk_blocks(some)]
 
     def cached(self, view: KVView, q: Tensor, *, scale: float) -> Part:
         """All queries [T, Hq, D] against the tokens in this rank's pages."""
@@ -94,7 +117,7 @@ class FullAttention:
         return out, lse
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Part:
-        """This rank's queries [T_local, Hq, D] against the new keys [T, Hkv, D] of their row up to themselves."""
+        """This rank's queries [T_local, Hq, D] against the packed keys [L, Hkv, D] of their row up to themselves."""
         out, lse = no_keys(q, q.shape[2])
         for block in self._blocks:
             mine, keys, values = q[block.local], k[block.keys], v[block.keys]
@@ -121,12 +144,13 @@ class FullAttention:
             mask = torch.from_numpy(positions >= oldest[:, None]).to(self._device, non_blocking=True)
         return _CachedRows(slice(tokens.start, tokens.start + count), drop_tokens(prefix.runs, first), mask)
 
-    def _chunk_blocks(self, chunk: Chunk) -> list[_Block]:
+    def _chunk_blocks(self, keys: Keys) -> list[_Block]:
         blocks: list[_Block] = []
-        begin = chunk.tokens.start
-        for local, run in chunk.local_runs():
+        begin = keys.span.start
+        for local, new in keys.chunk.local_runs():
+            run = range(keys.num_cached + new.start, keys.num_cached + new.stop)
             if not self._window or run.stop <= self._window:
-                blocks.append(_Block(local, chunk.tokens, run=run))
+                blocks.append(_Block(local, keys.span, run=run))
                 continue
             for start in range(run.start, run.stop, WINDOW_BLOCK):
                 stop = min(start + WINDOW_BLOCK, run.stop)
@@ -159,3 +183,45 @@ def drop_tokens(runs: Runs, count: int) -> Runs:
         if skipped < length:
             left.append((first + skipped, length - skipped))
     return left
+
+
+class PassedAttention:
+    """Attention plan of the layers of one component space in a step with chunks under cp.
+
+    Args:
+        layout: of the step.
+        passing: its rows' ways.
+        window: number of tokens that a query attends to, including itself; 0 for no limit.
+    """
+
+    def __init__(self, layout: StepLayout, space: str, passing: Passing, *, window: int) -> None:
+        self._passing, self._slots_to_write = passing, layout.inputs.places[space].slots
+        slots = [keys.slots(passing.page_len) for keys in passing.keys]
+        self._order = layout.inputs.ctx.on_device(np.concatenate(slots))
+        ends = np.cumsum([0, *map(len, slots)]).tolist()
+        spans = [slice(first, end) for first, end in itertools.pairwise(ends)]
+        packed = [Keys(keys.chunk, span, keys.num_cached) for keys, span in zip(passing.keys, spans, strict=True)]
+        self._causal = FullAttention(layout, None, window=window, keys=packed)
+        self._asking: tuple[StepLayout, FullAttention] | None = None
+        if passing.asking is not None:
+            asking = StepLayout(passing.asking)
+            prefixes = passing.asking.places[space].prefixes
+            self._asking = asking, FullAttention(asking, prefixes, window=window, keys=())
+
+    def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
+        """As `AttentionStep.attend`."""
+        heads = k.shape[1]
+
+        def pack(ids: Tensor, to: Tensor) -> None:
+            to[:, :, :heads], to[:, :, heads:] = view.k[ids], view.v[ids]
+
+        buffer = self._passing.gather(
+            (k, v), pack, lambda new: view.write(self._slots_to_write, new[:, :heads], new[:, heads:])
+        )
+        keys, values = buffer.flatten(0, 1)[self._order].split([heads, heads], dim=1)
+        part = self._causal.causal(q, keys, values, scale=scale)
+        if self._asking is None:
+            return part[0] if sinks is None else merge([part[0]], part[1][None], sinks)
+        asking, plan = self._asking
+        cached = plan.cached(view, asking.inputs.exchange.gather(q[self._passing.asked]), scale=scale)
+        return self._passing.answered(part, cached, asking, sinks)

@@ -83,21 +83,27 @@ class StepLayout:
         Returns:
             [T_own, H_own, Dv], see `Exchange`.
         """
-        parts = [] if causal is None else [(causal[0][None], causal[1][None])]
+        if cached is not None and self.inputs.ctx.cp.size == 1 and causal is None and sinks is None:
+            return cached[0]
+        outs, lses = ([], []) if causal is None else ([causal[0]], [causal[1][None]])
         if cached is not None:
-            if self.inputs.ctx.cp.size == 1 and not parts and sinks is None:
-                return cached[0]
-            parts.append(self._scatter(cached))
-        outs, lses = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
-        return merge(outs, lses, None if sinks is None else self.inputs.exchange.own(sinks[None])[0])
+            scattered, lse = self._scatter(cached)
+            outs += scattered.unbind(0)
+            lses.append(lse)
+        own_sinks = None if sinks is None else self.inputs.exchange.own(sinks[None])[0]
+        return merge(outs, torch.cat(lses) if len(lses) > 1 else lses[0], own_sinks)
 
     def _scatter(self, part: Part) -> Part:
         """All queries on this rank's pages -> this rank's queries on every rank's pages, [cp, T_own, H_own, ...]."""
         out, lse = part
         if self.inputs.ctx.cp.size == 1:
             return out[None], lse[None]
-        both = self.inputs.exchange.scatter(torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1))
-        return both[..., :-1].to(out.dtype), both[..., -1]
+        # In one message, the log-sum-exp as it is in memory: two numbers for one if the results are half as wide.
+        both = self.inputs.exchange.scatter(torch.cat([out, lse.contiguous()[..., None].view(out.dtype)], dim=-1))
+        dim = out.shape[-1]
+        # A copy begins where memory can be read as wider numbers.
+        bits = both[..., dim:].clone(memory_format=torch.contiguous_format)
+        return both[..., :dim], bits.view(lse.dtype)[..., 0]
 
 
 def _slice(places: range) -> slice:

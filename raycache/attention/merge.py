@@ -11,6 +11,8 @@ parts. Query head h uses key head h // (Hq / Hkv). Log-sum-exps are float32 (flo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -92,11 +94,11 @@ def join(one: Part, other: Part) -> Part:
     return joined.to(out.dtype), torch.logaddexp(lse, other_lse)
 
 
-def merge(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> Tensor:
+def merge(outs: Tensor | Sequence[Tensor], lses: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Merge all parts of the same queries.
 
     Args:
-        outs: [P, T, Hq, Dv]; any finite values where the part has no keys (lse is -inf).
+        outs: P times [T, Hq, Dv]; any finite values where the part has no keys (lse is -inf).
         lses: [P, T, Hq].
         sinks: [Hq], score of an additional key per head whose value is zero; or None.
     Returns:
@@ -108,8 +110,10 @@ def merge(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> Tensor:
         scores = sinks.to(lses.dtype).expand(1, *lses.shape[1:])
         weights = torch.softmax(torch.cat([lses, scores]), dim=0)[:-1]
     # Summed in the precision of the weights, so that parts are not rounded again.
-    merged = torch.einsum("pthd,pth->thd", outs.to(lses.dtype), weights)
-    return merged.to(outs.dtype)
+    merged = outs[0] * weights[0, ..., None]
+    for out, weight in zip(outs[1:], weights[1:], strict=True):
+        merged.addcmul_(out, weight[..., None])
+    return merged.to(outs[0].dtype)
 
 
 def _one_per_head(x: Tensor, heads: int) -> Tensor:

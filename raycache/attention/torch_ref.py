@@ -8,6 +8,8 @@
 4. Prefix part: all queries against this rank's tokens; partial results return to the queries' ranks by all-to-all.
 5. Merge.
 
+Chunks with keys and values under cp may gather cached keys instead of queries (passing.py).
+
     full.py    keys and values, with or without window    latent.py   MLA      sparse.py  sparse indexers
     states.py  recurrent layers                           layout.py   rows of a step by kind
 """
@@ -20,9 +22,10 @@ import torch
 from torch import Tensor
 
 from raycache.attention.base import Capabilities, LatentProjection, Selection, StaticStep
-from raycache.attention.full import FullAttention
+from raycache.attention.full import FullAttention, PassedAttention
 from raycache.attention.latent import LatentAttention, LatentLayer
 from raycache.attention.layout import StepLayout
+from raycache.attention.passing import PassedBytes, Passing
 from raycache.attention.sparse import Indexer, TorchSelection, see_all
 from raycache.attention.states import Recurrence
 from raycache.memory.views import IndexView, KVView, LatentView
@@ -64,11 +67,14 @@ class TorchStep:
         self._inputs = inputs
         self._layout = StepLayout(inputs)
         self._full: dict[str, FullAttention] = {}
+        self._passed: dict[str, PassedAttention] = {}
         self._indexers: dict[str, Indexer] = {}
         self._latent = LatentAttention(self._layout, expanded_bytes=expanded_bytes)
 
     def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None) -> Tensor:
         """Attention to keys and values."""
+        if self._layout.chunks and self._inputs.ctx.cp.size > 1:
+            return self._passed_plan(view, q, k).attend(view, q, k, v, scale=scale, sinks=sinks)
         places = self._inputs.places[view.space]
         if view.space not in self._full:
             self._full[view.space] = FullAttention(self._layout, places.prefixes, window=view.window)
@@ -113,6 +119,14 @@ class TorchStep:
     def exchange(self) -> Exchange:
         """Exchange of tokens and heads between cp ranks."""
         return self._inputs.exchange
+
+    def _passed_plan(self, view: KVView, q: Tensor, k: Tensor) -> PassedAttention:
+        if view.space not in self._passed:
+            _, heads, dim = q.shape
+            moved = PassedBytes.of(queries=heads, dim=dim, value_dim=dim, key=2 * k.shape[1] * dim, dtype=q.dtype)
+            passing = Passing(self._layout, view.space, moved)
+            self._passed[view.space] = PassedAttention(self._layout, view.space, passing, window=view.window)
+        return self._passed[view.space]
 
     def _gather(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's [T_local, H, D] -> all cp ranks' [T, H, D]."""

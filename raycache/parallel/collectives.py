@@ -52,6 +52,12 @@ class Group:
         """[...] of each member -> [size, ...], in group order; shapes must be equal on all members."""
         return tensor.unsqueeze(0)
 
+    def iall_gather(self, tensor: Tensor, *, out: Tensor) -> Started:
+        """Start an `all_gather` into `out` [size, ...], contiguous; neither tensor must be written, and `out` not read,
+        before the result was called."""
+        out.copy_(self.all_gather(tensor))
+        return Started(lambda: None, lambda: True)
+
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """[size, ...] -> [size, ...]: row j goes to member j, row i of the result came from member i."""
         return tensor
@@ -113,6 +119,17 @@ class TorchGroup(Group):
         if tensor.numel():
             self._wait(lambda: self._backend._allgather_base(out.view(-1), tensor.contiguous().view(-1)))
         return out
+
+    def iall_gather(self, tensor: Tensor, *, out: Tensor) -> Started:
+        if tensor.nbytes <= self._direct_bytes or not tensor.numel():
+            return super().iall_gather(tensor, out=out)
+        given = tensor.contiguous().view(-1)
+        work = self._call(lambda: self._backend._allgather_base(out.view(-1), given))
+
+        def wait(given: Tensor = given) -> None:  # holds on to it until then
+            self._call(work.wait)
+
+        return Started(wait, work.is_completed)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         # empty_like would keep the strides of a transposed tensor.

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycache.parallel.collectives import Group
+from raycache.parallel.collectives import Group, Started
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import shared_head_range
 
@@ -74,6 +74,8 @@ class TokenExchange:
         padded_len: maximum T_local of the cp ranks.
         where: int64 [T]; index of each token among the cp * padded_len gathered ones.
         what: int64 [cp * padded_len]; inverse of `where`, 0 for padding.
+        order: `where` at the host.
+        locals_: per cp rank and row, indices of the new tokens that the rank computes.
     """
 
     cp: Group
@@ -81,6 +83,8 @@ class TokenExchange:
     padded_len: int
     where: Tensor
     what: Tensor
+    order: NDArray[np.int64]
+    locals_: Sequence[Sequence[NDArray[np.int64]]]
 
     @classmethod
     def between(
@@ -106,7 +110,25 @@ class TokenExchange:
             padded_len=padded_len,
             where=ctx.on_device(where),
             what=ctx.on_device(what),
+            order=where,
+            locals_=locals_,
         )
+
+    def some(self, rows: Sequence[int], ctx: ParallelContext) -> TokenExchange:
+        """The exchange of the tokens of some rows, which follow each other."""
+        locals_ = [[of_rank[row] for row in rows] for of_rank in self.locals_]
+        counts = np.array([sum(len(mine[i]) for mine in locals_) for i in range(len(rows))], np.int64)
+        return TokenExchange.between(locals_, np.concatenate([[0], counts.cumsum()]), ctx)
+
+    def start(self, *parts: Tensor) -> tuple[Tensor, Started]:
+        """Start to gather tensors [T_local, H, D] side by side: [cp * padded_len, sum of H, D], `where` says in which
+        order; complete when the second result was called."""
+        first, heads = parts[0], sum(part.shape[1] for part in parts)
+        sent = first.new_empty((self.padded_len, heads, *first.shape[2:]))
+        torch.cat(parts, dim=1, out=sent[: self.num_local])
+        sent[self.num_local :].zero_()
+        every = sent.new_empty((self.cp.size, *sent.shape))
+        return every.flatten(0, 1), self.cp.iall_gather(sent, out=every)
 
     def gather(self, local: Tensor) -> Tensor:
         if self.cp.size == 1:
@@ -142,6 +164,8 @@ class TokenExchange:
         return parts[:, : self.num_local].transpose(0, 1).flatten(1, 2)
 
     def _padded(self, local: Tensor) -> Tensor:
+        if self.num_local == self.padded_len:
+            return local
         padded = local.new_zeros((self.padded_len, *local.shape[1:]))
         padded[: self.num_local] = local
         return padded

@@ -10,7 +10,7 @@ exchange.py transfers tokens between cp ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -37,6 +37,7 @@ class RowInputs:
         local: its new tokens on this rank, as a range of the rank's local tokens.
         runs: its new tokens on this rank, as runs of the chunk in local order; empty for a single token.
         read_state, write_state, draft_states: slots of recurrent states (see plan.Row).
+        is_continued: whether a row before it in the step has tokens of the same sequence.
     """
 
     start: int
@@ -46,6 +47,7 @@ class RowInputs:
     read_state: int
     write_state: int
     draft_states: Sequence[int] = ()
+    is_continued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,18 @@ class Pages:
     first: NDArray[np.int32]
     cached: NDArray[np.int32]
     total: NDArray[np.int32]
+
+    def some(self, rows: Sequence[int]) -> Pages:
+        """The pages of some rows."""
+        ids = [self.ids[self.indptr[row] : self.indptr[row + 1]] for row in rows]
+        index = list(rows)
+        return Pages(
+            indptr=np.cumsum([0, *map(len, ids)], dtype=np.int32),
+            ids=np.concatenate(ids),
+            first=self.first[index],
+            cached=self.cached[index],
+            total=self.total[index],
+        )
 
 
 @dataclass(frozen=True)
@@ -170,6 +184,31 @@ class StepInputs:
     is_decode: bool
     state_rows: StateRows | None = None
 
+    def some(self, rows: Sequence[int]) -> StepInputs:
+        """What attention needs of some rows, as a step of their own, if tokens are split over cp; without logits.
+
+        Args:
+            rows: indices, ascending.
+        """
+        if len(rows) == len(self.rows):
+            return self
+        assert isinstance(self.exchange, TokenExchange), "tokens are split over cp"
+        chosen, local = _moved_together([self.rows[row] for row in rows])
+        index, where = self.ctx.on_device(local), self.ctx.on_device(np.array(rows, np.int64))
+        return replace(
+            self,
+            ids=self.ids[index],
+            positions=self.positions[index],
+            num_tokens=chosen[-1].tokens.stop,
+            rows=chosen,
+            exchange=self.exchange.some(rows, self.ctx),
+            places={space: replace(places, pages=places.pages.some(rows)) for space, places in self.places.items()},
+            read_states=self.read_states[where],
+            write_states=self.write_states[where],
+            logits=index[:0],
+            is_decode=all(len(row.tokens) == 1 for row in chosen),
+        )
+
 
 def step_inputs(
     plan: StepPlan,
@@ -243,7 +282,7 @@ def _emitted(plan: StepPlan, mine: Sequence[NDArray[np.int64]]) -> list[NDArray[
 
 def _rows(plan: StepPlan, mine: Sequence[NDArray[np.int64]], *, starts: Sequence[int]) -> tuple[RowInputs, ...]:
     """Rows, given the new tokens of each that this rank computes, and where they begin among all tokens."""
-    rows, local_start = [], 0
+    rows, local_start, slots = [], 0, set[int]()
     for row, own, start in zip(plan.rows, mine, starts, strict=False):
         rows.append(
             RowInputs(
@@ -254,8 +293,10 @@ def _rows(plan: StepPlan, mine: Sequence[NDArray[np.int64]], *, starts: Sequence
                 read_state=row.read_state,
                 write_state=row.write_state,
                 draft_states=row.draft_states,
+                is_continued=row.slot in slots,
             )
         )
+        slots.add(row.slot)
         local_start += len(own)
     return tuple(rows)
 
@@ -311,6 +352,17 @@ def _pages(
         cached=np.array(cached, np.int32),
         total=np.array(total, np.int32),
     )
+
+
+def _moved_together(rows: Sequence[RowInputs]) -> tuple[tuple[RowInputs, ...], NDArray[np.int64]]:
+    """Rows whose tokens follow each other from 0 on, and indices of this rank's tokens of them among all of its own."""
+    found, first, first_local = [], 0, 0
+    for row in rows:
+        tokens, local = range(first, first + len(row.tokens)), range(first_local, first_local + len(row.local))
+        found.append(replace(row, tokens=tokens, local=local))
+        first, first_local = tokens.stop, local.stop
+    index = np.concatenate([np.arange(row.local.start, row.local.stop) for row in rows])
+    return tuple(found), index.astype(np.int64)
 
 
 def _on_device(parts: Sequence[NDArray[np.generic]], ctx: ParallelContext) -> Tensor:

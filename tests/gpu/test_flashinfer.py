@@ -38,6 +38,7 @@ from tests.unit import test_attention as full
 from tests.unit import test_attention_latent as latents
 from tests.unit import test_attention_sparse as sparse
 from tests.unit import test_attention_states as states
+from tests.unit import test_passing as passing
 
 pytestmark = pytest.mark.gpu
 
@@ -186,12 +187,26 @@ def test_keys_and_values(
     near(sequences.attend(backend), right(sequences), ERROR)
 
 
+@pytest.mark.parametrize("way", ["keys", "queries", "both"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_chunks_that_pass_keys_or_queries(
+    backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch, cp: int, way: str
+) -> None:
+    passing.choose(monkeypatch, way)
+    for has_sinks in (False, True):
+        heads = full.Heads(kv=2, group=4, dim=128, has_sinks=has_sinks)
+        sequences = full.Sequences(case_of([(300, 200), (77, 1), (90, 331), (0, 65), (129, 24)], cp=cp), heads)
+        near(sequences.attend(backend), right(sequences), ERROR)
+
+
 @pytest.mark.parametrize("window", [1, 40, 200])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_windows(backend: AttentionBackend, dim: int, window: int) -> None:
+@pytest.mark.parametrize("cp", [1, 2])
+def test_windows(backend: AttentionBackend, cp: int, dim: int, window: int) -> None:
+    """With cp=2 and rows that pass queries, torch computes them."""
     heads = full.Heads(kv=2, group=4, dim=dim, has_sinks=dim == 64)
-    for rows in (MIXED, LONG):
-        sequences = full.Sequences(case_of(rows, page_size=16, window=window), heads)
+    for rows in (MIXED, LONG, [(300, 200), (0, 290)]):
+        sequences = full.Sequences(case_of(rows, cp=cp, page_size=16, window=window), heads)
         near(sequences.attend(backend), right(sequences), ERROR)
 
 

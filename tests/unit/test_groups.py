@@ -161,6 +161,16 @@ def test_a_handle_of_one_member_needs_no_store() -> None:
     assert build_group(handle, member=3, epoch=1, host=HOST, device=CPU).size == 1
 
 
+def started(group: Group, tensor: Tensor) -> Tensor:
+    """Two gathers at once; what the second one gave."""
+    outs = [tensor.new_empty((group.size, *tensor.shape)) for _ in range(2)]
+    waits = [group.iall_gather(given, out=out) for given, out in zip((tensor + 1, tensor), outs, strict=True)]
+    for wait in waits:
+        wait()
+    assert torch.equal(outs[0], outs[1] + 1)
+    return outs[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives_of_any_dtype(store: Store, size: int, dtype: torch.dtype) -> None:
@@ -175,6 +185,7 @@ def test_collectives_of_any_dtype(store: Store, size: int, dtype: torch.dtype) -
             "all_gather": group.all_gather(strided),
             "all_to_all": group.all_to_all(strided),
             "empty": group.all_gather(mine[:0]),
+            "started": started(group, strided),
             "broadcast": group.broadcast(make(rank), root=1),
         }
         summed = make(rank)
@@ -185,6 +196,7 @@ def test_collectives_of_any_dtype(store: Store, size: int, dtype: torch.dtype) -
     every = together(world_handle(store, range(size)), work)
     for rank, found in enumerate(every):
         assert torch.equal(found["all_gather"], torch.stack([make(r) for r in range(size)]))
+        assert torch.equal(found["started"], found["all_gather"])
         assert torch.equal(found["all_to_all"], torch.stack([make(r)[rank] for r in range(size)]))
         assert found["empty"].shape == (size, 0, 4)
         assert torch.equal(found["broadcast"], make(1))

@@ -1,0 +1,95 @@
+"""Attention of chunks to keys and values under cp, with FlashInfer.
+
+    this rank's queries, causally     the keys of their chunk in the gathered buffer (see passing.py)
+    all queries of rows that ask      this rank's pages; merged as in layout.py
+
+A run of a chunk is a row of the kernel, with the pages of the chunk up to the run's end. Chunks that pass keys need
+nothing else.
+
+Shapes in this file: T_local new tokens of this rank, H heads, D head size, n pages.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from raycache.attention.flashinfer_full import FEW_QUERIES, FullKernels, Layers
+from raycache.attention.flashinfer_kernels import KernelCache, LseBase, PagedKernel, Writer
+from raycache.attention.flashinfer_tables import PassedRun, Tokens, are_all, passed_table
+from raycache.attention.layout import StepLayout
+from raycache.attention.merge import no_keys
+from raycache.attention.passing import Passing
+from raycache.attention.sinks import apply_sinks
+from raycache.memory.views import KVView
+
+
+class PassedKernels:
+    """Plan of the layers of one kind in a step with chunks; cp is more than 1."""
+
+    def __init__(self, kernels: KernelCache, layers: Layers, layout: StepLayout, passing: Passing) -> None:
+        self._kernels, self._layers, self._passing = kernels, layers, passing
+        places = layout.inputs.places[layers.space]
+        self._writer = Writer(kernels, places.slots)
+        self._owned = places.owned
+        self._own = self._planned()
+        self._asking: tuple[StepLayout, FullKernels] | None = None
+        if passing.asking is not None:
+            asking = StepLayout(passing.asking)
+            self._asking = asking, FullKernels(kernels, layers, asking)
+
+    def attend(self, view: KVView, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        heads = k.shape[1]
+
+        def pack(ids: Tensor, to: Tensor) -> None:
+            torch.index_select(view.k, 0, ids, out=to[:, :, :heads])
+            torch.index_select(view.v, 0, ids, out=to[:, :, heads:])
+
+        def write(new: Tensor) -> None:
+            # Only owned ones are there, in order.
+            self._writer.write_kv(self._owned, new[:, :heads], new[:, heads:], to=(view.k, view.v))
+
+        buffer = self._passing.gather((k, v), pack, write)
+        keys, values = buffer[:, :, :heads], buffer[:, :, heads:]
+        if self._asking is None and sinks is None:
+            return self._attend_own(q, keys, values, lse_base=None)[0]
+        if self._asking is None:
+            out, lse = self._attend_own(q, keys, values, lse_base="log2")
+            assert lse is not None and sinks is not None
+            return apply_sinks(out, lse, sinks)
+        out, lse = self._attend_own(q, keys, values, lse_base="ln")
+        assert lse is not None
+        asking, plan = self._asking
+        every_q = asking.inputs.exchange.gather(q[self._passing.asked])
+        return self._passing.answered((out, lse), plan.cached(view, every_q), asking, sinks)
+
+    def _attend_own(
+        self, q: Tensor, keys: Tensor, values: Tensor, *, lse_base: LseBase | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """This rank's queries [T_local, Hq, D] against keys and values [n, page_len, Hkv, D]."""
+        if len(self._own) == 1 and are_all(self._own[0][0], len(q)):
+            return self._own[0][1].run(q, keys, values, lse_base=lse_base)
+        out, lse = no_keys(q, q.shape[2])
+        for tokens, kernel in self._own:
+            out[tokens], part_lse = kernel.run(q[tokens], keys, values, lse_base=lse_base)
+            if part_lse is not None:
+                lse[tokens] = part_lse
+        return out, lse
+
+    def _planned(self) -> list[tuple[Tokens, PagedKernel]]:
+        families: dict[str, list[PassedRun]] = {}
+        for keys in self._passing.keys:
+            for local, run in keys.chunk.local_runs():
+                family = "fa2" if len(run) < FEW_QUERIES else self._kernels.newest
+                families.setdefault(family, []).append((keys, local, run))
+        found = []
+        for family, runs in families.items():
+            table = passed_table(runs, page_len=self._passing.page_len)
+            kernel = self._kernels.kernel(
+                (self._layers, "passed", family), functools.partial(PagedKernel, self._kernels, family, None)
+            )
+            kernel.plan(table, self._layers.heads, is_causal=True, window=self._layers.window)
+            found.append((self._kernels.tokens(table.tokens), kernel))
+        return found
