@@ -116,7 +116,13 @@ def _serve(connection: Connection, invitation: Invitation) -> None:
         ctx = ParallelContext.single(device)
     else:
         ctx = ParallelContext.join(
-            config.split, rank=spec.rank, host=spec.host, device=device, handles=handles, epoch=invitation.epoch
+            config.split,
+            rank=spec.rank,
+            host=spec.host,
+            device=device,
+            handles=handles,
+            epoch=invitation.epoch,
+            has_peer_memory=config.peer_memory,
         )
     deployment = deploy(config, device_type=device_type)
     rank = _rank(deployment, ctx)

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raycache.attention.merge import Part, merge
+from raycache.attention.triton_works import triton_works
+from raycache.step.exchange import HeadExchange
 from raycache.step.inputs import StepInputs
 
 
@@ -85,13 +88,21 @@ class StepLayout:
         """
         if cached is not None and self.inputs.ctx.cp.size == 1 and causal is None and sinks is None:
             return cached[0]
+        if cached is not None and causal is None and isinstance(self.inputs.exchange, HeadExchange):
+            if (kernels := _kernels_for(cached)) is not None:
+                exchange, dtype = self.inputs.exchange, cached[0].dtype
+                every = exchange.cp.all_to_all(kernels.pack(*cached, size=exchange.cp.size))
+                merged: Tensor = kernels.merge(every, self._own_sinks(sinks), dtype=dtype)
+                return merged
         outs, lses = ([], []) if causal is None else ([causal[0]], [causal[1][None]])
         if cached is not None:
             scattered, lse = self._scatter(cached)
             outs += scattered.unbind(0)
             lses.append(lse)
-        own_sinks = None if sinks is None else self.inputs.exchange.own(sinks[None])[0]
-        return merge(outs, torch.cat(lses) if len(lses) > 1 else lses[0], own_sinks)
+        return merge(outs, torch.cat(lses) if len(lses) > 1 else lses[0], self._own_sinks(sinks))
+
+    def _own_sinks(self, sinks: Tensor | None) -> Tensor | None:
+        return None if sinks is None else self.inputs.exchange.own(sinks[None])[0]
 
     def _scatter(self, part: Part) -> Part:
         """All queries on this rank's pages -> this rank's queries on every rank's pages, [cp, T_own, H_own, ...]."""
@@ -104,6 +115,15 @@ class StepLayout:
         # A copy begins where memory can be read as wider numbers.
         bits = both[..., dim:].clone(memory_format=torch.contiguous_format)
         return both[..., :dim], bits.view(lse.dtype)[..., 0]
+
+
+def _kernels_for(part: Part) -> Any:
+    """Kernels that pack and merge parts like this one, or None."""
+    if not part[0].is_cuda or not triton_works():
+        return None
+    from raycache.attention import part_kernels
+
+    return part_kernels if part_kernels.takes(*part) else None
 
 
 def _slice(places: range) -> slice:

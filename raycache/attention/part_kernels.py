@@ -62,7 +62,7 @@ def merge(packed: Tensor, sinks: Tensor | None, *, dtype: torch.dtype) -> Tensor
 
     Args:
         packed: words [parts, T, H, D / 2 + 1].
-        sinks: [H] float32, or None.
+        sinks: [H], contiguous, or None.
     Returns:
         [T, H, D]; 0 where no part has keys.
     """
@@ -140,7 +140,7 @@ def _merge(
     low = tl.zeros([HEADS, WORDS], tl.float32)
     high = tl.zeros([HEADS, WORDS], tl.float32)
     if HAS_SINKS:
-        most = tl.load(sinks + head, mask=is_head, other=-1e30)
+        most = tl.load(sinks + head, mask=is_head, other=-1e30).to(tl.float32)
         total += 1.0
     if IS_EARLY:
         gdc_wait()

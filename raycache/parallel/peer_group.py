@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs do not export the stores
 
-from raycache.parallel.collectives import TorchGroup
+from raycache.parallel.collectives import Started, TorchGroup
 from raycache.parallel.peer_memory import PeerMemory
 
 _log = logging.getLogger(__name__)
@@ -56,6 +56,13 @@ class PeerGroup(TorchGroup):
         own = _aligned(tensor)
         every: Tensor = _kernels().exchange(own, self.memory, is_gather=True)
         return every if own.shape == tensor.shape else _unpadded(every, tensor)
+
+    def iall_gather(self, tensor: Tensor, *, out: Tensor) -> Started:
+        is_aligned = tensor.nbytes % _ALIGNED == out.data_ptr() % _ALIGNED == 0
+        if not 0 < tensor.nbytes <= self.most_bytes or not is_aligned:
+            return super().iall_gather(tensor, out=out)
+        _kernels().exchange(_aligned(tensor), self.memory, is_gather=True, out=out)
+        return Started(lambda: None, lambda: True)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         if not 0 < tensor.nbytes <= self.most_bytes * self.size:

@@ -54,15 +54,17 @@ def sum_parts(x: Tensor, memory: PeerMemory) -> None:
     )
 
 
-def exchange(x: Tensor, memory: PeerMemory, *, is_gather: bool) -> Tensor:
+def exchange(x: Tensor, memory: PeerMemory, *, is_gather: bool, out: Tensor | None = None) -> Tensor:
     """Send parts of any dtype: x to all members, or x[i] to member i.
 
     Args:
         x: contiguous, aligned to 16 bytes, as is each part: [...] to be gathered, else [size, ...].
+        out: where to write the result, contiguous and aligned to 16 bytes; None for a new tensor.
     Returns:
         [size, ...], what each member sent.
     """
-    out = x.new_empty((memory.size, *x.shape)) if is_gather else x.new_empty(x.shape)
+    if out is None:
+        out = x.new_empty((memory.size, *x.shape) if is_gather else x.shape)
     num_vectors = out.nbytes // memory.size // 16
     block = _block(4 * num_vectors)
     _exchange[(min(triton.cdiv(4 * num_vectors, block), PROGRAMS),)](

@@ -1,0 +1,43 @@
+"""Partial results packed for an exchange over cp and merged, against the merge in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raycache.attention.merge import merge
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 32, 128), (7, 12, 64), (64, 8, 512)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_parts_of_all_ranks_are_merged_as_in_torch(
+    tokens: int, heads: int, dim: int, dtype: torch.dtype, size: int, has_sinks: bool
+) -> None:
+    from raycache.attention import part_kernels
+
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    outs = torch.randn(size, tokens, heads, dim, device="cuda", generator=generator).to(dtype)
+    lses = 5 * torch.randn(size, tokens, heads, device="cuda", generator=generator)
+    lses[0, 0, : heads // 2] = -torch.inf  # no keys on this rank
+    sinks = torch.randn(heads, device="cuda", generator=generator).to(dtype) if has_sinks else None
+    wanted = merge(outs.double(), lses.double(), None if sinks is None else sinks.double())
+    assert part_kernels.takes(outs[0], lses[0])
+    packed = [part_kernels.pack(out, lse, size=size) for out, lse in zip(outs, lses, strict=True)]
+    for rank in range(size):
+        own = slice(rank * heads // size, (rank + 1) * heads // size)
+        every = torch.stack([of_rank[rank] for of_rank in packed])
+        found = part_kernels.merge(every, None if sinks is None else sinks[own].contiguous(), dtype=dtype)
+        bound = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] * float(wanted.abs().max())
+        assert float((found.double() - wanted[:, own]).abs().max()) <= bound
+
+
+def test_rows_without_keys_on_any_rank_are_finite() -> None:
+    from raycache.attention import part_kernels
+
+    out = torch.randn(3, 8, 64, device="cuda").bfloat16()
+    packed = part_kernels.pack(out, torch.full((3, 8), -torch.inf, device="cuda"), size=2)
+    assert bool(part_kernels.merge(packed, None, dtype=torch.bfloat16).isfinite().all())
