@@ -88,11 +88,12 @@ class StepLayout:
         """
         if cached is not None and self.inputs.ctx.cp.size == 1 and causal is None and sinks is None:
             return cached[0]
-        if cached is not None and causal is None and isinstance(self.inputs.exchange, HeadExchange):
-            if (kernels := _kernels_for(cached)) is not None:
-                exchange, dtype = self.inputs.exchange, cached[0].dtype
+        exchange = self.inputs.exchange
+        if isinstance(exchange, HeadExchange) and cached is not None and causal is None:
+            kernels = _kernels_for(cached)
+            if kernels is not None:
                 every = exchange.cp.all_to_all(kernels.pack(*cached, size=exchange.cp.size))
-                merged: Tensor = kernels.merge(every, self._own_sinks(sinks), dtype=dtype)
+                merged: Tensor = kernels.merge(every, self._own_sinks(sinks), dtype=cached[0].dtype)
                 return merged
         outs, lses = ([], []) if causal is None else ([causal[0]], [causal[1][None]])
         if cached is not None:
