@@ -96,7 +96,14 @@ class EngineActor:
     @ray.method(concurrency_group="ask")
     def stats(self) -> EngineStats:
         """Current counters and gauges."""
-        return replace(self._ready().stats(), epoch=self._gangs.epoch, rebuilds=self._gangs.rebuilds)
+        gangs = self._gangs
+        return replace(
+            self._ready().stats(),
+            epoch=gangs.epoch,
+            rebuilds=gangs.rebuilds,
+            lost_at=gangs.lost_at,
+            rebuild_s=gangs.rebuild_s,
+        )
 
     @ray.method(concurrency_group="ask")
     def stream_states(self, request_ids: Sequence[str]) -> Mapping[str, StreamState]:

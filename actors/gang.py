@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from raycache.config import Config
 from raycache.deployment.deployment import Deployment
 from raycache.deployment.weights import with_weights_form
 from raycache.gang.meeting import Meeting
+from raycache.observe.phases import Phases, slowest
 from raycache.parallel.interfaces import link, require_reachable
 from raycache.rank.member import RankSpec, threads_of
 
@@ -29,6 +30,9 @@ class Gang:
         ranks: of this gang; it ends them.
         epoch: number of this gang; handles of other epochs are rejected.
         arenas: node id -> file of the host tier there, which only one gang at a time moves rows in; empty without one.
+        wait_for_arenas: called when the ranks before these have been ended; returns once none of them uses an arena.
+        phases: of the start, which is added to them.
+        warms_up: whether ranks run steps of all kinds before they are ready.
     Raises:
         RayCacheError: a rank failed to start; no actor is left behind.
 
@@ -37,6 +41,7 @@ class Gang:
         executor: pass it to an engine.
         num_pages: pages per rank.
         rows: one per rank, for status output.
+        gpus: of each rank.
     """
 
     def __init__(
@@ -47,11 +52,17 @@ class Gang:
         ranks: Ranks,
         epoch: int,
         arenas: Mapping[str, Path],
+        wait_for_arenas: Callable[[], None],
+        phases: Phases,
+        warms_up: bool,
     ) -> None:
         self._ranks = ranks
         executor = None
         try:
-            wheres = self._ranks.ask("where", phase="starting ranks")
+            wheres = self._ranks.where()
+            phases.end("ranks started", of_it={"old ranks gone": max(where["waited_s"] for where in wheres)})
+            wait_for_arenas()
+            phases.end("host tier free")
             self.deployment = with_weights_form(deployment, [where["gpu"] for where in wheres if where["gpu"]])
             specs = _specs(wheres, config, device=deployment.device_type)
             config = replace(config, weights=self.deployment.config.weights)
@@ -62,15 +73,18 @@ class Gang:
                 executor, _ = meeting.join(lambda: self._ranks.ask("join", invitations, phase="joining groups"))
             finally:
                 meeting.board.unshare()
+            phases.end("groups")
             self.num_pages = min(self._ranks.ask("load", phase=LOADING, board=meeting.board))
             builds = [(self.num_pages, arenas[where["node"]] if arenas else None) for where in wheres]
-            self._ranks.ask("build", builds, phase="making pools")
+            each = self._ranks.ask("build", builds, phase="making pools", warms_up=warms_up)
+            phases.end("other", of_it=slowest(each))
         except BaseException:  # an interrupt, too: the actors would stay
             if executor is not None:
                 executor.abandon()
             self._ranks.end()
             raise
         self.executor = executor
+        self.gpus = [where["gpus"] for where in wheres]
         self.rows = [
             {
                 "rank": spec.rank,
@@ -125,4 +139,5 @@ def _specs(wheres: Sequence[dict[str, Any]], config: Config, *, device: str) -> 
 
 
 def _device(where: dict[str, Any], spec: RankSpec) -> str:
-    return f"cuda:{','.join(map(str, where['gpus']))}" if where["gpus"] else spec.device
+    ids = where["gpus"].ids
+    return f"cuda:{','.join(map(str, ids))}" if ids else spec.device

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +16,11 @@ from actors.progress import OnProgress
 from actors.ranks import Ranks
 from raycache.config import Config
 from raycache.errors import RankLostError
+from raycache.observe.phases import Phases
 
 if TYPE_CHECKING:
     from actors.gang import Gang
+    from actors.rank import Gpus
     from raycache.deployment.deployment import Deployment
     from raycache.host.link import HostLink
 
@@ -42,6 +45,8 @@ class Gangs:
     Attributes:
         epoch: epoch of the latest gang.
         rebuilds: number of gangs that replaced a lost one.
+        lost_at, rebuild_s: when the last loss of a gang was noticed, in seconds since 1970, and the phases of its
+            replacement; see `EngineStats`.
     """
 
     def __init__(
@@ -62,16 +67,22 @@ class Gangs:
         self._losses = 0
         self.epoch = epoch
         self.rebuilds = 0
+        self.lost_at = 0.0
+        self.rebuild_s: Mapping[str, float] = {}
 
     def start_ranks(self, *, on_progress: OnProgress) -> None:
         """Start the processes of the next gang's ranks, ahead of `start`."""
         assert self._ranks is None, "one gang at a time"
-        self._ranks = Ranks(
+        self._ranks = self._new_ranks(on_progress=on_progress)
+
+    def _new_ranks(self, *, on_progress: OnProgress, gpus: Sequence[Gpus] = ()) -> Ranks:
+        return Ranks(
             self._config,
             placement=self._placement,
             epoch=self.epoch + 1,
             replica=self._replica,
             on_progress=on_progress,
+            gpus=gpus,
         )
 
     def open_host(self, deployment: Deployment, *, on_progress: OnProgress) -> HostLink | None:
@@ -96,28 +107,46 @@ class Gangs:
         )
 
     def start(self, deployment: Deployment, *, on_progress: OnProgress) -> Gang:
-        """Start the gang of the next epoch.
+        """Start the first gang.
 
         Raises:
             RayCacheError: a rank failed to start.
         """
+        return self._start(deployment, on_progress=on_progress, phases=Phases(), warms_up=True)
+
+    def _start(self, deployment: Deployment, *, on_progress: OnProgress, phases: Phases, warms_up: bool) -> Gang:
+        """Start the gang of the next epoch, and the ranks that stand by for it."""
         from actors.gang import Gang
-        from raycache.host.nodes import are_all_gone
 
         if self._ranks is None:
             self.start_ranks(on_progress=on_progress)
         self.epoch += 1
         self._log_fields["epoch"] = self.epoch
-        # Ranks of a lost gang end by themselves, but may still be writing to an arena.
-        if self._files and not are_all_gone(self._owners, timeout_s=_KILL_TIMEOUT_S):
-            raise ActorLostError(f"ranks of the previous gang still use the host tier after {_KILL_TIMEOUT_S:.0f} s")
         fixed = deployment.config
         config = replace(self._config, pp_layers=fixed.pp_layers, num_pages=fixed.num_pages, weights=fixed.weights)
         ranks, self._ranks = self._ranks, None
         assert ranks is not None, "started above"
-        self._gang = Gang(deployment, config, ranks=ranks, epoch=self.epoch, arenas=self._files)
+        self._gang = Gang(
+            deployment,
+            config,
+            ranks=ranks,
+            epoch=self.epoch,
+            arenas=self._files,
+            wait_for_arenas=self._wait_for_arenas,
+            phases=phases,
+            warms_up=warms_up,
+        )
         _log.info("epoch %d runs on %d ranks", self.epoch, config.world_size)
+        if config.has_spare_ranks(device_type=deployment.device_type):
+            self._ranks = self._new_ranks(on_progress=on_progress, gpus=self._gang.gpus)
         return self._gang
+
+    def _wait_for_arenas(self) -> None:
+        """Wait for ranks of a lost gang that may still be writing to an arena."""
+        from raycache.host.nodes import are_all_gone
+
+        if self._files and not are_all_gone(self._owners, timeout_s=_KILL_TIMEOUT_S):
+            raise ActorLostError(f"ranks of the previous gang still use the host tier after {_KILL_TIMEOUT_S:.0f} s")
 
     def replace(self, error: RankLostError, *, on_progress: OnProgress, on_loss: Callable[[str], None]) -> Gang:
         """End a lost gang, and start new ones until one succeeds: ranks can also be lost during startup.
@@ -127,7 +156,8 @@ class Gangs:
         Raises:
             RankLostError: too many gangs were lost.
         """
-        lost = self._gang
+        lost, phases = self._gang, Phases()
+        self.lost_at = time.time()
         assert lost is not None, "steps come after the start"
         lost.kill()
         # Neither the pool nor the form of the weights may change under requests that were accepted for them.
@@ -139,9 +169,13 @@ class Gangs:
             self.rebuilds += 1
             on_loss(f"{error}; rebuilding the gang as epoch {self.epoch + 1}")
             try:
-                return self.start(deployment, on_progress=on_progress)
+                # Kernels that the lost gang needed are on the disk.
+                gang = self._start(deployment, on_progress=on_progress, phases=phases, warms_up=False)
             except RankLostError as cause:
                 error = cause
+            else:
+                self.rebuild_s = phases.seconds
+                return gang
         raise error
 
     def note_step(self) -> None:

@@ -65,11 +65,11 @@ class Placement:
     need: Need
     warnings: tuple[str, ...] = ()
 
-    def options(self, rank: int) -> dict[str, Any]:
-        """Ray actor options of a rank."""
+    def options(self, rank: int, *, stands_by: bool = False) -> dict[str, Any]:
+        """Ray actor options of a rank, or of one that stands by for it and takes nothing from it."""
         return {
-            "num_cpus": self.need.num_cpus,
-            "num_gpus": self.need.num_gpus,
+            "num_cpus": 0 if stands_by else self.need.num_cpus,
+            "num_gpus": 0 if stands_by else self.need.num_gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self.group, placement_group_bundle_index=self.bundles[rank]
             ),

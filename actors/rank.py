@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from actors.seat import Seat
 from raycache.config import Config
 from raycache.host.directory import Lease
 from raycache.observe import logs
@@ -27,6 +29,31 @@ if TYPE_CHECKING:
     from raycache.rank.rank import Rank
 
 _log = logging.getLogger(__name__)
+_LEAVE_S = 60.0
+"""How long to wait for the end of the process that was this rank before."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs of a rank.
+
+    Attributes:
+        ids: Ray's.
+        visible: value of CUDA_VISIBLE_DEVICES; None where it is not set.
+    """
+
+    ids: Sequence[int | str] = ()
+    visible: str | None = None
+
+    @classmethod
+    def of_this_actor(cls) -> Gpus:
+        """Those that Ray gave this process."""
+        return cls(tuple(ray.get_gpu_ids()), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+    def use(self) -> None:
+        """Show them to this process, which must not have looked for GPUs before."""
+        if self.visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.visible
 
 
 class RankActor:
@@ -36,9 +63,11 @@ class RankActor:
         rank: world rank.
         epoch: of its gang.
         replica: name of the replica.
+        gpus: of the running rank that this one stands by for, and that has them as long as it runs. None: Ray gives it
+            its own.
     """
 
-    def __init__(self, config: Config, rank: int, *, epoch: int, replica: str) -> None:
+    def __init__(self, config: Config, rank: int, *, epoch: int, replica: str, gpus: Gpus | None = None) -> None:
         logs.set_up(config.log_format, rank=rank, epoch=epoch, replica=replica)
         self._config = config
         self._of = f"replica {replica}, epoch {epoch}"
@@ -48,6 +77,10 @@ class RankActor:
         self._rank: Rank | None = None
         self._lease: Lease | None = None
         self._own_board: AckBoard | None = None
+        self._seat: Seat | None = None
+        if gpus is not None:
+            gpus.use()
+        self._gpus = Gpus.of_this_actor() if gpus is None else gpus
         self._import()
 
     def __repr__(self) -> str:
@@ -55,25 +88,36 @@ class RankActor:
         split = self._config.split
         return f"rank {self._number} ({split.coords(self._number)}), {self._of}"
 
-    def where(self) -> dict[str, Any]:
-        """Return the node, the address for peers, and the GPUs and their model.
+    def where(self, seat: str) -> dict[str, Any]:
+        """Return the node, the address for peers, the GPUs and their model, and how long the seat was not free.
 
+        Args:
+            seat: name of this rank's seat. A process that still computes as this rank is ended.
         Raises:
             ConfigError: the configured interface does not exist, or a GPU cannot be used.
+            RankLostError: the seat is still taken.
         """
+        self._seat = Seat(seat, timeout_s=_LEAVE_S)
         context = ray.get_runtime_context()
         mine = link(self._config.interface, node_address=ray.util.get_node_ip_address())
         if mine.nccl_interface:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", mine.nccl_interface)
-        gpus, gpu = ray.get_gpu_ids(), None
-        if gpus:
+        gpu = None
+        if self._gpus.ids:
             import torch
 
             from raycache.parallel.devices import GpuModel, require_gpus
 
             require_gpus(1)
             gpu = GpuModel.of(torch.device("cuda:0"))
-        return {"node": context.get_node_id(), "host": mine.host, "link": mine, "gpus": gpus, "gpu": gpu}
+        return {
+            "node": context.get_node_id(),
+            "host": mine.host,
+            "link": mine,
+            "gpus": self._gpus,
+            "gpu": gpu,
+            "waited_s": self._seat.waited_s,
+        }
 
     def new_board(self) -> Path:
         """Create the ack board of this rank's node; returns the path by which the node's ranks open it."""
@@ -103,13 +147,18 @@ class RankActor:
         self._loaded = load(Deployment(self._config, served_model(self._config), device_type), self._member)
         return self._loaded.measure()
 
-    def build(self, num_pages: int, arena: Path | None) -> None:
-        """Allocate the page pool and map the arena."""
+    def build(self, num_pages: int, arena: Path | None, *, warms_up: bool = True) -> dict[str, float]:
+        """Allocate the page pool and map the arena; returns the seconds of this rank's start by phase.
+
+        Args:
+            warms_up: whether to run steps of all kinds first.
+        """
         if arena is not None:
             # Held until this process ends, in whatever way: no other gang may use the slabs before.
             self._lease = Lease(arena.parent, "ranks")
-        assert self._loaded is not None, "load comes first"
-        self._rank = self._loaded.build(num_pages, arena)
+        assert self._loaded is not None and self._member is not None, "load comes first"
+        self._rank = self._loaded.build(num_pages, arena, warms_up=warms_up)
+        return self._member.phases.seconds
 
     def run(self) -> None:
         """Execute plans until the last one."""
@@ -126,5 +175,5 @@ class RankActor:
         again, and says why.
         """
         import_module("raycache.rank.build")
-        if ray.get_gpu_ids() and self._config.attention != "torch":
+        if self._gpus.ids and self._config.attention != "torch":
             ThreadPoolExecutor(1).submit(import_module, "raycache.attention.flashinfer")

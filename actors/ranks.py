@@ -1,5 +1,8 @@
 """The rank actors of a gang: creates them, asks all of them at once, and ends them.
 
+Ranks can stand by for a gang that runs: their processes have imported all they need, hold no resources of Ray's and
+nothing on a GPU, and wait. They become the next gang when that one is lost.
+
 The engine creates them before it imports torch itself, so nothing here imports it.
 """
 
@@ -16,7 +19,7 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorErr
 from actors.answers import ActorLostError, ours
 from actors.placement import Placement
 from actors.progress import OnProgress
-from actors.rank import RankActor
+from actors.rank import Gpus, RankActor
 from raycache.config import Config
 from raycache.errors import ConfigError, RankLostError
 from raycache.host.directory import DirectoryGoneError
@@ -34,17 +37,32 @@ class Ranks:
         epoch: of the gang.
         replica: whose ranks they are.
         on_progress: called while the gang starts; an exception from it aborts the start.
+        gpus: of each rank of the running gang that these stand by for; empty: Ray gives them their own.
     """
 
     def __init__(
-        self, config: Config, *, placement: Placement, epoch: int, replica: str, on_progress: OnProgress
+        self,
+        config: Config,
+        *,
+        placement: Placement,
+        epoch: int,
+        replica: str,
+        on_progress: OnProgress,
+        gpus: Sequence[Gpus] = (),
     ) -> None:
         self._config, self._on_progress = config, on_progress
+        self._seats = [f"{placement.group.id.hex()}-{rank}" for rank in range(config.world_size)]
         self._running: list[Any] = []
         self._actors: list[Any] = [
-            ray.remote(RankActor).options(**placement.options(rank)).remote(config, rank, epoch=epoch, replica=replica)
+            ray.remote(RankActor)
+            .options(**placement.options(rank, stands_by=bool(gpus)))
+            .remote(config, rank, epoch=epoch, replica=replica, gpus=gpus[rank] if gpus else None)
             for rank in range(config.world_size)
         ]
+
+    def where(self) -> list[dict[str, Any]]:
+        """Where all ranks are, once those before them have ended."""
+        return self.ask("where", [(seat,) for seat in self._seats], phase="starting ranks")
 
     def ask(
         self,
@@ -53,6 +71,7 @@ class Ranks:
         *,
         phase: str,
         board: AckBoard | None = None,
+        **same: Any,
     ) -> list[Any]:
         """Results of all ranks, within the start's deadline.
 
@@ -61,9 +80,12 @@ class Ranks:
             arguments: one per rank.
             phase: phase of the start, for progress.
             board: where they post how much they have loaded.
+            same: arguments by name, the same for all.
         """
         each = arguments or [()] * len(self._actors)
-        calls = [getattr(actor, method).remote(*values) for actor, values in zip(self._actors, each, strict=True)]
+        calls = [
+            getattr(actor, method).remote(*values, **same) for actor, values in zip(self._actors, each, strict=True)
+        ]
         return self._results(calls, phase=phase, board=board)
 
     def boards(self, meeting: Meeting, nodes: Sequence[str]) -> dict[str, Path]:

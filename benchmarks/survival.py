@@ -26,7 +26,7 @@ from benchmarks.figures import percentile, write_json
 from benchmarks.server import launched, status
 from benchmarks.tokens import plain_token_ids
 
-VICTIMS = {"rank": "RankActor", "engine": "EngineActor", "owner": "ArenaActor"}
+VICTIMS = {"rank": "RankActor.", "engine": "EngineActor", "owner": "ArenaActor"}
 _PAGE = 16
 _TIMEOUT_S = 300.0
 

@@ -145,6 +145,14 @@ class Config(Settings):
         """
         return self.overlap == "on" or (self.overlap == "auto" and device_type == "cuda" and self.pp == 1)
 
+    def has_spare_ranks(self, *, device_type: str) -> bool:
+        """Whether a process stands by for each rank.
+
+        Args:
+            device_type: "cpu" or "cuda".
+        """
+        return self.spare_ranks == "on" or (self.spare_ranks == "auto" and device_type == "cuda")
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Config:
         """Build from parsed YAML; every key must be a setting.

@@ -354,6 +354,11 @@ class Settings:
     rank_timeout_s: float = _cluster(
         120.0, "time without an answer after which a rank is lost", unit="SECONDS", least=1
     )
+    spare_ranks: str = _cluster(
+        "auto",
+        "keep a process per rank that has imported everything, and takes its place when it is lost; auto: on cuda",
+        choices=("auto", "on", "off"),
+    )
     drain_timeout_s: float = _cluster(
         30.0, "time limit to save the cache of a node or replica that leaves", unit="SECONDS", least=1
     )

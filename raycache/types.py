@@ -315,6 +315,8 @@ class EngineStats:
         epoch: number of the running gang.
         rebuilds: gangs lost and replaced.
         engines_lost: engine processes lost and replaced.
+        lost_at: when the loss of the last gang that was replaced was noticed, in seconds since 1970; 0 for none.
+        rebuild_s: phase of its replacement -> seconds, until the next gang was ready.
         replicas: name of each replica -> its own counters, of which the others are the sums. Empty without replicas.
     """
 
@@ -348,6 +350,8 @@ class EngineStats:
     epoch: int = 0
     rebuilds: int = 0
     engines_lost: int = 0
+    lost_at: float = 0.0
+    rebuild_s: Mapping[str, float] = field(default_factory=dict)
     replicas: Mapping[str, EngineStats] = field(default_factory=dict)
 
 

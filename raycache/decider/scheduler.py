@@ -271,6 +271,7 @@ class Scheduler:
             cache_info=self.cache.info(),
             warnings=hits.warnings(tiers),
             replicas={},
+            rebuild_s={},
             drafted=dict(self.drafts.drafted_at),
             accepted=dict(self.drafts.accepted_at),
             computed_tokens=self._num_computed,

@@ -64,7 +64,9 @@ def load(deployment: Deployment, member: Member) -> LoadedRank:
         ConfigError: the weights do not fit into GPU memory.
     """
     device = member.ctx.device
+    member.phases.skip()
     backend = choose_backend(deployment, device)
+    member.phases.end("attention")
     with refusing_out_of_memory(device, doing="loading weights"):
         model, draft = load_weights(
             deployment,
@@ -107,27 +109,36 @@ class LoadedRank:
             if deployment.config.has_host_tier:
                 use.keep("staging", self._staging_bytes)
         ranks_on_node = self.member.spec.ranks_on_node
+        self.member.phases.end("kernels")
         return pages_that_fit(deployment, ctx=self.member.ctx, ranks_on_node=ranks_on_node, use=use)
 
-    def build(self, num_pages: int, arena: Path | None = None) -> Rank:
+    def build(self, num_pages: int, arena: Path | None = None, *, warms_up: bool = True) -> Rank:
         """Allocate the pool and everything that uses it.
 
         Args:
             num_pages: the same on all ranks.
             arena: file of this node's host tier, if there is one.
+            warms_up: whether to run steps of all kinds first, so that no request waits for a compiler.
         """
         member, mover = self.member, None
+        member.phases.skip()
         pool = self._new_pool(self.deployment.pool_sizes(num_pages))
         member.note("pages")
         if arena is not None:
             with refusing_out_of_memory(member.ctx.device, doing="allocating buffers for page moves"):
                 mover = _new_mover(member, pool, arena)
         try:
-            return self._build_around(pool, mover)
+            rank = self._build_around(pool, mover)
+            if warms_up:
+                warm_up(rank, self.deployment)
         except BaseException:  # an interrupt, too: the host tier would stay pinned in this process
             if mover is not None:
                 mover.close()
             raise
+        member.phases.end("warm-up")
+        if member.ctx.device.type == "cuda":
+            rank.at_close = warn_of_compilers()
+        return rank
 
     def _build_around(self, pool: DevicePool, mover: Mover | None) -> Rank:
         member, last, graphs, draft_graphs, pieces = self.member, None, None, None, None
@@ -138,8 +149,8 @@ class LoadedRank:
             graphs, draft_graphs = self._record(pool, last)
         if self._has_pieces:
             pieces = self._record_pieces(pool, least=1 if graphs is None else LEAST_PIECE)
+        member.note("graphs")
         if (use := member.use) is not None:
-            use.note("graphs")
             for purpose in ("graphs", "staging"):
                 use.keep(purpose, 0)
             _log.info("memory use of %s: %s", member.ctx.device, use)
@@ -148,9 +159,6 @@ class LoadedRank:
             pool, mover=mover, last=last, graphs=graphs, drafter=self._new_drafter(pool, draft_graphs)
         )
         rank.pieces = pieces
-        warm_up(rank, self.deployment)
-        if member.ctx.device.type == "cuda":
-            rank.at_close = warn_of_compilers()
         return rank
 
     def _new_pool(self, sizes: dict[str, int]) -> DevicePool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from raycache.config import Config
 from raycache.deployment.memory_use import MemoryUse
+from raycache.observe.phases import Phases
 from raycache.parallel.board import AckBoard, Lane
 from raycache.parallel.context import GroupHandle, ParallelContext
 from raycache.parallel.devices import require_gpus
@@ -65,6 +66,7 @@ class Member:
         board: where it posts its progress.
         sender: forwards the board to the decider; only on the lowest rank of each other node.
         use: memory use of its GPU; None on a CPU.
+        phases: seconds of its start, from when it has joined.
     """
 
     spec: RankSpec
@@ -72,6 +74,7 @@ class Member:
     board: AckBoard
     sender: BoardSender | None = None
     use: MemoryUse | None = None
+    phases: Phases = field(default_factory=Phases)
 
     def post(self, lane: Lane, value: int) -> None:
         """Post a value on this rank's line of the board."""
@@ -83,9 +86,10 @@ class Member:
         self.post(Lane.TO_LOAD, total)
 
     def note(self, purpose: str) -> None:
-        """Attribute GPU memory allocated since the last note to `purpose`."""
+        """Attribute time, and GPU memory allocated, since the last note to `purpose`."""
         if self.use is not None:
             self.use.note(purpose)
+        self.phases.end(purpose)
 
 
 def threads_of(config: Config, *, cpus: int, ranks_on_node: int) -> int:

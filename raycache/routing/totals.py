@@ -24,6 +24,8 @@ def total_stats(by_replica: Mapping[str, EngineStats]) -> EngineStats:
         for item in dataclasses.fields(EngineStats)
     }
     values["epoch"] = max(stats.epoch for stats in by_replica.values())
+    latest = max(by_replica.values(), key=lambda stats: stats.lost_at)
+    values |= {"lost_at": latest.lost_at, "rebuild_s": latest.rebuild_s}
     values["warnings"] = tuple(
         f"replica {name}: {text}" for name, stats in by_replica.items() for text in stats.warnings
     )

@@ -36,9 +36,9 @@ class Service:
 @asynccontextmanager
 async def serving(model: Path, **settings: Any) -> AsyncIterator[Service]:
     """Start a service, and end it with nothing left."""
-    config = Config(model=str(model), device="cpu", port="auto", rank_timeout_s=60, **settings)
-    placement = reserve(config, device="cpu", on_wait=lambda missing: None)
-    engine = RayEngine(config, device="cpu", placement=placement)
+    config = Config(**{"model": str(model), "device": "cpu", "port": "auto", "rank_timeout_s": 60, **settings})
+    placement = reserve(config, device=config.device, on_wait=lambda missing: None)
+    engine = RayEngine(config, device=config.device, placement=placement)
     try:
         info = engine.wait_ready(timeout_s=300, on_progress=lambda phase, share: None)
         observed = Observed(Metrics(info.model))
