@@ -77,7 +77,7 @@ SERVERS: Mapping[str, Server] = {
     "kda_mla-pp2-ngram": _kda(pp=2, draft="ngram"),
     "kda_mla-tp2-cp2": _kda(tp=2, cp=2),
     "mamba2_gqa-tp2-ngram": _mamba(tp=2, draft="ngram"),
-    "mamba2_gqa-cp2": _mamba(cp=2, write_policy="write_back"),
+    "mamba2_gqa-cp2": _mamba(3072, cp=2, write_policy="write_back"),
     "mamba2_gqa-pp2": _mamba(1536, pp=2, dtype="bfloat16"),
     "mamba2_gqa-tp2-cp2": _mamba(tp=2, cp=2),
 }
