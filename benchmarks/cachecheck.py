@@ -4,11 +4,13 @@
     python -m benchmarks.cachecheck right MODEL [-- --tp 2 ...]     # raycache launch MODEL with these flags
     python -m benchmarks.cachecheck right llama                     # the same with a tiny random model of a family
     python -m benchmarks.cachecheck right http://127.0.0.1:8000     # a running server, which is known to be right
+    python -m benchmarks.cachecheck tiers [--servers smollm2-cp2]   # those of right_servers.py: hits from each tier
 
 Each seed is a run of its own, with other prompts. For right servers it also shows how close they came: the share of
 comparisons above the lower threshold, of which the test assumes at most 5 %, the largest change as a part of the upper
-threshold, comparisons of each scenario, and with RayCache the tiers that hits came from: a tier that served none was
-not tested. Prompts of random families have few tokens, as their tokens are bytes.
+threshold, comparisons of each scenario, and with RayCache the tiers that hits came from. A tier that was asked for and
+served no tokens was not tested: that is an error, as a false alarm is. Prompts of random families have few tokens, as
+their tokens are bytes.
 """
 
 from __future__ import annotations
@@ -27,23 +29,31 @@ from typing import Any
 
 import httpx2
 
+from benchmarks.right_servers import SERVERS
 from benchmarks.server import launched, status
 from raycache.cachecheck.check import Options, Result, check, figures
 from raycache.cachecheck.client import Connection
 from raycache.cachecheck.report import verdict
+from raycache.types import TIERS
 
 _SMALL = 100
 """Pages of a cache that long prompts fill."""
+
+_AGAIN = ("branched", "grown", "tools", "load", "evicted")
+"""Scenarios that ask for prefixes again after others."""
+
+_AGAIN_BUDGET = 165
+"""Requests of two rounds of these, and of what comes before them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all seeds.
 
     Returns:
-        1: a fault was not found, or a right server was called faulty.
+        1: a fault was not found, a right server was called faulty, or a tier of it was not tested.
     """
     options = _parsed(sys.argv[1:] if argv is None else argv)
-    found = _faults(options) if options.command == "faults" else _right(options)
+    found = {"faults": _faults, "right": _right, "tiers": _tiers}[options.command](options)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))
     return int(found["exit_code"])
@@ -64,8 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     faults = commands.add_parser("faults")
     right = commands.add_parser("right")
     right.add_argument("target", help="URL, directory of a model, or family in tests/oracle/families.py")
-    for command, budget in ((faults, 400), (right, 120)):
-        command.add_argument("--seeds", type=int, default=20, help="runs")
+    tiers = commands.add_parser("tiers")
+    tiers.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS), metavar="NAME")
+    tiers.add_argument("--smollm2", type=Path, default=Path("models/smollm2"), help="directory of the converted model")
+    for command, budget, seeds in ((faults, 400, 20), (right, 120, 20), (tiers, _AGAIN_BUDGET, 3)):
+        command.add_argument("--seeds", type=int, default=seeds, help="runs")
         command.add_argument("--first-seed", type=int, default=0)
         command.add_argument("--budget-requests", type=int, default=budget)
         command.add_argument("--prompt-tokens", type=int, default=60)
@@ -113,25 +126,72 @@ def _faults(options: argparse.Namespace) -> dict[str, Any]:
 
 def _right(options: argparse.Namespace) -> dict[str, Any]:
     """How often a right server is called faulty, and how close it came."""
-    runs = []
+    flags = {flag.split("=")[0] for flag in options.flags}
+    wanted = [tier for tier, flag in (("host", "--host-memory"), ("storage", "--storage")) if flag in flags]
     with _served(options.target, options.flags) as url:
-        for seed in _seeds(options):
-            result = asyncio.run(check(Connection(url), _options(options, seed)))
-            runs.append(_figures(result, seed))
-            print(json.dumps(runs[-1]), flush=True)
-        tiers = _tokens_by_tier(url)
+        found = _measured(options, url, wanted=wanted)
+    runs, tiers = found["runs"], found["cached_by_tier"]
     codes = collections.Counter(run["exit_code"] for run in runs)
-    compared, over = (sum(run[name] for run in runs) for name in ("compared", "over"))
-    closest = max((run["closest"] for run in runs), default=0.0)
     print(
-        f"{len(runs)} runs: {codes[0]} right, {codes[1]} called faulty, {codes[2]} could not be tested; {compared} "
-        f"answers compared, {over} above the lower threshold; largest change {closest:.0%} of the upper threshold"
+        f"{len(runs)} runs: {codes[0]} right, {codes[1]} called faulty, {codes[2]} could not be tested; "
+        f"{found['compared']} answers compared, {found['over']} above the lower threshold; "
+        f"largest change {found['closest']:.0%} of the upper threshold"
     )
     by_scenario = sum((collections.Counter(run["scenarios"]) for run in runs), collections.Counter[str]())
     print("answers compared: " + ", ".join(f"{count:,} {name}" for name, count in by_scenario.items()))
     if tiers:
         print("cached tokens: " + ", ".join(f"{count:,} from {tier}" for tier, count in tiers.items()))
-    return {"exit_code": min(1, codes[1]), "runs": runs, "cached_by_tier": tiers}
+    if found["unserved"]:
+        print(f"NOT TESTED: no tokens came from {' and '.join(found['unserved'])}; make the pools above smaller")
+    return found
+
+
+def _tiers(options: argparse.Namespace) -> dict[str, Any]:
+    """The same for servers with small pools, in scenarios that ask for prefixes again."""
+    print("| server | runs | answers compared | hits | closest | tokens from device, host, storage | result |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    rows = {}
+    for name in options.servers:
+        with (
+            tempfile.TemporaryDirectory() as work,
+            SERVERS[name].served(Path(work), smollm2=options.smollm2) as url,
+        ):
+            rows[name] = row = _measured(options, url, wanted=TIERS, only=_AGAIN)
+        said = row["said"] + [f"NOT TESTED: {tier}" for tier in row["unserved"]]
+        tokens = ", ".join(f"{row['cached_by_tier'].get(tier, 0):,}" for tier in TIERS)
+        print(
+            f"| {name} | {len(row['runs'])} | {row['compared']} | {row['hits']} | {row['closest']:.1%} | {tokens} "
+            f"| {'; '.join(said) or 'right'} |",
+            flush=True,
+        )
+    return {"exit_code": max(row["exit_code"] for row in rows.values()), "servers": rows}
+
+
+def _measured(
+    options: argparse.Namespace, url: str, *, wanted: Sequence[str], only: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """All seeds against one server.
+
+    Args:
+        wanted: tiers that must serve tokens.
+        only: as in `Options`.
+    """
+    runs = []
+    for seed in _seeds(options):
+        result = asyncio.run(check(Connection(url), _options(options, seed, only=only)))
+        runs.append(_figures(result, seed))
+        print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+    tiers = _tokens_by_tier(url)
+    unserved = [tier for tier in wanted if not tiers.get(tier)]
+    return {
+        "exit_code": int(bool(unserved) or any(run["exit_code"] == 1 for run in runs)),
+        "runs": runs,
+        **{name: sum(run[name] for run in runs) for name in ("compared", "hits", "over")},
+        "closest": max((run["closest"] for run in runs), default=0.0),
+        "said": sorted({run["said"] for run in runs if run["said"]}),
+        "cached_by_tier": tiers,
+        "unserved": unserved,
+    }
 
 
 def _tokens_by_tier(url: str) -> dict[str, int]:

@@ -20,12 +20,12 @@ over the requests that have a sampled one is an unbiased estimate of the varianc
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from raycache.achievable.paths import KEY_BYTES, Paths, Stretch
 from raycache.achievable.prefixes import Hashes
 from raycache.achievable.recency import Recency, Use
 
@@ -86,9 +86,9 @@ class PageSample:
     def __init__(self, max_pages: int, *, max_uses: int = MOST_USES) -> None:
         assert max_pages >= 2, "a sample needs pages"
         self._max_pages = max_pages
-        self._last_use: dict[int, Use] = {}
+        self._paths = Paths()
         self._recency = Recency(max_uses)
-        self._num_forgotten = 0  # pages that may still be in _last_use
+        self._num_forgotten = 0  # pages that may still be in _paths
         self._limit: np.uint64 | None = None
         self.weight = 1.0
 
@@ -101,49 +101,37 @@ class PageSample:
         Args:
             use: a new one.
         """
-        listed: Sequence[int] = range(len(prefixes))
+        places: Sequence[int] = range(len(prefixes))
+        weight = self.weight
         if self._limit is not None:
-            (places,) = (prefixes < self._limit).nonzero()
-            prefixes, listed = prefixes[places], places.tolist()
-        keys: list[int] = prefixes.tolist()
-        runs = self._runs(list(map(self._last_use.get, keys)))
-        num_known = runs[-1].begin + runs[-1].length if runs else 0
-        found = Reference(listed, num_known, runs, self.weight)
-        self._move(keys, found, use)
-        if len(self._last_use) > self._max_pages:
+            (found,) = (prefixes < self._limit).nonzero()
+            prefixes, places = prefixes[found], found.data
+        keys = prefixes.tobytes()
+        runs, num_known = self._runs(self._paths.use(keys, use))
+        recency = self._recency
+        for run in runs:
+            recency.add(run.use, -run.length)
+        self._num_forgotten += recency.append(use, len(keys) // KEY_BYTES)
+        if self._paths.num_keys > self._max_pages:
             self._shrink()
-        return found
+        return Reference(places, num_known, runs, weight)
 
-    def _runs(self, last: list[Use | None]) -> list[Run]:
-        """The known pages, up to the first unknown one.
-
-        A page is used whenever one behind it is, so uses do not become more recent along a path.
-        """
-        runs: list[Run] = []
-        begin, num_pages = 0, len(last)
-        while begin < num_pages and (use := last[begin]) is not None and use.place >= 0:
-            end = begin + 1
-            while end < num_pages and last[end] is use:
-                end += 1
-            runs.append(Run(begin, end - begin, self._recency.num_after(use), use))
-            begin = end
-        return runs
-
-    def _move(self, keys: list[int], found: Reference, use: Use) -> None:
-        for run in found.runs:
-            self._recency.add(run.use, -run.length)
-        self._last_use.update(dict.fromkeys(keys, use))
-        self._num_forgotten += self._recency.append(use, len(keys))
+    def _runs(self, found: Sequence[Stretch]) -> tuple[list[Run], int]:
+        """The known pages, and their number."""
+        runs, begin = [], 0
+        for length, use in found:
+            runs.append(Run(begin, length, self._recency.num_after(use), use))
+            begin += length
+        return runs, begin
 
     def _shrink(self) -> None:
         """Give up the pages that are forgotten; if those are few, lower the limit to the hash of a page that goes."""
         if self._num_forgotten:
             self._num_forgotten = 0
-            self._last_use = {key: use for key, use in self._last_use.items() if use.place >= 0}
+            self._paths.drop_forgotten()
         kept = self._max_pages * _KEPT // _OF
-        if len(self._last_use) <= kept:
+        if self._paths.num_keys <= kept:
             return
-        keys = np.fromiter(self._last_use, np.uint64, len(self._last_use))
-        self._limit = limit = np.partition(keys, kept)[kept]
-        self.weight = _ALL / int(limit)
-        self._recency.remove(Counter(map(self._last_use.pop, keys[keys >= limit].tolist())))
+        self._limit, dropped = self._paths.keep_smallest(kept)
+        self.weight = _ALL / int(self._limit)
+        self._recency.remove(dropped)

@@ -12,7 +12,7 @@ from raycache.cachecheck.target import Cold
 AT_ONCE = 8
 """Requests at the same time."""
 
-_FILLERS = 8
+_FILLERS, _FEW_FILLERS = 8, 3
 _LONG = 4
 """Times the usual length."""
 
@@ -41,17 +41,26 @@ async def load(lab: Lab) -> AsyncIterator[Finding]:
 
 
 async def evicted(lab: Lab) -> AsyncIterator[Finding]:
-    """A prompt again after many long ones, which take its place where the cache is small."""
-    write = lab.writer
-    question, space = write.question(), await lab.space()
-    first = await lab.ask(question, space)
+    """Two prompts again, after some long ones and after many: they take their place where the cache is small.
+
+    A device forgets the first of them sooner than the tiers below it, and these the second.
+    """
+    write, space = lab.writer, await lab.space()
+    old, recent = write.question(), write.question()
+    first, second = [await lab.ask(question, space) for question in (old, recent)]
     fillers = [(write.question(_LONG * write.num_records), space) for _ in range(_FILLERS)]
-    others = await lab.together(fillers)
-    answer = await lab.ask(question, space)
-    again = await lab.ask(question, space)
-    what = f"after {sum(other.prompt_tokens or 0 for other in others):,} tokens of other prompts"
-    for time, one_of in ((what, answer), (f"again {what}", again)):
-        for one in lab.both(time, reference=first, observed=one_of):
+    some = await lab.together(fillers[:_FEW_FILLERS])
+    soon = await lab.ask(recent, space)
+    more = await lab.together(fillers[_FEW_FILLERS:])
+    late = await lab.ask(old, space)
+    again = await lab.ask(old, space)
+    few, many = (sum(other.prompt_tokens or 0 for other in others) for others in (some, [second, *some, soon, *more]))
+    for what, reference, answer in (
+        (f"after {few:,} tokens of other prompts", second, soon),
+        (f"after {many:,} tokens of other prompts", first, late),
+        (f"again after {many:,} tokens of other prompts", first, again),
+    ):
+        for one in lab.both(what, reference=reference, observed=answer):
             yield one
 
 

@@ -135,6 +135,24 @@ def test_it_shows_what_could_have_been_reused(window: Browser, engine: CachedEng
         window.until("document.querySelector('#moves th:last-child').textContent === 'twice as large'")
 
 
+def test_what_was_reused_never_exceeds_what_could_have_been(
+    window: Browser, engine: CachedEngine, tokenizer: Tokenizer
+) -> None:
+    """The engine counts a request before it has ended, and each choice of a prompt."""
+    engine.reuse = {"cached_tokens": PAGE, "miss": Miss.EVICTED_HOST}
+    engine.figures = {"prompt_tokens": 1000, "cached_tokens": 990}
+    with served(engine, tokenizer) as endpoint:
+        for _ in range(2):
+            body = {"model": "tiny", "max_tokens": 1, "prompt": _FILLER}
+            assert httpx.post(f"{endpoint}/v1/completions", json=body).status_code == 200
+        reuse = httpx.get(f"{endpoint}/status").json()["reuse"]
+        assert 0 < reuse["achieved"] < reuse["achievable"]
+        show(window, endpoint)
+        window.until("document.querySelectorAll('.tile').length > 2")
+        tiles = window.run("[...document.querySelectorAll('.tile b')].map(value => value.textContent)")
+        assert tiles[:2] == [f"{100 * reuse[name]:.0f} %" for name in ("achieved", "achievable")]
+
+
 @contextmanager
 def streaming(endpoint: str, engine: CachedEngine, *, count: int, key: str = "") -> Iterator[list[str]]:
     """Requests that run in the block; their ids, the oldest first."""

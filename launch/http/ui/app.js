@@ -202,12 +202,13 @@ function drawFast() {
 
 function drawTiles(now, rate) {
   const tiles = [], tile = (value, text) => tiles.push(el("div", { class: "tile" }, el("b", {}, value), el("span", {}, text)));
-  const reach = reached();
+  const both = shares(now);
   if (now && !state.isLimited) {
-    const lately = rate("prompt_tokens");
-    tile(percent(now.cached_tokens, now.prompt_tokens), `of prompt tokens cached; lately ${lately ? percent(rate("cached_tokens"), lately) : "none asked"}`);
-  } else if (state.why) tile(percent(state.why.prompt - state.why.computed, state.why.prompt), "of your prompt tokens cached");
-  if (reach) tile(percent(reach.achievable, 1), `achievable without limits, ± ${percent(reach.error, 1, 1)}`);
+    const lately = rate("prompt_tokens"), whole = both ? percent(both.achieved, 1) : percent(now.cached_tokens, now.prompt_tokens);
+    tile(whole, `of prompt tokens cached; lately ${lately ? percent(rate("cached_tokens"), lately) : "none asked"}`);
+  } else if (both) tile(percent(both.achieved, 1), "of your prompt tokens cached");
+  else if (state.why) tile(percent(state.why.prompt - state.why.computed, state.why.prompt), "of your prompt tokens cached");
+  if (both) tile(percent(both.achievable, 1), `achievable without limits, ± ${percent(both.error, 1, 1)}`);
   if (now && !state.isLimited) {
     const perSecond = (name) => (rate(name) === null ? "–" : short(rate(name)));
     tile(String(now.running), `streams running, ${now.waiting} waiting`);
@@ -217,6 +218,10 @@ function drawTiles(now, rate) {
   }
   $("tiles").replaceChildren(...tiles);
 }
+
+// Achieved and achievable of the same requests. The engine's own counters have others: they are ahead by the requests of
+// the last moments, count each choice of a prompt, and those of all ingress processes.
+const shares = (now) => (state.isLimited ? null : now?.reuse) ?? reached();
 
 function reached() {
   const found = state.achievable;
@@ -235,24 +240,24 @@ function timeline(samples, left) {
 }
 
 function drawHits() {
-  const shares = [], samples = series();
+  const parts = [], samples = series();
   samples.forEach(({ at: time, status }, i) => {
     if (!i) return;
     const before = samples[i - 1].status, asked = gain(status, before, "prompt_tokens");
-    if (asked) shares.push([time, Math.min(1, gain(status, before, "cached_tokens") / asked)]);
+    if (asked) parts.push([time, Math.min(1, gain(status, before, "cached_tokens") / asked)]);
   });
-  const reach = reached();
-  if (!shares.length && !reach) return $("hits").replaceChildren(el("p", { class: "empty" }, "No prompts in the last ten minutes."));
+  const reach = reached(), both = shares(state.samples.at(-1)?.status);
+  if (!parts.length && !both) return $("hits").replaceChildren(el("p", { class: "empty" }, "No prompts in the last ten minutes."));
   const { x, span } = timeline(samples, LEFT), y = (share) => 6 + (HEIGHT - FOOT - 6) * (1 - share);
   const chart = frame("Share of prompt tokens from the cache over time", [[0, "0 %"], [0.5, "50 %"], [1, "100 %"]], y, seconds(span));
-  if (shares.length) {
-    const points = shares.map(([time, share]) => `${x(time).toFixed(1)},${y(share).toFixed(1)}`).join(" ");
-    const [first, last] = [x(shares[0][0]), x(shares.at(-1)[0])];
+  if (parts.length) {
+    const points = parts.map(([time, share]) => `${x(time).toFixed(1)},${y(share).toFixed(1)}`).join(" ");
+    const [first, last] = [x(parts[0][0]), x(parts.at(-1)[0])];
     chart.append(svg("polygon", { class: "area", points: `${first},${y(0)} ${points} ${last},${y(0)}` }), svg("polyline", { class: "line", points }));
-    for (const [time, share] of shares.slice(-1)) chart.append(svg("circle", { class: "c0", cx: x(time), cy: y(share), r: 3 }));
+    for (const [time, share] of parts.slice(-1)) chart.append(svg("circle", { class: "c0", cx: x(time), cy: y(share), r: 3 }));
   }
-  if (reach) chart.append(svg("line", { class: "dashed", x1: LEFT, x2: WIDTH, y1: y(reach.achievable), y2: y(reach.achievable) }));
-  $("hits").replaceChildren(chart, el("div", { class: "legend" }, key("c0", "reused"), ...(reach ? [key("dashes", "achievable")] : [])));
+  if (both) chart.append(svg("line", { class: "dashed", x1: LEFT, x2: WIDTH, y1: y(both.achievable), y2: y(both.achievable) }));
+  $("hits").replaceChildren(chart, el("div", { class: "legend" }, key("c0", "reused"), ...(both ? [key("dashes", "achievable, since the start")] : [])));
   const lost = (reach?.lost ?? []).slice(0, 5).map((row) => [words(row.cause), words(row.kind), short(row.tokens), percent(row.share, 1, 1)]);
   $("gap").replaceChildren(...drawCurve(), ...(lost.length ? [el("div", { class: "scroll" }, el("table", { id: "lost" }))] : []));
   if (lost.length) table("lost", "Between reused and achievable", ["cause", "kind", "tokens", "of prompts"], lost, [1]);
