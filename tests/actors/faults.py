@@ -46,20 +46,20 @@ class Fault:
     Attributes:
         how: SIGKILL or SIGSTOP.
         moment: what the ranks do then.
-        rank: index of the victim among the processes of ranks.
+        victim: index among the processes of ranks, which are in no order.
     """
 
     how: signal.Signals
     moment: Moment
-    rank: int
+    victim: int
 
     def __str__(self) -> str:
-        return f"{self.how.name} of rank {self.rank} in {self.moment}"
+        return f"{self.how.name} of process {self.victim} in {self.moment}"
 
 
 FAULTS = [
-    Fault(how, moment, rank)
-    for moment, rank in ((Moment.DECODE, 1), (Moment.LOAD, 0), (Moment.PREFILL, 1))
+    Fault(how, moment, victim)
+    for moment, victim in ((Moment.DECODE, 1), (Moment.LOAD, 0), (Moment.PREFILL, 1))
     for how in (signal.SIGKILL, signal.SIGSTOP)
 ]
 
@@ -115,7 +115,7 @@ class Faults:
         victims, before = await until_there_are(2, ranks), await self._service.engine.stats()
         asked, count = self._prompts(fault.moment)
         calm = await self._calm(fault.moment, asked, count)
-        victim, heard = victims[fault.rank], [Heard() for _ in asked]
+        victim, heard = victims[fault.victim], [Heard() for _ in asked]
         if fault.moment is Moment.LOAD:
             victim.suspend()  # its loads cannot end
         streams = [
@@ -163,8 +163,10 @@ class Faults:
                 await asyncio.sleep(0.001)
             return
         if moment is Moment.LOAD:
-            while (await self._service.engine.stats()).running < len(heard):
+            # One of them at least: the engine waits for the stopped rank before it looks at others.
+            while not (seen := await self._service.engine.stats()).running + seen.waiting:
                 await asyncio.sleep(0.001)
+            await asyncio.sleep(0.5)  # its plan, with the loads, is sent
             return
         computed = (await self._service.engine.stats()).computed_tokens
         while (await self._service.engine.stats()).computed_tokens < computed + 3 * CHUNK:
