@@ -16,10 +16,11 @@ from raycache.parallel.collectives import Group
 from raycache.parallel.context import ParallelContext
 from raycache.parallel.sharding import Split
 
-_LEAST_BYTES = {"cpu": 16 << 20, "cuda": 300 << 20}
-"""Device type -> bytes of a layer's weights that a rank must be spared for the split to pay. Each layer costs two sums
-over ranks more: some 0.5 ms each between processes of a busy machine, in which a core reads 7 MB, and 35 us with NCCL
-between two H200, which read 150 MB in that time. See docs/adr/0019-cp-decode.md."""
+_LEAST_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
+"""Device type -> bytes of a layer's weights that a rank must be spared for the split to pay: what is read in the time
+of a layer's exchanges, 21 us on GPUs. See docs/adr/0019-cp-decode.md."""
+_LEAST_BYTES_OF_NCCL = 180 << 20
+"""The same without peer memory, where four exchanges take some 60 us."""
 
 
 def decode_obstacle(deployment: Deployment) -> str:
@@ -35,10 +36,12 @@ def decode_obstacle(deployment: Deployment) -> str:
     quantisation = read_quantisation(Path(config.model))
     if quantisation is not None and deployment.weights_form(quantisation).stored:
         return "they stay quantised on the device"
-    if config.decode_split == "auto" and (spared := _spared_bytes(deployment)) < _LEAST_BYTES[deployment.device_type]:
-        least = _LEAST_BYTES[deployment.device_type]
+    least = _LEAST_BYTES[deployment.device_type]
+    if deployment.device_type == "cuda" and not config.peer_memory:
+        least = _LEAST_BYTES_OF_NCCL
+    if config.decode_split == "auto" and (spared := _spared_bytes(deployment)) < least:
         return (
-            f"a rank would read {spared / 1e6:,.0f} MB per layer less, and two sums over ranks take as long as "
+            f"a rank would read {spared / 1e6:,.0f} MB per layer less, and the exchanges of a layer take as long as "
             f"{least / 1e6:,.0f} MB; decode_split=on tries it"
         )
     return model_obstacle(deployment.model, tp=config.tp, cp=config.cp, device_type=deployment.device_type)

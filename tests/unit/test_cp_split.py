@@ -359,3 +359,11 @@ def test_large_layers_are_split_by_themselves(tiny: Callable[[str], Path], tmp_p
     config, model = Config(model=str(tmp_path), cp=2, device="cpu"), read_config(tmp_path)
     assert not decode_obstacle(Deployment(config, model, "cpu"))  # 26 MB of 52
     assert decode_obstacle(Deployment(config, model, "cuda")).startswith("a rank would read 26 MB per layer less")
+
+
+def test_exchanges_through_nccl_pay_for_larger_layers_only(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    larger = json.loads((tiny("llama") / "config.json").read_text()) | {"hidden_size": 1024, "intermediate_size": 20480}
+    (tmp_path / "config.json").write_text(json.dumps(larger))
+    config, model = Config(model=str(tmp_path), cp=2, device="cuda"), read_config(tmp_path)
+    assert not decode_obstacle(Deployment(config, model, "cuda"))  # 127 MB of 254
+    assert decode_obstacle(Deployment(replace(config, peer_memory=False), model, "cuda"))
