@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -26,15 +27,19 @@ pytestmark = [
 Work = Callable[[PeerGroup, torch.device], Any]
 
 
-def each_rank(work: str, *, timeout_s: float = 60.0) -> list[Any]:
-    """What a function of this module returns on every rank, each in a process of its own."""
+def each_rank(work: str, *, timeout_s: float = 60.0, sees_one: bool = False) -> list[Any]:
+    """What a function of this module returns on every rank, each in a process of its own.
+
+    Args:
+        sees_one: whether each process sees its own GPU only, as under Ray.
+    """
     size = min(torch.cuda.device_count(), 4)
     config = Config(model="none", tp=size, dummy_weights=True, rank_timeout_s=timeout_s)
     meeting, invitations = meet_here(config, device_type="cuda")
     ranks = [RankProcess(run_rank, invitation) for invitation in invitations]
     try:
         for rank in ranks:
-            rank.send(work)
+            rank.send((work, sees_one))
         return [rank.receive() for rank in ranks]
     finally:
         for rank in ranks:
@@ -44,9 +49,12 @@ def each_rank(work: str, *, timeout_s: float = 60.0) -> list[Any]:
 
 
 def run_rank(connection: Connection, invitation: Invitation) -> None:
-    work: Work = globals()[connection.recv()]
+    name, sees_one = connection.recv()
+    work: Work = globals()[name]
     handles = {name: handle for name, handle in invitation.handles.items() if handle.kind != "control"}
     spec, device = invitation.spec, torch.device(invitation.spec.device)
+    if sees_one:
+        os.environ["CUDA_VISIBLE_DEVICES"], device = str(device.index), torch.device("cuda:0")
     torch.cuda.set_device(device)
     split = invitation.config.split
     ctx = ParallelContext.join(
@@ -129,8 +137,10 @@ def seconds_until_a_missing_peer_is_noticed(group: PeerGroup, device: torch.devi
     return -1.0, "it did not wait"
 
 
-def test_collectives_of_all_kinds_and_sizes_in_one_memory() -> None:
-    assert each_rank("collectives_of_random_sizes") == [[]] * min(torch.cuda.device_count(), 4)
+@pytest.mark.parametrize("sees_one", [False, True], ids=["all GPUs", "one GPU"])
+def test_collectives_of_all_kinds_and_sizes_in_one_memory(sees_one: bool) -> None:
+    found = each_rank("collectives_of_random_sizes", sees_one=sees_one)
+    assert found == [[]] * min(torch.cuda.device_count(), 4)
 
 
 def test_recorded_sums_are_right_at_every_replay_and_equal_on_all_members() -> None:
