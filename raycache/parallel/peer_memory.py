@@ -34,8 +34,8 @@ class PeerMemory:
         # A CPU build of torch has no such names.
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-        # Read when memory is mapped. Multicast objects are not used here, and take long to make. Under Ray each rank sees
-        # its own GPU as the first one, which torch takes for the same; that they differ has been checked by their ids.
+        # Read when memory is mapped. Multicast objects are not used here, and take long to make. Under Ray each rank
+        # sees its own GPU as the first one, which torch takes for the same; their ids have been compared before.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         self.rank, self.size, self.device = rank, size, device
