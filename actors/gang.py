@@ -70,7 +70,9 @@ class Gang:
             try:
                 boards = self._ranks.boards(meeting, [where["node"] for where in wheres])
                 invitations = [(each,) for each in meeting.invitations(specs, boards)]
-                executor, _ = meeting.join(lambda: self._ranks.ask("join", invitations, phase="joining groups"))
+                executor, transports = meeting.join(
+                    lambda: self._ranks.ask("join", invitations, phase="joining groups")
+                )
             finally:
                 meeting.board.unshare()
             phases.end("groups")
@@ -91,8 +93,9 @@ class Gang:
                 "coords": str(config.split.coords(spec.rank)),
                 "node": spec.host,
                 "device": _device(where, spec),
+                "transport": transport,
             }
-            for spec, where in zip(specs, wheres, strict=True)
+            for spec, where, transport in zip(specs, wheres, transports, strict=True)
         ]
         self._ranks.run()
         executor.watch(self._ranks)

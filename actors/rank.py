@@ -127,13 +127,14 @@ class RankActor:
         self._own_board = AckBoard.create(split.world_size)
         return self._own_board.share()
 
-    def join(self, invitation: Invitation) -> None:
-        """Join the gang."""
+    def join(self, invitation: Invitation) -> str:
+        """Join the gang; returns the transport of small tensors between the ranks of this stage."""
         from raycache.checkpoint.hub_models import located
         from raycache.rank.member import join
 
         self._config = located(invitation.config)
         self._member = join(replace(invitation, config=self._config))
+        return self._member.ctx.stage.transport
 
     def load(self) -> int:
         """Load the weights; returns the number of pages that fit beside them."""

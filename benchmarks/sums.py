@@ -134,7 +134,7 @@ def _serve(connection: Connection, invitation: Invitation) -> None:
         return
     connection.send(peers.most_bytes)
     peers.most_bytes = 1 << 30
-    nccl = TorchGroup(peers._backend, rank=peers.rank, size=peers.size)
+    nccl = TorchGroup(peers._backend, rank=peers.rank, size=peers.size, transport="NCCL")
     found: list[tuple[int, str, str, float, float]] = []
     buffers: list[Any] = []
     for count in tokens:

@@ -152,6 +152,7 @@ def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config)
         for row in info.ranks
     ]
     tokens = info.num_pages * info.page_size
+    transports = sorted({row["transport"] for row in info.ranks} - {""})
     each = ["replica"] if config.replicas > 1 else []
     return "\n".join(
         [
@@ -160,6 +161,7 @@ def _summary(info: EngineInfo, *, endpoint: str, dashboard: str, config: Config)
             f"model      {info.model}, up to {info.max_model_len:,} tokens per request",
             f"cache      {tokens:,} tokens in {info.num_pages:,} pages{' per replica' if each else ''}",
             *cache.summary(info.tiers),
+            *([f"exchanges  {', '.join(transports)}"] if transports else []),
             f"endpoint   {endpoint}/v1",
             f"dashboard  {dashboard + _TOKEN_HINT if dashboard else 'none'}",
             "Press Ctrl-C to stop.",

@@ -38,7 +38,10 @@ class Group:
     Attributes:
         rank: index of this rank in the group.
         size: number of members.
+        transport: of small tensors: "gloo", "NCCL" or "peer memory"; "" for one rank.
     """
+
+    transport = ""
 
     def __init__(self, *, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
@@ -95,12 +98,14 @@ class TorchGroup(Group):
 
     Args:
         backend: a ProcessGroupGloo or ProcessGroupNCCL.
+        transport: "gloo" or "NCCL".
         direct_bytes: tensors of which all members together have so many bytes go from each member to all others at once
             in a sum or gather, larger ones by the backend's algorithm.
     """
 
-    def __init__(self, backend: Any, *, rank: int, size: int, direct_bytes: int = 0) -> None:
+    def __init__(self, backend: Any, *, rank: int, size: int, transport: str = "gloo", direct_bytes: int = 0) -> None:
         super().__init__(rank=rank, size=size)
+        self.transport = transport
         self._backend = backend
         self._direct_bytes = direct_bytes // size if size > 2 else 0  # between two, the backend's algorithm does that
 

@@ -182,7 +182,7 @@ def build_group(
     except RuntimeError as cause:
         raise RankLostError(member, handle.name, -1, f"group did not form within {handle.timeout_s:.0f} s") from cause
     connect(made, device, handle=handle, me=member, peers=peers)
-    group = TorchGroup(made, rank=index, size=size)
+    group = TorchGroup(made, rank=index, size=size, transport="NCCL")
     if not has_peer_memory or any(peer.host != host for peer in peers):
         return group
     name = f"{epoch}.{handle.name}.{member}"

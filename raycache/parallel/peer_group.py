@@ -37,7 +37,7 @@ class PeerGroup(TorchGroup):
     """
 
     def __init__(self, backend: Any, memory: PeerMemory, *, most_bytes: int) -> None:
-        super().__init__(backend, rank=memory.rank, size=memory.size)
+        super().__init__(backend, rank=memory.rank, size=memory.size, transport="peer memory")
         self.memory = memory
         self.most_bytes = most_bytes
 

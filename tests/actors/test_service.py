@@ -61,6 +61,7 @@ async def complete(service: Service, prompt: list[int], count: int) -> tuple[lis
 def test_streams_equal_transformers_cold_and_cached(cluster: Cluster, model: Path, tp: int, pp: int, cp: int) -> None:
     async def run() -> None:
         async with serving(model, tp=tp, pp=pp, cp=cp, page_size=_PAGE, num_pages=64) as service:
+            assert {row["transport"] for row in service.info.ranks} == {"gloo" if tp * cp > 1 else ""}
             cases = prompts(3, shared=50, length=20)
             wanted = [greedy(model, prompt, 12) for prompt in cases]
             cold = await complete(service, cases[0], 12)
