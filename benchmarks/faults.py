@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import random
 import signal
 import statistics
@@ -94,7 +93,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of raycache launch")
     options = parser.parse_args(argv)
     if options.tiny:
-        tiny = {"layers": options.layers or 2, "context": 128, "streams": 2, "num_pages": 256, "kills": 1}
+        tiny = {"layers": options.layers or 2, "context": 128, "streams": 2, "num_pages": 64, "kills": 1}
         vars(options).update(tiny, host_memory="64MiB", rest_s=1.0)
     options.longest = _PAGE_SIZE * options.num_pages // (2 * options.streams)
     return options
@@ -144,18 +143,17 @@ def _phases(replies: Sequence[Reply], after: dict[str, Any], *, began_at: float,
     """Phases of one loss, and the whole pause.
 
     Raises:
-        RuntimeError: no stream was under way.
+        RuntimeError: no stream was under way, or nothing was lost.
     """
-    times = sorted(at for reply in replies for at in reply.token_times_s)
-    # Tokens that were on their way come within a moment of the signal; then there are none.
-    gaps = [(after_s - before_s, after_s) for before_s, after_s in itertools.pairwise(times)]
-    late = [gap for gap in gaps if gap[1] > began_s]
-    if not late or after["lost_at"] < began_at:
+    if after["lost_at"] < began_at:
+        raise RuntimeError("no loss was noticed")
+    noticed_s, rebuild = after["lost_at"] - began_at, dict[str, float](after["rebuild_s"])
+    ready_s = began_s + noticed_s + sum(rebuild.values())
+    times = [at for reply in replies for at in reply.token_times_s if at > ready_s]
+    if not times:
         raise RuntimeError("all streams had ended before the rank was lost; use more --num-pages")
-    pause_s = max(late)[1] - began_s
-    noticed_s = after["lost_at"] - began_at
-    rebuild: dict[str, float] = after["rebuild_s"]
-    first_s = pause_s - noticed_s - sum(rebuild.values())
+    pause_s = min(times) - began_s
+    first_s = min(times) - ready_s
     aside = pause_s - rebuild.get("weights", 0.0)
     return {"noticed": noticed_s, **rebuild, "first token": first_s, "pause": pause_s, "beside weights": aside}
 
