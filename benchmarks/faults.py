@@ -84,7 +84,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=20.0, help="rank_timeout_s (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt (default: %(default)s)")
-    parser.add_argument("--rest-s", type=float, default=10.0, help="between losses (default: %(default)s)")
+    parser.add_argument("--output", type=int, default=1200, help="most tokens of an answer (default: %(default)s)")
+    parser.add_argument("--before-s", type=float, default=1.0, help="from requests to the loss (default: %(default)s)")
+    parser.add_argument("--rest-s", type=float, default=20.0, help="between losses (default: %(default)s)")
     parser.add_argument("--num-pages", type=int, default=1024)
     parser.add_argument("--host-memory", default="4GiB")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -94,7 +96,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.tiny:
         tiny = {"layers": options.layers or 2, "context": 128, "streams": 2, "num_pages": 64, "kills": 1}
-        vars(options).update(tiny, host_memory="64MiB", rest_s=1.0)
+        vars(options).update(tiny, host_memory="64MiB", rest_s=20.0)
     options.longest = _PAGE_SIZE * options.num_pages // (2 * options.streams)
     return options
 
@@ -108,7 +110,7 @@ async def _run(options: argparse.Namespace, endpoint: str, *, vocab_size: int) -
         streams = [
             asyncio.create_task(_stream(options, endpoint, model, draw, vocab_size)) for _ in range(options.streams)
         ]
-        await asyncio.sleep(0.3 * options.rest_s)
+        await asyncio.sleep(options.before_s)
         began_at, began_s = time.time(), time.perf_counter()
         victims = _ranks()
         victims[number % len(victims)].send_signal(signal.SIGSTOP if options.freeze else signal.SIGKILL)
@@ -123,7 +125,7 @@ async def _stream(
     options: argparse.Namespace, endpoint: str, model: str, draw: random.Random, vocab_size: int
 ) -> Reply:
     tokens = tuple(draw.randrange(3, vocab_size) for _ in range(options.context))
-    output = options.longest - options.context - 1
+    output = min(options.output, options.longest - options.context - 1)
     prompt = Prompt(0.0, tokens, output)
     return await complete(endpoint, prompt, model=model, timeout_s=_TIMEOUT_S)
 
@@ -151,7 +153,7 @@ def _phases(replies: Sequence[Reply], after: dict[str, Any], *, began_at: float,
     ready_s = began_s + noticed_s + sum(rebuild.values())
     times = [at for reply in replies for at in reply.token_times_s if at > ready_s]
     if not times:
-        raise RuntimeError("all streams had ended before the rank was lost; use more --num-pages")
+        raise RuntimeError("all streams had ended before the rank was lost; use more --output")
     pause_s = min(times) - began_s
     first_s = min(times) - ready_s
     aside = pause_s - rebuild.get("weights", 0.0)
